@@ -1,0 +1,66 @@
+"""Reduction operations: an associative, commutative function and its neutral element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparcel.errors import InputError
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation that streams can be reduced with.
+
+    Parameters
+    ----------
+    function
+        Elementwise ``(Tensor, Tensor) -> Tensor``, associative and commutative; called with two
+        tensors of one shape and dtype, the contribution of the lower ranks first.
+    neutral
+        The element that changes nothing: what an absent coordinate of a stream stands for.
+        ``float("inf")`` and ``float("-inf")`` mean the largest and smallest value of integer
+        dtypes.
+    name
+        Set for the built-in operations alone: it selects a compiled kernel.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    neutral: float
+    name: str | None = None
+
+    def neutral_for(self, dtype: torch.dtype) -> float:
+        """Return the neutral element as a Python number that ``dtype`` can hold."""
+        if dtype.is_floating_point:
+            return self.neutral
+        if self.neutral in (float("inf"), float("-inf")):
+            limits = torch.iinfo(dtype)
+            return limits.max if self.neutral > 0 else limits.min
+        return int(self.neutral)
+
+
+SUM = Op(torch.add, 0, "sum")
+PRODUCT = Op(torch.mul, 1, "product")
+MIN = Op(torch.minimum, float("inf"), "min")
+MAX = Op(torch.maximum, float("-inf"), "max")
+
+_BY_NAME = {op.name: op for op in (SUM, PRODUCT, MIN, MAX)}
+
+
+def resolve(op: str | Op) -> Op:
+    """Return the operation that ``op`` names, or ``op`` itself.
+
+    Raises
+    ------
+    InputError
+        When no operation has that name.
+    """
+    if isinstance(op, Op):
+        return op
+    if op not in _BY_NAME:
+        names = ", ".join(str(name) for name in _BY_NAME)
+        raise InputError(f"op must be one of {names} or a sparcel.Op, got {op!r}")
+    return _BY_NAME[op]
