@@ -1,0 +1,59 @@
+# Every target makes the environment that it needs; `make` alone lists them.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Without the version check pip would tell of its own updates in the middle of the output.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CONSTRAINTS := constraints-dev.txt
+
+CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+
+.PHONY: help demo test quick check lint types format sanitize clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/built ## train on an emulated 1 Gbit/s network, dense and sparse (ARGS= is passed on)
+	$(BIN)/sparcel demo $(ARGS)
+
+test: $(VENV)/built ## the whole test suite (ARGS= is passed on to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+quick: $(VENV)/built ## the tests without the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: lint types ## what CI checks besides the tests: ruff, clang-format, mypy --strict
+
+lint: $(VENV)/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+types: $(VENV)/built
+	$(BIN)/mypy
+
+format: $(VENV)/built ## let the formatters have their way
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_SOURCES)
+
+sanitize: $(VENV)/built ## the C++ kernels under the address and undefined-behaviour sanitizers
+	PATH="$(abspath $(BIN)):$$PATH" tests/kernels/sanitize.sh
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist
+
+$(BIN)/python:
+	tools/make-venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+	$(PIP) install --constraint $(CONSTRAINTS) --upgrade pip
+	$(PIP) install --constraint $(CONSTRAINTS) --group dev
+	@touch $@
+
+# The build tools are in the dev group already, hence no isolation, which would fetch them again.
+# An editable install: changes of Python files need no reinstall, changes of C++ files do.
+$(VENV)/built: $(VENV)/installed CMakeLists.txt $(CPP_SOURCES)
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable .
+	@touch $@
