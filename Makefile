@@ -55,5 +55,5 @@ $(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 # The build tools are in the dev group already, hence no isolation, which would fetch them again.
 # An editable install: changes of Python files need no reinstall, changes of C++ files do.
 $(VENV)/built: $(VENV)/installed CMakeLists.txt $(CPP_SOURCES)
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable .
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[demo]"
 	@touch $@
