@@ -1,0 +1,85 @@
+"""The plain format: values, then indices (4 or 8 bytes each); decoding makes views, no copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.errors import FormatError
+from sparcel.formats.header import HEADER_BYTES, Header, padded
+from sparcel.stream import SparseStream
+
+KIND = 0
+
+
+def message_bytes(
+    nnz: int, size: int, dtype: torch.dtype, width: int | None, dense: bool = False
+) -> int:
+    """Return the bytes of the message that holds ``nnz`` coordinates of ``size``."""
+    columns = 1 if width is None else width
+    index_bytes = 0 if dense else nnz * kernels.index_dtype(size).itemsize
+    return HEADER_BYTES + padded(nnz * columns * dtype.itemsize) + padded(index_bytes)
+
+
+def encode(stream: SparseStream) -> Tensor:
+    """Return the message, uint8, that holds ``stream`` as it is, sparse or dense."""
+    length = message_bytes(stream.nnz, stream.size, stream.dtype, stream.width, stream.is_dense)
+    header = Header(
+        kind=KIND,
+        dtype=stream.dtype,
+        size=stream.size,
+        nnz=stream.nnz,
+        width=stream.width,
+        dense=stream.is_dense,
+        finite=stream.finite,
+        wide_indices=kernels.index_dtype(stream.size) == torch.int64,
+        length=length,
+    )
+    message = torch.empty(length, dtype=torch.uint8, device=stream.device)
+    header.pack_into(message)
+    values, indices = _parts(message, header)
+    values.copy_(stream.values)
+    if stream.indices is not None:
+        indices.copy_(stream.indices)
+    return message
+
+
+def decode(message: Tensor, header: Header) -> SparseStream:
+    """Return the stream in ``message``, as views of it.
+
+    Raises
+    ------
+    FormatError
+        When the length does not fit the counts, or the indices are unsorted or out of range.
+    """
+    index_dtype = torch.int64 if header.wide_indices else torch.int32
+    expected = message_bytes(header.nnz, header.size, header.dtype, header.width, header.dense)
+    if header.length != expected or index_dtype != kernels.index_dtype(header.size):
+        raise FormatError(
+            f"a coo message of {header.nnz} coordinates takes {expected} bytes,"
+            f" its header says {header.length}"
+        )
+    values, indices = _parts(message, header)
+    if header.dense:
+        return SparseStream.unchecked(None, values, header.size, header.finite)
+    position = kernels.check_indices(indices, header.size)
+    if position >= 0:
+        raise FormatError(
+            f"corrupt message: index {int(indices[position])} at position {position} is out of"
+            f" order or outside [0, {header.size})"
+        )
+    return SparseStream.unchecked(indices, values, header.size, header.finite)
+
+
+def _parts(message: Tensor, header: Header) -> tuple[Tensor, Tensor]:
+    """Return the views of ``message`` that hold the values and the indices."""
+    columns = 1 if header.width is None else header.width
+    values_end = HEADER_BYTES + header.nnz * columns * header.dtype.itemsize
+    values = message[HEADER_BYTES:values_end].view(header.dtype)
+    if header.width is not None:
+        values = values.view(header.nnz, header.width)
+    start = HEADER_BYTES + padded(values_end - HEADER_BYTES)
+    index_dtype = torch.int64 if header.wide_indices else torch.int32
+    stored = 0 if header.dense else header.nnz
+    return values, message[start : start + stored * index_dtype.itemsize].view(index_dtype)

@@ -1,0 +1,121 @@
+"""The 40 bytes that begin every message: what follows, how much of it, and in which format."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparcel.errors import FormatError
+
+_LAYOUT = struct.Struct("<4sBBBBIIQQQ")
+_MAGIC = b"SPCL"
+_VERSION = 1
+_DENSE, _NON_FINITE, _WIDE_INDICES, _ROWS = 1, 2, 4, 8
+_DTYPES = {
+    0: torch.float16,
+    1: torch.bfloat16,
+    2: torch.float32,
+    3: torch.float64,
+    4: torch.int32,
+    5: torch.int64,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+HEADER_BYTES = _LAYOUT.size
+ALIGNMENT = 8
+"""Every part of a message is padded to this many bytes, so that parts can be viewed in place."""
+
+
+def padded(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to the alignment of a message's parts."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself.
+
+    ``length`` counts the bytes of the whole message, header included; ``detail`` belongs to the
+    format (bits and bucket of a quantiser, say).
+    """
+
+    kind: int
+    dtype: torch.dtype
+    size: int
+    nnz: int
+    width: int | None
+    dense: bool
+    finite: bool
+    wide_indices: bool
+    length: int
+    detail: int = 0
+
+    def pack_into(self, message: Tensor) -> None:
+        """Write the header to the first bytes of ``message`` (uint8, any device)."""
+        flags = (
+            _DENSE * self.dense
+            | _NON_FINITE * (not self.finite)
+            | _WIDE_INDICES * self.wide_indices
+            | _ROWS * (self.width is not None)
+        )
+        packed = _LAYOUT.pack(
+            _MAGIC,
+            _VERSION,
+            self.kind,
+            _CODES[self.dtype],
+            flags,
+            self.width or 0,
+            self.detail,
+            self.size,
+            self.nnz,
+            self.length,
+        )
+        message[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    @classmethod
+    def parse(cls, message: Tensor) -> Self:
+        """Read the header at the start of ``message`` and check it against the bytes there are.
+
+        Raises
+        ------
+        FormatError
+            When the message is too short, foreign, of another version, or contradicts itself.
+        """
+        if message.numel() < HEADER_BYTES:
+            raise FormatError(
+                f"message of {message.numel()} bytes is shorter than a header ({HEADER_BYTES})"
+            )
+        fields = _LAYOUT.unpack(message[:HEADER_BYTES].cpu().numpy().tobytes())
+        magic, version, kind, code, flags, width, detail, size, nnz, length = fields
+        if magic != _MAGIC:
+            raise FormatError(f"not a sparcel message: it begins with {magic!r}, not {_MAGIC!r}")
+        if version != _VERSION:
+            raise FormatError(
+                f"message of version {version}, this sparcel reads version {_VERSION};"
+                " install the same release on every rank"
+            )
+        if code not in _DTYPES:
+            raise FormatError(f"unknown dtype code {code} in the header")
+        dense = bool(flags & _DENSE)
+        if nnz > size or (dense and nnz != size):
+            raise FormatError(f"header counts {nnz} stored coordinates of {size}, dense={dense}")
+        if not HEADER_BYTES <= length <= message.numel():
+            raise FormatError(
+                f"truncated message: its header says {length} bytes, {message.numel()} are there"
+            )
+        return cls(
+            kind=kind,
+            dtype=_DTYPES[code],
+            size=size,
+            nnz=nnz,
+            width=width if flags & _ROWS else None,
+            dense=dense,
+            finite=not flags & _NON_FINITE,
+            wide_indices=bool(flags & _WIDE_INDICES),
+            length=length,
+            detail=detail,
+        )

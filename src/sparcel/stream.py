@@ -1,0 +1,332 @@
+"""Streams: sparse vectors that turn dense when that is smaller (SparCML, section 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.errors import InputError
+from sparcel.ops import SUM, Op, resolve
+
+VALUE_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+)
+
+
+class SparseStream:
+    """A vector of known size, stored as sorted indices with values, or densely.
+
+    Parameters
+    ----------
+    indices
+        ``[nnz]`` int32 or int64, strictly increasing, in ``[0, size)``; kept as int32, and as
+        int64 where the size needs it. ``None`` for a dense stream.
+    values
+        ``[nnz]``, or one row per index: ``[nnz, width]``; ``[size]`` or ``[size, width]`` for a
+        dense stream. One of float16, bfloat16, float32, float64, int32, int64.
+    size
+        Number of coordinates of the vector (of rows, when values are rows).
+
+    Raises
+    ------
+    InputError
+        When indices are unsorted, repeated or out of range, when lengths differ, or when a dtype
+        is not supported.
+
+    Notes
+    -----
+    An absent coordinate stands for the neutral element of whatever operation the stream is
+    reduced with; an explicit zero stays an explicit zero. Tensors are not copied.
+    """
+
+    __slots__ = ("finite", "indices", "size", "values")
+
+    indices: Tensor | None
+    values: Tensor
+    size: int
+    finite: bool
+    """False when some vector that entered the stream held NaN or Inf and the values are void;
+    it survives every reduction, so that all ranks learn of it without a message of its own."""
+
+    def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
+        _check_values(values, size if indices is None else None)
+        if indices is not None:
+            indices = _checked_indices(indices, values, size)
+        self.indices, self.values, self.size, self.finite = indices, values, size, True
+
+    @classmethod
+    def unchecked(
+        cls, indices: Tensor | None, values: Tensor, size: int, finite: bool = True
+    ) -> SparseStream:
+        """Make a stream of parts that are known to be right, as inner code's are."""
+        stream = cls.__new__(cls)
+        stream.indices, stream.values, stream.size, stream.finite = indices, values, size, finite
+        return stream
+
+    @classmethod
+    def from_dense(cls, vector: Tensor) -> SparseStream:
+        """Store the nonzero coordinates (rows) of ``vector``, or all of it if that is smaller.
+
+        Parameters
+        ----------
+        vector
+            ``[size]`` or ``[size, width]``. A stream that stays dense shares its memory.
+        """
+        _check_values(vector, vector.shape[0] if vector.ndim else None)
+        occupied = vector if vector.ndim == 1 else vector.ne(0).any(dim=1)
+        indices = occupied.nonzero().squeeze(1).to(kernels.index_dtype(vector.shape[0]))
+        if dense_is_smaller(indices.numel(), vector.shape[0], vector):
+            return cls.unchecked(None, vector, vector.shape[0])
+        return cls.unchecked(indices, vector[indices], vector.shape[0])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every coordinate is stored."""
+        return self.indices is None
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored coordinates (rows), explicit zeros included."""
+        return int(self.values.shape[0])
+
+    @property
+    def density(self) -> float:
+        """Share of the coordinates that are stored, in [0, 1]."""
+        return self.nnz / self.size if self.size else 0.0
+
+    @property
+    def width(self) -> int | None:
+        """Number of columns of a row stream, None for scalar values."""
+        return int(self.values.shape[1]) if self.values.ndim == 2 else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds the stream."""
+        return self.values.device
+
+    def __repr__(self) -> str:
+        rows = f", width={self.width}" if self.width is not None else ""
+        kind = "dense" if self.is_dense else f"nnz={self.nnz}"
+        return f"SparseStream({kind}, size={self.size}{rows}, dtype={self.dtype})"
+
+    def to_dense(self, fill: float = 0) -> Tensor:
+        """Return the vector, ``[size]`` or ``[size, width]``, absent coordinates set to ``fill``.
+
+        The result of a dense stream is its own storage, not a copy.
+        """
+        if self.indices is None:
+            return self.values
+        dense = self.values.new_full((self.size, *self.values.shape[1:]), fill)
+        kernels.scatter(dense, self.indices, self.values)
+        return dense
+
+    def compact(self, op: Op = SUM) -> SparseStream:
+        """Return the stream itself, or a dense one if that takes fewer bytes on the wire.
+
+        ``op`` gives the neutral element that absent coordinates are filled with.
+        """
+        if self.is_dense or not dense_is_smaller(self.nnz, self.size, self.values):
+            return self
+        dense = self.to_dense(op.neutral_for(self.dtype))
+        return SparseStream.unchecked(None, dense, self.size, self.finite)
+
+    def scale(self, factor: float) -> SparseStream:
+        """Return a stream whose stored values are multiplied by ``factor``; the dtype stays."""
+        values = (self.values * factor).to(self.dtype)
+        return SparseStream.unchecked(self.indices, values, self.size, self.finite)
+
+    def slice(self, start: int, stop: int) -> SparseStream:
+        """Return the coordinates in ``[start, stop)``, numbered from 0; dense values are views."""
+        if not 0 <= start <= stop <= self.size:
+            raise InputError(
+                f"slice must satisfy 0 <= start <= stop <= {self.size}, got [{start}, {stop})"
+            )
+        return self.split([start, stop])[0]
+
+    def split(self, boundaries: Sequence[int]) -> list[SparseStream]:
+        """Return the slices between consecutive ``boundaries``, which must not decrease."""
+        ranges = list(pairwise(boundaries))
+        if self.indices is None:
+            return [
+                SparseStream.unchecked(None, self.values[lo:hi], hi - lo, self.finite)
+                for lo, hi in ranges
+            ]
+        cuts = torch.searchsorted(self.indices, torch.tensor(boundaries, device=self.device))
+        parts = []
+        for (lo, hi), (first, last) in zip(ranges, pairwise(cuts.tolist()), strict=True):
+            indices = (self.indices[first:last] - lo).to(kernels.index_dtype(hi - lo))
+            parts.append(
+                SparseStream.unchecked(indices, self.values[first:last], hi - lo, self.finite)
+            )
+        return parts
+
+    def topk(self, k: int) -> tuple[SparseStream, SparseStream]:
+        """Part the stream into its ``k`` largest magnitudes and the rest, both sparse.
+
+        Ties go to the lowest index; zeros are never among the first. Scalar float values only.
+        """
+        indices = _stored_indices(self)
+        positions, _ = kernels.topk(self.values, k)
+        kept = torch.zeros(self.nnz, dtype=torch.bool, device=self.device)
+        kept[positions] = True
+        return self._where(indices, kept), self._where(indices, ~kept)
+
+    def without(self, other: SparseStream) -> SparseStream:
+        """Return the stored coordinates that sparse ``other`` does not store."""
+        indices = _stored_indices(self)
+        return self._where(indices, ~torch.isin(indices, _stored_indices(other)))
+
+    def _where(self, indices: Tensor, mask: Tensor) -> SparseStream:
+        return SparseStream.unchecked(indices[mask], self.values[mask], self.size, self.finite)
+
+    def __add__(self, other: SparseStream) -> SparseStream:
+        return reduce([self, other], SUM)
+
+
+def topk(x: Tensor, k: int) -> SparseStream:
+    """Select the ``min(k, nnz)`` coordinates of largest magnitude, exactly.
+
+    Parameters
+    ----------
+    x
+        ``[size]``, float16, bfloat16, float32 or float64.
+    k
+        How many to select, at least 1. Ties go to the lowest index; zeros are never selected.
+
+    Returns
+    -------
+    SparseStream
+        Sparse, with the values of ``x`` at the selected coordinates.
+
+    Raises
+    ------
+    InputError
+        When ``x`` is not a one-dimensional float tensor, or ``k < 1``.
+    """
+    if x.ndim != 1 or not x.dtype.is_floating_point or x.dtype not in VALUE_DTYPES:
+        raise InputError(
+            f"topk selects from a one-dimensional float tensor, got {x.dtype} of shape"
+            f" {tuple(x.shape)}; flatten it first"
+        )
+    if k < 1:
+        raise InputError(f"k must be at least 1, got {k}")
+    return SparseStream.unchecked(*kernels.topk(x, k), x.numel())
+
+
+def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
+    """Reduce streams of one size and dtype, in the order given (SparCML, section 5.1).
+
+    Returns
+    -------
+    SparseStream
+        Dense where an input is, or where the dense form of the result takes fewer bytes; this is
+        decided on the true count of the merged indices.
+
+    Raises
+    ------
+    InputError
+        When sizes, dtypes or widths differ.
+    """
+    op = resolve(op)
+    first = streams[0]
+    for other in streams[1:]:
+        if (other.size, other.dtype, other.width) != (first.size, first.dtype, first.width):
+            raise InputError(f"streams must agree in size, dtype and width: {first} and {other}")
+    finite = all(stream.finite for stream in streams)
+    pairs = [(s.indices, s.values) for s in streams if s.indices is not None]
+    if len(pairs) == len(streams):
+        indices, values = kernels.merge(pairs, op)
+        return SparseStream.unchecked(indices, values, first.size, finite).compact(op)
+    total = first.to_dense(op.neutral_for(first.dtype))
+    total = total.clone() if first.is_dense else total
+    for other in streams[1:]:
+        if other.indices is None:
+            total = op.function(total, other.values)
+        else:
+            kernels.scatter_reduce(total, other.indices, other.values, op)
+    return SparseStream.unchecked(None, total, first.size, finite)
+
+
+def concatenate(streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
+    """Join streams of consecutive index ranges, the inverse of `SparseStream.split`.
+
+    The result is dense or sparse by the bytes that it takes, whatever the parts were.
+    """
+    size = sum(stream.size for stream in streams)
+    finite = all(stream.finite for stream in streams)
+    nnz = sum(stream.nnz for stream in streams)
+    if dense_is_smaller(nnz, size, streams[0].values):
+        fill = op.neutral_for(streams[0].dtype)
+        dense = torch.cat([stream.to_dense(fill) for stream in streams])
+        return SparseStream.unchecked(None, dense, size, finite)
+    dtype, start, indices = kernels.index_dtype(size), 0, []
+    for stream in streams:
+        indices.append(_stored_indices(stream).to(dtype) + start)
+        start += stream.size
+    values = torch.cat([stream.values for stream in streams])
+    return SparseStream.unchecked(torch.cat(indices), values, size, finite)
+
+
+def dense_is_smaller(nnz: int, size: int, values: Tensor) -> bool:
+    """Tell whether ``nnz`` coordinates of ``values``' kind cost more bytes than all ``size``.
+
+    This is SparCML's switch: nnz > δ = size · isize / (c + isize), with c bytes an index.
+    """
+    value_bytes = values.element_size() * (values.shape[1] if values.ndim == 2 else 1)
+    return nnz * (kernels.index_dtype(size).itemsize + value_bytes) > size * value_bytes
+
+
+def _stored_indices(stream: SparseStream) -> Tensor:
+    if stream.indices is not None:
+        return stream.indices
+    return torch.arange(stream.size, dtype=kernels.index_dtype(stream.size), device=stream.device)
+
+
+def _check_values(values: Tensor, size: int | None) -> None:
+    if values.dtype not in VALUE_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
+        raise InputError(f"values must be one of {names}, got {values.dtype}")
+    if values.ndim not in (1, 2):
+        raise InputError(
+            f"values must be [nnz], or rows [nnz, width], got shape {tuple(values.shape)}"
+        )
+    if size is not None and values.shape[0] != size:
+        raise InputError(
+            f"a dense stream of size {size} needs {size} values, got {values.shape[0]}"
+        )
+
+
+def _checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"indices must be int32 or int64, got {indices.dtype}")
+    if indices.ndim != 1 or indices.numel() != values.shape[0]:
+        raise InputError(
+            f"indices must be one-dimensional, one per value: got shape {tuple(indices.shape)}"
+            f" for {values.shape[0]} values"
+        )
+    if indices.device != values.device:
+        raise InputError(f"indices are on {indices.device}, values on {values.device}")
+    position = kernels.check_indices(indices, size)
+    if position >= 0:
+        found = int(indices[position])
+        if not 0 <= found < size:
+            raise InputError(f"index {found} at position {position} is outside [0, {size})")
+        raise InputError(
+            f"indices must be strictly increasing, got {int(indices[position - 1])} and then"
+            f" {found} at position {position}; sort them and merge duplicates first"
+        )
+    return indices.to(kernels.index_dtype(size))
