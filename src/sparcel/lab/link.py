@@ -1,0 +1,56 @@
+"""What joins a node to the switch of an emulated network."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex Ethernet link, limited alike in both directions.
+
+    Attributes
+    ----------
+    rate_bits_per_s
+        What the link carries each way, Ethernet headers included.
+    burst_bytes
+        What may pass at once after an idle time. It must cover the largest packet that TCP hands
+        down in one piece (64 KiB), and the rate times the kernel's timer error.
+    queue_s
+        How long a packet may wait for the link before the queue is full and drops it.
+    mtu_bytes
+        Largest IP packet.
+    """
+
+    rate_bits_per_s: int = 10**9
+    burst_bytes: int = 128 * 1024
+    queue_s: float = 0.05
+    mtu_bytes: int = 1500
+
+    def __str__(self) -> str:
+        for unit, scale in (("Gbit/s", 10**9), ("Mbit/s", 10**6)):
+            if self.rate_bits_per_s >= scale:
+                return f"{self.rate_bits_per_s / scale:g} {unit}"
+        return f"{self.rate_bits_per_s / 1000:g} kbit/s"
+
+
+def parse_rate(text: str) -> int:
+    """Read a rate such as ``1gbit`` or ``2.5gbit`` as bits a second.
+
+    Raises
+    ------
+    ValueError
+        When the text is not a positive number with one of the units kbit, mbit and gbit, or
+        the rate lies outside 64 kbit/s to 32 Gbit/s (the kernel's rate limiter counts bytes a
+        second in 32 bits).
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"a rate is a number and kbit, mbit or gbit, such as 1gbit; got {text!r}")
+    rate = round(float(match[1]) * _UNITS[match[2]])
+    if not 64_000 <= rate <= 32 * 10**9:
+        raise ValueError(f"a rate must lie between 64kbit and 32gbit, got {text!r}")
+    return rate
