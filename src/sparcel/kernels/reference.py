@@ -1,0 +1,173 @@
+"""What each kernel means, in plain torch; runs on any device.
+
+Magnitudes are compared by the bits of ``|x|`` read as an integer, which orders all values,
+NaN > Inf > finite numbers > 0, and makes every selection well defined. `sparcel.kernels` documents
+arguments and results; the functions here have the same signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparcel.kernels.philox import uniform
+from sparcel.ops import Op
+
+_BITS_DTYPE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Streams of half precision are reduced in float32 and rounded once, at the end.
+_WIDE_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def index_dtype(size: int) -> torch.dtype:
+    """Return int32 where it can count ``size`` coordinates, else int64."""
+    return torch.int32 if size <= 2**31 - 1 else torch.int64
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """Return the bits of ``|x|`` as integers of the same width, ordered as magnitudes are."""
+    dtype = _BITS_DTYPE[x.element_size()]
+    return x.view(dtype) & torch.iinfo(dtype).max
+
+
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Select the largest magnitudes of the whole vector: one chunk of its length."""
+    return topk_chunked(x, k, max(1, x.numel()))
+
+
+def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Select the largest magnitudes of every ``chunk`` consecutive entries."""
+    bits = magnitude_bits(x)
+    padding = -x.numel() % chunk
+    rows = torch.nn.functional.pad(bits, (0, padding)).view(-1, chunk)  # [chunks, chunk]
+    if rows.numel() == 0 or k == 0:
+        return _gather(x, torch.zeros_like(bits, dtype=torch.bool))
+    kth = rows.topk(min(k, chunk), dim=1).values[:, -1:]  # [chunks, 1]
+    above = rows > kth
+    ties = (rows == kth) & (rows != 0)
+    # Ties go to the lowest index: the first ones fill what is left of k.
+    room = k - above.sum(dim=1, keepdim=True)
+    selected = above | (ties & (ties.cumsum(dim=1) <= room))
+    return _gather(x, selected.view(-1)[: x.numel()])
+
+
+def accumulate_topk(
+    memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int | None = None
+) -> tuple[Tensor, Tensor, bool]:
+    """Add, select from the sum, and clear what was selected."""
+    torch.add(memory, gradient.to(memory.dtype), out=scratch)
+    finite = bool(torch.isfinite(scratch).all())
+    indices, values = topk(scratch, k) if chunk is None else topk_chunked(scratch, k, chunk)
+    scratch[indices.long()] = 0
+    return indices, values, finite
+
+
+def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Select the entries of at least a given magnitude."""
+    limit = magnitude_bits(torch.tensor([threshold], dtype=x.dtype, device=x.device))
+    bits = magnitude_bits(x)
+    return _gather(x, (bits >= limit) & (bits != 0))
+
+
+def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
+    """Reduce sorted streams by rounds: round r applies the r-th contribution of every index."""
+    # A stable sort keeps the contributions of one index in the order of the streams.
+    indices, order = torch.cat([indices for indices, _ in streams]).sort(stable=True)
+    values = torch.cat([values for _, values in streams])[order]
+    union, counts = torch.unique_consecutive(indices, return_counts=True)
+    first = counts.cumsum(0) - counts
+    result = widen(values[first])
+    longest = int(counts.max()) if counts.numel() else 0
+    for contribution in range(1, longest):
+        slots = (counts > contribution).nonzero().view(-1)
+        added = widen(values[first[slots] + contribution])
+        result[slots] = op.function(result[slots], added)
+    return union, result.to(values.dtype)
+
+
+def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
+    """Apply ``dense[i] = op(dense[i], v)`` in place."""
+    positions = indices.long()
+    reduced = op.function(widen(dense[positions]), widen(values.to(dense.dtype)))
+    dense[positions] = reduced.to(dense.dtype)
+
+
+def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    """Apply ``dense[i] = v * scale`` in place."""
+    if scale != 1.0:
+        values = widen(values.to(dense.dtype)) * scale
+    dense[indices.long()] = values.to(dense.dtype)
+
+
+def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
+    """Count a field of the magnitudes' bits."""
+    bits = magnitude_bits(x)
+    counted = bits != 0
+    if prefix is not None:
+        counted &= bits >> (shift + bins.bit_length() - 1) == prefix
+    field = (bits[counted] >> shift) & (bins - 1)
+    return torch.bincount(field, minlength=bins)
+
+
+def quantize(
+    x: Tensor, bits: int, bucket: int, seed: int, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Round each magnitude up or down to a level, at random, and pack the codes."""
+    levels = 2 ** (bits - 1) - 1
+    padding = -x.numel() % bucket
+    rows = torch.nn.functional.pad(x.float(), (0, padding)).view(-1, bucket)
+    scales = rows.abs().amax(dim=1)
+    # One entry that is not finite makes its bucket NaN: codes have no room for it.
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    # Comparisons with NaN are false: its bucket gets codes of 0, as a bucket of zeros does.
+    shares = torch.where(scales[:, None] > 0, rows.abs() / scales[:, None], 0.0)
+    exact = (shares * levels).view(-1)[: x.numel()]
+    lower = exact.floor()
+    # Comparing with the fraction stays exact where adding a random number to `exact` would round.
+    level = lower + (uniform(x.numel(), seed, offset, x.device) < exact - lower)
+    sign = torch.signbit(x) & (level > 0)
+    codes = level.to(torch.uint8) | (sign.to(torch.uint8) << (bits - 1))
+    return _pack(codes, bits), scales
+
+
+def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
+    """Turn codes back into float32 values."""
+    levels = 2 ** (bits - 1) - 1
+    codes = _unpack(packed, bits)[:size]
+    magnitude = (codes & levels).float() / levels
+    signed = torch.where(codes > levels, -magnitude, magnitude)
+    return signed * scales.repeat_interleave(bucket)[:size]
+
+
+def check_indices(indices: Tensor, size: int) -> int:
+    """Find the first index that is out of range or not above its predecessor."""
+    wrong = (indices < 0) | (indices >= size)
+    wrong[1:] |= indices[1:] <= indices[:-1]
+    positions = wrong.nonzero()
+    return int(positions[0]) if positions.numel() else -1
+
+
+def widen(values: Tensor) -> Tensor:
+    """Return values of half precision as float32, others as they are."""
+    return values.to(_WIDE_DTYPE.get(values.dtype, values.dtype))
+
+
+def _gather(x: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    positions = selected.nonzero().view(-1)
+    return positions.to(index_dtype(x.numel())), x[positions]
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    per_byte = 8 // bits
+    rows = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
+    packed = torch.zeros(rows.shape[0], dtype=torch.uint8, device=codes.device)
+    for position in range(per_byte):
+        packed |= rows[:, position] << (position * bits)
+    return packed
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)
