@@ -1,0 +1,48 @@
+"""What a user's type checker makes of the public names; mypy reads this, nothing runs it."""
+
+from typing import Any, assert_type
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+
+
+def streams(x: torch.Tensor) -> None:
+    stream = sparcel.topk(x, 10)
+    assert_type(stream, sparcel.SparseStream)
+    assert_type(stream.indices, torch.Tensor | None)
+    assert_type(stream.nnz, int)
+    assert_type(stream.is_dense, bool)
+    assert_type(stream.to_dense(), torch.Tensor)
+    assert_type(sparcel.SparseStream.from_dense(x) + stream, sparcel.SparseStream)
+
+
+def collectives(stream: sparcel.SparseStream, group: torch.distributed.ProcessGroup) -> None:
+    assert_type(sparcel.all_reduce(stream), sparcel.SparseStream)
+    assert_type(sparcel.all_reduce(stream, "max", group=group), sparcel.SparseStream)
+    handle = sparcel.all_reduce(stream, algorithm="ring", async_op=True)
+    assert_type(handle.wait(), sparcel.SparseStream)
+    assert_type(sparcel.all_gather(stream), list[sparcel.SparseStream])
+    longest = sparcel.Op(torch.maximum, float("-inf"))
+    assert_type(sparcel.all_reduce(stream, longest), sparcel.SparseStream)
+
+
+def simulation() -> None:
+    def rank_of(comm: sparcel.comm.Communicator) -> int:
+        return comm.rank
+
+    report = sparcel.simulate(4, rank_of)
+    assert_type(report.results, list[int])
+    assert_type(report.traffic[0].bytes_sent, int)
+
+
+def training(model: DistributedDataParallel, gradient: torch.Tensor) -> None:
+    def update(comm: sparcel.comm.Communicator) -> torch.Tensor:
+        return sparcel.scheme("topk", density=0.01).step(gradient, comm)
+
+    assert_type(sparcel.simulate(2, update).results, list[torch.Tensor])
+    handle = sparcel.attach(model, "topk", density=0.01)
+    state: dict[str, Any] = handle.state_dict()
+    handle.load_state_dict(state)
+    handle.close()

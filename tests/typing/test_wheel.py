@@ -1,0 +1,70 @@
+"""The wheel that a user installs: it builds, holds what it must, and is typed."""
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+USERS_CODE = Path(__file__).with_name("public_api.py")
+
+
+def run(*command: str | Path) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--quiet", f"-Cbuild-dir={folder}/build"]
+    run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, ROOT)
+    (path,) = folder.glob("sparcel-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def users_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel installed, and this one's other packages."""
+    environment = tmp_path_factory.mktemp("user") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    python = environment / "bin" / "python"
+    here = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # Unlike this environment's own .pth files, one that is not in its site directory is not
+    # followed; so the development install stays out of sight.
+    Path(here, "others.pth").write_text(sysconfig.get_path("purelib"))
+    install = ["install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "pip", "--python", python, *install, "--force-reinstall", wheel)
+    return python
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_extension_the_type_marker_and_the_licence(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "sparcel/py.typed" in names
+    assert [name for name in names if name.startswith("sparcel/_cpu.") and name.endswith(".so")]
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
+    assert not [name for name in names if name.endswith((".cpp", ".h")) or "test" in name]
+
+
+@pytest.mark.slow
+def test_installed_package_computes(users_python: Path) -> None:
+    script = (
+        "import sparcel, torch\n"
+        "assert 'site-packages' in sparcel.__file__, sparcel.__file__\n"
+        "print(sparcel.topk(torch.tensor([1.0, -3.0, 2.0]), 2).indices.tolist())"
+    )
+    assert run(users_python, "-c", script) == "[1, 2]\n"
+
+
+@pytest.mark.slow
+def test_users_code_passes_a_strict_type_check(users_python: Path, tmp_path: Path) -> None:
+    # From a folder without the project's configuration, so that only what is installed counts.
+    copy = tmp_path / USERS_CODE.name
+    copy.write_text(USERS_CODE.read_text())
+    options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}/cache"]
+    run(sys.executable, "-m", "mypy", *options, f"--python-executable={users_python}", copy)
