@@ -1,0 +1,56 @@
+"""The README's examples run as printed, and what the pages point to is there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+README = (ROOT / "README.md").read_text()
+SECTION_WITH_EXAMPLE = r"^## (.*?)\n(?:(?!^## ).)*?^```python\n(.*?)^```$"
+EXAMPLES = dict(re.findall(SECTION_WITH_EXAMPLE, README, re.MULTILINE | re.DOTALL))
+LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
+
+page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def test_all_examples_are_found() -> None:
+    assert len(EXAMPLES) == README.count("```python") == 3
+    assert len(LAUNCHES) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("section", EXAMPLES)
+def test_example_runs_as_printed(section: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EXAMPLES[section])
+    on_two_ranks = "init_process_group" in EXAMPLES[section]
+    command = LAUNCHES[0] if on_two_ranks else "python train.py"
+    beside_python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        shlex.split(command),
+        cwd=tmp_path,
+        env={**os.environ, "PATH": beside_python},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == (2 if on_two_ranks else 1)
+
+
+@page_by_page
+def test_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@page_by_page
+def test_make_targets_exist(page: Path) -> None:
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named <= targets
