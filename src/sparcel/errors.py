@@ -1,5 +1,10 @@
 """The exceptions that sparcel raises, a small tree under one root."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class SparcelError(Exception):
     """Root of everything that sparcel raises on purpose."""
@@ -19,3 +24,13 @@ class FormatError(SparcelError, ValueError):
 
 class CommunicationError(SparcelError, RuntimeError):
     """A peer is gone, did not answer within the timeout, or reported that it failed."""
+
+
+def known(name: str, names: Iterable[str], what: str) -> str:
+    """Return ``name``, or raise an `InputError` that suggests the nearest of ``names``."""
+    names = list(names)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise InputError(f"{what} must be one of {', '.join(names)}, got {name!r}{hint}")

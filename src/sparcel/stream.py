@@ -88,6 +88,12 @@ class SparseStream:
             return cls.unchecked(None, vector, vector.shape[0])
         return cls.unchecked(indices, vector[indices], vector.shape[0])
 
+    def empty_like(self, size: int | None = None) -> SparseStream:
+        """Return a sparse stream without entries, of this dtype and width, and this or ``size``."""
+        size = self.size if size is None else size
+        indices = torch.empty(0, dtype=kernels.index_dtype(size), device=self.device)
+        return SparseStream.unchecked(indices, self.values[:0], size, self.finite)
+
     @property
     def is_dense(self) -> bool:
         """Whether every coordinate is stored."""
@@ -246,6 +252,8 @@ def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
     for other in streams[1:]:
         if (other.size, other.dtype, other.width) != (first.size, first.dtype, first.width):
             raise InputError(f"streams must agree in size, dtype and width: {first} and {other}")
+    if len(streams) == 1:
+        return first
     finite = all(stream.finite for stream in streams)
     pairs = [(s.indices, s.values) for s in streams if s.indices is not None]
     if len(pairs) == len(streams):

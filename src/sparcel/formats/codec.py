@@ -15,8 +15,15 @@ _DECODERS = {coo.KIND: coo.decode, qsgd.KIND: qsgd.decode}
 encode = coo.encode
 
 
-def decode(message: Tensor, like: SparseStream) -> SparseStream:
-    """Return the stream at the start of ``message``; ``like`` has the size, dtype and width due.
+def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
+    """Return the stream at the start of ``message``.
+
+    Parameters
+    ----------
+    message
+        uint8; on a multiple of 8 bytes in memory, since the stream's tensors are views of it.
+    like
+        A stream of the size, dtype and width that are due; None accepts any.
 
     Raises
     ------
@@ -29,7 +36,7 @@ def decode(message: Tensor, like: SparseStream) -> SparseStream:
     if header.kind not in _DECODERS:
         raise FormatError(f"unknown format {header.kind}; install the same release on every rank")
     found = (header.size, header.dtype, header.width)
-    expected = (like.size, like.dtype, like.width)
+    expected = found if like is None else (like.size, like.dtype, like.width)
     if found != expected:
         raise MismatchError(
             "a stream of {}, where one of {} was expected".format(

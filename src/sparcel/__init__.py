@@ -1,0 +1,19 @@
+"""sparcel: sparse collectives for data-parallel training, native to PyTorch."""
+
+from sparcel.api import all_gather, all_reduce, broadcast, reduce_scatter
+from sparcel.comm import simulate
+from sparcel.ops import Op
+from sparcel.schemes import scheme
+from sparcel.stream import SparseStream, topk
+
+__all__ = [
+    "Op",
+    "SparseStream",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+    "scheme",
+    "simulate",
+    "topk",
+]

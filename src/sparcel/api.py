@@ -1,0 +1,187 @@
+"""The front door: collectives on any group, their arguments checked, blocking or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar, overload
+
+import torch
+
+from sparcel import formats
+from sparcel.collectives import all_reduce as _all_reduce
+from sparcel.collectives import check_algorithm
+from sparcel.collectives._transfer import broadcast_message
+from sparcel.collectives.all_gather import all_gather as _all_gather
+from sparcel.collectives.reduce_scatter import reduce_scatter as _reduce_scatter
+from sparcel.comm import Communicator, Group, Handle, resolve
+from sparcel.errors import InputError
+from sparcel.ops import Op
+from sparcel.ops import resolve as resolve_op
+from sparcel.stream import SparseStream
+
+T = TypeVar("T")
+
+
+@overload
+def all_reduce(
+    stream: SparseStream,
+    op: str | Op = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> SparseStream: ...
+@overload
+def all_reduce(
+    stream: SparseStream,
+    op: str | Op = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Handle[SparseStream]: ...
+def all_reduce(
+    stream: SparseStream,
+    op: str | Op = "sum",
+    algorithm: str = "auto",
+    group: Group = None,
+    async_op: bool = False,
+) -> SparseStream | Handle[SparseStream]:
+    """Reduce the streams of all ranks, coordinate by coordinate; every rank gets the result.
+
+    Parameters
+    ----------
+    stream
+        Of the same size, dtype and width on every rank; the number of entries may differ.
+    op
+        ``"sum"``, ``"product"``, ``"min"``, ``"max"``, or an `Op`. An absent coordinate holds the
+        operation's neutral element.
+    algorithm
+        ``"dense"``, ``"allgather"``, ``"recursive_doubling"``, ``"split_allgather"``, ``"ring"``,
+        or ``"auto"``: recursive doubling up to 4 ranks or 8192 coordinates in all, else
+        split_allgather.
+    group
+        A torch process group, a sparcel communicator, or None for torch's default group.
+    async_op
+        Return a `Handle` at once; its ``wait()`` gives the result.
+
+    Returns
+    -------
+    SparseStream or Handle
+        Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's);
+        dense where that takes fewer bytes.
+
+    Raises
+    ------
+    InputError
+        For an unknown operation or algorithm, or a stream on the wrong device.
+    MismatchError
+        When ranks differ in size, dtype or width.
+    CommunicationError
+        When a peer fails or does not answer within the timeout.
+
+    Source: SparCML, section 5.3.
+    """
+    op, comm = resolve_op(op), _communicator(group, stream)
+    check_algorithm(algorithm)
+    return _start(comm, lambda: _all_reduce(stream, comm, op, algorithm), async_op)
+
+
+@overload
+def all_gather(
+    stream: SparseStream, group: Group = ..., async_op: Literal[False] = ...
+) -> list[SparseStream]: ...
+@overload
+def all_gather(
+    stream: SparseStream, group: Group = ..., *, async_op: Literal[True]
+) -> Handle[list[SparseStream]]: ...
+def all_gather(
+    stream: SparseStream, group: Group = None, async_op: bool = False
+) -> list[SparseStream] | Handle[list[SparseStream]]:
+    """Return the streams of all ranks, by rank; sizes, dtypes and widths must agree.
+
+    Raises
+    ------
+    InputError, MismatchError, CommunicationError
+        As `all_reduce`.
+    """
+    comm = _communicator(group, stream)
+    return _start(comm, lambda: _all_gather(stream, comm), async_op)
+
+
+@overload
+def reduce_scatter(
+    stream: SparseStream, op: str | Op = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> SparseStream: ...
+@overload
+def reduce_scatter(
+    stream: SparseStream, op: str | Op = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Handle[SparseStream]: ...
+def reduce_scatter(
+    stream: SparseStream, op: str | Op = "sum", group: Group = None, async_op: bool = False
+) -> SparseStream | Handle[SparseStream]:
+    """Reduce the streams of all ranks; rank r gets coordinates ``[r·n // P, (r+1)·n // P)``.
+
+    The result is numbered from the start of the rank's region.
+
+    Raises
+    ------
+    InputError, MismatchError, CommunicationError
+        As `all_reduce`.
+    """
+    op, comm = resolve_op(op), _communicator(group, stream)
+    return _start(comm, lambda: _reduce_scatter(stream, comm, op), async_op)
+
+
+@overload
+def broadcast(
+    stream: SparseStream | None,
+    root: int = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> SparseStream: ...
+@overload
+def broadcast(
+    stream: SparseStream | None, root: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Handle[SparseStream]: ...
+def broadcast(
+    stream: SparseStream | None, root: int = 0, group: Group = None, async_op: bool = False
+) -> SparseStream | Handle[SparseStream]:
+    """Return the root's stream on every rank; the others pass None and need know nothing of it.
+
+    Rounds: 2⌈log₂P⌉, since the length goes ahead.
+
+    Raises
+    ------
+    InputError
+        When ``root`` is no rank, or the root passes None.
+    CommunicationError
+        As `all_reduce`.
+    """
+    comm = _communicator(group, stream)
+    if not 0 <= root < comm.size:
+        raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
+    if comm.rank == root and stream is None:
+        raise InputError(f"rank {root} is the root and must pass a stream, got None")
+
+    def job() -> SparseStream:
+        message = formats.encode(stream) if stream is not None and comm.rank == root else None
+        length = None if message is None else torch.tensor([message.numel()]).view(torch.uint8)
+        length = broadcast_message(length, comm, root, 8)
+        message = broadcast_message(message, comm, root, int(length.view(torch.int64)))
+        return formats.decode(message)
+
+    return _start(comm, job, async_op)
+
+
+def _communicator(group: Group, stream: SparseStream | None) -> Communicator:
+    comm = resolve(group)
+    if stream is not None and stream.device.type != comm.device.type:
+        raise InputError(
+            f"the stream is on {stream.device}, the group communicates from {comm.device};"
+            " move the stream there"
+        )
+    return comm
+
+
+def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Handle[T]:
+    return comm.submit(job) if async_op else comm.run(job)

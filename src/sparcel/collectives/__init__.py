@@ -1,0 +1,78 @@
+"""Collectives: algorithms over streams, each a plain function to be read beside its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sparcel.collectives.allgather import allgather
+from sparcel.collectives.dense import dense
+from sparcel.collectives.gtopk import GlobalTopk, gtopk
+from sparcel.collectives.recursive_doubling import recursive_doubling
+from sparcel.collectives.ring import ring
+from sparcel.collectives.split_allgather import (
+    Quantized,
+    quantized_split_allgather,
+    split_allgather,
+)
+from sparcel.comm import Communicator
+from sparcel.errors import InputError, known
+from sparcel.ops import SUM, Op
+from sparcel.stream import SparseStream
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "GlobalTopk",
+    "Quantized",
+    "all_reduce",
+    "check_algorithm",
+    "gtopk",
+    "quantized_split_allgather",
+]
+
+Algorithm = Callable[[SparseStream, Communicator, Op, int | None], SparseStream]
+"""``(stream, comm, op, max_nnz) -> reduced stream``; every rank calls, every rank gets the same.
+
+``max_nnz`` bounds the entries of every rank's stream, or is None; all ranks give the same.
+"""
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "dense": dense,
+    "allgather": allgather,
+    "recursive_doubling": recursive_doubling,
+    "split_allgather": split_allgather,
+    "ring": ring,
+}
+
+
+def all_reduce(
+    stream: SparseStream,
+    comm: Communicator,
+    op: Op = SUM,
+    algorithm: str = "auto",
+    max_nnz: int | None = None,
+) -> SparseStream:
+    """Run the all-reduce of that name, inside a job of ``comm``."""
+    if algorithm == "auto":
+        algorithm = _choose(stream.size, comm.size, max_nnz)
+    return ALGORITHMS[algorithm](stream, comm, op, max_nnz)
+
+
+def _choose(size: int, ranks: int, max_nnz: int | None) -> str:
+    """Name the algorithm that "auto" stands for, from what all ranks know alike.
+
+    Few ranks, or little data, are served best by the fewest rounds; otherwise regions are split,
+    so that the volume does not grow with P where indices overlap.
+    """
+    entries = ranks * (size if max_nnz is None else min(max_nnz, size))
+    return "recursive_doubling" if ranks <= 4 or entries <= 8192 else "split_allgather"
+
+
+def check_algorithm(name: str) -> None:
+    """Raise `InputError` unless ``name`` is "auto" or in the table."""
+    if name == "gtopk":
+        raise InputError(
+            "gtopk keeps only the k largest coordinates, so it is no all_reduce; call"
+            " sparcel.collectives.gtopk(stream, comm, k), or train with the scheme 'gtopk'"
+        )
+    known(name, ["auto", *ALGORITHMS], "algorithm")

@@ -1,0 +1,56 @@
+"""The global top-k of the ranks' streams, by a tree of pairwise sums and selections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparcel import formats
+from sparcel.collectives._transfer import (
+    broadcast_message,
+    decode_from,
+    exchange_streams,
+    stream_bytes,
+)
+from sparcel.comm import Communicator
+from sparcel.stream import SparseStream, reduce
+
+
+@dataclass(frozen=True)
+class GlobalTopk:
+    """The outcome of `gtopk`.
+
+    ``total`` holds at most k coordinates, the same on all ranks; ``dropped`` the partial sums
+    that this rank left out on the way: over all ranks the two add up to the sum of all inputs.
+    """
+
+    total: SparseStream
+    dropped: SparseStream
+
+
+def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
+    """Sum pairs of streams up a tree, keep the k largest of each sum, and broadcast the root's.
+
+    Parameters
+    ----------
+    stream
+        Scalar float values, at most ``k`` of them not zero.
+
+    Rounds: 2⌈log₂P⌉. Words: at most 2k⌈log₂P⌉ each way, at the root.
+    Source: gTop-k, Definition 1 (⊤) and Algorithm 3 (gTopKAllReduce); any P here, where the paper
+    has powers of two. What a rank drops it reports, where the paper forgets the partial sum.
+    """
+    total, dropped = stream, []
+    distance = 1
+    while distance < comm.size and comm.rank % distance == 0:
+        if comm.rank % (2 * distance):
+            exchange_streams({comm.rank - distance: total.compact()}, {}, comm, k)
+        elif comm.rank + distance < comm.size:
+            child = comm.rank + distance
+            arrived = exchange_streams({}, {child: total}, comm, k)[child]
+            total, rest = reduce([total, arrived]).topk(k)
+            dropped.append(rest)
+        distance *= 2
+    message = formats.encode(total.compact()) if comm.rank == 0 else None
+    message = broadcast_message(message, comm, 0, stream_bytes(stream, k))
+    total = decode_from(0, message, stream, comm)
+    return GlobalTopk(total, reduce([stream.empty_like(), *dropped]))

@@ -1,0 +1,81 @@
+"""Memory: the residual that a rank keeps back, so that nothing unsent is lost (error feedback)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.errors import InputError
+from sparcel.ops import SUM
+from sparcel.stream import SparseStream
+
+
+class Memory:
+    """A residual and one scratch vector, which change places when a step commits.
+
+    A step computes ``scratch = residual + gradient − sent``; until `commit` the residual is as it
+    was. float32, or float64 for float64 gradients.
+    """
+
+    def __init__(self) -> None:
+        self.residual: Tensor | None = None
+        self._scratch: Tensor | None = None
+
+    def select(self, gradient: Tensor, k: int, chunk: int | None = None) -> SparseStream:
+        """Take the k largest of residual + gradient out, and leave the rest in scratch.
+
+        Parameters
+        ----------
+        gradient
+            ``[size]``, any float dtype; the same size at every step.
+        k, chunk
+            ``min(k, nnz)`` entries are taken of the whole vector, or of every ``chunk``
+            consecutive coordinates.
+
+        Returns
+        -------
+        SparseStream
+            What to send. Not finite, and empty, where residual + gradient is not finite.
+
+        Raises
+        ------
+        InputError
+            When the gradient's size or device is not that of the step before.
+        """
+        residual, scratch = self._buffers(gradient)
+        indices, values, finite = kernels.accumulate_topk(residual, gradient, scratch, k, chunk)
+        if not finite:
+            indices, values = indices[:0], values[:0]
+        return SparseStream.unchecked(indices, values, gradient.numel(), finite)
+
+    def give_back(self, stream: SparseStream, start: int = 0) -> None:
+        """Add a stream, whose first coordinate is ``start``, to what the step keeps back."""
+        assert self._scratch is not None, "give_back follows select"
+        region = self._scratch[start : start + stream.size]
+        if stream.indices is None:
+            region += stream.values
+        else:
+            kernels.scatter_reduce(region, stream.indices, stream.values, SUM)
+
+    def commit(self) -> None:
+        """Make what the step keeps back the residual."""
+        self.residual, self._scratch = self._scratch, self.residual
+
+    def load(self, residual: Tensor | None) -> None:
+        """Take over a copy of ``residual``, or forget everything when it is None."""
+        self.residual = None if residual is None else residual.clone()
+        self._scratch = None
+
+    def _buffers(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        if self.residual is None:
+            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            self.residual = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
+        if self.residual.numel() != gradient.numel():
+            raise InputError(
+                f"this scheme remembers a vector of {self.residual.numel()} coordinates, got a"
+                f" gradient of {gradient.numel()}; make one scheme for each vector"
+            )
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self.residual)
+        return self.residual, self._scratch

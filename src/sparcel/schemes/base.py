@@ -1,0 +1,194 @@
+"""What all schemes share: a step as a transaction, the update, state, and what a step costs."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
+from sparcel.memory import Memory
+from sparcel.stream import SparseStream
+
+
+@dataclass
+class Cost:
+    """What the steps of a scheme cost on this rank so far.
+
+    ``selected`` and ``reduced`` count the coordinates that were sent and that came back,
+    ``coordinates`` all there are, each summed over the steps.
+    """
+
+    select_seconds: float = 0.0
+    communicate_seconds: float = 0.0
+    selected: int = 0
+    reduced: int = 0
+    coordinates: int = 0
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Add the time of the block to ``select_seconds``."""
+        start = perf_counter()
+        yield
+        self.select_seconds += perf_counter() - start
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Add the time of the block to ``communicate_seconds``."""
+        start = perf_counter()
+        yield
+        self.communicate_seconds += perf_counter() - start
+
+
+@dataclass(eq=False)
+class Scheme(ABC):
+    """Turns the gradients of all ranks into one update, the same on all ranks.
+
+    A scheme serves one vector: its memory is that vector's. `fresh` makes another one with the
+    same settings.
+    """
+
+    cost: Cost = field(default_factory=Cost, init=False, repr=False)
+    steps: int = field(default=0, init=False, repr=False)
+    finite: bool = field(default=True, init=False, repr=False)
+    """Whether the vectors of all ranks were finite in the last step begun."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The residual, float32 or float64 ``[size]``; None before the first step, or for good."""
+        return None
+
+    def step(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+        """Return the average over ranks of what the scheme lets through, and commit.
+
+        Parameters
+        ----------
+        gradient
+            ``[size]``, contiguous, any float dtype. Left as it was, unless it is also ``out``.
+        comm
+            A sparcel communicator; all its ranks call.
+        out
+            Where to write the update; a new tensor like ``gradient`` by default.
+
+        Returns
+        -------
+        Tensor
+            ``[size]``, the gradient's dtype. All NaN where any rank's vector was not finite; the
+            memory then stays as it was.
+
+        Raises
+        ------
+        InputError, MismatchError, CommunicationError
+            The memory stays as it was.
+        """
+        if gradient.ndim != 1 or not gradient.dtype.is_floating_point:
+            raise InputError(
+                f"a gradient is a one-dimensional float tensor, got {gradient.dtype} of shape"
+                f" {tuple(gradient.shape)}; flatten it first"
+            )
+        update = comm.run(lambda: self.begin(gradient, comm, out))
+        self.commit()
+        return update
+
+    @abstractmethod
+    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+        """Do the step but for `commit`, inside a job of ``comm``.
+
+        For drivers of several vectors, which commit all of them or none.
+        """
+
+    def commit(self) -> None:
+        """Make the last step begun count, unless a vector was not finite."""
+        self.steps += self.finite
+
+    def fresh(self) -> Self:
+        """Return a scheme with the same settings and nothing remembered."""
+        return replace(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later run needs to go on: the residual (not a copy) and the steps done."""
+        return {"steps": self.steps, "memory": self.memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; tensors are copied."""
+        self.steps = state["steps"]
+
+
+@dataclass(eq=False)
+class Sparsifier(Scheme):
+    """A scheme that sends a selection and remembers the rest."""
+
+    _memory: Memory = field(default_factory=Memory, init=False, repr=False)
+
+    @property
+    def memory(self) -> Tensor | None:
+        """See `Scheme.memory`."""
+        return self._memory.residual
+
+    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+        """See `Scheme.begin`."""
+        update = update_like(gradient, out)
+        total = self._sum(gradient, comm)
+        self.finite = total.finite
+        self.cost.coordinates += total.size
+        self.cost.reduced += total.nnz
+        if not total.finite:
+            return update.fill_(float("nan"))
+        if total.indices is None:
+            return torch.div(total.values, comm.size, out=update)
+        kernels.scatter(update.zero_(), total.indices, (total.values / comm.size).to(update.dtype))
+        return update
+
+    def commit(self) -> None:
+        """See `Scheme.commit`."""
+        super().commit()
+        if self.finite:
+            self._memory.commit()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Scheme.load_state_dict`."""
+        super().load_state_dict(state)
+        self._memory.load(state["memory"])
+
+    @abstractmethod
+    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
+        """Compute into the memory's scratch, exchange, and return the sum over ranks."""
+
+    def _select(self, gradient: Tensor, k: int, chunk: int | None = None) -> SparseStream:
+        with self.cost.selecting():
+            stream = self._memory.select(gradient, k, chunk)
+        self.cost.selected += stream.nnz
+        return stream
+
+
+def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
+    """Return ``out``, checked, or a new tensor like ``gradient``."""
+    if out is None:
+        return torch.empty_like(gradient)
+    if (out.shape, out.dtype, out.device) != (gradient.shape, gradient.dtype, gradient.device):
+        raise InputError(
+            f"out must be like the gradient, {gradient.dtype} of shape {tuple(gradient.shape)} on"
+            f" {gradient.device}, got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )
+    return out
+
+
+def check_density(density: float) -> None:
+    """Raise `InputError` unless ``density`` lies in (0, 1]."""
+    if not 0 < density <= 1:
+        hint = f"; for a percentage pass density={density / 100:g}" if density > 1 else ""
+        raise InputError(f"density must lie in (0, 1], got {density:g}{hint}")
+
+
+def count_for(density: float, size: int) -> int:
+    """Return how many of ``size`` coordinates a density asks for: max(1, ⌈density·n⌉)."""
+    return max(1, math.ceil(density * size))

@@ -1,0 +1,51 @@
+"""The baseline: the whole vector, summed by the engine, at full or at half precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparcel.collectives.dense import check_agreement
+from sparcel.comm import Communicator
+from sparcel.errors import known
+from sparcel.schemes.base import Scheme, update_like
+from sparcel.stream import SparseStream
+
+_WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(eq=False)
+class Dense(Scheme):
+    """The average of the gradients; nothing is kept back.
+
+    Parameters
+    ----------
+    wire
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``: what travels, and what the engine adds in;
+        None for the gradient's own dtype.
+    """
+
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire is not None:
+            known(self.wire, _WIRES, "wire")
+
+    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+        """See `Scheme.begin`."""
+        update = update_like(gradient, out)
+        with self.cost.communicating():
+            if self.steps == 0:
+                check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)
+            # An average cannot overflow a half-precision wire where a sum could.
+            wire = gradient.dtype if self.wire is None else _WIRES[self.wire]
+            average = (gradient / comm.size).to(wire)
+            comm.all_reduce(average)
+        low, high = torch.aminmax(average)
+        self.finite = bool(torch.isfinite(low) & torch.isfinite(high))
+        self.cost.selected += gradient.numel()
+        self.cost.reduced += gradient.numel()
+        self.cost.coordinates += gradient.numel()
+        return update.copy_(average) if self.finite else update.fill_(float("nan"))
