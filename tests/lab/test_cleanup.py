@@ -1,0 +1,85 @@
+"""However a run ends, nothing of it stays: no process, namespace, mount or file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+_PATIENCE_S = 60.0
+
+
+def _holders(namespaces: set[str]) -> list[str]:
+    """The links under /proc that keep one of the namespaces alive."""
+    links = [*Path("/proc").glob("[0-9]*/ns/*"), *Path("/proc").glob("[0-9]*/fd/*")]
+    found = []
+    for link in links:
+        with contextlib.suppress(OSError):  # processes come and go
+            if os.readlink(link) in namespaces:
+                found.append(str(link))
+    return found
+
+
+def _alive(pids: set[int]) -> list[int]:
+    """Those of the processes that exist and are more than a zombie that nobody has collected."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX":
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "raise"])
+@pytest.mark.parametrize("kind", ["emulated", "loopback"])
+def test_nothing_stays(
+    kind: str, how: str, programs: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if kind == "emulated":
+        request.getfixturevalue("emulation")
+    mounts = Path("/proc/self/mounts").read_text()
+    parent = subprocess.Popen(
+        [sys.executable, programs, "parent", kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)},
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    exists = json.loads(parent.stdout.readline())
+    namespaces, pids = set(exists["namespaces"]), set(exists["pids"])
+    assert len(_alive(pids)) == len(pids)
+    assert bool(_holders(namespaces)) == (kind == "emulated")
+
+    if how == "raise":
+        parent.communicate("raise\n")
+    else:
+        parent.stdin.write("go on\n")
+        parent.stdin.flush()
+        parent.send_signal(signal.Signals[how])
+        parent.communicate()
+    assert parent.returncode != 0
+
+    deadline = time.monotonic() + _PATIENCE_S
+    while (_alive(pids) or _holders(namespaces)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _alive(pids) == []
+    assert _holders(namespaces) == []
+    assert Path("/proc/self/mounts").read_text() == mounts
+    assert list(tmp_path.iterdir()) == []
