@@ -2,6 +2,7 @@
 
 from sparcel.api import all_gather, all_reduce, broadcast, reduce_scatter
 from sparcel.comm import simulate
+from sparcel.ddp import attach
 from sparcel.ops import Op
 from sparcel.schemes import scheme
 from sparcel.stream import SparseStream, topk
@@ -11,6 +12,7 @@ __all__ = [
     "SparseStream",
     "all_gather",
     "all_reduce",
+    "attach",
     "broadcast",
     "reduce_scatter",
     "scheme",

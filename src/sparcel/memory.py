@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
+        self.withheld: Sequence[tuple[int, int]] = ()
+        """Ranges ``[start, stop)`` of which the next selection takes nothing."""
         self._scratch: Tensor | None = None
 
     def select(self, gradient: Tensor, k: int, chunk: int | None = None) -> SparseStream:
@@ -44,7 +48,15 @@ class Memory:
             When the gradient's size or device is not that of the step before.
         """
         residual, scratch = self._buffers(gradient)
+        kept = [(residual[start:stop], scratch[start:stop]) for start, stop in self.withheld]
+        saved = [before.clone() for before, _ in kept]
+        for before, _ in kept:
+            before.zero_()
         indices, values, finite = kernels.accumulate_topk(residual, gradient, scratch, k, chunk)
+        for (before, after), copy in zip(kept, saved, strict=True):
+            before.copy_(copy)
+            after.copy_(copy)
+        self.withheld = ()
         if not finite:
             indices, values = indices[:0], values[:0]
         return SparseStream.unchecked(indices, values, gradient.numel(), finite)

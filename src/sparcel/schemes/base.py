@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -106,6 +106,13 @@ class Scheme(ABC):
         For drivers of several vectors, which commit all of them or none.
         """
 
+    def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Send nothing of these ranges ``[start, stop)`` in the next step, nor forget it.
+
+        The gradient must be zero there. For drivers that cannot deliver an update to all
+        coordinates.
+        """
+
     def commit(self) -> None:
         """Make the last step begun count, unless a vector was not finite."""
         self.steps += self.finite
@@ -147,6 +154,10 @@ class Sparsifier(Scheme):
             return torch.div(total.values, comm.size, out=update)
         kernels.scatter(update.zero_(), total.indices, (total.values / comm.size).to(update.dtype))
         return update
+
+    def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """See `Scheme.withhold`."""
+        self._memory.withheld = ranges
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
