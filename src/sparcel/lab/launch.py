@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Self
 
+from sparcel.errors import SparcelError
 from sparcel.lab.network import Network
 
 _KEPT_LINES = 60
 
 
-class WorkerFailedError(RuntimeError):
+class WorkerFailedError(SparcelError):
     """A worker ended with an error.
 
     Attributes

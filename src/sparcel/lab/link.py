@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from sparcel.errors import InputError
+
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -42,15 +44,15 @@ def parse_rate(text: str) -> int:
 
     Raises
     ------
-    ValueError
+    InputError
         When the text is not a positive number with one of the units kbit, mbit and gbit, or
         the rate lies outside 64 kbit/s to 32 Gbit/s (the kernel's rate limiter counts bytes a
         second in 32 bits).
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
     if match is None:
-        raise ValueError(f"a rate is a number and kbit, mbit or gbit, such as 1gbit; got {text!r}")
+        raise InputError(f"a rate is a number and kbit, mbit or gbit, such as 1gbit; got {text!r}")
     rate = round(float(match[1]) * _UNITS[match[2]])
     if not 64_000 <= rate <= 32 * 10**9:
-        raise ValueError(f"a rate must lie between 64kbit and 32gbit, got {text!r}")
+        raise InputError(f"a rate must lie between 64kbit and 32gbit, got {text!r}")
     return rate

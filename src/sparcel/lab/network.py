@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from sparcel.errors import InputError, SparcelError
 from sparcel.lab.link import Link
 
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")
@@ -26,7 +27,7 @@ _HERE = Path(__file__).parent
 _MOST_NODES = 250  # so many descriptors fit in one message: 253, with the three shared namespaces
 
 
-class LabUnavailableError(RuntimeError):
+class LabUnavailableError(SparcelError):
     """The emulated network can't be built on this system; the message says why in one line."""
 
 
@@ -231,9 +232,14 @@ def open_network(nodes: int, link: Link | None) -> Network:
     EmulatedNetwork or Loopback
         To be closed, or used in a ``with`` statement. Its ``description`` says in one line what it
         is, and for a fallback why.
+
+    Raises
+    ------
+    InputError
+        When there can't be a network of so many nodes.
     """
     if not 1 <= nodes <= _MOST_NODES:
-        raise ValueError(f"a network has 1 to {_MOST_NODES} nodes, got {nodes}")
+        raise InputError(f"a network has 1 to {_MOST_NODES} nodes, got {nodes}")
     if link is None:
         return Loopback(nodes)
     try:

@@ -1,0 +1,1 @@
+"""The main job: real data-parallel training on an emulated network, dense and sparse."""

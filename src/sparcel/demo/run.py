@@ -1,0 +1,131 @@
+"""The demo's driver: runs the workers on a network, shows progress, and keeps the results."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sparcel.demo.results import Row, combine
+from sparcel.demo.settings import (
+    BATCH_PER_RANK,
+    COMPUTE_STEPS,
+    WARM_UP_STEPS,
+    Settings,
+    methods,
+)
+from sparcel.lab import Job, Network
+
+_WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a run of the demo found.
+
+    Attributes
+    ----------
+    rows
+        One a method, in the order of :func:`sparcel.demo.settings.methods`.
+    parameters
+        Number of the model's parameters.
+    """
+
+    rows: list[Row]
+    parameters: int
+
+
+def run(network: Network, settings: Settings, console: Console) -> Outcome:
+    """Train by every method on a network.
+
+    Parameters
+    ----------
+    network
+        Where; one worker runs on each node.
+    settings
+        What to train.
+    console
+        Where progress is shown.
+
+    Raises
+    ------
+    sparcel.lab.WorkerFailedError
+        As soon as a worker fails; the others are ended.
+    DivergedError
+        When a method left the ranks with different models.
+    """
+    argv = [sys.executable, "-m", "sparcel.demo.worker", settings.to_json()]
+    with _progress(console) as progress, Job(network, argv, _WORKER_ENVIRONMENT) as job:
+        return _follow(progress, network.nodes, settings, _events(job))
+
+
+def _events(job: Job) -> Iterator[dict[str, Any]]:
+    for rank, line in job.lines():
+        yield {"rank": rank, **json.loads(line)}
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def _follow(
+    progress: Progress, nodes: int, settings: Settings, events: Iterator[dict[str, Any]]
+) -> Outcome:
+    """Show the workers' reports as they come, and put them together."""
+    names = [method.name for method in methods(settings)]
+    tasks = {
+        name: progress.add_task(name, total=settings.steps, start=False, status="")
+        for name in names
+    }
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    rows: dict[str, Row] = {}
+    for event in events:
+        name = event["method"]
+        if event["event"] == "step":
+            if event["step"] == 1:
+                progress.start_task(tasks[name])
+            status = f"loss {event['loss']:.3f}"
+            progress.update(tasks[name], completed=event["step"], status=status)
+            continue
+        reports[name].append(event)
+        if len(reports[name]) == nodes:
+            row = combine(name, sorted(reports[name], key=lambda report: report["rank"]))
+            rows[name] = row
+            status = f"{1000 * row.step_s:.0f} ms a step, accuracy {row.accuracy:.1%}"
+            progress.update(tasks[name], status=status)
+            progress.stop_task(tasks[name])
+    return Outcome([rows[name] for name in names], reports[names[0]][0]["parameters"])
+
+
+def write_json(path: Path, network: Network, settings: Settings, outcome: Outcome) -> None:
+    """Write a run's results, with all that is needed to read and to repeat them."""
+    document = {
+        "versions": {name: version(name) for name in ("sparcel", "torch")},
+        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "network": network.description,
+        "nodes": network.nodes,
+        "rate_bits_per_s": network.link.rate_bits_per_s if network.link else None,
+        "settings": asdict(settings),
+        "batch_per_rank": BATCH_PER_RANK,
+        "warm_up_steps_not_timed": WARM_UP_STEPS,
+        "compute_steps": COMPUTE_STEPS,
+        "parameters": outcome.parameters,
+        "methods": [asdict(row) for row in outcome.rows],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,223 @@
+"""One rank of the demo: trains the same model by each method, and reports what it saw.
+
+The driver starts it on every node as ``python -m sparcel.demo.worker SETTINGS``. Reports are lines
+of JSON on standard output, each with its kind under ``"event"``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+from sparcel.demo.data import Dataset, batch_order, load
+from sparcel.demo.settings import (
+    BATCH_PER_RANK,
+    COMPUTE_STEPS,
+    WARM_UP_STEPS,
+    Method,
+    Settings,
+    methods,
+)
+
+_HIDDEN = 1600
+_LEARNING_RATE = 0.2
+"""At the start; it falls to 0 in a straight line. Chosen once, for dense training on the digits."""
+
+
+def build_model(features: int, classes: int, seed: int) -> nn.Module:
+    """Return a multi-layer perceptron of at least 5.2 M parameters, the same for the same seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(features, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, classes),
+    )
+
+
+@dataclass
+class Meter:
+    """What a rank has sent and spent so far, by sparcel's count and by the interface's."""
+
+    handle: Any
+    interface: str | None
+
+    def read(self) -> dict[str, float]:
+        """Return the counters: seconds, and bytes sent."""
+        seen: dict[str, float] = {}
+        if self.handle is not None:
+            stats = self.handle.stats()
+            seen["select_s"] = stats.select_seconds
+            seen["communicate_s"] = stats.communicate_seconds
+            seen["payload_bytes"] = stats.bytes_sent
+        if self.interface is not None:
+            seen["wire_bytes"] = _bytes_sent(self.interface)
+        return seen
+
+
+def _bytes_sent(interface: str) -> int:
+    """Return what an interface of this network namespace has sent, all headers included."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise LookupError(f"/proc/net/dev has no interface {interface}")
+
+
+class Training:
+    """One method's training run on this rank.
+
+    Parameters
+    ----------
+    method
+        How gradients are exchanged.
+    settings
+        Those of the whole demo.
+    dataset
+        The samples.
+    """
+
+    def __init__(self, method: Method, settings: Settings, dataset: Dataset) -> None:
+        self.settings, self.dataset = settings, dataset
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        model = build_model(dataset.features, dataset.classes, settings.seed)
+        self.model = DistributedDataParallel(model)
+        self.handle = None
+        if method.scheme is not None:
+            self.handle = sparcel.attach(self.model, method.scheme, **method.options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
+        self.order = batch_order(
+            len(dataset.y_train), BATCH_PER_RANK * self.world, settings.steps, settings.seed
+        )[:, self.rank :: self.world]
+        interface = os.environ["GLOO_SOCKET_IFNAME"] if settings.counts_wire else None
+        self.meter = Meter(self.handle, interface)
+
+    def step(self, index: int) -> float:
+        """Take one optimiser step and return this rank's loss."""
+        samples = self.order[index]
+        self.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * (1 - index / self.settings.steps)
+        self.optimizer.zero_grad()
+        outputs = self.model(self.dataset.x_train[samples])
+        loss = nn.functional.cross_entropy(outputs, self.dataset.y_train[samples])
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def run(self, report: Callable[[int, float], None]) -> dict[str, Any]:
+        """Train, and return the medians of what a step took, by name."""
+        seen: list[dict[str, float]] = []
+        for index in range(self.settings.steps):
+            before, start = self.meter.read(), time.perf_counter()
+            loss = self.step(index)
+            seconds, after = time.perf_counter() - start, self.meter.read()
+            report(index, loss)
+            if index >= WARM_UP_STEPS:
+                seen.append({"step_s": seconds, **{key: after[key] - before[key] for key in after}})
+        return {key: statistics.median(step[key] for step in seen) for key in seen[0]}
+
+    def compute_seconds(self) -> float:
+        """Return the median time of the same step with the exchange left out, on all ranks at once.
+
+        The model is of no use afterwards: each rank goes its own way.
+        """
+        dist.barrier()
+        seconds = []
+        with self.model.no_sync():
+            for index in range(COMPUTE_STEPS):
+                start = time.perf_counter()
+                self.step(index % self.settings.steps)
+                seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Return the share of the held-out samples that the model classifies rightly."""
+        chunks = zip(self.dataset.x_test.split(1000), self.dataset.y_test.split(1000), strict=True)
+        right = sum(int((self.model.module(x).argmax(1) == y).sum()) for x, y in chunks)
+        return right / len(self.dataset.y_test)
+
+    def fingerprint(self) -> str:
+        """Return a digest of all parameters: the same on all ranks, or they have parted ways."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+    def parameters(self) -> int:
+        """Return the number of the model's parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def payload_bytes(self) -> int:
+        """Return what DDP's own dense all-reduce hands to the network a step, at best.
+
+        DDP doesn't count; a ring, the best there is for dense vectors, sends 2n(P - 1)/P values.
+        """
+        return round(4 * 2 * self.parameters() * (self.world - 1) / self.world)
+
+
+def _run_method(
+    method: Method, settings: Settings, dataset: Dataset, report: Callable[..., None]
+) -> None:
+    training = Training(method, settings, dataset)
+    quiet = training.rank != 0
+
+    def on_step(index: int, loss: float) -> None:
+        if not quiet:
+            report("step", method=method.name, step=index + 1, loss=loss)
+
+    result = training.run(on_step)
+    result.setdefault("payload_bytes", training.payload_bytes())
+    result |= {
+        "accuracy": training.accuracy(),
+        "fingerprint": training.fingerprint(),
+        "parameters": training.parameters(),
+    }
+    result["compute_s"] = training.compute_seconds()
+    if training.handle is not None:
+        training.handle.close()
+    report("result", method=method.name, **result)
+    dist.barrier()
+
+
+def _reporter() -> Callable[..., None]:
+    """Take standard output for the reports, and leave standard error for everybody's prints."""
+    stream: TextIO = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def report(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), file=stream, flush=True)
+
+    return report
+
+
+def main() -> None:
+    """Run all methods that the settings in the first argument name."""
+    settings = Settings.from_json(sys.argv[1])
+    report = _reporter()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    dataset = load(settings.data)
+    for method in methods(settings):
+        _run_method(method, settings, dataset, report)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
