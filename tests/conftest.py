@@ -1,8 +1,22 @@
 """Settings that all tests share."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 from hypothesis import settings
+
+from tests.workers import Pool
 
 # No deadline: a busy machine is no failure. The parent is Hypothesis' own profile, which in CI is
 # the reproducible one.
 settings.register_profile("sparcel", parent=settings(), deadline=None)
 settings.load_profile("sparcel")
+
+
+@pytest.fixture(scope="session")
+def run_on() -> Iterator[Callable[..., list[Any]]]:
+    """Run a function on real processes: see `tests.workers`."""
+    pool = Pool()
+    yield pool.run_on
+    pool.kill()

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from sparcel.comm.base import Communicator, Handle, Traffic
+from sparcel.comm.process_group import TorchCommunicator, connect
 from sparcel.comm.simulated import Report, SimulatedCommunicator, simulate
 from sparcel.errors import InputError
 
@@ -16,16 +17,41 @@ __all__ = [
     "Handle",
     "Report",
     "SimulatedCommunicator",
+    "TorchCommunicator",
     "Traffic",
     "resolve",
     "simulate",
 ]
 
+
 Group: TypeAlias = "Communicator | dist.ProcessGroup | None"
+"""What every ``group=`` argument takes; None is torch.distributed's default group."""
 
 
-def resolve(group: Group) -> Communicator:
-    """Return the communicator for what a user calls a group."""
+def resolve(group: Group = None) -> Communicator:
+    """Return the communicator that a ``group=`` argument means.
+
+    Parameters
+    ----------
+    group
+        A communicator of sparcel's, which is returned as it is; a torch.distributed process
+        group, whose ranks then all call, or None for the default one. A process group's
+        communicator is made once and kept until it is closed.
+
+    Raises
+    ------
+    InputError
+        When ``group`` is something else, or there is no default process group.
+    CommunicationError
+        When not all ranks came within the process group's timeout.
+    """
     if isinstance(group, Communicator):
         return group
-    raise InputError(f"group must be a sparcel communicator, got {type(group).__name__}")
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return connect(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError("this process is not in the group; only its members can use it")
+    raise InputError(
+        "group must be a torch.distributed process group, None for the default one, or a "
+        f"communicator from sparcel.comm, got {group!r}; MPI communicators are not supported yet"
+    )

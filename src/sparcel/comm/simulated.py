@@ -241,9 +241,7 @@ def simulate(
     def live(rank: int) -> None:
         cluster.take_baton(rank)
         try:
-            results[rank] = function(
-                SimulatedCommunicator(cluster, tuple(range(world_size)), rank)
-            )
+            results[rank] = function(SimulatedCommunicator(cluster, tuple(range(world_size)), rank))
         except BaseException as error:
             error.add_note(f"raised on simulated rank {rank} of {world_size}")
             errors.append(error)

@@ -1,0 +1,48 @@
+"""What a communicator asks of the engine that carries its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparcel.errors import CommunicationError
+from sparcel.ops import Op
+
+
+class LostPeerError(CommunicationError):
+    """The engine gave up on a peer.
+
+    Parameters
+    ----------
+    text
+        What this rank knows of it.
+    late
+        Whether the timeout ran out; otherwise the peer closed the connection, or its process
+        ended.
+    """
+
+    def __init__(self, text: str, late: bool) -> None:
+        super().__init__(text)
+        self.late = late
+
+
+class Engine(Protocol):
+    """A process group of the engine's, used by one communicator alone, from one thread."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where messages live."""
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """See `Communicator.exchange`; raises `LostPeerError`."""
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """See `Communicator.all_reduce`; raises `LostPeerError`."""
+
+    def abort(self) -> None:
+        """Close the connections, from any thread; who waits for this rank stops waiting."""

@@ -1,0 +1,80 @@
+"""What ranks tell each other beside their messages: why they failed, and that they are done.
+
+It goes through the store that process groups meet at, since a connection that broke carries no
+reasons, and since not every two ranks have one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_STORE_SECONDS = 2.0
+"""How long the store may take to answer; its host may be what failed."""
+
+
+class Fate:
+    """The end of a group, which its ranks share.
+
+    Parameters
+    ----------
+    store
+        A store of the group's own.
+    size
+        Number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        self._store, self._size = store, size
+        self.cause: str | None = None
+
+    def settle(self, cause: str, patience: float = 0.0) -> str:
+        """Publish why the group failed, unless a rank did so before; return the first cause.
+
+        ``patience`` is how many seconds to wait for another rank's cause first, for one that has
+        seen a connection close and knows no more.
+        """
+        if self.cause is None:
+            first = _bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
+            self.cause = first or cause
+        return self.cause
+
+    def part(self, patience: float) -> bool:
+        """Tell the others that this rank is done, and whether all said so within ``patience``."""
+        return bool(_bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
+
+    def _publish(self, cause: str, patience: float) -> str:
+        if patience:
+            with suppress(dist.DistStoreError):  # nobody knows better
+                self._store.wait(["cause"], timedelta(seconds=patience))
+        return self._store.compare_set("cause", "", cause).decode()
+
+    def _part(self, patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        done = self._store.add("done", 1)
+        while done < self._size and time.monotonic() < deadline:
+            time.sleep(0.005)
+            done = self._store.add("done", 0)
+        return done == self._size
+
+
+def _bounded(ask: Callable[[], T], seconds: float) -> T | None:
+    """Return what ``ask`` returns, or None when it fails or takes too long."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):  # the store's host is gone
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None

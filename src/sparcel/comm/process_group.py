@@ -1,0 +1,280 @@
+"""The communicator over torch.distributed's process groups."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparcel.comm.base import Communicator, Handle, Traffic
+from sparcel.comm.engine import Engine, LostPeerError
+from sparcel.comm.fate import Fate
+from sparcel.comm.gloo import GlooEngine
+from sparcel.comm.jobs import JobQueue
+from sparcel.comm.nccl import NcclEngine
+from sparcel.errors import CommunicationError, InputError
+from sparcel.ops import SUM, Op
+
+T = TypeVar("T")
+
+_PATIENCE_SECONDS = 0.5
+"""How long a rank that saw a connection close waits for another to say why."""
+
+_PARTING_SECONDS = 2.0
+"""How long a rank that closes lets the others finish what is under way."""
+
+_EXIT_SECONDS = 5.0
+"""How long jobs may go on when the interpreter exits with an open communicator."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a communicator meet, the same for all but ``rank``.
+
+    Attributes
+    ----------
+    store
+        A store under a prefix that no other communicator has.
+    members
+        The process of each rank, as torch.distributed numbers them; errors name these.
+    rank
+        Index of this process in ``members``.
+    timeout
+        Seconds after which an exchange that hangs raises.
+    backend
+        ``"gloo"`` or ``"nccl"``.
+    """
+
+    store: dist.Store
+    members: list[int]
+    rank: int
+    timeout: float
+    backend: str
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """Agree with the other ranks of ``group``; all call."""
+        # A name of its own, from rank 0: the store may hold what communicators before left there.
+        name = [uuid4().hex]
+        dist.broadcast_object_list(name, group=group, group_src=0)
+        backend = _backend(group)
+        engine = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
+        return cls(
+            # A connection of its own too: one that is waiting for an answer is locked.
+            dist.PrefixStore(f"sparcel/{name[0]}", group.get_group_store().clone()),
+            dist.get_process_group_ranks(group),
+            group.rank(),
+            engine.options._timeout.total_seconds(),
+            backend,
+        )
+
+    def engine(self) -> Engine:
+        """Connect to the other ranks."""
+        if self.backend == "nccl":
+            return NcclEngine(self.members, self.rank, self.timeout)
+        store = dist.PrefixStore("gloo", self.store)
+        return GlooEngine(store, self.members, self.rank, self.timeout)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a communicator shares with all that were split from it: one queue and one fate."""
+
+    queue: JobQueue
+    fate: Fate
+    members: weakref.WeakSet[TorchCommunicator]
+
+    def die(self, cause: str, patience: float = 0.0) -> str:
+        """Tell all ranks the cause, unless they know of an earlier one; return the first."""
+        first = self.fate.settle(cause, patience)
+        for communicator in list(self.members):
+            communicator.engine.abort()
+        return first
+
+
+class TorchCommunicator(Communicator):
+    """Ranks of a torch.distributed process group, with connections of their own.
+
+    Its traffic never mixes with the group's. When one rank fails, all connections of the family
+    (the communicator, and all split from it) are closed, and every rank raises the first cause.
+
+    Parameters
+    ----------
+    meeting
+        Where the ranks meet; all ranks construct at the same time. `of` takes a process group.
+    """
+
+    def __init__(self, meeting: Meeting, family: _Family | None = None) -> None:
+        self.meeting = meeting
+        self.rank, self.size = meeting.rank, len(meeting.members)
+        self.timeout, self.traffic = meeting.timeout, Traffic()
+        self.closed = False
+        self.engine = meeting.engine()
+        self.device = self.engine.device
+        self._is_root = family is None
+        self._own = Fate(meeting.store, self.size)
+        self._family = family or _Family(JobQueue("sparcel"), self._own, weakref.WeakSet())
+        self._family.members.add(self)
+        self._splits = 0
+        _open.add(self)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """Connect the ranks of a process group, all of which call."""
+        return cls(Meeting.of(group))
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """See `Communicator.exchange`."""
+
+        def job() -> dict[int, Tensor]:
+            received = self.engine.exchange(sends, receives)
+            self.traffic.count(sends, received)
+            return received
+
+        return self.run(job)
+
+    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
+        """See `Communicator.all_reduce`.
+
+        Raises
+        ------
+        InputError
+            When ``op`` is a user's: the engine knows sum, product, min and max alone.
+        """
+        if op.name is None:
+            raise InputError(
+                f"the engine's dense all-reduce knows sum, product, min and max, got {op}; "
+                "algorithm='recursive_doubling' takes any operation"
+            )
+
+        def job() -> None:
+            self.engine.all_reduce(tensor, op)
+            self.traffic.count_ring(tensor, self.size)
+
+        self.run(job)
+
+    def split(self, colour: int) -> Self:
+        """See `Communicator.split`."""
+        return self.run(lambda: self._split(colour))
+
+    def run(self, job: Callable[[], T]) -> T:
+        """See `Communicator.run`."""
+        if self._family.queue.is_current():
+            return job()
+        return self._family.queue.run(lambda: self._perform(job))
+
+    def submit(self, job: Callable[[], T]) -> Handle[T]:
+        """See `Communicator.submit`."""
+        return self._family.queue.submit(lambda: self._perform(job))
+
+    def close(self) -> None:
+        """Wait for the jobs submitted so far and disconnect; all ranks call, in any order.
+
+        Closing a communicator closes what was split from it, and ends their thread.
+        """
+        self._close(drain_seconds=None)
+
+    def _close(self, drain_seconds: float | None) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._is_root and not self._family.queue.drain(drain_seconds):
+            self._family.die(f"rank {self._name} ended while jobs were under way")
+            self._family.queue.drain(drain_seconds)
+        # The last messages may still be on their way, and a closed connection drops them.
+        if self._family.fate.cause is None and not self._own.part(_PARTING_SECONDS):
+            self._family.die(f"rank {self._name} closed its communicator before the others")
+        leaving = self._family.members if self._is_root else [self]
+        for communicator in list(leaving):
+            communicator.closed = True
+            communicator.engine.abort()
+
+    def _perform(self, job: Callable[[], T]) -> T:
+        """Run a job as the queue's thread does."""
+        if self._family.fate.cause is not None:
+            raise CommunicationError(f"the communicator is dead: {self._family.fate.cause}")
+        try:
+            return job()
+        except LostPeerError as error:
+            patience = 0.0 if error.late else _PATIENCE_SECONDS
+            raise CommunicationError(self._family.die(str(error), patience)) from error
+        except BaseException as error:
+            self._family.die(f"rank {self._name} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _split(self, colour: int) -> Self:
+        colours = self.gather_numbers(colour)
+        ranks = [rank for rank in range(self.size) if colours[rank] == colour]
+        self._splits += 1
+        meeting = replace(
+            self.meeting,
+            store=dist.PrefixStore(f"{self._splits}.{colour}", self.meeting.store),
+            members=[self.meeting.members[rank] for rank in ranks],
+            rank=ranks.index(self.rank),
+        )
+        return type(self)(meeting, self._family)
+
+    @property
+    def _name(self) -> int:
+        return self.meeting.members[self.rank]
+
+
+def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
+    """Return the communicator of a process group, the same one each time until it is closed.
+
+    Parameters
+    ----------
+    group
+        A process group that this process belongs to; None is the default group. All its ranks
+        call.
+
+    Raises
+    ------
+    InputError
+        When there is no default group, or the group's engine is neither Gloo nor NCCL.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise InputError(
+                "there is no default process group: call torch.distributed.init_process_group "
+                "first, or pass group="
+            )
+        group = dist.group.WORLD
+    assert group is not None
+    known = _by_group.get(group)
+    if known is None or known.closed:
+        known = _by_group[group] = TorchCommunicator.of(group)
+    return known
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    """Return the engine to use of those that a process group has."""
+    backends = dist.get_backend_config(group)
+    if "nccl" in backends and torch.cuda.is_available():
+        return "nccl"
+    if "gloo" in backends:
+        return "gloo"
+    raise InputError(f"a process group must use Gloo or NCCL, got {backends}")
+
+
+_open: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+_by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchCommunicator] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave no thread inside the engine when the interpreter goes, which would crash it."""
+    for communicator in list(_open):
+        if communicator._is_root:
+            communicator._close(_EXIT_SECONDS)

@@ -1,0 +1,261 @@
+"""Real processes for tests: a pool that runs functions on P ranks over Gloo on loopback.
+
+    def summed(comm, offset):                  # at module level: workers import it by name
+        tensor = torch.tensor([comm.rank + offset])
+        comm.all_reduce(tensor)
+        return tensor.item()
+
+    @pytest.mark.processes
+    @pytest.mark.parametrize("world_size", WORLD_SIZES)
+    def test_sum(run_on, world_size):
+        assert run_on(world_size, summed, 1) == [world_size * (world_size + 1) // 2] * world_size
+
+``run_on(world_size, function, *args)`` calls ``function(comm, *args)`` on ranks 0 … P−1, where
+``comm`` is `sparcel.comm.resolve()` of a default process group of exactly P ranks (so ``group=None``
+and DDP work as well), and returns the results by rank. When ranks raise, it raises the first
+exception that was no mere consequence of another rank's, with the worker's traceback as a note;
+ranks then meet afresh for the next call. A world is kept while calls ask for the same P.
+
+Arguments and results are pickled. A pool that does not answer within `PATIENCE_SECONDS` prints
+the stacks of its workers, is killed, fails the test and starts anew.
+
+For tests in which workers die, ``run_apart(world_size, function, *args, timeout=)`` starts fresh
+processes, whose process group has that timeout, and returns an `Outcome` a rank: its result, its
+exception, or how its process ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparcel.comm.process_group import TorchCommunicator, connect
+from sparcel.errors import CommunicationError
+
+WORLD_SIZES = (2, 3, 4, 8)
+PATIENCE_SECONDS = 240.0
+"""Longer than anything takes on a busy machine: it turns a deadlock into a failure."""
+
+_GRACE_SECONDS = 20.0
+"""How long the other ranks have to end after one raised."""
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass
+class Outcome:
+    """How a call ended on one rank.
+
+    ``died`` is the exit code of a process that ended without an answer, such as −9.
+    """
+
+    result: Any = None
+    error: Exception | None = None
+    died: int | None = None
+
+
+@dataclass
+class World:
+    """A default process group for workers to join."""
+
+    size: int
+    port: int
+    name: str
+    timeout: float
+
+
+class Pool:
+    """Worker processes, some of which form a world."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._world: World | None = None
+        self._worlds = 0
+        # Here and not at rank 0, whose death would take it along.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run_on(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return what ``function(comm, *args)`` returns on each of ``world_size`` ranks."""
+        if self._world is None or self._world.size != world_size:
+            self.form(world_size, timeout=60.0)
+        outcomes = self.call(_run, function, args, grace=_GRACE_SECONDS)
+        if any(outcome.error is not None or outcome.died is not None for outcome in outcomes):
+            self._recover(outcomes)
+        return [outcome.result for outcome in outcomes]
+
+    def form(self, world_size: int, timeout: float) -> None:
+        """Let the first workers leave their world, if any, and join a new one."""
+        self._leave()
+        while len(self._workers) < world_size:
+            self._workers.append(_Worker())
+        self._worlds += 1
+        self._world = World(world_size, self._store.port, f"world{self._worlds}", timeout)
+        outcomes = self.call(_join, self._world)
+        if any(outcome.error is not None or outcome.died is not None for outcome in outcomes):
+            self.kill()
+            raise RuntimeError(f"the workers could not form a world: {outcomes}")
+
+    def call(
+        self, action: Callable[..., Any], *args: Any, grace: float = PATIENCE_SECONDS
+    ) -> list[Outcome]:
+        """Let each worker of the world do something, and wait for all of them.
+
+        When one fails, the others have ``grace`` seconds more.
+        """
+        assert self._world is not None
+        workers = self._workers[: self._world.size]
+        for rank, worker in enumerate(workers):
+            worker.send(action, rank, *args)
+        outcomes: dict[_Worker, Outcome] = {}
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(outcomes) < len(workers):
+            late = {worker.pipe: worker for worker in workers if worker not in outcomes}
+            ready = wait(list(late), max(deadline - time.monotonic(), 0))
+            if not ready:
+                self.kill(show_stacks=True)
+                ranks = [workers.index(worker) for worker in late.values()]
+                _raise_first(list(outcomes.values()))
+                raise TimeoutError(f"ranks {ranks} of {len(workers)} did not come back")
+            for pipe in ready:
+                outcome = outcomes[late[pipe]] = late[pipe].receive()
+                if outcome.error is not None or outcome.died is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        return [outcomes[worker] for worker in workers]
+
+    def kill(self, show_stacks: bool = False) -> None:
+        """End all workers, in whatever state they are."""
+        for worker in self._workers:
+            worker.kill(show_stacks)
+        self._workers, self._world = [], None
+
+    def _leave(self) -> None:
+        if self._world is None:
+            return
+        outcomes = self.call(_part)
+        self._world = None
+        if any(outcome.error is not None or outcome.died is not None for outcome in outcomes):
+            self.kill()
+            raise RuntimeError(f"the workers could not leave their world: {outcomes}")
+
+    def _recover(self, outcomes: Sequence[Outcome]) -> None:
+        dead = {rank: o.died for rank, o in enumerate(outcomes) if o.died is not None}
+        if dead:
+            self.kill()
+            raise RuntimeError(f"workers ended (exit code by rank: {dead})")
+        self._leave()
+        _raise_first(outcomes)
+
+
+def run_apart(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float
+) -> list[Outcome]:
+    """Run ``function(comm, *args)`` in fresh processes, which may die; see the module's docstring."""
+    pool = Pool()
+    try:
+        pool.form(world_size, timeout)
+        return pool.call(_run, function, args)
+    finally:
+        pool.kill()
+
+
+def _raise_first(outcomes: Sequence[Outcome]) -> None:
+    """Raise the error that came first, or that the others only tell of."""
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    causes = [error for error in errors if not isinstance(error, CommunicationError)]
+    for error in causes or errors:
+        raise error
+
+
+class _Worker:
+    """A process, and the pipe to it."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = _spawn.Pipe()
+        self.process = _spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, *request: Any) -> None:
+        message = pickle.dumps(request)
+        with suppress(BrokenPipeError):  # it died, as `receive` will tell
+            self.pipe.send_bytes(message)
+
+    def receive(self) -> Outcome:
+        try:
+            outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join()
+            return Outcome(died=self.process.exitcode)
+        return outcome
+
+    def kill(self, show_stack: bool) -> None:
+        if show_stack and self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+            time.sleep(0.5)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+# What follows runs in the workers.
+
+_joined: list[TorchCommunicator] = []
+
+
+def _serve(pipe: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    with suppress(EOFError):  # the parent is gone
+        while True:
+            action, rank, *args = pickle.loads(pipe.recv_bytes())
+            outcome = Outcome()
+            try:
+                outcome.result = action(rank, *args)
+            except Exception as error:
+                error.add_note(f"raised on rank {rank}:\n{traceback.format_exc()}")
+                outcome.error = error
+            pipe.send_bytes(_pickled(outcome))
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        message = pickle.dumps(outcome)
+        pickle.loads(message)  # some exceptions pickle well and break when loaded
+    except Exception as error:
+        return pickle.dumps(Outcome(error=RuntimeError(f"cannot pickle {outcome}: {error!r}")))
+    return message
+
+
+def _join(rank: int, world: World) -> None:
+    store = dist.TCPStore("127.0.0.1", world.port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(world.name, store),
+        rank=rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=world.timeout),
+    )
+    _joined.append(connect(None))
+
+
+def _run(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(_joined[0], *args)
+
+
+def _part(rank: int) -> None:
+    _joined.pop().close()
+    dist.destroy_process_group()
