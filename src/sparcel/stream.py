@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel._checks import VALUE_DTYPES, check_values, checked_indices
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
 
-VALUE_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int32,
-    torch.int64,
-)
+_WIDE_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class SparseStream:
@@ -45,7 +39,7 @@ class SparseStream:
     Notes
     -----
     An absent coordinate stands for the neutral element of whatever operation the stream is
-    reduced with; an explicit zero stays an explicit zero. Tensors are not copied.
+    reduced with; an explicit zero stays an explicit zero. Contiguous tensors are not copied.
     """
 
     __slots__ = ("finite", "indices", "size", "values")
@@ -58,10 +52,11 @@ class SparseStream:
     it survives every reduction, so that all ranks learn of it without a message of its own."""
 
     def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
-        _check_values(values, size if indices is None else None)
+        check_values(values, size, dense=indices is None)
         if indices is not None:
-            indices = _checked_indices(indices, values, size)
-        self.indices, self.values, self.size, self.finite = indices, values, size, True
+            indices = checked_indices(indices, values, size)
+        self.indices, self.values = indices, values.detach().contiguous()
+        self.size, self.finite = size, True
 
     @classmethod
     def unchecked(
@@ -81,12 +76,14 @@ class SparseStream:
         vector
             ``[size]`` or ``[size, width]``. A stream that stays dense shares its memory.
         """
-        _check_values(vector, vector.shape[0] if vector.ndim else None)
+        size = vector.shape[0] if vector.ndim else 0
+        check_values(vector, size, dense=True)
+        vector = vector.detach().contiguous()
         occupied = vector if vector.ndim == 1 else vector.ne(0).any(dim=1)
-        indices = occupied.nonzero().squeeze(1).to(kernels.index_dtype(vector.shape[0]))
-        if dense_is_smaller(indices.numel(), vector.shape[0], vector):
-            return cls.unchecked(None, vector, vector.shape[0])
-        return cls.unchecked(indices, vector[indices], vector.shape[0])
+        indices = occupied.nonzero().squeeze(1).to(kernels.index_dtype(size))
+        if dense_is_smaller(indices.numel(), size, vector):
+            return cls.unchecked(None, vector, size)
+        return cls.unchecked(indices, vector[indices], size)
 
     def empty_like(self, size: int | None = None) -> SparseStream:
         """Return a sparse stream without entries, of this dtype and width, and this or ``size``."""
@@ -185,6 +182,8 @@ class SparseStream:
 
         Ties go to the lowest index; zeros are never among the first. Scalar float values only.
         """
+        if self.width is not None or not self.dtype.is_floating_point:
+            raise InputError(f"topk selects among scalar float values, got {self}")
         indices = _stored_indices(self)
         positions, _ = kernels.topk(self.values, k)
         kept = torch.zeros(self.nnz, dtype=torch.bool, device=self.device)
@@ -230,7 +229,7 @@ def topk(x: Tensor, k: int) -> SparseStream:
         )
     if k < 1:
         raise InputError(f"k must be at least 1, got {k}")
-    return SparseStream.unchecked(*kernels.topk(x, k), x.numel())
+    return SparseStream.unchecked(*kernels.topk(x.detach().contiguous(), k), x.numel())
 
 
 def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
@@ -245,9 +244,11 @@ def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
     Raises
     ------
     InputError
-        When sizes, dtypes or widths differ.
+        When there is none, or sizes, dtypes or widths differ.
     """
     op = resolve(op)
+    if not streams:
+        raise InputError("reduce needs at least one stream, got none")
     first = streams[0]
     for other in streams[1:]:
         if (other.size, other.dtype, other.width) != (first.size, first.dtype, first.width):
@@ -259,21 +260,29 @@ def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
     if len(pairs) == len(streams):
         indices, values = kernels.merge(pairs, op)
         return SparseStream.unchecked(indices, values, first.size, finite).compact(op)
-    total = first.to_dense(op.neutral_for(first.dtype))
-    total = total.clone() if first.is_dense else total
+    # As where all are sparse, half precision is rounded once, at the end.
+    wide = _WIDE_DTYPE.get(first.dtype, first.dtype)
+    total = first.to_dense(op.neutral_for(first.dtype)).to(wide, copy=first.is_dense)
     for other in streams[1:]:
         if other.indices is None:
-            total = op.function(total, other.values)
+            total = op.function(total, other.values.to(wide))
         else:
             kernels.scatter_reduce(total, other.indices, other.values, op)
-    return SparseStream.unchecked(None, total, first.size, finite)
+    return SparseStream.unchecked(None, total.to(first.dtype), first.size, finite)
 
 
 def concatenate(streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
     """Join streams of consecutive index ranges, the inverse of `SparseStream.split`.
 
     The result is dense or sparse by the bytes that it takes, whatever the parts were.
+
+    Raises
+    ------
+    InputError
+        When there is none.
     """
+    if not streams:
+        raise InputError("concatenate needs at least one stream, got none")
     size = sum(stream.size for stream in streams)
     finite = all(stream.finite for stream in streams)
     nnz = sum(stream.nnz for stream in streams)
@@ -302,39 +311,3 @@ def _stored_indices(stream: SparseStream) -> Tensor:
     if stream.indices is not None:
         return stream.indices
     return torch.arange(stream.size, dtype=kernels.index_dtype(stream.size), device=stream.device)
-
-
-def _check_values(values: Tensor, size: int | None) -> None:
-    if values.dtype not in VALUE_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
-        raise InputError(f"values must be one of {names}, got {values.dtype}")
-    if values.ndim not in (1, 2):
-        raise InputError(
-            f"values must be [nnz], or rows [nnz, width], got shape {tuple(values.shape)}"
-        )
-    if size is not None and values.shape[0] != size:
-        raise InputError(
-            f"a dense stream of size {size} needs {size} values, got {values.shape[0]}"
-        )
-
-
-def _checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"indices must be int32 or int64, got {indices.dtype}")
-    if indices.ndim != 1 or indices.numel() != values.shape[0]:
-        raise InputError(
-            f"indices must be one-dimensional, one per value: got shape {tuple(indices.shape)}"
-            f" for {values.shape[0]} values"
-        )
-    if indices.device != values.device:
-        raise InputError(f"indices are on {indices.device}, values on {values.device}")
-    position = kernels.check_indices(indices, size)
-    if position >= 0:
-        found = int(indices[position])
-        if not 0 <= found < size:
-            raise InputError(f"index {found} at position {position} is outside [0, {size})")
-        raise InputError(
-            f"indices must be strictly increasing, got {int(indices[position - 1])} and then"
-            f" {found} at position {position}; sort them and merge duplicates first"
-        )
-    return indices.to(kernels.index_dtype(size))
