@@ -12,24 +12,27 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = (ROOT / "README.md").read_text()
-SECTION_WITH_EXAMPLE = r"^## (.*?)\n(?:(?!^## ).)*?^```python\n(.*?)^```$"
-EXAMPLES = dict(re.findall(SECTION_WITH_EXAMPLE, README, re.MULTILINE | re.DOTALL))
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def test_all_examples_are_found() -> None:
-    assert len(EXAMPLES) == README.count("```python") == 3
+    assert len(EXAMPLES) == README.count("```python") == 4
     assert len(LAUNCHES) == 1
+
+
+def test_ddp_takes_five_lines() -> None:
+    assert len(EXAMPLES[0].splitlines()) == 5
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("section", EXAMPLES)
-def test_example_runs_as_printed(section: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(EXAMPLES[section])
-    on_two_ranks = "init_process_group" in EXAMPLES[section]
+@pytest.mark.parametrize("example", EXAMPLES, ids=["ddp", "training", "all_reduce", "simulate"])
+def test_example_runs_as_printed(example: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(example)
+    on_two_ranks = "init_process_group" in example
     command = LAUNCHES[0] if on_two_ranks else "python train.py"
     beside_python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
@@ -40,7 +43,8 @@ def test_example_runs_as_printed(section: str, tmp_path: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.splitlines()) == (2 if on_two_ranks else 1)
+    printed = example.count("print(") * (2 if on_two_ranks else 1)
+    assert len(result.stdout.splitlines()) == printed
 
 
 @page_by_page
