@@ -21,7 +21,7 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
     Parameters
     ----------
     message
-        uint8; on a multiple of 8 bytes in memory, since the stream's tensors are views of it.
+        uint8. The stream's tensors are views of it where it lies on a multiple of 8 bytes.
     like
         A stream of the size, dtype and width that are due; None accepts any.
 
@@ -43,7 +43,10 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
                 *(f"size {s}, {d}, width {w}" for s, d, w in (found, expected))
             )
         )
-    return _DECODERS[header.kind](message[: header.length], header)
+    message = message[: header.length]
+    if message.storage_offset() % ALIGNMENT or message.data_ptr() % ALIGNMENT:
+        message = message.clone()
+    return _DECODERS[header.kind](message, header)
 
 
 def decode_all(buffer: Tensor) -> list[Tensor]:
@@ -56,9 +59,7 @@ def decode_all(buffer: Tensor) -> list[Tensor]:
     return messages
 
 
-def max_bytes(
-    size: int, dtype: torch.dtype, width: int | None, max_nnz: int | None = None
-) -> int:
+def max_bytes(size: int, dtype: torch.dtype, width: int | None, max_nnz: int | None = None) -> int:
     """Return the most bytes that a compact stream takes: dense, or ``max_nnz`` coordinates."""
     # A sparse stream that is just not larger than the dense one may be so by its padding.
     dense = coo.message_bytes(size, size, dtype, width, dense=True) + ALIGNMENT

@@ -55,7 +55,9 @@ def decode(message: Tensor, header: Header) -> SparseStream:
     """
     index_dtype = torch.int64 if header.wide_indices else torch.int32
     expected = message_bytes(header.nnz, header.size, header.dtype, header.width, header.dense)
-    if header.length != expected or index_dtype != kernels.index_dtype(header.size):
+    if index_dtype != kernels.index_dtype(header.size):
+        raise FormatError(f"{index_dtype} indices do not belong to a stream of size {header.size}")
+    if header.length != expected:
         raise FormatError(
             f"a coo message of {header.nnz} coordinates takes {expected} bytes,"
             f" its header says {header.length}"

@@ -24,6 +24,7 @@ _DTYPES = {
     5: torch.int64,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LARGEST_SIZE = 2**63 - 1  # indices are int64
 
 HEADER_BYTES = _LAYOUT.size
 ALIGNMENT = 8
@@ -101,8 +102,10 @@ class Header:
         if code not in _DTYPES:
             raise FormatError(f"unknown dtype code {code} in the header")
         dense = bool(flags & _DENSE)
-        if nnz > size or (dense and nnz != size):
+        if nnz > size or (dense and nnz != size) or size > _LARGEST_SIZE:
             raise FormatError(f"header counts {nnz} stored coordinates of {size}, dense={dense}")
+        if length % ALIGNMENT:
+            raise FormatError(f"header says {length} bytes, which is no multiple of {ALIGNMENT}")
         if not HEADER_BYTES <= length <= message.numel():
             raise FormatError(
                 f"truncated message: its header says {length} bytes, {message.numel()} are there"

@@ -39,9 +39,7 @@ class Qsgd:
         if self.bits not in (2, 4, 8):
             raise InputError(f"bits must be 8, 4 or 2, got {self.bits}")
         if not 8 <= self.bucket < 1 << 16 or self.bucket % 8:
-            raise InputError(
-                f"bucket must be a multiple of 8 from 8 to 65528, got {self.bucket}"
-            )
+            raise InputError(f"bucket must be a multiple of 8 from 8 to 65528, got {self.bucket}")
 
     def encode(self, stream: SparseStream, seed: int, offset: int) -> Tensor:
         """Return the message that holds dense ``stream``, quantised.
@@ -80,8 +78,9 @@ def decode(message: Tensor, header: Header) -> SparseStream:
         When the header's settings or length are impossible.
     """
     bits, bucket = header.detail >> 16, header.detail & 0xFFFF
-    if bits not in (2, 4, 8) or not bucket or not header.dense or header.width is not None:
-        raise FormatError(f"impossible qsgd header: bits={bits}, bucket={bucket}")
+    scalar_floats = header.dtype.is_floating_point and header.width is None
+    if bits not in (2, 4, 8) or not bucket or not header.dense or not scalar_floats:
+        raise FormatError(f"impossible qsgd header: bits={bits}, bucket={bucket}, {header.dtype}")
     packed_bytes, scale_bytes = _part_bytes(header.size, bits, bucket)
     start = HEADER_BYTES + padded(scale_bytes)
     if header.length != start + padded(packed_bytes):
