@@ -10,11 +10,11 @@
     def test_sum(run_on, world_size):
         assert run_on(world_size, summed, 1) == [world_size * (world_size + 1) // 2] * world_size
 
-``run_on(world_size, function, *args)`` calls ``function(comm, *args)`` on ranks 0 … P−1, where
-``comm`` is `sparcel.comm.resolve()` of a default process group of exactly P ranks (so ``group=None``
-and DDP work as well), and returns the results by rank. When ranks raise, it raises the first
-exception that was no mere consequence of another rank's, with the worker's traceback as a note;
-ranks then meet afresh for the next call. A world is kept while calls ask for the same P.
+``run_on(world_size, function, *args)`` calls ``function(comm, *args)`` on ranks 0 … P−1 and
+returns the results by rank. ``comm`` is the communicator of a default process group of exactly P
+ranks, so that ``group=None`` and DDP work as well. When ranks raise, it raises the first exception
+that was no mere consequence of another rank's, with the worker's traceback as a note, and the
+ranks meet afresh for the next call. A world is kept while calls ask for the same P.
 
 Arguments and results are pickled. A pool that does not answer within `PATIENCE_SECONDS` prints
 the stacks of its workers, is killed, fails the test and starts anew.
@@ -31,12 +31,14 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -163,7 +165,7 @@ class Pool:
 def run_apart(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float
 ) -> list[Outcome]:
-    """Run ``function(comm, *args)`` in fresh processes, which may die; see the module's docstring."""
+    """Run ``function(comm, *args)`` in fresh processes, which may die."""
     pool = Pool()
     try:
         pool.form(world_size, timeout)
@@ -219,6 +221,9 @@ _joined: list[TorchCommunicator] = []
 def _serve(pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    # Otherwise Gloo looks up the machine's own name, for seconds where no name server answers.
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback
     with suppress(EOFError):  # the parent is gone
         while True:
             action, rank, *args = pickle.loads(pipe.recv_bytes())
@@ -240,11 +245,15 @@ def _pickled(outcome: Outcome) -> bytes:
     return message
 
 
+@cache
+def _store(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
 def _join(rank: int, world: World) -> None:
-    store = dist.TCPStore("127.0.0.1", world.port, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(world.name, store),
+        store=dist.PrefixStore(world.name, _store(world.port)),
         rank=rank,
         world_size=world.size,
         timeout=timedelta(seconds=world.timeout),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
     others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
     received = comm.exchange(
         {rank: message(comm.rank, rank, nbytes + rank) for rank in others},
-        {rank: nbytes + comm.size for rank in others},
+        dict.fromkeys(others, nbytes + comm.size),
     )
     assert all(part.data_ptr() % 8 == 0 for part in received.values())
     return [

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class Fate:
         Number of ranks.
     """
 
-    def __init__(self, store: dist.Store, size: int) -> None:
+    def __init__(self, store: Store, size: int) -> None:
         self._store, self._size = store, size
         self.cause: str | None = None
 
@@ -55,11 +56,12 @@ class Fate:
         if patience:
             with suppress(dist.DistStoreError):  # nobody knows better
                 self._store.wait(["cause"], timedelta(seconds=patience))
-        return self._store.compare_set("cause", "", cause).decode()
+        first: bytes = self._store.compare_set("cause", "", cause)
+        return first.decode()
 
     def _part(self, patience: float) -> bool:
         deadline = time.monotonic() + patience
-        done = self._store.add("done", 1)
+        done: int = self._store.add("done", 1)
         while done < self._size and time.monotonic() < deadline:
             time.sleep(0.005)
             done = self._store.add("done", 0)

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm.engine import LostPeerError
 from sparcel.errors import MismatchError
@@ -88,11 +90,13 @@ class GlooEngine:
 
     device = torch.device("cpu")
 
-    def __init__(self, store: dist.Store, names: list[int], rank: int, timeout: float) -> None:
+    def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
         # Straight from the class: torch's new_group() names a group after how many groups the
         # process has made, and hangs where ranks have made different ones.
-        self._group = dist.ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout))
+        self._group: Any = dist.ProcessGroupGloo(
+            store, rank, len(names), timedelta(seconds=timeout)
+        )  # torch's stubs leave out what every engine has
         self._peers = {peer: _Peer() for peer in range(len(names)) if peer != rank}
         for peer in self._peers:
             for _ in range(WINDOW):
@@ -118,7 +122,7 @@ class GlooEngine:
         """See `Communicator.all_reduce`."""
         deadline = time.monotonic() + self.timeout
         options = dist.AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[op.name or ""]
+        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op.name or ""])
         options.timeout = timedelta(seconds=self.timeout)
         try:
             self._group.allreduce([tensor], options).wait()
@@ -156,8 +160,8 @@ class GlooEngine:
         nbytes = int(frame.buffer[:_HEADER_BYTES].view(torch.int64))
         if nbytes > at_most:
             raise MismatchError(
-                f"rank {self.names[rank]} sent {nbytes} bytes to rank {self.names[self.rank]}, which"
-                f" expected at most {at_most}; the ranks' sizes, dtypes or counts differ"
+                f"rank {self.names[rank]} sent {nbytes} bytes to rank {self.names[self.rank]},"
+                f" which expected at most {at_most}; the ranks' sizes, dtypes or counts differ"
             )
         payload = frame.buffer[_HEADER_BYTES : _HEADER_BYTES + nbytes]
         if _COPY_BYTES < nbytes <= _FIRST_BYTES:
@@ -183,3 +187,10 @@ class GlooEngine:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise self._lost(f"rank {self.names[rank]}", deadline, error) from error
+
+    def _lost(self, whom: str, deadline: float, error: RuntimeError) -> LostPeerError:
+        me = self.names[self.rank]
+        late = time.monotonic() >= deadline
+        if late:
+            return LostPeerError(f"rank {me} waited {self.timeout:g} s for {whom}", late)
+        return LostPeerError(f"rank {me} lost its connection to {whom}: {error}", late)

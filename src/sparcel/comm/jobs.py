@@ -29,11 +29,14 @@ class QueuedHandle(Handle[T]):
         try:
             self.future.set_result(job())
         except Exception as error:
-            self.future.set_exception(error)
+            self._set_error(error)
         except BaseException as error:  # such as SystemExit, which must not end the thread
-            self.future.set_exception(CommunicationError(f"a job was ended by {error!r}"))
+            self._set_error(CommunicationError(f"a job was ended by {error!r}"))
         finally:
             self._ended.set()
+
+    def _set_error(self, error: Exception) -> None:
+        self.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
 
     def wait(self) -> T:
         """See `Handle.wait`; Ctrl-C ends the wait, and the job goes on."""

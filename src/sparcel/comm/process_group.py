@@ -12,6 +12,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from sparcel.comm.base import Communicator, Handle, Traffic
 from sparcel.comm.engine import Engine, LostPeerError
@@ -52,7 +53,7 @@ class Meeting:
         ``"gloo"`` or ``"nccl"``.
     """
 
-    store: dist.Store
+    store: Store
     members: list[int]
     rank: int
     timeout: float
@@ -67,8 +68,7 @@ class Meeting:
         backend = _backend(group)
         engine = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
         return cls(
-            # A connection of its own too: one that is waiting for an answer is locked.
-            dist.PrefixStore(f"sparcel/{name[0]}", group.get_group_store().clone()),
+            PrefixStore(f"sparcel/{name[0]}", group.get_group_store()),
             dist.get_process_group_ranks(group),
             group.rank(),
             engine.options._timeout.total_seconds(),
@@ -79,7 +79,7 @@ class Meeting:
         """Connect to the other ranks."""
         if self.backend == "nccl":
             return NcclEngine(self.members, self.rank, self.timeout)
-        store = dist.PrefixStore("gloo", self.store)
+        store = PrefixStore("gloo", self.store)
         return GlooEngine(store, self.members, self.rank, self.timeout)
 
 
@@ -217,7 +217,7 @@ class TorchCommunicator(Communicator):
         self._splits += 1
         meeting = replace(
             self.meeting,
-            store=dist.PrefixStore(f"{self._splits}.{colour}", self.meeting.store),
+            store=PrefixStore(f"{self._splits}.{colour}", self.meeting.store),
             members=[self.meeting.members[rank] for rank in ranks],
             rank=ranks.index(self.rank),
         )

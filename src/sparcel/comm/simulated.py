@@ -194,7 +194,7 @@ class SimulatedCommunicator(Communicator):
         try:
             return job()
         except Exception as error:
-            self.cluster.fail(f"rank {self.rank} failed: {error}")
+            self.cluster.fail(f"rank {self.members[self.rank]} failed: {error}")
             raise
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
