@@ -1,4 +1,4 @@
-"""What a stream's parts must be, and what is said when they are not."""
+"""What tensors must be to become part of a stream, and what is said when they are not."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.errors import InputError
 
-VALUE_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.int32,
-    torch.int64,
-)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+VALUE_DTYPES = (*FLOAT_DTYPES, torch.int32, torch.int64)
 
 
 def check_values(values: Tensor, size: int, dense: bool) -> None:
@@ -59,3 +53,11 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
             f" {found} at position {position}; sort them and merge duplicates first"
         )
     return indices.to(dtype)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Tell whether no value is NaN or infinite, without a mask as large as ``values``."""
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -80,14 +80,21 @@ class Memory:
         self._scratch = None
 
     def _buffers(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        if self.residual is None:
+        """Return the residual, zeros before the first commit, and the scratch for a step."""
+        residual = self.residual
+        if residual is None:
             wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            self.residual = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
-        if self.residual.numel() != gradient.numel():
+            residual = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
+        elif (residual.numel(), residual.device) != (gradient.numel(), gradient.device):
             raise InputError(
-                f"this scheme remembers a vector of {self.residual.numel()} coordinates, got a"
-                f" gradient of {gradient.numel()}; make one scheme for each vector"
+                f"this scheme remembers a vector of {residual.numel()} coordinates on"
+                f" {residual.device}, got a gradient of {gradient.numel()} on {gradient.device};"
+                " make one scheme for each vector"
             )
-        if self._scratch is None:
-            self._scratch = torch.empty_like(self.residual)
-        return self.residual, self._scratch
+        if self._scratch is None or not _alike(self._scratch, residual):
+            self._scratch = torch.empty_like(residual)
+        return residual, self._scratch
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)

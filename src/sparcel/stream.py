@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import VALUE_DTYPES, check_values, checked_indices
+from sparcel._checks import FLOAT_DTYPES, check_values, checked_indices
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
 
@@ -222,7 +222,7 @@ def topk(x: Tensor, k: int) -> SparseStream:
     InputError
         When ``x`` is not a one-dimensional float tensor, or ``k < 1``.
     """
-    if x.ndim != 1 or not x.dtype.is_floating_point or x.dtype not in VALUE_DTYPES:
+    if x.ndim != 1 or x.dtype not in FLOAT_DTYPES:
         raise InputError(
             f"topk selects from a one-dimensional float tensor, got {x.dtype} of shape"
             f" {tuple(x.shape)}; flatten it first"

@@ -13,7 +13,9 @@ from sparcel.errors import FormatError, MismatchError
 from sparcel.stream import SparseStream
 
 
-def decode_from(source: int, message: Tensor, like: SparseStream, comm: Communicator) -> SparseStream:
+def decode_from(
+    source: int, message: Tensor, like: SparseStream, comm: Communicator
+) -> SparseStream:
     """Decode what rank ``source`` sent; errors name both ranks."""
     try:
         return formats.decode(message, like)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparcel.collectives.all_gather import all_gather
+from sparcel.collectives._transfer import stream_bytes
+from sparcel.collectives.all_gather import gather_streams
 from sparcel.comm import Communicator
 from sparcel.ops import SUM, Op
 from sparcel.stream import SparseStream, reduce
@@ -16,4 +17,5 @@ def allgather(
     Rounds: ⌈log₂P⌉. Words a rank: 2k(P−1). The best where indices hardly overlap and P is small.
     Source: gTop-k, Algorithm 1 (TopKAllReduce); SparCML, section 5.3, case (1).
     """
-    return reduce(all_gather(stream.compact(op), comm, max_nnz), op)
+    at_most = stream_bytes(stream, max_nnz)
+    return reduce(gather_streams(stream.compact(op), comm, at_most), op)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparcel import formats
+from sparcel._checks import all_finite
 from sparcel.collectives._transfer import (
     broadcast_message,
     decode_from,
@@ -19,8 +20,9 @@ from sparcel.stream import SparseStream, reduce
 class GlobalTopk:
     """The outcome of `gtopk`.
 
-    ``total`` holds at most k coordinates, the same on all ranks; ``dropped`` the partial sums
-    that this rank left out on the way: over all ranks the two add up to the sum of all inputs.
+    ``total`` holds at most k coordinates, sparse, the same on all ranks; ``dropped`` the partial
+    sums that this rank left out on the way: over all ranks the two add up to the sum of all
+    inputs. Neither is finite where a partial sum overflowed.
     """
 
     total: SparseStream
@@ -33,13 +35,14 @@ def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
     Parameters
     ----------
     stream
-        Scalar float values, at most ``k`` of them not zero.
+        Scalar float values; all but the k largest are dropped before the first round.
 
     Rounds: 2⌈log₂P⌉. Words: at most 2k⌈log₂P⌉ each way, at the root.
     Source: gTop-k, Definition 1 (⊤) and Algorithm 3 (gTopKAllReduce); any P here, where the paper
     has powers of two. What a rank drops it reports, where the paper forgets the partial sum.
     """
-    total, dropped = stream, []
+    total, rest = stream.topk(k)
+    dropped = [rest]
     distance = 1
     while distance < comm.size and comm.rank % distance == 0:
         if comm.rank % (2 * distance):
@@ -47,10 +50,12 @@ def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
         elif comm.rank + distance < comm.size:
             child = comm.rank + distance
             arrived = exchange_streams({}, {child: total}, comm, k)[child]
-            total, rest = reduce([total, arrived]).topk(k)
+            pair = reduce([total, arrived])
+            pair.finite = pair.finite and all_finite(pair.values)
+            total, rest = pair.topk(k)
             dropped.append(rest)
         distance *= 2
     message = formats.encode(total.compact()) if comm.rank == 0 else None
     message = broadcast_message(message, comm, 0, stream_bytes(stream, k))
-    total = decode_from(0, message, stream, comm)
-    return GlobalTopk(total, reduce([stream.empty_like(), *dropped]))
+    total, _ = decode_from(0, message, stream, comm).topk(k)
+    return GlobalTopk(total, reduce(dropped))

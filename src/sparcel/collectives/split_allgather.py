@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import formats
+from sparcel._checks import all_finite
 from sparcel.collectives._transfer import (
     decode_from,
     gather_messages,
     region_boundaries,
-    stream_bytes,
 )
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
@@ -70,7 +70,9 @@ def quantized_split_allgather(
     if region.is_dense and region.finite and region.size:
         message = quantizer.encode(region, seed, start)
         error = region.values - formats.decode(message, region).values
-    else:
+        if not all_finite(error):  # the sum overflowed: nobody may remember it
+            region.finite, error = False, None
+    if error is None:
         message = formats.encode(region)
     total = _gather_regions(message, stream, comm, SUM, max_nnz)
     return Quantized(total, start, error)

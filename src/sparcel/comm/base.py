@@ -131,8 +131,6 @@ class Communicator(ABC):
         """Return the number (64-bit) that each rank gave, by rank."""
         message = torch.tensor([number]).view(torch.uint8).to(self.device)
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        received = self.exchange(
-            dict.fromkeys(others, message), dict.fromkeys(reversed(others), 8)
-        )
+        received = self.exchange(dict.fromkeys(others, message), dict.fromkeys(reversed(others), 8))
         received[self.rank] = message
         return [int(received[rank].view(torch.int64)) for rank in range(self.size)]

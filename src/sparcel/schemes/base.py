@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel._checks import FLOAT_DTYPES, all_finite
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import Memory
@@ -82,19 +83,15 @@ class Scheme(ABC):
         Returns
         -------
         Tensor
-            ``[size]``, the gradient's dtype. All NaN where any rank's vector was not finite; the
-            memory then stays as it was.
+            ``[size]``, the gradient's dtype. All NaN where any rank's vector was not finite, or
+            the average is not; the memory then stays as it was.
 
         Raises
         ------
         InputError, MismatchError, CommunicationError
             The memory stays as it was.
         """
-        if gradient.ndim != 1 or not gradient.dtype.is_floating_point:
-            raise InputError(
-                f"a gradient is a one-dimensional float tensor, got {gradient.dtype} of shape"
-                f" {tuple(gradient.shape)}; flatten it first"
-            )
+        check_gradient(gradient)
         update = comm.run(lambda: self.begin(gradient, comm, out))
         self.commit()
         return update
@@ -145,15 +142,10 @@ class Sparsifier(Scheme):
         """See `Scheme.begin`."""
         update = update_like(gradient, out)
         total = self._sum(gradient, comm)
-        self.finite = total.finite
         self.cost.coordinates += total.size
         self.cost.reduced += total.nnz
-        if not total.finite:
-            return update.fill_(float("nan"))
-        if total.indices is None:
-            return torch.div(total.values, comm.size, out=update)
-        kernels.scatter(update.zero_(), total.indices, (total.values / comm.size).to(update.dtype))
-        return update
+        self.finite = total.finite and write_average(total, comm.size, update)
+        return update if self.finite else update.fill_(float("nan"))
 
     def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
         """See `Scheme.withhold`."""
@@ -181,6 +173,27 @@ class Sparsifier(Scheme):
         return stream
 
 
+def write_average(total: SparseStream, ranks: int, update: Tensor) -> bool:
+    """Write ``total / ranks`` and tell whether it is finite, in the dtype of ``update`` too.
+
+    All ranks find the same, since ``total`` is the same on all of them.
+    """
+    if total.indices is None:
+        return all_finite(torch.div(total.values, ranks, out=update))
+    average = (total.values / ranks).to(update.dtype)
+    kernels.scatter(update.zero_(), total.indices, average)
+    return all_finite(average)
+
+
+def check_gradient(gradient: Tensor) -> None:
+    """Raise `InputError` unless ``gradient`` is a contiguous vector of a float dtype."""
+    if gradient.ndim != 1 or gradient.dtype not in FLOAT_DTYPES or not gradient.is_contiguous():
+        raise InputError(
+            f"a gradient is a contiguous one-dimensional float tensor, got {gradient.dtype} of"
+            f" shape {tuple(gradient.shape)}, strides {gradient.stride()}; flatten it first"
+        )
+
+
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out``, checked, or a new tensor like ``gradient``."""
     if out is None:
@@ -196,7 +209,8 @@ def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
 def check_density(density: float) -> None:
     """Raise `InputError` unless ``density`` lies in (0, 1]."""
     if not 0 < density <= 1:
-        hint = f"; for a percentage pass density={density / 100:g}" if density > 1 else ""
+        percentage = 1 < density <= 100
+        hint = f"; for a percentage pass density={density / 100:g}" if percentage else ""
         raise InputError(f"density must lie in (0, 1], got {density:g}{hint}")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparcel._checks import all_finite
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import known
@@ -40,11 +41,11 @@ class Dense(Scheme):
             if self.steps == 0:
                 check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)
             # An average cannot overflow a half-precision wire where a sum could.
-            wire = gradient.dtype if self.wire is None else _WIRES[self.wire]
-            average = (gradient / comm.size).to(wire)
+            average = torch.div(gradient, comm.size, out=update)
+            if self.wire is not None:
+                average = average.to(_WIRES[self.wire])
             comm.all_reduce(average)
-        low, high = torch.aminmax(average)
-        self.finite = bool(torch.isfinite(low) & torch.isfinite(high))
+        self.finite = all_finite(average)
         self.cost.selected += gradient.numel()
         self.cost.reduced += gradient.numel()
         self.cost.coordinates += gradient.numel()
