@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +91,17 @@ def load(path: str | None) -> Dataset:
     raise InputError(f"data must be a folder of IDX files or an .npz file, got {path}")
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what decompression raises on a damaged file into an error that names the file."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} can't be read: {error}") from error
+
+
 def _digits() -> Mapping[str, Array]:
     from sklearn.datasets import load_digits
 
@@ -104,7 +118,7 @@ def _digits() -> Mapping[str, Array]:
 
 
 def _read_npz(path: Path) -> Mapping[str, Array]:
-    with np.load(path) as archive:
+    with _readable(path), np.load(path) as archive:
         missing = [key for key in _IDX_FILES if key not in archive]
         if missing:
             raise InputError(f"{path} must hold {', '.join(_IDX_FILES)}; missing: {missing}")
@@ -115,7 +129,7 @@ def _read_idx(folder: Path, stem: str) -> Array:
     """Read one file of LeCun's IDX format: a magic number, the shape, and the values."""
     for path, opener in ((folder / stem, open), (folder / f"{stem}.gz", gzip.open)):
         if path.is_file():
-            with opener(path, "rb") as file:
+            with _readable(path), opener(path, "rb") as file:
                 content = file.read()
             return _parse_idx(content, path)
     raise InputError(f"{folder} has no {stem} and no {stem}.gz")
@@ -126,9 +140,9 @@ def _parse_idx(content: bytes, path: Path) -> Array:
         raise InputError(f"{path} is not an IDX file: it starts with {content[:4]!r}")
     dtype, dimensions = np.dtype(_IDX_DTYPES[content[2]]), content[3]
     values_at = 4 + 4 * dimensions
-    shape = [int(n) for n in np.frombuffer(content[4:values_at], ">u4")]
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, values_at, 4)]
     expected = values_at + math.prod(shape) * dtype.itemsize
-    if len(shape) != dimensions or len(content) != expected:
+    if len(content) != expected:
         raise InputError(f"{path} is cut short or too long: {len(content)} bytes, not {expected}")
     return np.frombuffer(content, dtype, offset=values_at).reshape(shape)
 

@@ -34,7 +34,7 @@ from sparcel.demo.settings import (
 )
 
 _HIDDEN = 1600
-_LEARNING_RATE = 0.2
+_LEARNING_RATE = 0.4
 """At the start; it falls to 0 in a straight line. Chosen once, for dense training on the digits."""
 
 

@@ -1,0 +1,148 @@
+"""``sparcel demo`` as people meet it: real processes, real networks, real ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparcel.lab import EmulatedNetwork, LabUnavailableError, Link
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+_DEMO = [sys.executable, "-m", "sparcel.cli", "demo", "--nodes", "2"]
+_PATIENCE_S = 60.0
+
+
+def _start(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*_DEMO, "--json", str(tmp_path / "run.json"), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "80"},
+    )
+
+
+@pytest.fixture(params=["1gbit", "none"])
+def rate(request: pytest.FixtureRequest) -> str:
+    """An emulated network, where permitted, and loopback."""
+    if request.param != "none":
+        try:
+            EmulatedNetwork(1, Link()).close()
+        except LabUnavailableError as error:
+            pytest.skip(f"no emulated network: {error}")
+    return str(request.param)
+
+
+def test_it_compares_and_writes_the_results(rate: str, tmp_path: Path) -> None:
+    process = _start(tmp_path, "--rate", rate, "--steps", "12", "--schemes", "topk")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert ("loopback" in output) == (rate == "none")
+    assert str(tmp_path / "run.json") in output.replace("\n", "")
+    results = json.loads((tmp_path / "run.json").read_text())
+    rows = {row["method"]: row for row in results["methods"]}
+    assert list(rows) == ["dense fp32", "dense bf16", "topk"]
+    assert results["parameters"] >= 5_000_000
+    n, world = results["parameters"], 2
+    assert rows["dense fp32"]["payload_bytes"] == 2 * 4 * n * (world - 1) / world
+    assert rows["topk"]["payload_bytes"] < 0.05 * rows["dense fp32"]["payload_bytes"]
+    for row in rows.values():
+        assert row["exposed_s"] == row["step_s"] - row["compute_s"]
+        assert 0.1 < row["accuracy"] <= 1
+        assert (row["wire_bytes"] is None) == (rate == "none")
+        if rate != "none":  # headers come on top, and little else
+            assert 1 <= row["wire_bytes"] / row["payload_bytes"] < 1.25
+
+
+def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
+    accuracies = []
+    for _ in range(2):
+        options = ("--rate", "none", "--steps", "10", "--schemes", "gtopk", "--seed", "3")
+        process = _start(tmp_path, *options)
+        process.communicate()
+        results = json.loads((tmp_path / "run.json").read_text())
+        accuracies.append([row["accuracy"] for row in results["methods"]])
+    assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--schemes", "topl"), "did you mean 'topk'?"),
+        (("--density", "3"), "density"),
+        (("--density", "0"), "density"),
+        (("--rate", "fast"), "such as 1gbit; got 'fast'"),
+        (("--data", "."), "has no train-images-idx3-ubyte"),
+    ],
+)
+def test_bad_input_ends_before_anything_runs(
+    options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    process = _start(tmp_path, *options)
+    output, errors = process.communicate()
+    assert process.returncode == 1
+    assert message in errors
+    assert "Traceback" not in errors
+    assert "Network" not in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def _workers(parent: int) -> set[int]:
+    """The demo's worker processes below a process, wherever they run."""
+    children: dict[int, list[int]] = {}
+    workers = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid = int(status.parent.name)
+            state, above = status.read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(above), []).append(pid)
+            words = (status.parent / "cmdline").read_bytes().split(b"\0")
+            # Not the guard or nsenter, which name the worker further back.
+            if state != "Z" and b"-m" in words[1:2] and b"sparcel.demo.worker" in words:
+                workers.add(pid)
+    below, seen = [parent], set()
+    while below:
+        pid = below.pop()
+        seen.add(pid)
+        below += children.get(pid, [])
+    return workers & seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize("how", ["a worker is killed", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_an_end_in_the_middle_leaves_nothing(how: str, rate: str, tmp_path: Path) -> None:
+    process = _start(tmp_path, "--rate", rate, "--steps", "100000")
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(workers := _workers(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(workers) == 2, process.stderr
+    if how == "a worker is killed":
+        os.kill(min(workers), signal.SIGKILL)
+    else:
+        process.send_signal(signal.Signals[how])
+    _, errors = process.communicate()
+    assert process.returncode != 0
+    if how == "a worker is killed":
+        assert process.returncode == 1
+        assert "sparcel: the worker of rank" in errors
+    while any(_runs(pid) for pid in workers) and time.monotonic() < deadline + _PATIENCE_S:
+        time.sleep(0.1)
+    assert [pid for pid in workers if _runs(pid)] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
