@@ -1,3 +1,30 @@
-#include <nanobind/nanobind.h>
+// The module: what it takes from Python is checked where a wrong call could touch foreign memory;
+// meanings are checked, with better words, by sparcel.kernels.
+#include "bindings.hpp"
 
-NB_MODULE(_cpu, module) { module.doc() = "CPU kernels of sparcel."; }
+#include "simd/kernels.hpp"
+
+namespace sparcel {
+namespace {
+
+void bind_isa(nb::module_& module) {
+    module.def("isa", [] { return kernels().name; }, "Name the instruction set in use.");
+    module.def(
+        "set_isa",
+        [](const char* name) {
+            require(set_isa(name), "this machine or this build has no such instruction set");
+        },
+        nb::arg("name"), "Use 'portable', 'avx2' or 'avx512', for tests and benchmarks.");
+}
+
+}  // namespace
+}  // namespace sparcel
+
+NB_MODULE(_cpu, module) {
+    module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
+    sparcel::bind_isa(module);
+    sparcel::bind_select(module);
+    sparcel::bind_merge(module);
+    sparcel::bind_scatter(module);
+    sparcel::bind_quantize(module);
+}

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.kernels import reference
+from sparcel.kernels import cpu, reference
 from sparcel.kernels.reference import index_dtype
 from sparcel.ops import Op
 
@@ -50,6 +49,8 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices, values
         ``[min(k, nnz)]`` each; ties go to the lowest index.
     """
+    if x.is_cpu:
+        return cpu.topk(x, k)
     return reference.topk(x, k)
 
 
@@ -72,6 +73,8 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     indices, values
         Over the whole vector; ties go to the lowest index.
     """
+    if x.is_cpu:
+        return cpu.topk_chunked(x, k, chunk)
     return reference.topk_chunked(x, k, chunk)
 
 
@@ -104,6 +107,8 @@ def accumulate_topk(
         Whether all of ``memory + gradient`` was finite. Where it was not, the selection and
         ``scratch`` mean nothing.
     """
+    if memory.is_cpu:
+        return cpu.accumulate_topk(memory, gradient, scratch, k, chunk)
     return reference.accumulate_topk(memory, gradient, scratch, k, chunk)
 
 
@@ -122,6 +127,8 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     indices, values
         What was selected; NaN always is.
     """
+    if x.is_cpu:
+        return cpu.threshold_select(x, threshold)
     return reference.threshold_select(x, threshold)
 
 
@@ -148,6 +155,8 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
     """
     if not streams:
         raise InputError("merge needs at least one stream, got none")
+    if streams[0][0].is_cpu:
+        return cpu.merge(streams, op)
     return reference.merge(streams, op)
 
 
@@ -165,7 +174,8 @@ def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> No
     op
         How values are combined; float16 and bfloat16 go through float32.
     """
-    reference.scatter_reduce(dense, indices, values, op)
+    implementation = cpu if dense.is_cpu else reference
+    implementation.scatter_reduce(dense, indices, values, op)
 
 
 def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
@@ -184,7 +194,8 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) 
     """
     if scale != 1.0 and not dense.is_floating_point():
         raise InputError(f"scale must be 1 for {dense.dtype}, got {scale}; scale floats instead")
-    reference.scatter(dense, indices, values, scale)
+    implementation = cpu if dense.is_cpu else reference
+    implementation.scatter(dense, indices, values, scale)
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
@@ -225,6 +236,8 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
             f"the field ends at bit {field_end} of {magnitude_width}: give the prefix of the bits "
             "above it, or a larger shift"
         )
+    if x.is_cpu:
+        return cpu.magnitude_histogram(x, shift, bins, prefix)
     return reference.magnitude_histogram(x, shift, bins, prefix)
 
 
@@ -260,6 +273,8 @@ def quantize(
         float32 ``[ceil(n / bucket)]``.
     """
     _check_bits(bits, bucket)
+    if x.is_cpu:
+        return cpu.quantize(x, bits, bucket, seed, offset)
     return reference.quantize(x, bits, bucket, seed, offset)
 
 
@@ -292,6 +307,8 @@ def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int
             f"{size} values of {bits} bits in buckets of {bucket} need {expected[0]} bytes and "
             f"{expected[1]} scales, got {packed.numel()} and {scales.numel()}"
         )
+    if packed.is_cpu:
+        return cpu.dequantize(packed, scales, size, bits, bucket)
     return reference.dequantize(packed, scales, size, bits, bucket)
 
 
@@ -310,6 +327,8 @@ def check_indices(indices: Tensor, size: int) -> int:
     int
         Its position, or -1 when all is well.
     """
+    if indices.is_cpu:
+        return cpu.check_indices(indices, size)
     return reference.check_indices(indices, size)
 
 

@@ -138,7 +138,7 @@ def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int
     codes = _unpack(packed, bits)[:size]
     magnitude = (codes & levels).float() / levels
     signed = torch.where(codes > levels, -magnitude, magnitude)
-    return signed * scales.repeat_interleave(bucket)[:size]
+    return torch.mul(signed, scales.repeat_interleave(bucket)[:size])
 
 
 def check_indices(indices: Tensor, size: int) -> int:

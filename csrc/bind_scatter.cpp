@@ -1,0 +1,68 @@
+#include <nanobind/stl/string_view.h>
+
+#include "bindings.hpp"
+#include "operations.hpp"
+#include "scatter.hpp"
+
+namespace sparcel {
+namespace {
+
+// Calls run(Index, Value types) once indices and values are known to fit `dense`.
+template <class Run>
+void with_entries(const InOut& dense, const Input& indices, const Input& values, size_t width,
+                  const Run& run) {
+    require(values.dtype() == dense.dtype(), "values must have the dtype of dense");
+    require(values.size() == indices.size() * width, "each index needs its value or row");
+    if (width == 0) return;
+    with_index(indices.dtype(), [&]<class Index>(Type<Index> index) {
+        for (size_t i = 0; i < indices.size(); ++i) {
+            const auto at = size_t(data<Index>(indices)[i]);
+            if (at >= dense.size() / width) {
+                throw nb::index_error("an index lies outside the dense vector");
+            }
+        }
+        with_value(dense.dtype(), [&]<class Value>(Type<Value> value) { run(index, value); });
+    });
+}
+
+void reduce_into(const InOut& dense, const Input& indices, const Input& values, size_t width,
+                 std::string_view op) {
+    with_entries(dense, indices, values, width,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     with_operation(op, [&]<class Op>(Type<Op>) {
+                         nb::gil_scoped_release release;
+                         scatter_reduce<Op>(data<Value>(dense), data<Index>(indices),
+                                            data<Value>(values), indices.size(), width);
+                     });
+                 });
+}
+
+void scatter_into(const InOut& dense, const Input& indices, const Input& values, size_t width,
+                  double scale) {
+    with_entries(dense, indices, values, width,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     nb::gil_scoped_release release;
+                     scatter(data<Value>(dense), data<Index>(indices), data<Value>(values),
+                             indices.size(), width, scale);
+                 });
+}
+
+int64_t check(const Input& indices, int64_t size) {
+    return with_index(indices.dtype(), [&]<class Index>(Type<Index>) {
+        nb::gil_scoped_release release;
+        return check_indices(data<Index>(indices), indices.size(), size);
+    });
+}
+
+}  // namespace
+
+void bind_scatter(nb::module_& module) {
+    using namespace nb::literals;
+    module.def("scatter_reduce", reduce_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
+               "values"_a.noconvert(), "width"_a, "op"_a);
+    module.def("scatter", scatter_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
+               "values"_a.noconvert(), "width"_a, "scale"_a);
+    module.def("check_indices", check, "indices"_a.noconvert(), "size"_a);
+}
+
+}  // namespace sparcel

@@ -1,0 +1,12 @@
+#pragma once
+
+#include "arrays.hpp"
+
+namespace sparcel {
+
+void bind_select(nb::module_& module);
+void bind_merge(nb::module_& module);
+void bind_scatter(nb::module_& module);
+void bind_quantize(nb::module_& module);
+
+}  // namespace sparcel

@@ -1,0 +1,43 @@
+// Growable memory that is never initialised: what a kernel writes before anyone reads it.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace sparcel {
+
+struct Free {
+    void operator()(void* data) const { std::free(data); }
+};
+
+template <class T>
+class Buffer {
+  public:
+    Buffer() = default;
+    explicit Buffer(size_t capacity) { resize(capacity); }
+
+    T* data() { return data_.get(); }
+    const T* data() const { return data_.get(); }
+    T& operator[](size_t i) { return data_.get()[i]; }
+    const T& operator[](size_t i) const { return data_.get()[i]; }
+    size_t capacity() const { return capacity_; }
+
+    // Keeps the contents; a smaller capacity gives memory back.
+    void resize(size_t capacity) {
+        void* moved = std::realloc(data_.get(), capacity ? capacity * sizeof(T) : 1);
+        if (!moved) throw std::bad_alloc();
+        (void)data_.release();
+        data_.reset(static_cast<T*>(moved));
+        capacity_ = capacity;
+    }
+
+    T* release() { return data_.release(); }
+
+  private:
+    std::unique_ptr<T, Free> data_;
+    size_t capacity_ = 0;
+};
+
+}  // namespace sparcel

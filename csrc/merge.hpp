@@ -1,0 +1,234 @@
+// Reduction of many sorted streams to one.
+//
+// The index space is walked in windows. In each, a bitmap collects the indices that occur; counting
+// its bits gives every index its slot in the result, where values are then reduced stream by
+// stream. So the order of operations is the order of the streams, the work is linear in the
+// entries, however many streams there are, and nothing dense but the bitmap is kept.
+#pragma once
+
+#include <bit>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "buffer.hpp"
+#include "numbers.hpp"
+#include "parallel.hpp"
+
+namespace sparcel {
+
+template <class Index, class Value>
+struct StreamView {
+    const Index* indices;
+    const Value* values;  // rows of `width`
+    size_t count;
+};
+
+// The result of a merge over a range of indices.
+template <class Index, class Value>
+struct Merged {
+    Buffer<Index> indices;
+    Buffer<Value> values;
+    size_t count = 0;
+};
+
+namespace detail {
+
+// A window of 2^17 indices: 16 KiB of bits, 16 KiB of marks and 8 KiB of ranks stay in the cache.
+constexpr size_t kWindow = size_t{1} << 17;
+constexpr size_t kWindowWords = kWindow / 64;
+
+template <class Op, class Index, class Value>
+class Merger {
+  public:
+    using View = StreamView<Index, Value>;
+    using Sum = typename Wide<Value>::Type;
+
+    Merger(std::span<const View> streams, size_t width)
+        : streams_(streams), width_(width), cursors_(streams.size()), ends_(streams.size()) {}
+
+    // Merges what lies in [begin, end).
+    Merged<Index, Value> run(Index begin, Index end) {
+        for (size_t s = 0; s < streams_.size(); ++s) cursors_[s] = lower_bound(streams_[s], begin);
+        for (size_t s = 0; s < streams_.size(); ++s) ends_[s] = lower_bound(streams_[s], end);
+        Merged<Index, Value> result;
+        for (Index first = 0; next_index(first);) {
+            // Windows begin where there is something, so empty stretches cost nothing.
+            collect(first);
+            reduce(first, result);
+        }
+        return result;
+    }
+
+  private:
+    static size_t lower_bound(const View& stream, Index bound) {
+        const Index* end = stream.indices + stream.count;
+        return size_t(std::lower_bound(stream.indices, end, bound) - stream.indices);
+    }
+
+    // The lowest index that is left, down to a whole word of the bitmap.
+    bool next_index(Index& first) const {
+        bool found = false;
+        for (size_t s = 0; s < streams_.size(); ++s) {
+            if (cursors_[s] == ends_[s]) continue;
+            const Index next = streams_[s].indices[cursors_[s]];
+            if (!found || next < first) first = next;
+            found = true;
+        }
+        return found;
+    }
+
+    // Marks the window's indices and ranks its words.
+    void collect(Index first) {
+        std::fill(std::begin(present_), std::end(present_), 0);
+        window_ends_.resize(streams_.size());
+        for (size_t s = 0; s < streams_.size(); ++s) {
+            const Index* indices = streams_[s].indices;
+            size_t i = cursors_[s];
+            for (; i < ends_[s] && size_t(indices[i] - first) < kWindow; ++i) {
+                const auto at = size_t(indices[i] - first);
+                present_[at / 64] |= uint64_t{1} << at % 64;
+            }
+            window_ends_[s] = i;
+        }
+        uint32_t rank = 0;
+        for (size_t word = 0; word < kWindowWords; ++word) {
+            ranks_[word] = rank;
+            rank += uint32_t(std::popcount(present_[word]));
+        }
+        found_ = rank;
+    }
+
+    void reduce(Index first, Merged<Index, Value>& result) {
+        reserve(result, result.count + found_);
+        write_indices(first, result.indices.data() + result.count);
+        Value* values = result.values.data() + result.count * width_;
+        std::fill(std::begin(started_), std::end(started_), 0);
+        if constexpr (std::is_same_v<Sum, Value>) {
+            for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, values);
+        } else {
+            if (sums_.capacity() < found_ * width_) sums_.resize(found_ * width_);
+            for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, sums_.data());
+            for (size_t i = 0; i < found_ * width_; ++i) values[i] = narrow<Value>(sums_[i]);
+        }
+        result.count += found_;
+    }
+
+    void add_stream(size_t s, Index first, Sum* sums) {
+        const View& stream = streams_[s];
+        for (size_t i = cursors_[s]; i < window_ends_[s]; ++i) {
+            const auto at = size_t(stream.indices[i] - first);
+            const uint64_t bit = uint64_t{1} << at % 64;
+            const auto below = size_t(std::popcount(present_[at / 64] & (bit - 1)));
+            Sum* sum = sums + (ranks_[at / 64] + below) * width_;
+            const Value* value = stream.values + i * width_;
+            if (started_[at / 64] & bit) {
+                for (size_t j = 0; j < width_; ++j) sum[j] = Op::apply(sum[j], widen(value[j]));
+            } else {
+                for (size_t j = 0; j < width_; ++j) sum[j] = widen(value[j]);
+                started_[at / 64] |= bit;
+            }
+        }
+        cursors_[s] = window_ends_[s];
+    }
+
+    void write_indices(Index first, Index* indices) const {
+        for (size_t word = 0; word < kWindowWords; ++word) {
+            for (uint64_t bits = present_[word]; bits; bits &= bits - 1) {
+                *indices++ = first + Index(word * 64 + size_t(std::countr_zero(bits)));
+            }
+        }
+    }
+
+    void reserve(Merged<Index, Value>& result, size_t count) const {
+        if (count <= result.indices.capacity()) return;
+        const size_t capacity = std::max(count, 2 * result.indices.capacity());
+        result.indices.resize(capacity);
+        result.values.resize(capacity * width_);
+    }
+
+    std::span<const View> streams_;
+    size_t width_;
+    std::vector<size_t> cursors_, ends_, window_ends_;
+    uint64_t present_[kWindowWords];
+    uint64_t started_[kWindowWords];
+    uint32_t ranks_[kWindowWords];
+    size_t found_ = 0;
+    Buffer<Sum> sums_;
+};
+
+// Two streams are merged in step; selecting instead of branching, since which of them comes next is
+// anyone's guess.
+template <class Op, class Index, class Value>
+Merged<Index, Value> merge_two(const StreamView<Index, Value>& a, const StreamView<Index, Value>& b,
+                               size_t width) {
+    Merged<Index, Value> result;
+    result.indices.resize(a.count + b.count);
+    result.values.resize((a.count + b.count) * width);
+    size_t i = 0, j = 0, out = 0;
+    for (; i < a.count && j < b.count; ++out) {
+        const bool take_a = a.indices[i] <= b.indices[j];
+        const bool take_b = b.indices[j] <= a.indices[i];
+        result.indices[out] = take_a ? a.indices[i] : b.indices[j];
+        const Value* from = take_a ? a.values + i * width : b.values + j * width;
+        for (size_t w = 0; w < width; ++w) {
+            const auto reduced = narrow<Value>(
+                Op::apply(widen(a.values[i * width + w]), widen(b.values[j * width + w])));
+            result.values[out * width + w] = take_a && take_b ? reduced : from[w];
+        }
+        i += take_a;
+        j += take_b;
+    }
+    const auto& rest = i < a.count ? a : b;
+    const size_t at = i < a.count ? i : j;
+    std::copy(rest.indices + at, rest.indices + rest.count, result.indices.data() + out);
+    std::copy(rest.values + at * width, rest.values + rest.count * width,
+              result.values.data() + out * width);
+    result.count = out + rest.count - at;
+    return result;
+}
+
+template <class Index, class Value>
+Merged<Index, Value> join(const std::vector<Merged<Index, Value>>& parts, size_t width) {
+    Merged<Index, Value> result;
+    for (const auto& part : parts) result.count += part.count;
+    result.indices.resize(result.count);
+    result.values.resize(result.count * width);
+    Index* indices = result.indices.data();
+    Value* values = result.values.data();
+    for (const auto& part : parts) {
+        indices = std::copy_n(part.indices.data(), part.count, indices);
+        values = std::copy_n(part.values.data(), part.count * width, values);
+    }
+    return result;
+}
+
+}  // namespace detail
+
+// Reduces streams that are sorted and without duplicates each. Where several hold an index, `Op` is
+// applied from left to right; halves are reduced in float32 and rounded once.
+template <class Op, class Index, class Value>
+Merged<Index, Value> merge(std::span<const StreamView<Index, Value>> streams, size_t width,
+                           int threads) {
+    if (streams.size() == 2) return detail::merge_two<Op>(streams[0], streams[1], width);
+    size_t entries = 0;
+    const StreamView<Index, Value>* longest = streams.data();
+    for (const auto& stream : streams) {
+        entries += stream.count;
+        if (stream.count > longest->count) longest = &stream;
+    }
+    // Threads take ranges of indices that the longest stream divides evenly.
+    std::vector<Merged<Index, Value>> parts(useful_threads(entries * width, threads));
+    const auto bound = [&](size_t part) {
+        if (part == 0) return Index{0};
+        if (part == parts.size()) return std::numeric_limits<Index>::max();
+        return longest->indices[longest->count * part / parts.size()];
+    };
+    parallel(parts.size(), [&](size_t part) {
+        detail::Merger<Op, Index, Value> merger(streams, width);
+        parts[part] = merger.run(bound(part), bound(part + 1));
+    });
+    return parts.size() == 1 ? std::move(parts[0]) : detail::join(parts, width);
+}
+
+}  // namespace sparcel

@@ -1,0 +1,56 @@
+// Sparse entries into dense vectors, and checks of indices that came from elsewhere.
+#pragma once
+
+#include "numbers.hpp"
+
+namespace sparcel {
+
+// dense[i] = op(dense[i], v) for each index and its row of `width` values.
+template <class Op, class Index, class Value>
+void scatter_reduce(Value* dense, const Index* indices, const Value* values, size_t count,
+                    size_t width) {
+    for (size_t i = 0; i < count; ++i) {
+        Value* row = dense + size_t(indices[i]) * width;
+        for (size_t j = 0; j < width; ++j) {
+            row[j] = narrow<Value>(Op::apply(widen(row[j]), widen(values[i * width + j])));
+        }
+    }
+}
+
+// dense[i] = v * scale for each index and its row of `width` values; integers ignore the scale.
+template <class Index, class Value>
+void scatter(Value* dense, const Index* indices, const Value* values, size_t count, size_t width,
+             double scale) {
+    using Factor = typename Wide<Value>::Type;
+    for (size_t i = 0; i < count; ++i) {
+        Value* row = dense + size_t(indices[i]) * width;
+        for (size_t j = 0; j < width; ++j) {
+            if constexpr (std::is_integral_v<Value>) {
+                row[j] = values[i * width + j];
+            } else {
+                row[j] = narrow<Value>(widen(values[i * width + j]) * Factor(scale));
+            }
+        }
+    }
+}
+
+// Position of the first index that is outside [0, size) or not above its predecessor, else -1.
+template <class Index>
+int64_t check_indices(const Index* indices, size_t count, int64_t size) {
+    constexpr size_t block = 1024;
+    Index previous = -1;
+    for (size_t begin = 0; begin < count; begin += block) {
+        const size_t end = begin + block < count ? begin + block : count;
+        // One flag for the block, without branches, so that the loop vectorises.
+        int wrong = indices[begin] <= previous || indices[end - 1] >= size;
+        for (size_t i = begin + 1; i < end; ++i) wrong |= indices[i] <= indices[i - 1];
+        for (size_t i = begin; wrong && i < end; ++i) {
+            if (indices[i] <= previous || indices[i] >= size) return int64_t(i);
+            previous = indices[i];
+        }
+        previous = indices[end - 1];
+    }
+    return -1;
+}
+
+}  // namespace sparcel

@@ -1,0 +1,109 @@
+// What a pass over a part of the vector lets through, cut down to the k largest when it grows.
+#pragma once
+
+#include "kth.hpp"
+#include "simd/kernels.hpp"
+
+namespace sparcel {
+
+// Entries that a pass handles between two looks at the room that is left.
+constexpr size_t kBlock = 4096;
+
+// A k that nothing is ever cut down to.
+constexpr size_t kUnlimited = SIZE_MAX / 4;
+
+// How to pick exactly k of a set: all above `kth`, and the first `ties` that equal it.
+template <class Key>
+struct Cut {
+    Key kth;
+    size_t ties;
+};
+
+template <class Storage>
+class Survivors {
+  public:
+    using Key = typename Bits<Storage>::Key;
+    static constexpr Key mask = Bits<Storage>::magnitude;
+
+    Key threshold = 1;
+    Key largest = 0;   // magnitude met, where the pass tells it
+    size_t begin = 0;  // positions count from here
+    size_t count = 0;
+
+    const Key* keys() const { return keys_.data(); }
+    Sink<Key> tail() { return {keys_.data() + count, positions_.data() + count}; }
+
+    void restart(size_t at, Key lowest) {
+        begin = at;
+        threshold = lowest;
+        count = 0;
+    }
+
+    void reserve(size_t entries) {
+        if (entries + kSlack <= keys_.capacity()) return;
+        keys_.resize(entries + kSlack);
+        positions_.resize(entries + kSlack);
+    }
+
+    // Makes room for a block. Once there are twice as many as can be picked, only the k largest
+    // stay, and only what is larger than all of those may still come: ties go to the lowest index.
+    void make_room(size_t k) {
+        if (count + kBlock + kSlack <= keys_.capacity()) return;
+        if (count >= 2 * k + kBlock) {
+            const Key kth = cut_to(k);
+            threshold = kth + 1;
+        } else {
+            reserve(std::max(2 * count, count + kBlock));
+        }
+    }
+
+    // Keeps the k largest, k <= count, and returns the least of their magnitudes.
+    Key cut_to(size_t k) {
+        Cut<Key> cut = find_cut(k);
+        size_t kept = 0;
+        for (size_t i = 0; i < count; ++i) {
+            keys_[kept] = keys_[i];
+            positions_[kept] = positions_[i];
+            kept += picks(keys_[i], cut);
+        }
+        count = kept;
+        return cut.kth;
+    }
+
+    // Picks the k largest, or all where there are fewer.
+    Cut<Key> find_cut(size_t k) { return cut_of(keys(), count, k, spare_); }
+
+    static Cut<Key> cut_of(const Key* keys, size_t count, size_t k, Buffer<Key>& spare) {
+        if (count <= k) return {0, 0};
+        const Key kth = kth_magnitude(keys, count, k, mask, spare);
+        size_t above = 0;
+        for (size_t i = 0; i < count; ++i) above += (keys[i] & mask) > kth;
+        return {kth, k - above};
+    }
+
+    // Writes those that the cut picks, in order and at most `room`, and takes the ties among them
+    // off it. Returns how many.
+    template <class Index>
+    size_t write(Cut<Key>& cut, Index* indices, Storage* values, size_t room) const {
+        size_t written = 0;
+        for (size_t i = 0; i < count && written < room; ++i) {
+            indices[written] = Index(begin + positions_[i]);
+            values[written] = Storage(keys_[i]);
+            written += picks(keys_[i], cut);
+        }
+        return written;
+    }
+
+  private:
+    static bool picks(Key key, Cut<Key>& cut) {
+        const Key magnitude = key & mask;
+        const bool tie = magnitude == cut.kth && cut.ties > 0;
+        cut.ties -= tie;
+        return magnitude > cut.kth || tie;
+    }
+
+    Buffer<Key> keys_, spare_;
+    Buffer<uint32_t> positions_;
+};
+
+}  // namespace sparcel

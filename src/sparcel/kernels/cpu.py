@@ -1,0 +1,89 @@
+"""The compiled kernels, for tensors in main memory; arguments and results as `sparcel.kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparcel import _cpu
+from sparcel.kernels import reference
+from sparcel.ops import Op
+
+
+def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Select the largest magnitudes of the whole vector."""
+    return _cpu.topk(x.detach(), k, 0, torch.get_num_threads())
+
+
+def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Select the largest magnitudes of every ``chunk`` consecutive entries."""
+    return _cpu.topk(x.detach(), k, chunk, torch.get_num_threads())
+
+
+def accumulate_topk(
+    memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int | None = None
+) -> tuple[Tensor, Tensor, bool]:
+    """Add, select from the sum, and clear what was selected."""
+    threads = torch.get_num_threads()
+    return _cpu.accumulate_topk(memory, gradient.detach(), scratch, k, chunk or 0, threads)
+
+
+def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Select the entries of at least a given magnitude."""
+    # torch rounds the threshold to the vector's dtype, whichever that is.
+    limit = torch.tensor([threshold], dtype=x.dtype)
+    return _cpu.threshold_select(x.detach(), limit, torch.get_num_threads())
+
+
+def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
+    """Reduce sorted streams window by window."""
+    if op.name is None:
+        return reference.merge(streams, op)
+    indices = [indices for indices, _ in streams]
+    values = [values.detach() for _, values in streams]
+    width = values[0].shape[1] if values[0].dim() == 2 else None
+    return _cpu.merge(indices, values, width, op.name, torch.get_num_threads())
+
+
+def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
+    """Apply ``dense[i] = op(dense[i], v)`` in place."""
+    if op.name is None:
+        reference.scatter_reduce(dense, indices, values, op)
+    else:
+        converted = values.detach().to(dense.dtype)
+        _cpu.scatter_reduce(dense.detach(), indices, converted, _width(dense), op.name)
+
+
+def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    """Apply ``dense[i] = v * scale`` in place."""
+    converted = values.detach().to(dense.dtype)
+    _cpu.scatter(dense.detach(), indices, converted, _width(dense), scale)
+
+
+def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
+    """Count a field of the magnitudes' bits."""
+    return _cpu.magnitude_histogram(x.detach(), shift, bins, prefix, torch.get_num_threads())
+
+
+def quantize(
+    x: Tensor, bits: int, bucket: int, seed: int, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Round each magnitude up or down to a level, at random, and pack the codes."""
+    threads = torch.get_num_threads()
+    return _cpu.quantize(x.detach(), bits, bucket, seed % 2**64, offset, threads)
+
+
+def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
+    """Turn codes back into float32 values."""
+    return _cpu.dequantize(packed, scales, size, bits, bucket, torch.get_num_threads())
+
+
+def check_indices(indices: Tensor, size: int) -> int:
+    """Find the first index that is out of range or not above its predecessor."""
+    return _cpu.check_indices(indices, size)
+
+
+def _width(dense: Tensor) -> int:
+    return dense.shape[1] if dense.dim() == 2 else 1
