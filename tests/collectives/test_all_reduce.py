@@ -1,0 +1,137 @@
+"""Every algorithm of the table against the dense reference, on the simulated cluster."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import SparseStream, simulate
+from sparcel.collectives import ALGORITHMS, all_reduce
+from tests.strategies import (
+    DTYPES,
+    LAYOUTS,
+    OPS,
+    SUM,
+    case_of,
+    cases,
+    dense_reference,
+    full,
+    parts_of,
+    same_bits,
+    same_stream,
+)
+
+algorithms = pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+
+
+def reduced(case, algorithm, max_nnz=None):
+    """Run the algorithm on simulated ranks; return each rank's result."""
+
+    def on_rank(comm):
+        return all_reduce(case.streams[comm.rank], comm, case.op, algorithm, max_nnz)
+
+    return simulate(case.world, on_rank).results
+
+
+def check(case, algorithm, max_nnz=None):
+    before = [parts_of(stream) for stream in case.streams]
+    results = reduced(case, algorithm, max_nnz)
+    assert torch.equal(full(results[0], case.op), dense_reference(case.streams, case.op))
+    assert results[0].dtype == case.streams[0].dtype
+    assert all(same_stream(result, results[0]) for result in results)
+    for stream, (indices, values, _, finite) in zip(case.streams, before, strict=True):
+        assert same_bits(stream.indices, indices)
+        assert same_bits(stream.values, values)
+        assert stream.finite == finite
+
+
+@algorithms
+@given(case=cases(), bounded=st.booleans(), slack=st.integers(0, 5))
+def test_it_equals_the_dense_reference_and_all_ranks_agree(algorithm, case, bounded, slack):
+    check(case, algorithm, case.max_nnz + slack if bounded else None)
+
+
+@algorithms
+@pytest.mark.parametrize("world", range(1, 18))
+def test_every_world_size(algorithm, world):
+    for size in (0, 1, world - 1, 3 * world + 1, 97):
+        check(case_of("random", world, size), algorithm)
+
+
+@algorithms
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(algorithm, layout):
+    for world in (1, 2, 5, 8):
+        case = case_of(layout, world, 61)
+        check(case, algorithm)
+        check(case, algorithm, case.max_nnz)
+
+
+@algorithms
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_operation_and_dtype(algorithm, op, dtype):
+    check(case_of("random", 6, 50, dtype, op), algorithm)
+    check(case_of("dense", 5, 23, dtype, op, width=2), algorithm)
+
+
+@algorithms
+@pytest.mark.parametrize("world", [2, 3, 7, 8])
+def test_all_equal_values(algorithm, world):
+    stream = SparseStream(torch.arange(0, 40, 5), torch.full((8,), 3.0), 40)
+
+    def on_rank(comm):
+        return all_reduce(stream, comm, SUM, algorithm)
+
+    for result in simulate(world, on_rank).results:
+        assert torch.equal(full(result), full(stream) * world)
+
+
+@algorithms
+@given(seed=st.integers(0, 1000), world=st.integers(1, 9))
+def test_rounded_sums_agree_on_all_ranks_and_at_every_run(algorithm, seed, world):
+    generator = torch.Generator().manual_seed(seed)
+    case = case_of("random", world, 64, count=12, seed=seed)
+    for stream in case.streams:
+        stream.values = torch.randn(stream.nnz, generator=generator)
+    results = reduced(case, algorithm)
+    assert all(same_stream(result, results[0]) for result in results)
+    assert all(map(same_stream, results, reduced(case, algorithm)))
+    exact = sum(full(stream).double() for stream in case.streams)
+    torch.testing.assert_close(full(results[0]).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@algorithms
+@pytest.mark.parametrize("world", range(1, 10))
+def test_the_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
+    for layout in ("random", "empty", "dense"):
+        for culprit in range(world):
+            case = case_of(layout, world, 40)
+            case.streams[culprit].finite = False
+            assert not any(result.finite for result in reduced(case, algorithm))
+    assert all(result.finite for result in reduced(case_of("random", world, 40), algorithm))
+
+
+@algorithms
+def test_indices_beyond_32_bits(algorithm):
+    if algorithm == "dense":
+        return  # which is what it is
+    size = 2**40 + 3
+
+    def on_rank(comm):
+        indices = torch.tensor([comm.rank, 2**39 + 7, size - 1])
+        stream = SparseStream(indices, torch.tensor([1.0, 2.0, float(comm.rank)]), size)
+        return all_reduce(stream, comm, SUM, algorithm, 3)
+
+    for result in simulate(5, on_rank).results:
+        assert result.indices.tolist() == [0, 1, 2, 3, 4, 2**39 + 7, size - 1]
+        assert result.values.tolist() == [1, 1, 1, 1, 1, 10, 10]
+
+
+def test_the_result_is_dense_exactly_where_that_is_smaller():
+    """split_allgather decides by the true counts: at δ = n/2 for float32."""
+    for entries, is_dense in ((32, False), (33, True)):
+        case = case_of("identical", 4, 64, count=entries)
+        for algorithm in ("allgather", "recursive_doubling", "split_allgather", "ring"):
+            for result in reduced(case, algorithm):
+                assert result.is_dense == is_dense, algorithm

@@ -1,0 +1,212 @@
+"""all_gather, reduce_scatter, broadcast, gtopk and the quantised sum, on the simulated cluster."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparcel
+from sparcel import SparseStream, simulate
+from sparcel.collectives import gtopk, quantized_split_allgather
+from sparcel.errors import InputError
+from sparcel.formats import Qsgd
+from tests.strategies import (
+    FLOATS,
+    LAYOUTS,
+    SUM,
+    case_of,
+    cases,
+    dense_reference,
+    floats,
+    full,
+    layouts,
+    make_stream,
+    parts_of,
+    same_bits,
+    same_stream,
+    sizes,
+    worlds,
+)
+
+
+@given(cases())
+def test_all_gather_gives_every_rank_every_stream_as_it_is(case):
+    results = simulate(
+        case.world, lambda comm: sparcel.all_gather(case.streams[comm.rank], group=comm)
+    ).results
+    for gathered in results:
+        assert len(gathered) == case.world
+        assert all(map(same_stream, gathered, case.streams))
+
+
+def test_all_gather_keeps_each_ranks_flag():
+    case = case_of("random", 5, 30)
+    case.streams[3].finite = False
+    for gathered in simulate(
+        5, lambda comm: sparcel.all_gather(case.streams[comm.rank], group=comm)
+    ).results:
+        assert [stream.finite for stream in gathered] == [True, True, True, False, True]
+
+
+@given(cases())
+def test_reduce_scatter_gives_each_rank_its_region_of_the_sum(case):
+    before = [parts_of(stream) for stream in case.streams]
+    results = simulate(
+        case.world,
+        lambda comm: sparcel.reduce_scatter(case.streams[comm.rank], case.op, group=comm),
+    ).results
+    whole = dense_reference(case.streams, case.op)
+    for rank, region in enumerate(results):
+        start, stop = (r * case.size // case.world for r in (rank, rank + 1))
+        assert region.size == stop - start
+        assert torch.equal(full(region, case.op), whole[start:stop])
+    for stream, (indices, values, _, _) in zip(case.streams, before, strict=True):
+        assert same_bits(stream.indices, indices)
+        assert same_bits(stream.values, values)
+
+
+@given(cases(), st.data(), st.booleans())
+def test_broadcast_gives_every_rank_the_roots_stream_as_it_is(case, data, finite):
+    root = data.draw(st.integers(0, case.world - 1))
+    case.streams[root].finite = finite
+
+    def on_rank(comm):
+        stream = case.streams[root] if comm.rank == root else None
+        return sparcel.broadcast(stream, root, group=comm)
+
+    for result in simulate(case.world, on_rank).results:
+        assert same_stream(result, case.streams[root])
+
+
+@pytest.mark.parametrize("root", [-1, 3])
+def test_broadcast_from_no_rank_is_an_input_error(root):
+    with pytest.raises(InputError, match=rf"root must be a rank in \[0, 3\), got {root}"):
+        simulate(3, lambda comm: sparcel.broadcast(make_stream([1], 0, 9), root, group=comm))
+
+
+def test_the_root_must_pass_a_stream():
+    with pytest.raises(InputError, match="rank 1 is the root and must pass a stream, got None"):
+        simulate(3, lambda comm: sparcel.broadcast(None, 1, group=comm))
+
+
+def largest(vector, k):
+    """Split a dense vector into its k largest magnitudes, ties to the lowest index, and the rest."""
+    ranking = sorted(range(len(vector)), key=lambda i: (-abs(float(vector[i])), i))
+    kept = torch.zeros_like(vector)
+    kept[ranking[:k]] = vector[ranking[:k]]
+    return kept, vector - kept
+
+
+def tree(vectors, k):
+    """Reduce dense vectors by the pairwise tree of ⊤; return the total and each rank's drops."""
+    vectors = [vector.double() for vector in vectors]
+    dropped = []
+    for rank, vector in enumerate(vectors):
+        vectors[rank], rest = largest(vector, k)
+        dropped.append(rest)
+    distance = 1
+    while distance < len(vectors):
+        for rank in range(0, len(vectors) - distance, 2 * distance):
+            both = vectors[rank] + vectors[rank + distance]
+            vectors[rank], rest = largest(both, k)
+            dropped[rank] += rest
+        distance *= 2
+    return vectors[0], dropped
+
+
+def run_gtopk(case, k):
+    return simulate(case.world, lambda comm: gtopk(case.streams[comm.rank], comm, k)).results
+
+
+@given(layouts, worlds, sizes, floats, st.integers(1, 12), st.integers(0, 99))
+def test_gtopk_is_the_tree_of_pairwise_selections(layout, world, size, dtype, k, seed):
+    case = case_of(layout, world, size, dtype, count=k, seed=seed)
+    total, dropped = tree([full(stream) for stream in case.streams], k)
+    results = run_gtopk(case, k)
+    for rank, outcome in enumerate(results):
+        assert not outcome.total.is_dense
+        assert outcome.total.nnz <= k
+        assert same_stream(outcome.total, results[0].total)
+        assert torch.equal(full(outcome.total).double(), total)
+        assert torch.equal(full(outcome.dropped).double(), dropped[rank])
+    # What came through and what was dropped add up to all that went in.
+    kept = sum(full(outcome.dropped).double() for outcome in results) + total
+    assert torch.equal(kept, sum(full(stream).double() for stream in case.streams))
+
+
+@given(st.integers(1, 2), sizes, st.integers(1, 12), st.integers(0, 99))
+def test_gtopk_of_one_or_two_ranks_is_the_topk_of_the_sum(world, size, k, seed):
+    case = case_of("random", world, size, count=k, seed=seed)
+    oracle, _ = largest(dense_reference(case.streams, SUM), k)
+    for outcome in run_gtopk(case, k):
+        assert torch.equal(full(outcome.total), oracle)
+
+
+@pytest.mark.parametrize("world", range(1, 10))
+def test_gtopk_passes_on_the_flag_of_any_rank(world):
+    for culprit in range(world):
+        case = case_of("random", world, 40, count=4)
+        case.streams[culprit].finite = False
+        assert not any(outcome.total.finite for outcome in run_gtopk(case, 4))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_gtopk_calls_a_sum_that_overflows_not_finite(world):
+    stream = SparseStream(torch.arange(4), torch.full((4,), 3e38), 20)
+    for outcome in simulate(world, lambda comm: gtopk(stream, comm, 2)).results:
+        assert not outcome.total.finite
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_gtopk_refuses_integers(dtype):
+    with pytest.raises(InputError, match="scalar float values"):
+        run_gtopk(case_of("random", 2, 20, dtype), 3)
+
+
+def run_quantized(case, bits, seed=1, max_nnz=None):
+    def on_rank(comm):
+        return quantized_split_allgather(
+            case.streams[comm.rank], comm, Qsgd(bits, 8), seed, max_nnz
+        )
+
+    return simulate(case.world, on_rank).results
+
+
+@given(
+    st.sampled_from(LAYOUTS),
+    worlds,
+    sizes,
+    st.sampled_from(FLOATS[2:]),
+    st.sampled_from([2, 4, 8]),
+    st.booleans(),
+)
+def test_a_quantised_sum_and_the_owners_errors_make_the_sum(
+    layout, world, size, dtype, bits, bounded
+):
+    case = case_of(layout, world, size, dtype, count=max(1, size // 2))
+    results = run_quantized(case, bits, max_nnz=case.max_nnz if bounded else None)
+    total = full(results[0].total).double()
+    assert all(same_stream(outcome.total, results[0].total) for outcome in results)
+    for rank, outcome in enumerate(results):
+        assert outcome.start == rank * size // world
+        if outcome.error is not None:
+            total[outcome.start : outcome.start + outcome.error.numel()] += outcome.error
+    exact = dense_reference(case.streams, SUM).double()
+    torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_sparse_regions_are_not_quantised():
+    case = case_of("identical", 4, 400, count=20)
+    for outcome in run_quantized(case, 2):
+        assert outcome.error is None
+        assert torch.equal(full(outcome.total), dense_reference(case.streams, SUM))
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_quantised_sum_that_overflows_is_not_finite_and_leaves_no_error(world):
+    stream = SparseStream(None, torch.full((24,), 3e38), 24)
+    results = simulate(
+        world, lambda comm: quantized_split_allgather(stream, comm, Qsgd(4), 0)
+    ).results
+    assert not any(outcome.total.finite for outcome in results)
+    assert all(outcome.error is None for outcome in results)
