@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator, Group, TorchCommunicator
+from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
 from sparcel.ddp.handle import Handle
+from sparcel.ddp.hook import Hook
 from sparcel.ddp.policy import Policy, stays_dense
-from sparcel.errors import InputError
-from sparcel.schemes import Scheme, scheme
+from sparcel.ddp.residuals import Residuals
+from sparcel.errors import InputError, MismatchError
+from sparcel.schemes import Dense, Scheme, scheme
 
 
 def attach(
@@ -54,7 +60,9 @@ def attach(
     ------
     InputError
         For a model that is not DDP, has a hook already, or uses DDP's ``mixed_precision`` or the
-        Python reducer; for a scheme or a setting that does not exist.
+        Python reducer; for a scheme or a setting that does not exist; for a group of other ranks.
+    MismatchError
+        When the ranks' schemes, settings, policies or parameters differ.
 
     Notes
     -----
@@ -63,6 +71,45 @@ def attach(
     exchange is raised by ``backward()``, on every rank; memory is then as it was before the step,
     and the DDP object cannot be used any more.
     """
+    _check_model(model)
+    if isinstance(scheme_or_name, Scheme):
+        if settings:
+            raise InputError(
+                f"settings go with a scheme's name; this scheme has its own, got {settings}"
+            )
+        template = scheme_or_name.fresh()
+    else:
+        template = scheme(scheme_or_name, **settings)
+    trained = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
+    # A dense scheme serves small tensors as well as large ones, and has nothing to remember.
+    sparse = not isinstance(template, Dense)
+    small = {name for name, p in trained.items() if sparse and policy(name, p)}
+    travel_as_rows = _parameters_with_rows(model.module)
+    remembered = {
+        name: p
+        for name, p in trained.items()
+        if sparse and name not in small and id(p) not in travel_as_rows
+    }
+    comm, owned = _communicator(model, group)
+    try:
+        _check_ranks(model, comm)
+        _check_alike(comm, template, trained, small)
+    except Exception:
+        if owned is not None:
+            owned.close()
+        raise
+    residuals = Residuals(template)
+    hook = Hook(model, comm, template.cost, residuals, small, scaler if sparse else None)
+    handle = Handle(comm, owned, hook, residuals, remembered, template.cost)
+    model.register_comm_hook(None, hook.queue_bucket)
+    return handle
+
+
+def _check_model(model: DistributedDataParallel) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise InputError(
             f"model must be a DistributedDataParallel, got {type(model).__name__}; wrap it first:"
@@ -78,24 +125,61 @@ def attach(
             "DDP's Python reducer calls hooks for single parameters; set"
             ' torch._dynamo.config.optimize_ddp to another value than "python_reducer"'
         )
-    if model._comm_hooks:
-        names = ", ".join(hook.__qualname__ for hook, _ in model._comm_hooks)
+    hook = model._get_ddp_logging_data().get("comm_hook")
+    if hook:
         raise InputError(
-            f"the model has a communication hook already ({names}) and DDP takes only one; wrap"
+            f"the model has a communication hook already ({hook}) and DDP takes only one; wrap"
             " the module in a new DistributedDataParallel"
         )
-    if isinstance(scheme_or_name, Scheme):
-        if settings:
-            raise InputError(
-                f"settings go with a scheme's name; this scheme has its own, got {settings}"
-            )
-        template = scheme_or_name.fresh()
-    else:
-        template = scheme(scheme_or_name, **settings)
-    if isinstance(group, Communicator):
-        handle = Handle(model, group, template, policy, scaler)
-    else:
-        comm = TorchCommunicator.of(model.process_group if group is None else group)
-        handle = Handle(model, comm, template, policy, scaler, owns_communicator=True)
-    model.register_comm_hook(None, handle.hook)
-    return handle
+
+
+def _communicator(
+    model: DistributedDataParallel, group: Group
+) -> tuple[Communicator, TorchCommunicator | None]:
+    """Return the communicator to use, and again if it is made here, to be closed with the handle.
+
+    One made here carries nothing else, so that buckets never wait for the user's collectives.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        owned = TorchCommunicator.of(model.process_group if group is None else group)
+        return owned, owned
+    return resolve(group), None
+
+
+def _check_ranks(model: DistributedDataParallel, comm: Communicator) -> None:
+    ranks = dist.get_world_size(model.process_group)
+    if comm.size != ranks:
+        raise InputError(
+            f"the model was wrapped for {ranks} ranks, group has {comm.size}; pass the same"
+            " process group to both, or none to sparcel"
+        )
+    if comm.device.type != model.device.type:
+        raise InputError(
+            f"the model's gradients are on {model.device}, the group communicates from"
+            f" {comm.device}; use NCCL for a model on GPUs and Gloo for one on the CPU"
+        )
+
+
+def _check_alike(
+    comm: Communicator, template: Scheme, trained: dict[str, Tensor], small: Collection[str]
+) -> None:
+    """Compare what ranks attach: where it differs, they would hang or misread each other."""
+    layout = [(name, p.shape, p.dtype, name in small) for name, p in trained.items()]
+    digest = hashlib.blake2b(repr((template, layout)).encode(), digest_size=7).digest()
+    digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
+    others = [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
+    if others:
+        raise MismatchError(
+            f"ranks {others} attach something else than rank {comm.rank}, which has {template}"
+            f" for {len(trained)} parameters, {len(small)} of them small; give every rank the same"
+            " scheme, settings, policy and model"
+        )
+
+
+def _parameters_with_rows(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters whose gradients are sparse, by the rule that DDP has."""
+    return {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+    }

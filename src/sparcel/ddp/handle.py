@@ -1,19 +1,17 @@
-"""The hook that DDP calls for each bucket, and what the user holds of it."""
+"""What the user holds of an attached scheme: statistics, state, and the end of it all."""
 
-# DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
+from __future__ import annotations
 
-from dataclasses import dataclass
-import torch
-import torch.distributed as dist
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator
-from sparcel.ddp.policy import Policy
-from sparcel.ddp.residuals import Piece, Residuals
-from sparcel.ddp.step import Step
-from sparcel.errors import InputError
-from sparcel.schemes import Dense, Scheme
+from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.ddp import checkpoint
+from sparcel.ddp.hook import Hook
+from sparcel.ddp.residuals import Residuals
+from sparcel.schemes import Cost
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,7 @@ class Stats:
 
     ``density_before`` is the share of the coordinates that this rank selected,
     ``density_after`` the share that the updates had; both of the tensors that are made sparse.
+    ``steps`` counts the steps that took effect, those before a checkpoint included.
     ``communicate_seconds`` includes waiting for slower ranks; it overlaps with the backward pass.
     """
 
@@ -36,63 +35,30 @@ class Stats:
 
 
 class Handle:
-    """What `sparcel.attach` returns: statistics, state, and the end of it all."""
+    """What `sparcel.attach` returns: statistics, state for checkpoints, and `close`."""
 
     def __init__(
         self,
-        model: DistributedDataParallel,
         comm: Communicator,
-        template: Scheme,
-        policy: Policy,
-        scaler: torch.amp.GradScaler | None,
-        owns_communicator: bool = False,
+        owned: TorchCommunicator | None,
+        hook: Hook,
+        residuals: Residuals,
+        remembered: Mapping[str, Tensor],
+        cost: Cost,
     ) -> None:
-        self._owns_communicator = owns_communicator
-        self._comm, self._template, self._scaler = comm, template, scaler
-        self._residuals = Residuals(template)
-        parameters = dict(model.module.named_parameters())
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        # A dense scheme serves small tensors as well as large ones, and has no memory to unscale.
-        self._is_dense = isinstance(template, Dense)
-        self._small = {
-            name
-            for name, parameter in parameters.items()
-            if not self._is_dense and policy(name, parameter)
-        }
-        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._may_be_unused = model.find_unused_parameters or model.static_graph
-        self._step: Step | None = None
-
-    def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Queue a bucket's exchange; DDP calls this from the backward pass."""
-        if bucket.index() == 0:
-            # DDP queues its own callback after its last hook, so that this one runs before it.
-            self._step = Step(self._comm)
-            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
-        step = self._step
-        assert step is not None, "DDP calls its hook for bucket 0 first"
-        gradient = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        if gradient.is_sparse:
-            step.queue(lambda: step.deliver(future, step.exchange_rows(gradient)))
-        else:
-            pieces = self._pieces(bucket)
-            scale = 1.0 if self._scaler is None or self._is_dense else self._scaler.get_scale()
-            step.queue(lambda: self._exchange(step, pieces, gradient, scale))
-            step.deliver(future, gradient)
-        if bucket.is_last():
-            step.queue(step.finish)
-        return future
+        self._comm, self._owned = comm, owned
+        self._hook, self._residuals, self._remembered = hook, residuals, remembered
+        self._cost, self._traffic_before = cost, replace(comm.traffic)
 
     def stats(self) -> Stats:
         """Return what training cost so far; the counts are this rank's."""
-        cost, traffic = self._template.cost, self._comm.traffic
+        cost, traffic, before = self._cost, self._comm.traffic, self._traffic_before
         coordinates = max(1, cost.coordinates)
         return Stats(
             steps=self._residuals.steps,
-            messages_sent=traffic.messages_sent,
-            bytes_sent=traffic.bytes_sent,
-            bytes_received=traffic.bytes_received,
+            messages_sent=traffic.messages_sent - before.messages_sent,
+            bytes_sent=traffic.bytes_sent - before.bytes_sent,
+            bytes_received=traffic.bytes_received - before.bytes_received,
             density_before=cost.selected / coordinates,
             density_after=cost.reduced / coordinates,
             select_seconds=cost.select_seconds,
@@ -100,7 +66,7 @@ class Handle:
         )
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
-        """Return this rank's residuals, for `torch.distributed.checkpoint` or `torch.save`.
+        """Return a copy of this rank's residuals, for `torch.distributed.checkpoint` and others.
 
         Parameters
         ----------
@@ -111,24 +77,15 @@ class Handle:
         Returns
         -------
         dict
-            ``rank{r}.{name}``: the residual of a parameter at rank r, flat, in the order of DDP's
-            bucket; ``steps``.
+            ``rank{r}.{name}``: what rank r owes to a parameter, float32 or float64, flat, in the
+            order of DDP's bucket; zeros before the first step. ``steps`` and ``world_size``.
         """
-        ranks = [self._comm.rank] if saved_by is None else self._inherited(saved_by)
-        state = {"steps": torch.tensor(self._residuals.steps)}
-        for rank in ranks:
-            for name, parameter in self._trained.items():
-                if name not in self._small:
-                    residual = self._residuals.of(name) if rank == self._comm.rank else None
-                    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                    state[f"rank{rank}.{name}"] = (
-                        parameter.new_zeros(parameter.numel(), dtype=wide)
-                        if residual is None
-                        else residual
-                    )
-        return state
+        saved_by = self._comm.size if saved_by is None else saved_by
+        return checkpoint.collect(
+            self._residuals, self._remembered, self._comm.rank, self._comm.size, saved_by
+        )
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, here or on another number of ranks.
 
         Rank r takes over the residuals of all old ranks r, r+P, r+2P, …; nothing that was owed is
@@ -137,22 +94,10 @@ class Handle:
         Raises
         ------
         InputError
-            When an entry fits no parameter of the model.
+            When an entry fits no parameter of the model, or a rank's entries are missing; the
+            memory stays as it was.
         """
-        residuals: dict[str, Tensor] = {}
-        for key, residual in state.items():
-            if key == "steps":
-                continue
-            rank, _, name = key.removeprefix("rank").partition(".")
-            parameter = self._trained.get(name)
-            if not rank.isdigit() or parameter is None or parameter.numel() != residual.numel():
-                raise InputError(
-                    f"{key!r} with {residual.numel()} elements fits no trained parameter of the"
-                    " model; load the state into the model that it was saved from"
-                )
-            if int(rank) % self._comm.size == self._comm.rank:
-                known = residuals.get(name)
-                residuals[name] = residual.clone() if known is None else known + residual
+        residuals = checkpoint.take_over(state, self._remembered, self._comm.rank, self._comm.size)
         self._residuals.load(residuals, int(state["steps"]))
 
     def close(self) -> None:
@@ -161,44 +106,6 @@ class Handle:
         DDP has no way to take a hook off again: the model cannot train any more after this. A
         communicator that was passed to `sparcel.attach` stays open.
         """
-        if self._owns_communicator:
-            self._comm.close()
-
-    def _exchange(
-        self, step: Step, pieces: list[Piece], gradient: Tensor, scale: float
-    ) -> None:
-        for piece in pieces:
-            if piece.name in self._small:
-                step.take_small(gradient[piece.start : piece.stop])
-        large = tuple(piece for piece in pieces if piece.name not in self._small)
-        if not large:
-            return
-        vector = self._residuals.vector(large, gradient)
-        if self._may_be_unused:
-            # DDP throws the update of a parameter away that no rank used, so none may be sent.
-            vector.scheme.withhold(
-                [(p.start, p.stop) for p in large if not gradient[p.start : p.stop].any()]
-            )
-        step.exchange_vector(vector, gradient, scale)
-
-    def _complete(self) -> None:
-        """Wait for all exchanges of the step, then commit all of them, or none and raise."""
-        step, self._step = self._step, None
-        assert step is not None, "queued by the hook that made the step"
-        for job in step.jobs:
-            job.wait()
-        if step.finite:
-            for vector in step.vectors:
-                vector.scheme.commit()
-            self._residuals.steps += 1
-
-    def _pieces(self, bucket: dist.GradBucket) -> list[Piece]:
-        first = bucket.buffer().storage_offset()
-        pieces = []
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            start = gradient.storage_offset() - first
-            pieces.append(Piece(self._names[id(parameter)], start, start + parameter.numel()))
-        return pieces
-
-    def _inherited(self, saved_by: int) -> list[int]:
-        return list(range(self._comm.rank, saved_by, self._comm.size))
+        self._hook.closed = True
+        if self._owned is not None:
+            self._owned.close()

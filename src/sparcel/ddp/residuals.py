@@ -74,9 +74,14 @@ class Residuals:
         residuals = {piece: self.of(piece.name) for piece in pieces}
         if all(residual is None for residual in residuals.values()):
             return None
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(gradient.dtype)
         memory = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
         for piece, residual in residuals.items():
             if residual is not None:
                 memory[piece.start : piece.stop] = residual
         return memory
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the memory, and of sums, of gradients of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

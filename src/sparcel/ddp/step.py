@@ -11,8 +11,12 @@ from torch import Tensor
 from sparcel import collectives
 from sparcel.comm import Communicator
 from sparcel.comm import Handle as Job
-from sparcel.ddp.residuals import Vector
+from sparcel.ddp.residuals import Vector, wide_dtype
+from sparcel.schemes import Cost
 from sparcel.stream import SparseStream
+
+_FEW = 1 << 16
+"""Up to so many elements of small tensors, fewer rounds are worth more than fewer bytes."""
 
 
 @dataclass(eq=False)
@@ -24,15 +28,20 @@ class Step:
     """
 
     comm: Communicator
+    cost: Cost
     finite: bool = True
     jobs: list[Job[None]] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _updates: list[tuple[torch.futures.Future[Tensor], Tensor]] = field(default_factory=list)
 
-    def queue(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after all jobs queued before."""
-        self.jobs.append(self.comm.submit(job))
+    def queue(self, job: Callable[[], None], device: torch.device) -> None:
+        """Run ``job`` after all jobs queued before, and after what ``device`` has to do by now."""
+        self.jobs.append(self.comm.submit(_following(job, device)))
+
+    def promise(self, device: torch.device) -> torch.futures.Future[Tensor]:
+        """Return what DDP waits for: an update on ``device``."""
+        return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
     def deliver(self, future: torch.futures.Future[Tensor], update: Tensor) -> None:
         """Note what DDP gets for a bucket once all buckets are done."""
@@ -53,26 +62,31 @@ class Step:
         if scale != 1:
             gradient.mul_(scale)
 
-    def exchange_rows(self, gradient: Tensor) -> Tensor:
-        """Return the average over ranks of a sparse gradient; nothing is left out.
+    def exchange_rows(self, gradient: Tensor, future: torch.futures.Future[Tensor]) -> None:
+        """Average a sparse gradient over the ranks; nothing is left out.
 
         Parameters
         ----------
         gradient
             Sparse COO with one sparse dimension, as ``nn.Embedding(sparse=True)`` makes it;
-            repeated rows are added up before they travel.
+            repeated rows are added up before they travel. Half precisions travel as float32, so
+            that sums are as exact as those of the memory.
+        future
+            Where the average goes.
         """
-        gradient = gradient.coalesce()
-        rows, shape = gradient.values(), gradient.shape
-        stream = SparseStream(gradient.indices()[0], rows.reshape(len(rows), -1), shape[0])
+        dtype, shape = gradient.dtype, gradient.shape
+        gradient = gradient.to(wide_dtype(dtype)).coalesce()
+        rows = gradient.values().reshape(-1, shape[1:].numel())
+        stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = bool(torch.isfinite(rows).all())
-        total = collectives.all_reduce(stream, self.comm)
-        self.finite &= total.finite
-        divisor = self.comm.size if total.finite else float("nan")
-        average = (total.values / divisor).reshape(-1, *shape[1:])
-        indices = torch.arange(shape[0]) if total.indices is None else total.indices.long()
-        return torch.sparse_coo_tensor(
-            indices.unsqueeze(0).to(rows.device), average, shape, is_coalesced=True
+        total = self._sum(stream, "auto")
+        indices = total.indices
+        if indices is None:
+            indices = torch.arange(shape[0], device=rows.device)
+        average = total.values.reshape(-1, *shape[1:]).to(dtype)
+        self.deliver(
+            future,
+            torch.sparse_coo_tensor(indices.long()[None], average, shape, is_coalesced=True),
         )
 
     def finish(self) -> None:
@@ -84,13 +98,34 @@ class Step:
 
     def _exchange_small(self) -> None:
         places, gradients = zip(*self._small, strict=True)
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+        doubles = any(gradient.dtype == torch.float64 for gradient in gradients)
+        wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
         stream = SparseStream.unchecked(None, vector, vector.numel())
         stream.finite = bool(torch.isfinite(vector).all())
-        total = collectives.all_reduce(stream, self.comm, algorithm="recursive_doubling")
-        self.finite &= total.finite
-        average = total.values / (self.comm.size if total.finite else float("nan"))
-        parts = average.split([place.numel() for place in places])
+        total = self._sum(stream, "recursive_doubling" if vector.numel() <= _FEW else "dense")
+        parts = total.values.split([place.numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
+
+    def _sum(self, stream: SparseStream, algorithm: str) -> SparseStream:
+        """Return the average over ranks of what travels whole, or NaN where one is not finite."""
+        with self.cost.communicating():
+            total = collectives.all_reduce(stream, self.comm, algorithm=algorithm)
+        self.finite &= total.finite
+        divisor = self.comm.size if total.finite else float("nan")
+        return SparseStream.unchecked(total.indices, total.values / divisor, total.size)
+
+
+def _following(job: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return ``job``, made to wait for what this thread has queued on a GPU so far."""
+    if device.type != "cuda":
+        return job
+    queued = torch.cuda.current_stream(device).record_event()
+
+    def run() -> None:
+        with torch.cuda.device(device):  # a thread begins on the first GPU, whatever others use
+            torch.cuda.current_stream().wait_event(queued)
+            job()
+
+    return run

@@ -1,0 +1,88 @@
+"""What a checkpoint holds of the memory, and who takes it over in a world of another size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sparcel.ddp.residuals import Residuals, wide_dtype
+from sparcel.errors import InputError
+
+_ENTRY = re.compile(r"rank(\d+)\.(.+)", re.DOTALL)
+"""Each rank has keys of its own: of tensors under one key, checkpoints keep a single rank's."""
+
+
+def collect(
+    residuals: Residuals, remembered: Mapping[str, Tensor], rank: int, ranks: int, saved_by: int
+) -> dict[str, Tensor]:
+    """Return copies of this rank's residuals, with room for those of the ranks it inherits from."""
+    state = {
+        "steps": torch.tensor(residuals.steps),
+        "world_size": torch.tensor(saved_by),
+    }
+    for old_rank in _inherited(rank, ranks, saved_by):
+        for name, parameter in remembered.items():
+            owed = residuals.of(name) if old_rank == rank else None
+            state[f"rank{old_rank}.{name}"] = (
+                torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)).flatten()
+                if owed is None
+                else owed.clone()
+            )
+    return state
+
+
+def take_over(
+    state: Mapping[str, Tensor], remembered: Mapping[str, Tensor], rank: int, ranks: int
+) -> dict[str, Tensor]:
+    """Return the residuals that this rank goes on from, by name: the sum of those it inherits."""
+    for key in ("steps", "world_size"):
+        if key not in state:
+            raise InputError(f"the state has no {key!r}; give what Handle.state_dict() returned")
+    inherited = _inherited(rank, ranks, int(state["world_size"]))
+    residuals: dict[str, Tensor] = {}
+    found: set[int] = set()
+    for key, owed in state.items():
+        if key in ("steps", "world_size"):
+            continue
+        old_rank, name = _checked(key, owed, remembered)
+        if old_rank in inherited:
+            found.add(old_rank)
+            owed = owed.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
+            residuals[name] = residuals[name] + owed if name in residuals else owed.clone()
+    missing = [old_rank for old_rank in inherited if old_rank not in found]
+    if missing and remembered:
+        raise InputError(
+            f"the state of {int(state['world_size'])} ranks holds nothing of ranks {missing},"
+            f" which rank {rank} of now {ranks} takes over; load it with"
+            " Handle.state_dict(saved_by=…), or give rank r what ranks r, r+P, … saved"
+        )
+    return residuals
+
+
+def _inherited(rank: int, ranks: int, saved_by: int) -> range:
+    """Return the old ranks whose residuals become this rank's."""
+    return range(rank, saved_by, ranks)
+
+
+def _checked(key: str, owed: Tensor, remembered: Mapping[str, Tensor]) -> tuple[int, str]:
+    entry = _ENTRY.fullmatch(key)
+    if entry is None:
+        raise InputError(
+            f"{key!r} is no entry of a handle's state, which are named 'rank0.weight' and the"
+            " like; give what Handle.state_dict() returned"
+        )
+    name = entry[2]
+    if name not in remembered:
+        raise InputError(
+            f"{key!r} fits no parameter of the model that is made sparse; attach the scheme, with"
+            " the policy, that the state was saved from"
+        )
+    if owed.numel() != remembered[name].numel():
+        raise InputError(
+            f"{key!r} has {owed.numel()} elements, the parameter {remembered[name].numel()}; load"
+            " the state into the model that it was saved from"
+        )
+    return int(entry[1]), name

@@ -1,0 +1,128 @@
+"""The hook that DDP calls for each bucket: what it queues, and how a step ends."""
+
+# DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from sparcel.comm import Communicator
+from sparcel.ddp.residuals import Piece, Residuals
+from sparcel.ddp.step import Step
+from sparcel.errors import CommunicationError
+from sparcel.schemes import Cost
+
+
+class Hook:
+    """Turns the buckets of each backward pass into a step.
+
+    Parameters
+    ----------
+    model
+        Whose buckets these are.
+    comm, cost
+        What carries them, and what to add their cost to.
+    residuals
+        Memory by name.
+    small
+        Names of the parameters that stay dense.
+    scaler
+        What the loss is scaled by, or None.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        comm: Communicator,
+        cost: Cost,
+        residuals: Residuals,
+        small: Collection[str],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._comm, self._cost, self._residuals = comm, cost, residuals
+        self._small, self._scaler = small, scaler
+        self._names: Mapping[int, str] = {
+            id(parameter): name for name, parameter in model.module.named_parameters()
+        }
+        self._may_be_unused = model.find_unused_parameters or model.static_graph
+        self._step: Step | None = None
+        self.closed = False
+
+    def queue_bucket(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Queue a bucket's exchange; DDP calls this for its buckets in order."""
+        if self.closed:
+            raise CommunicationError(
+                "the handle was closed, so gradients are exchanged no more; wrap the module in a"
+                " new DistributedDataParallel to train on"
+            )
+        if bucket.index() == 0:
+            self._step = Step(self._comm, self._cost)
+        step = self._step
+        assert step is not None, "DDP calls its hook for bucket 0 first"
+        gradient = bucket.buffer()
+        future = step.promise(gradient.device)
+        if gradient.is_sparse:
+            step.queue(lambda: step.exchange_rows(gradient, future), gradient.device)
+        else:
+            pieces = self._pieces(bucket)
+            step.queue(lambda: self._exchange(step, pieces, gradient, future), gradient.device)
+        if bucket.is_last():
+            step.queue(step.finish, gradient.device)
+            self._end_after_backward()
+        return future
+
+    def _end_after_backward(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            # DDP's join(): this rank is out of data, and its zeros keep the others company.
+            self._end()
+        else:
+            # DDP queues its own callback after its last hook, so that this one runs before it, and
+            # in the same pass, whichever of nested ones (reentrant checkpointing) that is.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """Wait for all exchanges of the step, then commit all of them, or none and raise."""
+        step, self._step = self._step, None
+        assert step is not None, "the last bucket follows the first"
+        for job in step.jobs:
+            job.wait()
+        if step.finite:
+            for vector in step.vectors:
+                vector.scheme.commit()
+            self._residuals.steps += 1
+
+    def _exchange(
+        self,
+        step: Step,
+        pieces: list[Piece],
+        gradient: Tensor,
+        future: torch.futures.Future[Tensor],
+    ) -> None:
+        """Turn a bucket's gradient into its update, but for the small tensors, in place."""
+        step.deliver(future, gradient)
+        for piece in pieces:
+            if piece.name in self._small:
+                step.take_small(gradient[piece.start : piece.stop])
+        large = tuple(piece for piece in pieces if piece.name not in self._small)
+        if not large:
+            return
+        vector = self._residuals.vector(large, gradient)
+        if self._may_be_unused:
+            # DDP throws the update of a parameter away that no rank used, so none may be sent.
+            vector.scheme.withhold(
+                [(p.start, p.stop) for p in large if not gradient[p.start : p.stop].any()]
+            )
+        # Asked here and not in the backward pass, which would have to wait for a GPU to answer.
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        step.exchange_vector(vector, gradient, scale)
+
+    def _pieces(self, bucket: GradBucket) -> list[Piece]:
+        first = int(bucket.buffer().storage_offset())
+        pieces = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            start = int(gradient.storage_offset()) - first
+            pieces.append(Piece(self._names[id(parameter)], start, start + parameter.numel()))
+        return pieces
