@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 
 namespace sparcel {
 
@@ -16,6 +17,11 @@ template <class T>
 class Buffer {
   public:
     Buffer() = default;
+    Buffer(Buffer&& other) noexcept { swap(other); }
+    Buffer& operator=(Buffer&& other) noexcept {
+        Buffer(std::move(other)).swap(*this);
+        return *this;
+    }
     explicit Buffer(size_t capacity) { resize(capacity); }
 
     T* data() { return data_.get(); }
@@ -31,6 +37,11 @@ class Buffer {
         (void)data_.release();
         data_.reset(static_cast<T*>(moved));
         capacity_ = capacity;
+    }
+
+    void swap(Buffer& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(capacity_, other.capacity_);
     }
 
     T* release() { return data_.release(); }

@@ -31,13 +31,21 @@ inline uint64_t scramble(uint64_t x) {
     return (x ^ (x >> 31)) * 0x94D049BB133111EB >> 32;
 }
 
+template <class Key>
+struct Guess {
+    Key threshold;
+    size_t expected;  // how many will reach it
+};
+
 // Returns a magnitude that slightly more than k of [begin, end) reach, as far as a sample can tell;
 // one that all but zeros reach where nearly all are wanted. `caution` multiplies the excess.
 template <class Source>
-auto guess_threshold(const Source& source, size_t begin, size_t end, size_t k, double caution) {
+auto guess_threshold(const Source& source, size_t begin, size_t end, size_t k, double caution)
+    -> Guess<typename Source::Key> {
     using Key = typename Source::Key;
     const size_t n = end - begin;
-    if (n < kWorthSampling || k >= n / 2) return Key{1};
+    const Guess<Key> all{1, std::min(n, 2 * k)};
+    if (n < kWorthSampling || k >= n / 2) return all;
     const size_t runs = std::min(kSamples, n / 8) / kRun;
     const size_t stratum = n / runs;
     Buffer<Key> sample(runs * kRun), spare;
@@ -47,10 +55,10 @@ auto guess_threshold(const Source& source, size_t begin, size_t end, size_t k, d
     }
     const double expected = double(k) / double(n) * double(runs * kRun);
     const double rank = expected + caution * (3 * std::sqrt(expected) + 4);
-    if (rank >= double(runs * kRun)) return Key{1};
+    if (rank >= double(runs * kRun)) return all;
     const Key mask = Bits<typename Source::Word>::magnitude;
     const Key kth = kth_magnitude(sample.data(), runs * kRun, size_t(rank), mask, spare);
-    return std::max<Key>(kth, 1);
+    return {std::max<Key>(kth, 1), size_t(rank / double(runs * kRun) * double(n))};
 }
 
 template <class Source, class Storage>
@@ -64,17 +72,23 @@ void scan(const Source& source, size_t end, size_t k, Survivors<Storage>& surviv
 template <class Storage>
 using Parts = std::vector<Survivors<Storage>>;
 
+// The calling thread keeps the parts for its next call: page faults in fresh memory would cost about
+// as much as the selection itself.
 template <class Storage>
-Parts<Storage> make_parts(size_t n, int threads) {
-    return Parts<Storage>(std::max(useful_threads(n, threads), n / kLongestPart + 1));
+Parts<Storage>& fresh_parts(size_t n, int threads) {
+    static thread_local Parts<Storage> parts;
+    parts.resize(std::max(useful_threads(n, threads), n / kLongestPart + 1));
+    for (auto& part : parts) part.largest = 0;
+    return parts;
 }
 
 // Scans all parts with one threshold and returns how many entries survived.
 template <class Source, class Storage>
-size_t scan_parts(const Source& source, size_t n, size_t k, typename Bits<Storage>::Key threshold,
-                  Parts<Storage>& parts) {
+size_t scan_parts(const Source& source, size_t n, size_t k,
+                  Guess<typename Bits<Storage>::Key> guess, Parts<Storage>& parts) {
     parallel(parts.size(), [&](size_t part) {
-        parts[part].restart(split_point(n, part, parts.size()), threshold);
+        parts[part].restart(split_point(n, part, parts.size()), guess.threshold);
+        parts[part].reserve(guess.expected / parts.size() + 2 * kBlock);
         scan(source, split_point(n, part + 1, parts.size()), k, parts[part]);
     });
     size_t total = 0;
@@ -93,12 +107,13 @@ auto cut_parts(Parts<Storage>& parts, size_t total, size_t k) {
 }
 
 template <class Index, class Storage>
-Selection<Index, Storage> write_parts(const Parts<Storage>& parts, size_t total,
+Selection<Index, Storage> write_parts(Parts<Storage>& parts, size_t total,
                                       Cut<typename Bits<Storage>::Key> cut) {
     Selection<Index, Storage> result(total);
-    for (const auto& part : parts) {
+    for (auto& part : parts) {
         result.count += part.write(cut, result.indices.data() + result.count,
                                    result.values.data() + result.count, total - result.count);
+        part.trim();
     }
     return result;
 }
@@ -111,14 +126,18 @@ template <class Index, class Storage, class Source>
 Selection<Index, Storage> select_largest(const Source& first, const Vector<Storage>& again,
                                          size_t n, size_t k, int threads,
                                          typename Bits<Storage>::Key& largest) {
-    auto parts = detail::make_parts<Storage>(n, threads);
-    auto threshold = detail::guess_threshold(first, 0, n, k, 1);
-    size_t total = detail::scan_parts(first, n, k, threshold, parts);
+    auto& parts = detail::fresh_parts<Storage>(n, threads);
+    auto guess = detail::guess_threshold(first, 0, n, k, 1);
+    size_t total = detail::scan_parts(first, n, k, guess, parts);
     for (const auto& part : parts) largest = std::max(largest, part.largest);
     // A sample that misled: a far lower threshold next, and then whatever is not zero.
-    for (int attempt = 1; total < k && threshold > 1; ++attempt) {
-        threshold = attempt == 1 ? detail::guess_threshold(again, 0, n, k, 16) : 1;
-        total = detail::scan_parts(again, n, k, threshold, parts);
+    for (int attempt = 1; total < k && guess.threshold > 1; ++attempt) {
+        if (attempt == 1) {
+            guess = detail::guess_threshold(again, 0, n, k, 16);
+        } else {
+            guess.threshold = 1;
+        }
+        total = detail::scan_parts(again, n, k, guess, parts);
     }
     const auto cut = detail::cut_parts(parts, total, k);
     return detail::write_parts<Index>(parts, std::min(k, total), cut);
@@ -128,8 +147,8 @@ Selection<Index, Storage> select_largest(const Source& first, const Vector<Stora
 template <class Index, class Storage>
 Selection<Index, Storage> select_reaching(const Vector<Storage>& x, size_t n,
                                           typename Bits<Storage>::Key threshold, int threads) {
-    auto parts = detail::make_parts<Storage>(n, threads);
-    const size_t total = detail::scan_parts(x, n, kUnlimited, threshold, parts);
+    auto& parts = detail::fresh_parts<Storage>(n, threads);
+    const size_t total = detail::scan_parts(x, n, kUnlimited, {threshold, 0}, parts);
     return detail::write_parts<Index>(parts, total, {0, 0});
 }
 

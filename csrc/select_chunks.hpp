@@ -58,7 +58,7 @@ Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storag
             const size_t begin = c * chunk;
             const size_t end = std::min(n, begin + chunk);
             if (chunk > detail::kSampledChunk) {
-                guess = detail::guess_threshold(first, begin, end, k, 1);
+                guess = detail::guess_threshold(first, begin, end, k, 1).threshold;
             }
             detail::scan_chunk(first, again, begin, end, k, guess, step, survivors);
             auto cut = survivors.find_cut(k);

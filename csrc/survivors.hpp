@@ -12,6 +12,9 @@ constexpr size_t kBlock = 4096;
 // A k that nothing is ever cut down to.
 constexpr size_t kUnlimited = SIZE_MAX / 4;
 
+// Survivors whose memory is kept for the next call.
+constexpr size_t kKept = size_t{1} << 21;
+
 // How to pick exactly k of a set: all above `kth`, and the first `ties` that equal it.
 template <class Key>
 struct Cut {
@@ -45,6 +48,14 @@ class Survivors {
         positions_.resize(entries + kSlack);
     }
 
+    // Gives back what is too much to keep.
+    void trim() {
+        if (keys_.capacity() <= kKept) return;
+        keys_ = {};
+        spare_ = {};
+        positions_ = {};
+    }
+
     // Makes room for a block. Once there are twice as many as can be picked, only the k largest
     // stay, and only what is larger than all of those may still come: ties go to the lowest index.
     void make_room(size_t k) {
@@ -57,20 +68,17 @@ class Survivors {
         }
     }
 
-    // Keeps the k largest, k <= count, and returns the least of their magnitudes.
+    // Keeps the k largest, k < count, and returns the least of their magnitudes.
     Key cut_to(size_t k) {
         Cut<Key> cut = find_cut(k);
-        size_t kept = 0;
-        for (size_t i = 0; i < count; ++i) {
-            keys_[kept] = keys_[i];
-            positions_[kept] = positions_[i];
-            kept += picks(keys_[i], cut);
-        }
-        count = kept;
+        count = pick(cut, count, [&](size_t from, size_t to) {
+            keys_[to] = keys_[from];
+            positions_[to] = positions_[from];
+        });
         return cut.kth;
     }
 
-    // Picks the k largest, or all where there are fewer.
+    // Picks the k largest, or all where there are no more.
     Cut<Key> find_cut(size_t k) { return cut_of(keys(), count, k, spare_); }
 
     static Cut<Key> cut_of(const Key* keys, size_t count, size_t k, Buffer<Key>& spare) {
@@ -85,21 +93,34 @@ class Survivors {
     // off it. Returns how many.
     template <class Index>
     size_t write(Cut<Key>& cut, Index* indices, Storage* values, size_t room) const {
-        size_t written = 0;
-        for (size_t i = 0; i < count && written < room; ++i) {
-            indices[written] = Index(begin + positions_[i]);
-            values[written] = Storage(keys_[i]);
-            written += picks(keys_[i], cut);
-        }
-        return written;
+        return pick(cut, room, [&](size_t from, size_t to) {
+            indices[to] = Index(begin + positions_[from]);
+            values[to] = Storage(keys_[from]);
+        });
     }
 
   private:
-    static bool picks(Key key, Cut<Key>& cut) {
-        const Key magnitude = key & mask;
-        const bool tie = magnitude == cut.kth && cut.ties > 0;
-        cut.ties -= tie;
-        return magnitude > cut.kth || tie;
+    // Calls move(from, to) for those that the cut picks and returns how many. Every entry is moved,
+    // and only those that are picked keep their place, so that nothing branches on the data.
+    template <class Move>
+    size_t pick(Cut<Key>& cut, size_t room, const Move& move) const {
+        size_t i = 0, picked = 0;
+        for (const size_t end = past_last_tie(cut); i < end && picked < room; ++i) {
+            move(i, picked);
+            picked += (keys_[i] & mask) >= cut.kth;
+        }
+        for (; i < count && picked < room; ++i) {
+            move(i, picked);
+            picked += (keys_[i] & mask) > cut.kth;
+        }
+        return picked;
+    }
+
+    // The end of the entries among which ties are picked.
+    size_t past_last_tie(Cut<Key>& cut) const {
+        size_t i = 0;
+        for (; i < count && cut.ties > 0; ++i) cut.ties -= (keys_[i] & mask) == cut.kth;
+        return i;
     }
 
     Buffer<Key> keys_, spare_;

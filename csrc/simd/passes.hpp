@@ -91,7 +91,7 @@ struct FloatPasses : Passes<Vector> {
     static size_t run(const Float* memory, const Float* gradient, Float* scratch, size_t n,
                       size_t lead, uint32_t base, Key threshold, Sink<Key> sink, Key* largest) {
         const auto limit = Vector::limit(threshold);
-        auto most = Vector::limit(*largest);
+        auto most = Vector::broadcast(*largest);
         size_t found = 0;
         size_t i = lead;
         if (lead) {
