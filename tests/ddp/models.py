@@ -27,6 +27,9 @@ LARGE = ("first", "second", "third")
 MANY_BUCKETS = {"bucket_cap_mb": 0.009}
 """Splits `Linear` into three buckets once DDP has rebuilt them."""
 
+Poison = tuple[str, float]
+"""A parameter, and what one element of its gradient is made."""
+
 
 def known_gradient(name: str, like: Tensor, rank: int, step: int) -> Tensor:
     """Return multiples of 4, so that averages over 4 ranks are integers too; few are large."""
@@ -50,12 +53,16 @@ class Linear(nn.Module):
             trained = name not in frozen
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), trained))
 
-    def forward(self, rank: int, step: int, unused: Collection[str] = ()) -> Tensor:
-        terms = [
-            (parameter * known_gradient(name, parameter, rank, step)).double().sum()
-            for name, parameter in self.named_parameters()
-            if name not in unused
-        ]
+    def forward(
+        self, rank: int, step: int, unused: Collection[str] = (), poison: Poison | None = None
+    ) -> Tensor:
+        terms = []
+        for name, parameter in self.named_parameters():
+            coefficients = known_gradient(name, parameter, rank, step)
+            if poison is not None and name == poison[0]:
+                coefficients.view(-1)[3] = poison[1]
+            if name not in unused:
+                terms.append((parameter * coefficients).double().sum())
         return torch.stack(terms).sum()
 
 
