@@ -15,6 +15,24 @@ namespace detail {
 constexpr int kDigitBits = 11;
 constexpr size_t kFewKeys = 256;
 
+// Up to this many keys, comparing all with all beats every cleverer way: nothing branches.
+constexpr size_t kCompareAll = 32;
+
+template <class Key>
+Key kth_of_few(const Key* keys, size_t count, size_t k, Key mask) {
+    Key magnitudes[kCompareAll] = {};
+    for (size_t i = 0; i < count; ++i) magnitudes[i] = keys[i] & mask;
+    Key kth = mask;
+    for (size_t i = 0; i < count; ++i) {
+        Key above = 0;
+        for (size_t j = 0; j < count; j += 8) {
+            for (size_t lane = 0; lane < 8; ++lane) above += magnitudes[j + lane] > magnitudes[i];
+        }
+        if (above < k) kth = std::min(kth, magnitudes[i]);
+    }
+    return kth;
+}
+
 template <class Key>
 struct Range {
     Key low, high;
@@ -37,6 +55,7 @@ Range<Key> magnitude_range(const Key* keys, size_t count, Key mask) {
 // caller keeps between calls.
 template <class Key>
 Key kth_magnitude(const Key* keys, size_t count, size_t k, Key mask, Buffer<Key>& spare) {
+    if (count <= detail::kCompareAll) return detail::kth_of_few(keys, count, k, mask);
     if (spare.capacity() < count) spare.resize(count);
     Key* candidates = spare.data();
     while (count > detail::kFewKeys) {

@@ -72,8 +72,8 @@ void scan(const Source& source, size_t end, size_t k, Survivors<Storage>& surviv
 template <class Storage>
 using Parts = std::vector<Survivors<Storage>>;
 
-// The calling thread keeps the parts for its next call: page faults in fresh memory would cost about
-// as much as the selection itself.
+// The calling thread keeps the parts for its next call: page faults in fresh memory would cost
+// about as much as the selection itself.
 template <class Storage>
 Parts<Storage>& fresh_parts(size_t n, int threads) {
     static thread_local Parts<Storage> parts;

@@ -6,36 +6,60 @@
 namespace sparcel {
 namespace detail {
 
-// Longer chunks than this are sampled; for shorter ones their neighbour gives the threshold.
+// Longer chunks than this are sampled; shorter ones learn their threshold from those before.
 constexpr size_t kSampledChunk = size_t{1} << 16;
 
-// One power of two, for magnitudes as bits.
-template <class Storage>
-constexpr typename Bits<Storage>::Key exponent_step(int mantissa_bits) {
-    return typename Bits<Storage>::Key{1} << mantissa_bits;
-}
+// Follows the threshold from chunk to chunk, so that a few more than k survive: on data without
+// order, as many more that one chunk in twenty or so has to be read twice.
+template <class Key>
+class Follower {
+  public:
+    // `step` is the distance of a factor of two between magnitudes, as bits.
+    Follower(size_t k, Key step) : step_(step), target_(k + 2 * size_t(std::sqrt(k)) + 1) {}
 
-// Finds at least min(k, nnz) of one chunk, beginning at `guess`; what `first` reads once must be
-// readable from `again` afterwards.
+    Key guess() const { return guess_; }
+
+    void learn(size_t survived, const Cut<Key>& cut, bool repeated) {
+        const bool known = cut.kth > 0;  // else no more than k survived
+        if (known && (repeated || survived > 4 * target_)) {
+            guess_ = lowered(cut.kth, step_ / 8);
+        } else if (survived > target_) {
+            guess_ = std::min<Key>(guess_ + step_ / 64, cut.kth);
+        } else {
+            guess_ = lowered(guess_, step_ / 64);
+        }
+    }
+
+    static Key lowered(Key threshold, Key by) { return threshold > by + 1 ? threshold - by : 1; }
+
+  private:
+    Key step_;
+    size_t target_;
+    Key guess_ = 1;
+};
+
+// Finds at least min(k, nnz) of one chunk, beginning at `guess`, and tells whether it took more
+// than one pass. What `first` reads once must be readable from `again` afterwards.
 template <class Source, class Storage>
-void scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin, size_t end,
+bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin, size_t end,
                 size_t k, typename Bits<Storage>::Key guess, typename Bits<Storage>::Key step,
                 Survivors<Storage>& survivors) {
     using Key = typename Bits<Storage>::Key;
     survivors.restart(begin, guess);
     scan(first, end, k, survivors);
-    // The steps double, so that a chunk far smaller than its neighbour is found soon enough.
-    for (Key lowered = guess; survivors.count < k && lowered > 1; step *= 4) {
-        lowered = lowered > step + 1 ? lowered - step : 1;
-        survivors.restart(begin, lowered);
+    // The steps grow, so that a chunk far smaller than its neighbour is found soon enough.
+    bool repeated = false;
+    for (step /= 4; survivors.count < k && guess > 1; step *= 4, repeated = true) {
+        guess = Follower<Key>::lowered(guess, step);
+        survivors.restart(begin, guess);
         scan(again, end, k, survivors);
     }
+    return repeated;
 }
 
 }  // namespace detail
 
 // Selects the min(k, nnz) largest magnitudes of every `chunk` consecutive entries of [0, n).
-// `step` is the distance of a factor of two between magnitudes, as bits.
 template <class Index, class Storage, class Source>
 Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storage>& again, size_t n,
                                         size_t k, size_t chunk, int threads,
@@ -50,24 +74,23 @@ Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storag
     std::vector<Key> met(tasks, 0);
     parallel(tasks, [&](size_t task) {
         Survivors<Storage> survivors;
-        Key guess = 1;
-        size_t& written = counts[task];
-        const size_t last = split_point(chunks, task + 1, tasks);
-        const size_t at = split_point(chunks, task, tasks) * per_chunk;
-        for (size_t c = split_point(chunks, task, tasks); c < last; ++c) {
+        detail::Follower<Key> follower(k, step);
+        const size_t start = split_point(chunks, task, tasks);
+        Index* indices = result.indices.data() + start * per_chunk;
+        Storage* values = result.values.data() + start * per_chunk;
+        for (size_t c = start; c < split_point(chunks, task + 1, tasks); ++c) {
             const size_t begin = c * chunk;
             const size_t end = std::min(n, begin + chunk);
-            if (chunk > detail::kSampledChunk) {
-                guess = detail::guess_threshold(first, begin, end, k, 1).threshold;
-            }
-            detail::scan_chunk(first, again, begin, end, k, guess, step, survivors);
+            const Key guess = chunk > detail::kSampledChunk
+                                  ? detail::guess_threshold(first, begin, end, k, 1).threshold
+                                  : follower.guess();
+            const bool repeated =
+                detail::scan_chunk(first, again, begin, end, k, guess, step, survivors);
             auto cut = survivors.find_cut(k);
-            // A little below this chunk's limit, so that the next one has enough survivors.
-            const Key margin = step / 4;
-            guess = cut.kth > margin ? cut.kth - margin : 1;
-            written +=
-                survivors.write(cut, result.indices.data() + at + written,
-                                result.values.data() + at + written, std::min(k, survivors.count));
+            follower.learn(survivors.count, cut, repeated);
+            const size_t room = std::min(k, survivors.count);
+            counts[task] +=
+                survivors.write(cut, indices + counts[task], values + counts[task], room);
         }
         met[task] = survivors.largest;
     });

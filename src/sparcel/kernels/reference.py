@@ -170,4 +170,5 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2**bits - 1)).view(-1)
+    codes: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return codes.view(-1)
