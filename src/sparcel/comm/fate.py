@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 
 _STORE_SECONDS = 2.0
 """How long the store may take to answer; its host may be what failed."""
+
+_POLL_SECONDS = 0.005
+"""How often to look; the store's own wait prints a warning where nothing comes."""
 
 
 class Fate:
@@ -53,9 +54,9 @@ class Fate:
         return bool(_bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
 
     def _publish(self, cause: str, patience: float) -> str:
-        if patience:
-            with suppress(dist.DistStoreError):  # nobody knows better
-                self._store.wait(["cause"], timedelta(seconds=patience))
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and not self._store.check(["cause"]):
+            time.sleep(_POLL_SECONDS)
         first: bytes = self._store.compare_set("cause", "", cause)
         return first.decode()
 
@@ -63,7 +64,7 @@ class Fate:
         deadline = time.monotonic() + patience
         done: int = self._store.add("done", 1)
         while done < self._size and time.monotonic() < deadline:
-            time.sleep(0.005)
+            time.sleep(_POLL_SECONDS)
             done = self._store.add("done", 0)
         return done == self._size
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -107,7 +107,7 @@ class GlooEngine:
     ) -> dict[int, Tensor]:
         """See `Communicator.exchange`."""
         deadline = time.monotonic() + self.timeout
-        leaving = self._send(sends)
+        leaving = self._send(sends, deadline)
         received, arriving = {}, []
         for peer, at_most in receives.items():
             message, rest = self._receive(peer, at_most, deadline)
@@ -124,10 +124,8 @@ class GlooEngine:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op.name or ""])
         options.timeout = timedelta(seconds=self.timeout)
-        try:
+        with self._losing(None, deadline):
             self._group.allreduce([tensor], options).wait()
-        except RuntimeError as error:
-            raise self._lost("the others, in an all-reduce", deadline, error) from error
 
     def abort(self) -> None:
         """Close all connections at once, so that whoever waits for this rank stops waiting."""
@@ -138,7 +136,7 @@ class GlooEngine:
                 never = self._group.recv([torch.empty(1, dtype=torch.uint8)], anyone, _NO_TAG)
                 never.wait(timedelta(milliseconds=1))
 
-    def _send(self, sends: Mapping[int, Tensor]) -> list[tuple[int, dist.Work]]:
+    def _send(self, sends: Mapping[int, Tensor], deadline: float) -> list[tuple[int, dist.Work]]:
         leaving = []
         frames: dict[int, Tensor] = {}  # one a message, however many it goes to
         for rank, message in sends.items():
@@ -147,14 +145,15 @@ class GlooEngine:
                 size = torch.tensor([message.numel()]).view(torch.uint8)
                 frames[id(message)] = torch.cat((size, message[:_FIRST_BYTES]))
             tag, peer.sent = 2 * (peer.sent % _TAGS), peer.sent + 1
-            leaving.append((rank, self._group.send([frames[id(message)]], rank, tag)))
-            if message.numel() > _FIRST_BYTES:
-                rest = message[_FIRST_BYTES:]
-                leaving.append((rank, self._group.send([rest], rank, tag + 1)))
+            with self._losing(rank, deadline):
+                leaving.append((rank, self._group.send([frames[id(message)]], rank, tag)))
+                if message.numel() > _FIRST_BYTES:
+                    rest = message[_FIRST_BYTES:]
+                    leaving.append((rank, self._group.send([rest], rank, tag + 1)))
         return leaving
 
     def _receive(self, rank: int, at_most: int, deadline: float) -> tuple[Tensor, dist.Work | None]:
-        """Return a peer's next message and, if it is not there yet, what brings its rest."""
+        """Return a peer's next message and, if it is not all there yet, what brings the rest."""
         frame = self._peers[rank].frames.popleft()
         self._wait(frame.arrival, rank, deadline)
         nbytes = int(frame.buffer[:_HEADER_BYTES].view(torch.int64))
@@ -164,16 +163,17 @@ class GlooEngine:
                 f" which expected at most {at_most}; the ranks' sizes, dtypes or counts differ"
             )
         payload = frame.buffer[_HEADER_BYTES : _HEADER_BYTES + nbytes]
-        if _COPY_BYTES < nbytes <= _FIRST_BYTES:
-            self._post(rank, torch.empty_like(frame.buffer))
-            return payload, None
-        message, rest = torch.empty(nbytes, dtype=torch.uint8), None
-        message[:_FIRST_BYTES] = payload
-        if nbytes > _FIRST_BYTES:
-            tag = 2 * (frame.number % _TAGS) + 1
-            rest = self._group.recv([message[_FIRST_BYTES:]], rank, tag)
-        self._post(rank, frame.buffer)
-        return message, rest
+        with self._losing(rank, deadline):
+            if _COPY_BYTES < nbytes <= _FIRST_BYTES:
+                self._post(rank, torch.empty_like(frame.buffer))
+                return payload, None
+            message, rest = torch.empty(nbytes, dtype=torch.uint8), None
+            message[:_FIRST_BYTES] = payload
+            if nbytes > _FIRST_BYTES:
+                tag = 2 * (frame.number % _TAGS) + 1
+                rest = self._group.recv([message[_FIRST_BYTES:]], rank, tag)
+            self._post(rank, frame.buffer)
+            return message, rest
 
     def _post(self, rank: int, buffer: Tensor) -> None:
         peer = self._peers[rank]
@@ -183,14 +183,19 @@ class GlooEngine:
 
     def _wait(self, work: dist.Work, rank: int, deadline: float) -> None:
         left = max(deadline - time.monotonic(), 0.001)
-        try:
+        with self._losing(rank, deadline):
             work.wait(timedelta(seconds=left))
-        except RuntimeError as error:
-            raise self._lost(f"rank {self.names[rank]}", deadline, error) from error
 
-    def _lost(self, whom: str, deadline: float, error: RuntimeError) -> LostPeerError:
-        me = self.names[self.rank]
-        late = time.monotonic() >= deadline
-        if late:
-            return LostPeerError(f"rank {me} waited {self.timeout:g} s for {whom}", late)
-        return LostPeerError(f"rank {me} lost its connection to {whom}: {error}", late)
+    @contextmanager
+    def _losing(self, rank: int | None, deadline: float) -> Iterator[None]:
+        """Turn what Gloo raises on a broken connection into `LostPeerError`; None is any rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            me = self.names[self.rank]
+            whom = "the others" if rank is None else f"rank {self.names[rank]}"
+            if time.monotonic() >= deadline:
+                text = f"rank {me} waited {self.timeout:g} s for {whom}"
+                raise LostPeerError(text, late=True) from error
+            text = f"rank {me} lost its connection to {whom}, whose process or network failed"
+            raise LostPeerError(text, late=False) from error

@@ -51,6 +51,7 @@ class JobQueue:
         self._pending: SimpleQueue[QueuedHandle[object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._pending,), name=name, daemon=True)
         self._thread.start()
+        self._drained = False
         weakref.finalize(self, self._pending.put, None)
 
     def run(self, job: Callable[[], T]) -> T:
@@ -58,7 +59,15 @@ class JobQueue:
         return job() if self.is_current() else self.submit(job).wait()
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
-        """Queue ``job``; a job that submits another runs it at once, for it may wait for it."""
+        """Queue ``job``; a job that submits another runs it at once, for it may wait for it.
+
+        Raises
+        ------
+        CommunicationError
+            When the queue was drained.
+        """
+        if self._drained:
+            raise CommunicationError("this communicator was closed")
         handle = QueuedHandle(job)
         if self.is_current():
             handle.run()
@@ -72,6 +81,7 @@ class JobQueue:
 
     def drain(self, timeout: float | None) -> bool:
         """End the thread after the jobs submitted so far; tell whether it ended in time."""
+        self._drained = True
         self._pending.put(None)
         if not self.is_current():
             self._thread.join(timeout)

@@ -1,0 +1,130 @@
+"""What survivors see when a rank dies, fails, comes too late or leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparcel.comm import TorchCommunicator
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from tests.workers import run_apart
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+TIMEOUT = 4.0
+BYTES = 10_000
+WORLD_SIZE = 4
+CULPRIT = 2
+
+
+def ring(comm: TorchCommunicator, nbytes: int = BYTES) -> None:
+    """One step of a ring: no rank hears of the culprit but its neighbours."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.exchange({after: torch.zeros(nbytes, dtype=torch.uint8)}, {before: BYTES})
+
+
+def die(comm: TorchCommunicator) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_input_error(comm: TorchCommunicator) -> None:
+    raise InputError("density must lie in (0, 1], got 3")
+
+
+def come_late(comm: TorchCommunicator) -> None:
+    time.sleep(2 * TIMEOUT)
+
+
+def send_too_much(comm: TorchCommunicator) -> None:
+    ring(comm, BYTES + 1)
+
+
+def leave(comm: TorchCommunicator) -> None:
+    comm.close()
+
+
+def steps(
+    comm: TorchCommunicator, misbehave: Callable[[TorchCommunicator], None], in_job: bool
+) -> tuple[str, str, str, float]:
+    """Return the error of a few steps of which one goes wrong, what comes after it, and seconds."""
+
+    def job() -> None:
+        for step in range(3 * WORLD_SIZE):
+            if comm.rank == CULPRIT and step == 1 and in_job:
+                misbehave(comm)
+            ring(comm)
+
+    ring(comm)
+    if comm.rank == CULPRIT and not in_job:
+        misbehave(comm)
+    start = time.monotonic()
+    with pytest.raises((CommunicationError, InputError, MismatchError)) as first:
+        comm.run(job)
+    seconds = time.monotonic() - start
+    with pytest.raises(CommunicationError) as later:
+        comm.run(job)
+    return type(first.value).__name__, str(first.value), str(later.value), seconds
+
+
+def outcomes(misbehave: Callable[[TorchCommunicator], None], in_job: bool = True) -> list[Any]:
+    return run_apart(WORLD_SIZE, steps, misbehave, in_job, timeout=TIMEOUT)
+
+
+def test_killed_rank_is_named_by_all() -> None:
+    ends = outcomes(die)
+    assert ends.pop(CULPRIT).died == -signal.SIGKILL
+    for end in ends:
+        kind, text, later, seconds = end.result
+        assert kind == "CommunicationError"
+        assert "lost its connection to rank 2" in text
+        assert text in later
+        assert seconds < TIMEOUT
+
+
+def test_error_in_a_job_reaches_all() -> None:
+    ends = outcomes(raise_input_error)
+    texts = ["rank 2 failed: InputError: density must lie in (0, 1], got 3"] * WORLD_SIZE
+    texts[CULPRIT] = "density must lie in (0, 1], got 3"
+    assert [end.result[1] for end in ends] == texts
+    assert [end.result[0] for end in ends].count("InputError") == 1
+    assert all("rank 2 failed: InputError: density" in end.result[2] for end in ends)
+    assert all(end.result[3] < TIMEOUT for end in ends)
+
+
+def test_late_rank_fails_as_well() -> None:
+    ends = [end.result for end in outcomes(come_late)]
+    assert {kind for kind, *_ in ends} == {"CommunicationError"}
+    assert len({text for _, text, *_ in ends}) == 1  # the first cause
+    assert f"waited {TIMEOUT:g} s for rank" in ends[0][1]
+    assert all(
+        seconds < 1.5 * TIMEOUT for rank, (*_, seconds) in enumerate(ends) if rank != CULPRIT
+    )
+
+
+def test_message_too_long_is_an_error_and_no_crash() -> None:
+    ends = [end.result for end in outcomes(send_too_much)]
+    mismatch = (
+        "rank 2 sent 10001 bytes to rank 3, which expected at most 10000; "
+        "the ranks' sizes, dtypes or counts differ"
+    )
+    assert ends[3][:2] == ("MismatchError", mismatch)
+    for rank in (0, 1, 2):
+        assert ends[rank][:2] == (
+            "CommunicationError",
+            f"rank 3 failed: MismatchError: {mismatch}",
+        )
+
+
+def test_rank_that_leaves_is_named() -> None:
+    ends = outcomes(leave, in_job=False)
+    assert "closed" in ends[CULPRIT].result[1]
+    for rank in (0, 1, 3):
+        kind, text, *_ = ends[rank].result
+        assert kind == "CommunicationError"
+        assert text == "rank 2 closed its communicator before the others"
