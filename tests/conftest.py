@@ -9,8 +9,9 @@ from hypothesis import settings
 from tests.workers import Pool
 
 # No deadline: a busy machine is no failure. The parent is Hypothesis' own profile, which in CI is
-# the reproducible one.
-settings.register_profile("sparcel", parent=settings(), deadline=None)
+# the reproducible one. `--hypothesis-profile=thorough` looks longer.
+settings.register_profile("sparcel", parent=settings(), deadline=None, max_examples=25)
+settings.register_profile("thorough", settings.get_profile("sparcel"), max_examples=400)
 settings.load_profile("sparcel")
 
 

@@ -206,9 +206,13 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    if a.numel() == 0:  # which may have strides that no view takes
-        return True
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # A copy: tensors of up to one element may have strides that no view takes.
+    packed = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return packed.view(torch.uint8)
 
 
 def same_stream(a: SparseStream, b: SparseStream) -> bool:

@@ -90,7 +90,7 @@ def test_the_root_must_pass_a_stream():
 
 
 def largest(vector, k):
-    """Split a dense vector into its k largest magnitudes, ties to the lowest index, and the rest."""
+    """Part a vector into its k largest magnitudes, ties to the lowest index, and the rest."""
     ranking = sorted(range(len(vector)), key=lambda i: (-abs(float(vector[i])), i))
     kept = torch.zeros_like(vector)
     kept[ranking[:k]] = vector[ranking[:k]]

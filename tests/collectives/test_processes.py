@@ -1,0 +1,172 @@
+"""The same collectives on real processes over Gloo give the simulated cluster's bits."""
+
+import pytest
+import torch
+
+import sparcel
+from sparcel import simulate
+from sparcel.collectives import ALGORITHMS, all_reduce, gtopk, quantized_split_allgather
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.formats import Qsgd
+from tests.strategies import (
+    CIRCLE,
+    DTYPES,
+    LAYOUTS,
+    OPS,
+    SUM,
+    case_of,
+    dense_reference,
+    full,
+    make_stream,
+    same_stream,
+)
+from tests.workers import WORLD_SIZES
+
+pytestmark = pytest.mark.processes
+world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+def random_case(world, seed):
+    """Return a case whose sums are rounded."""
+    case = case_of("random", world, 300, count=40, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for stream in case.streams:
+        stream.values = torch.randn(stream.nnz, generator=generator)
+    return case
+
+
+def all_cases(world, name):
+    """Yield cases that cover every layout, operation, dtype and the small sizes."""
+    for number, layout in enumerate(LAYOUTS):
+        yield case_of(layout, world, 97, DTYPES[number % len(DTYPES)])
+    for number, op in enumerate(OPS.values()):
+        if name == "dense" and op == CIRCLE:
+            continue  # the engine knows no operation of a user's
+        yield case_of("random", world, 50, DTYPES[-1 - number], op, width=2 if number % 2 else None)
+    for size in (0, 1, world - 1):
+        yield case_of("random", world, size)
+
+
+def reduce_cases(comm, name):
+    """Reduce every case, with and without a bound on the entries."""
+    return [
+        all_reduce(case.streams[comm.rank], comm, case.op, name, bound)
+        for case in all_cases(comm.size, name)
+        for bound in (None, case.max_nnz)
+    ]
+
+
+@world_sizes
+@pytest.mark.parametrize("name", [*ALGORITHMS, "auto"])
+def test_all_reduce_equals_the_dense_reference_on_every_rank(run_on, world_size, name):
+    by_rank = run_on(world_size, reduce_cases, name)
+    simulated = simulate(world_size, lambda comm: reduce_cases(comm, name)).results[0]
+    expected = [case for case in all_cases(world_size, name) for _ in range(2)]
+    for case, reference, *results in zip(expected, simulated, *by_rank, strict=True):
+        assert torch.equal(full(results[0], case.op), dense_reference(case.streams, case.op))
+        assert all(same_stream(result, reference) for result in results)
+
+
+def run_everything(comm, seed):
+    """Return the result of each collective on values whose sums are rounded."""
+    stream = random_case(comm.size, seed).streams[comm.rank]
+    quantized = quantized_split_allgather(stream, comm, Qsgd(4), seed)
+    selected = gtopk(stream, comm, 25)
+    voided = random_case(comm.size, seed).streams[comm.rank]
+    voided.finite = comm.rank != comm.size - 1
+    return [
+        *(all_reduce(stream, comm, SUM, name) for name in ALGORITHMS if name != "dense"),
+        *sparcel.all_gather(stream, group=comm),
+        sparcel.broadcast(stream if comm.rank == comm.size - 1 else None, comm.size - 1, comm),
+        sparcel.reduce_scatter(stream, group=comm),
+        quantized.total,
+        selected.total,
+        selected.dropped,
+        all_reduce(voided, comm, SUM, "split_allgather"),
+    ]
+
+
+@world_sizes
+def test_every_collective_gives_the_bits_that_the_simulated_cluster_gives(run_on, world_size):
+    by_rank = run_on(world_size, run_everything, 5)
+    simulated = simulate(world_size, lambda comm: run_everything(comm, 5)).results
+    for results, references in zip(by_rank, simulated, strict=True):
+        assert all(map(same_stream, results, references))
+    assert not by_rank[0][-1].finite
+
+
+def bytes_sent(comm):
+    before = comm.traffic.bytes_sent, comm.traffic.messages_sent
+    run_everything(comm, 6)
+    return comm.traffic.bytes_sent - before[0], comm.traffic.messages_sent - before[1]
+
+
+@world_sizes
+def test_the_counters_count_what_the_simulated_clusters_do(run_on, world_size):
+    assert run_on(world_size, bytes_sent) == simulate(world_size, bytes_sent).results
+
+
+def nothing(comm):
+    """Do nothing."""
+
+
+@pytest.fixture
+def new_world_after(run_on):
+    """Let the ranks of the next test meet anew, since the world of this one will be dead."""
+    yield
+    run_on(2, nothing)
+
+
+def disagree(comm, name):
+    size = 41 if comm.rank == 1 else 40
+    try:
+        comm.run(lambda: all_reduce(make_stream([1, 3], 0, size), comm, SUM, name))
+    except (MismatchError, CommunicationError) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.usefixtures("new_world_after")
+def test_ranks_that_disagree_are_named_on_every_rank(run_on, name):
+    errors = run_on(3, disagree, name)
+    assert all(errors)
+    assert any(isinstance(error, MismatchError) for error in errors)
+    assert all("sent rank" in str(error) or "bytes" in str(error) for error in errors)
+
+
+def fail_in_the_middle(comm, name):
+    """Return what each rank met when the last one failed before it sent anything."""
+    exchange = comm.exchange
+
+    def failing(sends, receives):
+        raise OSError("the disk is full")
+
+    if comm.rank == comm.size - 1:
+        comm.exchange = failing
+    try:
+        return comm.run(lambda: all_reduce(make_stream([1, 3], 0, 40), comm, SUM, name))
+    except Exception as error:
+        return error
+    finally:
+        comm.exchange = exchange
+
+
+@pytest.mark.usefixtures("new_world_after")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_rank_that_fails_in_the_middle_tells_the_others(run_on, name):
+    results = run_on(4, fail_in_the_middle, name)
+    assert isinstance(results[-1], OSError)
+    assert all(isinstance(result, CommunicationError) for result in results[:-1])
+    assert all("rank 3" in str(result) for result in results[:-1])
+    assert any("the disk is full" in str(result) for result in results[:-1])
+
+
+def reduce_by_circle(comm):
+    return all_reduce(make_stream([1, 3], 0, 40), comm, CIRCLE, "dense")
+
+
+@pytest.mark.usefixtures("new_world_after")
+def test_an_operation_that_the_engine_does_not_know_is_refused(run_on):
+    with pytest.raises(InputError, match="algorithm='recursive_doubling' takes any operation"):
+        run_on(2, reduce_by_circle)

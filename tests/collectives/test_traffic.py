@@ -1,0 +1,160 @@
+"""What is counted equals what docs/algorithms.md says, read from that page."""
+
+import re
+from math import ceil, log2
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparcel
+from sparcel import SparseStream, simulate
+from sparcel.collectives import ALGORITHMS, gtopk, quantized_split_allgather
+from sparcel.formats import Qsgd
+from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
+
+WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 31, 32, 33, 64)
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+
+
+def table(columns):
+    """Return the expressions of the rows of the table with these columns, by algorithm."""
+    header = re.escape("| " + " | ".join(columns) + " |")
+    body = re.search(rf"^{header}\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE).group(1)
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in body.splitlines()
+    ]
+    return {row[0]: dict(zip(columns[1:], row[1:], strict=True)) for row in rows}
+
+
+COSTS = table(
+    ["algorithm", "rounds", "messages", "bytes, identical", "bytes, disjoint", "bytes, at most"]
+)
+SECOND_PHASE = table(["second phase", "bytes"])
+
+
+def all_reduce_by(algorithm):
+    return lambda stream, comm, k: algorithm(stream, comm, SUM, k)
+
+
+COLLECTIVES = {
+    **{name: all_reduce_by(algorithm) for name, algorithm in ALGORITHMS.items()},
+    "gtopk": gtopk,
+    "all_gather": lambda stream, comm, k: sparcel.all_gather(stream, comm),
+    "reduce_scatter": lambda stream, comm, k: sparcel.reduce_scatter(stream, group=comm),
+    "broadcast": lambda stream, comm, k: sparcel.broadcast(stream, 0, comm),
+}
+
+
+def evaluate(expression, ranks, size, count, value_bytes, bits=4):
+    """Compute a cost; the names are those of the page's table of symbols."""
+
+    def up(nbytes):
+        return ceil(nbytes / 8) * 8
+
+    def sparse(k):
+        return 40 + up(value_bytes * k) + up(4 * k)
+
+    def dense(n):
+        return 40 + up(value_bytes * n)
+
+    powers = 1 << (ranks.bit_length() - 1)
+    names = {
+        "P": ranks,
+        "Q": powers,
+        "F": ranks - powers,
+        "lg": ceil(log2(ranks)),
+        "n": size,
+        "m": ceil(size / ranks),
+        "k": count,
+        "v": value_bytes,
+        "i": 4,
+        "sparse": sparse,
+        "dense": dense,
+        "quantized": lambda n: 40 + up(4 * ceil(n / 1024)) + up(ceil(n * bits / 8)),
+        "most": lambda k, n: min(sparse(k), dense(n) + 8),
+        "total": lambda f, a, b: sum(map(f, range(a, b))),
+        "log2": lambda number: number.bit_length() - 1,
+        "min": min,
+    }
+    return eval(expression, names)
+
+
+def test_the_page_has_a_row_for_every_collective():
+    assert set(COSTS) == set(COLLECTIVES)
+
+
+def evenly(layout, ranks, per_region, region):
+    """Return each rank's indices: the same number in every region, identical or disjoint ones."""
+
+    def indices(rank):
+        places = torch.arange(per_region) * ranks + (rank if layout == "disjoint" else 0)
+        return (places + torch.arange(ranks)[:, None] * region).flatten()
+
+    return [indices(rank) for rank in range(ranks)]
+
+
+def measured(name, streams, count):
+    report = simulate(
+        len(streams),
+        lambda comm: COLLECTIVES[name](streams[comm.rank], comm, count),
+        latency_s=1,
+    )
+    return (
+        report.seconds,
+        max(traffic.messages_sent for traffic in report.traffic),
+        max(traffic.volume for traffic in report.traffic),
+    )
+
+
+@pytest.mark.parametrize("layout", ["identical", "disjoint"])
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_rounds_messages_and_bytes_are_those_of_the_page(name, layout, ranks):
+    per_region, dtype = 3, torch.float16 if ranks % 2 else torch.float32
+    region, count = 4 * ranks * per_region, ranks * per_region
+    size = ranks * region
+    streams = [
+        make_stream(indices, rank, size, dtype)
+        for rank, indices in enumerate(evenly(layout, ranks, per_region, region))
+    ]
+    for stream in streams:  # no zeros, which gtopk would drop
+        stream.values = 1 + torch.arange(count, dtype=dtype) % 5
+    row = COSTS[name]
+    expected = [row["rounds"], row["messages"], row[f"bytes, {layout}"]]
+    assert measured(name, streams, count) == tuple(
+        evaluate(cost, ranks, size, count, dtype.itemsize) for cost in expected
+    )
+
+
+@pytest.mark.parametrize("ranks", [rank for rank in WORLDS if 3 <= rank <= 32])
+@pytest.mark.parametrize("phase", ["plain", "quantized"])
+def test_a_dense_second_phase_costs_what_the_page_says(phase, ranks):
+    region = 2 * ranks
+    streams = [
+        make_stream(indices, rank, ranks * region)
+        for rank, indices in enumerate(evenly("disjoint", ranks, 2, region))
+    ]
+
+    def on_rank(comm):
+        stream = streams[comm.rank]
+        if phase == "plain":
+            return ALGORITHMS["split_allgather"](stream, comm, SUM, region)
+        return quantized_split_allgather(stream, comm, Qsgd(4), 0, region)
+
+    volume = max(traffic.volume for traffic in simulate(ranks, on_rank).traffic)
+    assert volume == evaluate(SECOND_PHASE[phase]["bytes"], ranks, ranks * region, region, 4)
+
+
+@pytest.mark.parametrize("name", COSTS)
+@given(layouts, worlds, sizes.filter(bool), st.integers(0, 12), st.integers(0, 99))
+def test_no_input_exceeds_the_bound_of_the_page(name, layout, ranks, size, count, seed):
+    case = case_of(layout, ranks, size, count=count, seed=seed)
+    if layout == "dense" and name not in ("dense", "reduce_scatter"):
+        case.streams[:] = [SparseStream.from_dense(s.to_dense()) for s in case.streams]
+    count = case.max_nnz
+    _, messages, volume = measured(name, case.streams, max(count, 1))
+    assert messages <= evaluate(COSTS[name]["messages"], ranks, size, count, 4)
+    assert volume <= evaluate(COSTS[name]["bytes, at most"], ranks, size, count, 4)
