@@ -14,7 +14,6 @@ import os
 import platform
 import statistics
 import sys
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,14 +57,16 @@ def main() -> None:
     means = {method: statistics.mean(values) for method, values in accuracies.items()}
     name = load(data).name
     document = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *sys.argv]).replace(str(arguments.data), name),
         "versions": {package: version(package) for package in ("sparcel", "torch")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
         "data": name,
         "nodes": _NODES,
         "batch_per_rank": BATCH_PER_RANK,
         "parameters": outcome.parameters,
-        "settings": {**asdict(settings[0]), "seed": list(range(arguments.seeds)), "data": name},
+        "steps": arguments.steps,
+        "density": arguments.density,
+        "seeds": [one.seed for one in settings],
         "accuracy_by_seed": accuracies,
         "accuracy_mean": means,
         "points_above_dense_fp32": {

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from sparcel.errors import SparcelError
+from sparcel.errors import InputError, SparcelError
 from sparcel.lab import EmulatedNetwork, Link, WorkerFailedError, open_network, parse_rate
 
 try:
@@ -78,6 +78,8 @@ def demo(
     console = Console(highlight=False)
     link = None if rate == "none" else Link(parse_rate(rate))
     names = tuple(name.strip() for name in schemes.split(",") if name.strip())
+    if not json.parent.is_dir():
+        raise InputError(f"can't write {json}: there is no folder {json.parent}")
     for name in names:
         scheme(name, density=density)  # refuses now what would fail in minutes
     where = None if data is None else str(data.resolve())
@@ -89,7 +91,7 @@ def demo(
         settings = Settings(steps, seed, density, names, where, counts_wire)
         outcome = run(network, settings, console)
     console.print(table(outcome.rows))
-    write_json(json, network, settings, outcome)
+    write_json(json, network, dataset.name, settings, outcome)
     console.print(f"Results: {json.resolve()}", soft_wrap=True)
 
 

@@ -82,6 +82,7 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
         (("--density", "3"), "density"),
         (("--density", "0"), "density"),
         (("--rate", "fast"), "such as 1gbit; got 'fast'"),
+        (("--json", "nowhere/run.json"), "there is no folder nowhere"),
         (("--data", "."), "has no train-images-idx3-ubyte"),
     ],
 )

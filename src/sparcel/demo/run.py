@@ -113,15 +113,21 @@ def _follow(
     return Outcome([rows[name] for name in names], reports[names[0]][0]["parameters"])
 
 
-def write_json(path: Path, network: Network, settings: Settings, outcome: Outcome) -> None:
-    """Write a run's results, with all that is needed to read and to repeat them."""
+def write_json(
+    path: Path, network: Network, data: str, settings: Settings, outcome: Outcome
+) -> None:
+    """Write a run's results, with all that is needed to read and to repeat them.
+
+    ``data`` is the data's name, which stands for the path: that says much about its owner.
+    """
     document = {
         "versions": {name: version(name) for name in ("sparcel", "torch")},
         "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "network": network.description,
         "nodes": network.nodes,
         "rate_bits_per_s": network.link.rate_bits_per_s if network.link else None,
-        "settings": asdict(settings),
+        "data": data,
+        "settings": {key: value for key, value in asdict(settings).items() if key != "data"},
         "batch_per_rank": BATCH_PER_RANK,
         "warm_up_steps_not_timed": WARM_UP_STEPS,
         "compute_steps": COMPUTE_STEPS,

@@ -13,8 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -22,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
+from sparcel.ddp import Handle, attach
 from sparcel.demo.data import Dataset, batch_order, load
+from sparcel.demo.meter import Meter
 from sparcel.demo.settings import (
     BATCH_PER_RANK,
     COMPUTE_STEPS,
@@ -52,35 +51,6 @@ def build_model(features: int, classes: int, seed: int) -> nn.Module:
     )
 
 
-@dataclass
-class Meter:
-    """What a rank has sent and spent so far, by sparcel's count and by the interface's."""
-
-    handle: Any
-    interface: str | None
-
-    def read(self) -> dict[str, float]:
-        """Return the counters: seconds, and bytes sent."""
-        seen: dict[str, float] = {}
-        if self.handle is not None:
-            stats = self.handle.stats()
-            seen["select_s"] = stats.select_seconds
-            seen["communicate_s"] = stats.communicate_seconds
-            seen["payload_bytes"] = stats.bytes_sent
-        if self.interface is not None:
-            seen["wire_bytes"] = _bytes_sent(self.interface)
-        return seen
-
-
-def _bytes_sent(interface: str) -> int:
-    """Return what an interface of this network namespace has sent, all headers included."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == interface:
-            return int(counters.split()[8])
-    raise LookupError(f"/proc/net/dev has no interface {interface}")
-
-
 class Training:
     """One method's training run on this rank.
 
@@ -99,9 +69,9 @@ class Training:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = build_model(dataset.features, dataset.classes, settings.seed)
         self.model = DistributedDataParallel(model)
-        self.handle = None
+        self.handle: Handle | None = None
         if method.scheme is not None:
-            self.handle = sparcel.attach(self.model, method.scheme, **method.options)
+            self.handle = attach(self.model, method.scheme, **method.options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         self.order = batch_order(
             len(dataset.y_train), BATCH_PER_RANK * self.world, settings.steps, settings.seed

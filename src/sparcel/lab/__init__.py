@@ -4,15 +4,11 @@ Everything runs in anonymous namespaces that vanish with the process that made t
 left behind, however it ends. No traffic leaves the machine.
 """
 
+from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
 from sparcel.lab.launch import Job, WorkerFailedError
 from sparcel.lab.link import Link, parse_rate
-from sparcel.lab.network import (
-    EmulatedNetwork,
-    LabUnavailableError,
-    Loopback,
-    Network,
-    open_network,
-)
+from sparcel.lab.loopback import Loopback
+from sparcel.lab.network import Network, open_network
 
 __all__ = [
     "EmulatedNetwork",

@@ -1,6 +1,6 @@
 """The emulated network's first process: builds it, and takes it along when it ends.
 
-:mod:`sparcel.lab.network` starts this file as process 1 of new PID, network and mount namespaces.
+:mod:`sparcel.lab.emulated` starts this file as process 1 of new PID, network and mount namespaces.
 It joins the nodes' network namespaces by a bridge in its own, sends the namespaces' descriptors
 back, and waits for its parent to close the socket or die. Nothing here has a name outside: when
 process 1 goes, for whatever reason, the kernel kills every process of the PID namespace, and the
