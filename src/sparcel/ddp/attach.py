@@ -103,7 +103,8 @@ def attach(
             owned.close()
         raise
     residuals = Residuals(template)
-    hook = Hook(model, comm, template.cost, residuals, small, scaler if sparse else None)
+    scaler = scaler if sparse else None
+    hook = Hook(model, comm, template.cost, residuals, small, scaler)
     handle = Handle(comm, owned, hook, residuals, remembered, template.cost)
     model.register_comm_hook(None, hook.queue_bucket)
     return handle

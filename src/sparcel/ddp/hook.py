@@ -2,7 +2,7 @@
 
 # DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -44,10 +44,10 @@ class Hook:
     ) -> None:
         self._comm, self._cost, self._residuals = comm, cost, residuals
         self._small, self._scaler = small, scaler
-        self._names: Mapping[int, str] = {
-            id(parameter): name for name, parameter in model.module.named_parameters()
-        }
+        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        self._parameters: int = model._get_ddp_logging_data()["num_parameter_tensors"]
         self._may_be_unused = model.find_unused_parameters or model.static_graph
+        self._is_delayed = model.static_graph
         self._step: Step | None = None
         self.closed = False
 
@@ -58,10 +58,9 @@ class Hook:
                 "the handle was closed, so gradients are exchanged no more; wrap the module in a"
                 " new DistributedDataParallel to train on"
             )
-        if bucket.index() == 0:
-            self._step = Step(self._comm, self._cost)
-        step = self._step
-        assert step is not None, "DDP calls its hook for bucket 0 first"
+        # Not by the bucket's index: all are 0 in the first step of a static graph.
+        step = self._step = self._step or Step(self._comm, self._cost)
+        step.parameters += len(bucket.parameters())
         gradient = bucket.buffer()
         future = step.promise(gradient.device)
         if gradient.is_sparse:
@@ -69,24 +68,30 @@ class Hook:
         else:
             pieces = self._pieces(bucket)
             step.queue(lambda: self._exchange(step, pieces, gradient, future), gradient.device)
-        if bucket.is_last():
+        if step.parameters == self._parameters:
             step.queue(step.finish, gradient.device)
             self._end_after_backward()
         return future
 
     def _end_after_backward(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            # DDP's join(): this rank is out of data, and its zeros keep the others company.
+        """See to it that the step ends before DDP waits for its updates.
+
+        An error must come up here: from a future it would reach the user as another.
+        """
+        if self._is_delayed or torch._C._current_graph_task_id() == -1:
+            # DDP calls its hooks after the first backward pass of a static graph, or, in join(),
+            # without any on a rank that is out of data. It waits as soon as they return.
             self._end()
         else:
             # DDP queues its own callback after its last hook, so that this one runs before it, and
             # in the same pass, whichever of nested ones (reentrant checkpointing) that is.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._is_delayed = False
 
     def _end(self) -> None:
         """Wait for all exchanges of the step, then commit all of them, or none and raise."""
         step, self._step = self._step, None
-        assert step is not None, "the last bucket follows the first"
+        assert step is not None, "queued by the last bucket"
         for job in step.jobs:
             job.wait()
         if step.finite:

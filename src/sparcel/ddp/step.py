@@ -29,6 +29,8 @@ class Step:
 
     comm: Communicator
     cost: Cost
+    parameters: int = 0
+    """How many gradients the buckets so far hold."""
     finite: bool = True
     jobs: list[Job[None]] = field(default_factory=list)
     vectors: list[Vector] = field(default_factory=list)
