@@ -54,10 +54,11 @@ def learn(
     idle_rank: int | None = None,
     poisoned_step: int | None = None,
     dtype: torch.dtype = torch.float32,
+    static: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Return the updates of three steps, and what there was to see beside."""
-    ddp = DistributedDataParallel(Words(sparse, rows, bag, alone, dtype))
+    ddp = DistributedDataParallel(Words(sparse, rows, bag, alone, dtype), static_graph=static)
     handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
     updates, bytes_sent, residuals = [], [], []
     for step in range(3):
@@ -102,6 +103,11 @@ def test_rows_equal_the_dense_embedding(
 def test_rows_of_other_dtypes(run_on: Any, dtype: torch.dtype) -> None:
     plain = run_on(4, partial(learn, scheme=None, sparse=False, dtype=dtype))
     assert_same(run_on(4, partial(learn, scheme="topk", density=1.0, dtype=dtype)), plain)
+
+
+def test_rows_in_a_static_graph(run_on: Any) -> None:
+    plain = run_on(2, partial(learn, scheme=None, sparse=False))
+    assert_same(run_on(2, partial(learn, scheme="topk", density=1.0, static=True)), plain)
 
 
 def test_rows_of_which_most_are_used(run_on: Any) -> None:

@@ -139,7 +139,11 @@ def test_frozen_parameters(run_on: Any, wrap: dict[str, Any]) -> None:
     assert all("second" not in trained.updates for trained in ranks)
 
 
-@pytest.mark.parametrize("wrap", [{}, MANY_BUCKETS], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize(
+    "wrap",
+    [{}, MANY_BUCKETS, {**MANY_BUCKETS, "static_graph": True}],
+    ids=["few buckets", "many buckets", "static graph"],
+)
 def test_several_dtypes_in_one_model(run_on: Any, wrap: dict[str, Any]) -> None:
     model = {
         "dtypes": {

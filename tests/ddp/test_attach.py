@@ -1,0 +1,212 @@
+"""What attach accepts and refuses, and what its handle tells."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import sparcel
+from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from tests.ddp.models import LARGE, SHAPES, Linear, residuals_of, train
+
+pytestmark = pytest.mark.processes
+
+
+def with_hook() -> DistributedDataParallel:
+    ddp = DistributedDataParallel(Linear())
+    ddp.register_comm_hook(None, allreduce_hook)
+    return ddp
+
+
+def with_builtin_hook() -> DistributedDataParallel:
+    ddp = DistributedDataParallel(Linear())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return ddp
+
+
+def with_mixed_precision() -> DistributedDataParallel:
+    return DistributedDataParallel(Linear(), mixed_precision=_MixedPrecision(torch.bfloat16))
+
+
+def with_python_reducer() -> DistributedDataParallel:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return DistributedDataParallel(Linear())
+
+
+def attached() -> DistributedDataParallel:
+    ddp = DistributedDataParallel(Linear())
+    sparcel.attach(ddp, "topk").close()
+    return ddp
+
+
+def wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(Linear())
+
+
+def refuse(
+    comm: Communicator, make: Callable[[], Any], scheme: Any, settings: dict[str, Any]
+) -> tuple[str, int]:
+    """Return what attach says, and how many threads it left behind."""
+    model, threads = make(), threading.active_count()
+    with pytest.raises(InputError) as raised:
+        sparcel.attach(model, scheme, **settings)
+    return str(raised.value), threading.active_count() - threads
+
+
+@pytest.mark.parametrize(
+    ("make", "scheme", "settings", "said"),
+    [
+        (Linear, "topk", {}, "got Linear; wrap it first"),
+        (with_mixed_precision, "topk", {}, "DDP's mixed_precision"),
+        (with_python_reducer, "topk", {}, "DDP's Python reducer"),
+        (with_hook, "topk", {}, r"hook already \(allreduce_hook\)"),
+        (with_builtin_hook, "topk", {}, r"hook already \(.*FP16_COMPRESS\)"),
+        (attached, "topk", {}, r"hook already \(.*Hook.queue_bucket\)"),
+        (wrapped, "topkk", {}, "scheme must be one of .* did you mean 'topk'"),
+        (wrapped, "topk", {"densty": 0.1}, "did you mean 'density'"),
+        (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
+        (wrapped, "topk", {"algorithm": "rings"}, "did you mean 'ring'"),
+        (wrapped, sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
+        (wrapped, "topk", {"group": "world"}, "group must be a torch.distributed process group"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    run_on: Any, make: Any, scheme: Any, settings: dict[str, Any], said: str
+) -> None:
+    for text, threads in run_on(2, refuse, make, scheme, settings):
+        assert re.search(said, text), text
+        assert threads == 0
+
+
+def attach_to_fewer(comm: Communicator) -> str:
+    ddp = DistributedDataParallel(Linear())
+    alone = dist.new_group([comm.rank], use_local_synchronization=True)
+    with pytest.raises(InputError) as raised:
+        sparcel.attach(ddp, "topk", group=alone)
+    return str(raised.value)
+
+
+def test_a_group_of_other_ranks_is_refused(run_on: Any) -> None:
+    for said in run_on(2, attach_to_fewer):
+        assert "wrapped for 2 ranks, group has 1" in said
+
+
+def attach_differently(comm: Communicator, what: str) -> str:
+    ddp = DistributedDataParallel(Linear())
+    settings: dict[str, Any] = {}
+    if comm.rank == 1 and what == "settings":
+        settings = {"density": 0.5}
+    if comm.rank == 1 and what == "policy":
+        settings = {"policy": lambda name, parameter: True}
+    scheme = "gtopk" if comm.rank == 1 and what == "scheme" else "topk"
+    with pytest.raises(MismatchError) as raised:
+        sparcel.attach(ddp, scheme, **settings)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["scheme", "settings", "policy"])
+def test_ranks_that_attach_different_things_are_told(run_on: Any, what: str) -> None:
+    said = run_on(3, attach_differently, what)
+    assert "ranks [1] attach something else than rank 0, which has TopK(density=0.01" in said[0]
+    assert "ranks [0, 2] attach something else than rank 1" in said[1]
+
+
+def compare_with_counter(comm: Communicator) -> tuple[dict[str, int], sparcel.ddp.Stats]:
+    own = TorchCommunicator.of(dist.group.WORLD)
+    own.run(lambda: own.gather_numbers(comm.rank))  # what came before does not count
+    before = (own.traffic.messages_sent, own.traffic.bytes_sent, own.traffic.bytes_received)
+    ddp = DistributedDataParallel(Linear())
+    handle = sparcel.attach(ddp, "topk", group=own, density=0.05)
+    attached = (own.traffic.messages_sent, own.traffic.bytes_sent, own.traffic.bytes_received)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(comm.rank, step).backward()
+    stats = handle.stats()
+    handle.close()
+    assert not own.closed
+    assert own.run(lambda: own.gather_numbers(5)) == [5, 5]
+    assert attached > before
+    assert stats.messages_sent == own.traffic.messages_sent - attached[0] - 1
+    assert stats.bytes_sent == own.traffic.bytes_sent - attached[1] - 8
+    assert stats.bytes_received == own.traffic.bytes_received - attached[2] - 8
+    own.close()
+    return {"messages": stats.messages_sent}, stats
+
+
+def test_stats(run_on: Any) -> None:
+    coordinates = sum(torch.zeros(shape).numel() for shape in SHAPES.values())
+    selected = -(-coordinates * 5 // 100)
+    for counted, stats in run_on(2, compare_with_counter):
+        assert stats.steps == 3
+        assert counted["messages"] == 3 * 2
+        assert stats.density_before == selected / coordinates
+        assert stats.density_before <= stats.density_after <= 2 * stats.density_before
+        assert stats.select_seconds > 0
+        assert stats.communicate_seconds > 0
+
+
+def test_a_step_costs_far_fewer_bytes_than_a_dense_one(run_on: Any) -> None:
+    large = {"shapes": {name: SHAPES[name] for name in LARGE}}
+    sparse = run_on(2, partial(train, scheme="topk", model=large))
+    dense = run_on(2, partial(train, scheme="dense", model=large))
+    for mine, theirs in zip(sparse, dense, strict=True):
+        assert mine.stats.bytes_sent < theirs.stats.bytes_sent / 30
+
+
+def attach_twice(comm: Communicator) -> list[dict[str, torch.Tensor]]:
+    scheme = sparcel.scheme("topk", density=0.1)
+    models = [DistributedDataParallel(Linear()) for _ in range(2)]
+    handles = [sparcel.attach(ddp, scheme) for ddp in models]
+    for number, ddp in enumerate(models):
+        ddp(comm.rank, number).backward()
+    owed = [residuals_of(handle, comm.rank) for handle in handles]
+    for handle in handles:
+        handle.close()
+    assert scheme.memory is None
+    return owed
+
+
+def attach_once(comm: Communicator, step: int) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(Linear())
+    handle = sparcel.attach(ddp, sparcel.scheme("topk", density=0.1))
+    ddp(comm.rank, step).backward()
+    owed = residuals_of(handle, comm.rank)
+    handle.close()
+    return owed
+
+
+def test_models_share_no_memory(run_on: Any) -> None:
+    alone = [run_on(2, attach_once, step) for step in range(2)]
+    for rank, owed in enumerate(run_on(2, attach_twice)):
+        for number in range(2):
+            for name in LARGE:
+                assert torch.equal(owed[number][name], alone[number][rank][name])
+
+
+def train_after_close(comm: Communicator) -> tuple[str, int]:
+    threads = threading.active_count()
+    ddp = DistributedDataParallel(Linear())
+    handle = sparcel.attach(ddp, "topk")
+    ddp(comm.rank, 0).backward()
+    handle.close()
+    handle.close()
+    with pytest.raises(CommunicationError) as raised:
+        ddp(comm.rank, 1).backward()
+    return str(raised.value), threading.active_count() - threads
+
+
+def test_a_closed_handle_leaves_no_thread_and_says_so(run_on: Any) -> None:
+    for said, threads in run_on(2, train_after_close):
+        assert "the handle was closed" in said
+        assert threads <= 0

@@ -1,0 +1,235 @@
+"""Saving and going on: the same training, or another number of ranks, and nothing is lost."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
+from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, known_gradient, residuals_of
+
+pytestmark = pytest.mark.processes
+
+Residuals = dict[str, Tensor]
+
+
+class Training:
+    """A model with momentum whose gradients are no integers, and depend on its weights."""
+
+    def __init__(self, comm: Communicator, scheme: str, **wrap: Any) -> None:
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Linear(60, 40), nn.LayerNorm(40))
+        self.rank = comm.rank
+        self.ddp = DistributedDataParallel(layers, **wrap)
+        self.handle = sparcel.attach(self.ddp, scheme, density=0.05)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            data = torch.randn(
+                8, 30, generator=torch.Generator().manual_seed(10 * step + self.rank)
+            )
+            self.optimizer.zero_grad()
+            (self.ddp(data) - data.sum()).square().mean().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.ddp.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sparcel": self.handle.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.ddp.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.handle.load_state_dict(state["sparcel"])
+
+    def end(self) -> dict[str, Tensor]:
+        self.handle.close()
+        return {name: weight.detach() for name, weight in self.ddp.module.named_parameters()}
+
+
+def interrupt(
+    comm: Communicator, folder: Path, scheme: str, kind: str, wrap: dict[str, Any]
+) -> list[dict[str, Tensor]]:
+    """Return the weights of a training that went through, and of one that was interrupted."""
+    through = Training(comm, scheme, **wrap)
+    through.train(range(6))
+    first = Training(comm, scheme, **wrap)
+    first.train(range(3))
+    second = Training(comm, scheme, **wrap)
+    second.train(range(1))  # the optimizer has its state then, and the checkpoint room for it
+    if kind == "dcp":
+        dcp.save(first.state(), checkpoint_id=folder)
+        state = second.state()
+        dcp.load(state, checkpoint_id=folder)
+    else:
+        torch.save(first.state(), folder / f"{comm.rank}.pt")
+        state = torch.load(folder / f"{comm.rank}.pt")
+    first.train(range(3, 5))  # leaves what was saved alone
+    first.end()
+    second.load(state)
+    second.train(range(3, 6))
+    assert second.handle.stats().steps == through.handle.stats().steps == 6
+    return [through.end(), second.end()]
+
+
+# Buckets that DDP lays out in one way before and in another after its first step select in
+# different ways too, so one bucket, or such as DDP never rebuilds.
+NEVER_REBUILT = {**MANY_BUCKETS, "find_unused_parameters": True}
+
+
+@pytest.mark.parametrize("scheme", ["topk", "gtopk", "sparcml"])
+@pytest.mark.parametrize("kind", ["dcp", "torch.save"])
+@pytest.mark.parametrize("wrap", [{}, NEVER_REBUILT], ids=["one bucket", "many buckets"])
+def test_interrupted_training_goes_on_bit_by_bit(
+    run_on: Any, tmp_path: Path, scheme: str, kind: str, wrap: dict[str, Any]
+) -> None:
+    for through, interrupted in run_on(2, interrupt, tmp_path, scheme, kind, wrap):
+        assert through.keys() == interrupted.keys()
+        for name in through:
+            assert torch.equal(through[name], interrupted[name]), name
+
+
+def owe(comm: Communicator, steps: int, folder: Path, gathered: bool = False) -> Residuals:
+    """Save what some steps leave, and return it."""
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
+    handle = sparcel.attach(ddp, "topk")
+    for step in range(steps):
+        ddp(comm.rank, step).backward()
+        ddp.zero_grad()
+    state = handle.state_dict()
+    dcp.save({"sparcel": state}, checkpoint_id=folder / "dcp")
+    torch.save(state, folder / f"{comm.rank}.pt")
+    owed = residuals_of(handle, comm.rank)
+    handle.close()
+    return owed
+
+
+def inherit(comm: Communicator, saved_by: int, folder: Path, kind: str) -> list[Residuals]:
+    """Load what ``saved_by`` ranks left; return it, then what there is after another step."""
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
+    handle = sparcel.attach(ddp, "topk")
+    if kind == "dcp":
+        state = handle.state_dict(saved_by)
+        dcp.load({"sparcel": state}, checkpoint_id=folder / "dcp")
+    else:
+        state = {}
+        for rank in range(saved_by):
+            state.update(torch.load(folder / f"{rank}.pt"))
+    handle.load_state_dict(state)
+    loaded = residuals_of(handle, comm.rank)
+    ddp(comm.rank, 7).backward()
+    after = residuals_of(handle, comm.rank)
+    for name, parameter in ddp.module.named_parameters():
+        if name in after:
+            after[name] += parameter.grad.double().flatten()
+    handle.close()
+    return [loaded, after]
+
+
+def total(ranks: list[Residuals], name: str) -> Tensor:
+    return torch.stack([residuals[name] for residuals in ranks]).sum(0)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "gathered"])
+@pytest.mark.parametrize(("old", "new"), [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (3, 1)])
+def test_another_world_size_inherits_all_that_is_owed(
+    run_on: Any, tmp_path: Path, kind: str, old: int, new: int
+) -> None:
+    owed = run_on(old, owe, 3, tmp_path)
+    loaded, after = zip(*run_on(new, inherit, old, tmp_path, kind), strict=True)
+    for name in LARGE:
+        assert any(residuals[name].any() for residuals in owed)
+        for rank in range(new):
+            parts = [owed[r][name] for r in range(rank, old, new)]
+            expected = sum(parts) if parts else torch.zeros_like(owed[0][name])
+            assert torch.equal(loaded[rank][name], expected)
+        parameter = torch.zeros(SHAPES[name])
+        gradients = [known_gradient(name, parameter, r, 7).double() for r in range(new)]
+        # `after` has the update added on every rank.
+        expected = total(owed, name) + torch.stack(gradients).sum(0).flatten()
+        torch.testing.assert_close(total(list(after), name), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "gathered"])
+def test_saved_before_the_first_step(run_on: Any, tmp_path: Path, kind: str) -> None:
+    run_on(2, owe, 0, tmp_path)
+    for loaded, after in run_on(2, inherit, 2, tmp_path, kind):
+        assert not any(owed.any() for owed in loaded.values())
+        assert any(owed.any() for owed in after.values())
+
+
+def load_wrong(comm: Communicator) -> dict[str, str]:
+    """Return what is said of each bad state, none of which changes anything."""
+    ddp = DistributedDataParallel(Linear())
+    handle = sparcel.attach(ddp, "topk")
+    ddp(comm.rank, 0).backward()
+    good, other = handle.state_dict(), 1 - comm.rank
+    first = f"rank{comm.rank}.first"
+    foreign = {key.replace(f"rank{comm.rank}", f"rank{other}"): good[key] for key in good}
+    bad = {
+        "nothing": {},
+        "a model's state": ddp.module.state_dict() | {"steps": 1, "world_size": 2},
+        "an unknown parameter": {**good, f"rank{comm.rank}.fourth": good[first]},
+        "a small parameter": {**good, f"rank{comm.rank}.bias": torch.zeros(40)},
+        "another size": {**good, first: good[first][1:]},
+        "another rank's": foreign,
+    }
+    before, said = residuals_of(handle, comm.rank), {}
+    for name, state in bad.items():
+        with pytest.raises(InputError) as raised:
+            handle.load_state_dict(state)
+        said[name] = str(raised.value)
+    after = residuals_of(handle, comm.rank)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    handle.close()
+    return said
+
+
+def test_bad_entries_are_named(run_on: Any) -> None:
+    for rank, said in enumerate(run_on(2, load_wrong)):
+        assert "no 'steps'" in said["nothing"]
+        assert "'first' is no entry" in said["a model's state"]
+        assert f"'rank{rank}.fourth' fits no parameter" in said["an unknown parameter"]
+        assert f"'rank{rank}.bias' fits no parameter" in said["a small parameter"]
+        assert f"'rank{rank}.first' has 2559 elements, the parameter 2560" in said["another size"]
+        assert f"of 2 ranks holds nothing of ranks [{rank}]" in said["another rank's"]
+
+
+def save_and_step(comm: Communicator) -> bool:
+    ddp = DistributedDataParallel(Linear())
+    handle = sparcel.attach(ddp, "topk")
+    ddp(comm.rank, 0).backward()
+    saved = handle.state_dict()
+    copies = {key: value.clone() for key, value in saved.items()}
+    ddp(comm.rank, 1).backward()
+    ddp(comm.rank, 2).backward()
+    handle.close()
+    return all(torch.equal(saved[key], copies[key]) for key in saved)
+
+
+def test_a_saved_state_does_not_change_with_training(run_on: Any) -> None:
+    assert run_on(2, save_and_step) == [True, True]
+
+
+def dense_state(comm: Communicator) -> list[str]:
+    handle = sparcel.attach(DistributedDataParallel(Linear()), "dense")
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    handle.close()
+    return sorted(state)
+
+
+def test_a_dense_scheme_has_nothing_to_save(run_on: Any) -> None:
+    assert run_on(2, partial(dense_state)) == [["steps", "world_size"]] * 2

@@ -1,0 +1,229 @@
+"""Failures: every survivor raises what really happened, and keeps its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+from sparcel.comm import Communicator
+from sparcel.errors import CommunicationError
+from sparcel.schemes import TopK
+from tests.ddp.models import (
+    LARGE,
+    MANY_BUCKETS,
+    Linear,
+    gradient_sums,
+    observe,
+    residuals_of,
+)
+from tests.workers import run_apart
+
+pytestmark = pytest.mark.processes
+
+
+@dataclass
+class Broken:
+    """A step that failed: what was raised, and the memory around it."""
+
+    error: Exception | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+
+def assert_memory_kept(broken: Broken) -> None:
+    assert broken.steps == 2
+    assert broken.before.keys() == broken.after.keys() == set(LARGE)
+    for name in LARGE:
+        assert broken.before[name].any()
+        assert torch.equal(broken.before[name], broken.after[name])
+
+
+def attempt(comm: Communicator, ddp: DistributedDataParallel, handle: Any, trouble: Any) -> Broken:
+    """Do two steps, and a third one with ``trouble`` in the backward pass of the second tensor."""
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(comm.rank, step).backward()
+    broken = Broken(before=residuals_of(handle, comm.rank))
+    ddp.module.second.register_hook(lambda gradient: trouble())
+    try:
+        ddp(comm.rank, 2).backward()
+    except Exception as error:
+        broken.error = error
+    broken.after, broken.steps = residuals_of(handle, comm.rank), handle.stats().steps
+    return broken
+
+
+def no_trouble() -> None:
+    """Let the backward pass go on."""
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_error() -> None:
+    raise LookupError("a user's mistake")
+
+
+def train_with_trouble(comm: Communicator, trouble: Any, rank: int, scheme: str) -> Broken:
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
+    handle = sparcel.attach(ddp, scheme)
+    return attempt(comm, ddp, handle, trouble if comm.rank == rank else no_trouble)
+
+
+@pytest.mark.parametrize("scheme", ["topk", "gtopk"])
+def test_survivors_of_a_killed_rank_raise_and_keep_their_memory(scheme: str) -> None:
+    outcomes = run_apart(3, train_with_trouble, killed, 1, scheme, timeout=30)
+    assert outcomes[1].died == -signal.SIGKILL
+    for rank in (0, 2):
+        broken = outcomes[rank].result
+        assert type(broken.error) is CommunicationError
+        assert "rank 1" in str(broken.error)
+        assert_memory_kept(broken)
+
+
+def test_a_rank_whose_backward_raises_is_missed_after_the_timeout() -> None:
+    outcomes = run_apart(2, train_with_trouble, raise_error, 1, "topk", timeout=3)
+    assert type(outcomes[1].result.error) is LookupError
+    assert type(outcomes[0].result.error) is CommunicationError
+    assert "rank 1" in str(outcomes[0].result.error)
+    for outcome in outcomes:
+        assert_memory_kept(outcome.result)
+
+
+class Broke(TopK):
+    """Fails on rank 1 when it has done two steps."""
+
+    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+        if self.steps == 2 and comm.rank == 1:
+            raise LookupError("a scheme's mistake")
+        return super().begin(gradient, comm, out)
+
+
+def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
+    """Break off a step, then wrap and attach anew with the old memory, and do the step again."""
+    model = Linear()
+    ddp = DistributedDataParallel(model, **MANY_BUCKETS)
+    handle = sparcel.attach(ddp, scheme)
+    broken = attempt(comm, ddp, handle, trouble)
+    with pytest.raises(RuntimeError):  # DDP's own way to say that it cannot go on
+        ddp(comm.rank, 2).backward()
+    state = handle.state_dict()
+    handle.close()
+
+    weights = Linear()
+    ddp = DistributedDataParallel(weights, **MANY_BUCKETS)
+    handle = sparcel.attach(ddp, "topk")
+    handle.load_state_dict(state)
+    ddp(comm.rank, 2).backward()
+    after = residuals_of(handle, comm.rank)
+    handle.close()
+    return {"broken": broken, "update": observe(ddp), "after": after}
+
+
+class BrokeAtOnce(TopK):
+    """Fails on rank 1 in its first step."""
+
+    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+        if comm.rank == 1:
+            raise LookupError("a scheme's mistake")
+        return super().begin(gradient, comm, out)
+
+
+def fail_at_once(comm: Communicator, wrap: dict[str, Any]) -> Exception:
+    ddp = DistributedDataParallel(Linear(), **wrap)
+    handle = sparcel.attach(ddp, BrokeAtOnce())
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # its type is what the test is about
+        ddp(comm.rank, 0).backward()
+    handle.close()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=["dynamic", "static", "unused"],
+)
+def test_the_first_step_can_fail_as_well(run_on: Any, wrap: dict[str, Any]) -> None:
+    first, second = run_on(2, fail_at_once, wrap)
+    assert type(first) is CommunicationError
+    assert "rank 1 failed: LookupError: a scheme's mistake" in str(first)
+    assert type(second) is LookupError
+
+
+@pytest.mark.parametrize(
+    ("trouble", "scheme"),
+    [(raise_error, "topk"), (no_trouble, Broke())],
+    ids=["the backward pass", "a scheme"],
+)
+def test_what_broke_off_can_be_taken_up_again(run_on: Any, trouble: Any, scheme: Any) -> None:
+    ranks = run_on(2, partial(recover, trouble=trouble, scheme=scheme))
+    for rank, result in enumerate(ranks):
+        error = result["broken"].error
+        if trouble is raise_error or rank == 1:
+            assert type(error) is LookupError
+            assert "mistake" in str(error)
+        else:
+            assert type(error) is CommunicationError
+            assert "rank 1 failed: LookupError: a scheme's mistake" in str(error)
+        assert_memory_kept(result["broken"])
+    done, all_steps = gradient_sums(2, passes=2), gradient_sums(2, passes=3)
+    for name in LARGE:
+        before = sum(result["broken"].before[name] for result in ranks)
+        after = sum(result["after"][name] for result in ranks)
+        step = all_steps[name] - done[name]
+        assert torch.equal(2 * ranks[0]["update"][name] + after, before + step)
+
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import sparcel
+
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+model = DistributedDataParallel(torch.nn.Linear(40, 40))
+handle = sparcel.attach(model, "topk")
+for _ in range(3):
+    model(torch.ones(2, 40)).sum().backward()
+if sys.argv[3] == "close":
+    handle.close()
+    dist.destroy_process_group()
+if sys.argv[3] == "destroy":
+    dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "destroy", "leave"])
+def test_processes_end_cleanly(tmp_path: Any, how: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    meeting = f"file://{tmp_path / 'meeting'}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, meeting, str(rank), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        out, errors = process.communicate(timeout=240)
+        assert (process.returncode, out) == (0, "done\n"), errors
+        assert "Traceback" not in errors
