@@ -1,0 +1,200 @@
+"""Reduction of many streams, and entries into dense vectors."""
+
+from functools import reduce as fold
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.errors import InputError
+from sparcel.kernels import reference
+from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
+from tests.kernels.paths import using
+from tests.strategies import CIRCLE, DTYPES, same_bits
+
+BUILT_IN = (SUM, PRODUCT, MIN, MAX)
+Pair = tuple[Tensor, Tensor]
+
+
+def random_streams(
+    count: int,
+    most: int,
+    size: int,
+    dtype: torch.dtype,
+    width: int | None = None,
+    seed: int = 0,
+) -> list[Pair]:
+    """Make streams whose sums depend on their order: values are not small integers here."""
+    generator = torch.Generator().manual_seed(seed)
+    streams = []
+    for _ in range(count):
+        nnz = int(torch.randint(0, most + 1, (), generator=generator))
+        indices = torch.randint(0, size, (nnz,), generator=generator).unique()
+        shape = (indices.numel(),) if width is None else (indices.numel(), width)
+        values = torch.randn(shape, generator=generator) * 100
+        streams.append((indices.to(kernels.index_dtype(size)), values.to(dtype)))
+    return streams
+
+
+@st.composite
+def stream_lists(draw: st.DrawFn) -> list[Pair]:
+    """Draw streams over index spaces from crowded to nearly empty."""
+    return random_streams(
+        draw(st.integers(1, 20)),
+        draw(st.sampled_from([0, 1, 5, 200])),
+        draw(st.sampled_from([1, 10, 64, 1000, 2**17 + 1, 10**6, 2**31 - 1, 2**40])),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from([None, None, 1, 3])),
+        draw(st.integers(0, 99)),
+    )
+
+
+@given(stream_lists(), st.sampled_from(BUILT_IN))
+def test_merge_is_the_reference(streams: list[Pair], op: Op) -> None:
+    before = [(indices.clone(), values.clone()) for indices, values in streams]
+    merged, expected = kernels.merge(streams, op), reference.merge(streams, op)
+    assert same_bits(merged[0], expected[0])
+    assert same_bits(merged[1], expected[1])
+    for (indices, values), (old_indices, old_values) in zip(streams, before, strict=True):
+        assert same_bits(indices, old_indices)
+        assert same_bits(values, old_values)
+
+
+@given(stream_lists(), st.sampled_from([*BUILT_IN, CIRCLE]))
+def test_reference_folds_from_left_to_right(streams: list[Pair], op: Op) -> None:
+    contributions: dict[int, list[Tensor]] = {}
+    for indices, values in streams:
+        for index, value in zip(indices.tolist(), values, strict=True):
+            contributions.setdefault(index, []).append(reference.widen(value))
+    dtype = streams[0][1].dtype
+    indices, values = reference.merge(streams, op)
+    assert indices.tolist() == sorted(contributions)
+    for index, value in zip(indices.tolist(), values, strict=True):
+        assert same_bits(value, fold(op.function, contributions[index]).to(dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 64, 1024])
+def test_many_entries(count: int, threads: int) -> None:
+    # Small index spaces crowd them, large ones leave most windows empty.
+    for size in (60_000, 2_000_000, 2**31 - 1):
+        streams = random_streams(count, 1_600_000 // count, size, torch.float32)
+        with using("portable", threads):
+            merged = kernels.merge(streams, SUM)
+        expected = reference.merge(streams, SUM)
+        assert same_bits(merged[0], expected[0])
+        assert same_bits(merged[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 5])
+def test_every_half_survives_its_way_through_float32(dtype: torch.dtype, count: int) -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    every = every[~every.isnan()]  # payloads of NaN are nobody's promise
+    index = torch.arange(every.numel(), dtype=torch.int32)
+    others = [(index[:0], every[:0])] * (count - 1)
+    merged = kernels.merge([(index, every), *others], SUM)
+    assert same_bits(merged[1], every)
+    # And sums of all kinds of them are rounded as torch rounds.
+    streams = [(index, every.roll(17 * shift)) for shift in range(count)]
+    kept = ~reference.merge(streams, SUM)[1].isnan()
+    assert same_bits(kernels.merge(streams, SUM)[1][kept], reference.merge(streams, SUM)[1][kept])
+
+
+def test_halves_are_rounded_once() -> None:
+    index = torch.zeros(1, dtype=torch.int32)
+    # 2048 + 1 + 1 in float16: rounding after each step would stay at 2048.
+    streams = [(index, torch.tensor([v], dtype=torch.float16)) for v in (2048, 1, 1)]
+    assert kernels.merge(streams, SUM)[1].item() == 2050
+
+
+@pytest.mark.parametrize("op", [MIN, MAX])
+def test_nan_wins_every_comparison(op: Op) -> None:
+    index = torch.zeros(1, dtype=torch.int32)
+    for values in ((1.0, torch.nan), (torch.nan, 1.0), (2.0, torch.nan, 1.0)):
+        streams = [(index, torch.tensor([value])) for value in values]
+        assert kernels.merge(streams, op)[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("op", [SUM, PRODUCT])
+def test_integers_wrap(dtype: torch.dtype, op: Op) -> None:
+    most = torch.tensor([torch.iinfo(dtype).max], dtype=dtype)
+    index = torch.zeros(1, dtype=torch.int32)
+    assert torch.equal(
+        kernels.merge([(index, most)] * 3, op)[1], reference.merge([(index, most)] * 3, op)[1]
+    )
+
+
+def test_streams_must_agree() -> None:
+    index = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(InputError, match="at least one stream"):
+        kernels.merge([], SUM)
+    with pytest.raises(ValueError, match="same dtypes"):
+        kernels.merge([(index, torch.ones(1)), (index, torch.ones(1).double())], SUM)
+    with pytest.raises(ValueError, match="one value"):
+        kernels.merge([(index, torch.ones(2))], SUM)
+
+
+@given(stream_lists(), st.sampled_from([*BUILT_IN, CIRCLE]), st.integers(0, 99))
+def test_scatter_reduce_is_the_reference(streams: list[Pair], op: Op, seed: int) -> None:
+    indices, values = streams[0]
+    if indices.numel() and indices[-1] > 10**6:
+        indices = indices % 10**6
+        indices, values = indices.unique(), values[: indices.unique().numel()]
+    size = int(indices.max()) + 1 if indices.numel() else 1
+    generator = torch.Generator().manual_seed(seed)
+    dense = (torch.randn((size, *values.shape[1:]), generator=generator) * 10).to(values.dtype)
+    expected = dense.clone()
+    kernels.scatter_reduce(dense, indices, values, op)
+    reference.scatter_reduce(expected, indices, values, op)
+    assert same_bits(dense, expected)
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.sampled_from([1.0, 0.5, 1 / 3, -7.0]))
+def test_scatter_is_the_reference(dense: torch.dtype, given: torch.dtype, scale: float) -> None:
+    indices = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    values = torch.tensor([1.5, -2.25, 100.0, 7.0]).to(given)
+    if not dense.is_floating_point:
+        scale = 1.0
+    vectors = torch.ones(10, dtype=dense), torch.ones(10, dtype=dense)
+    kernels.scatter(vectors[0], indices, values, scale)
+    reference.scatter(vectors[1], indices, values, scale)
+    assert same_bits(*vectors)
+
+
+def test_scatter_refuses_what_it_cannot_do() -> None:
+    index = torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(InputError, match="scale must be 1"):
+        kernels.scatter(torch.zeros(4, dtype=torch.int32), index, torch.ones(1).int(), 0.5)
+    for bad in (4, -1):
+        with pytest.raises(IndexError):
+            kernels.scatter(torch.zeros(4), torch.tensor([bad]), torch.ones(1))
+
+
+@given(st.lists(st.integers(-2, 12), max_size=8), st.sampled_from([torch.int32, torch.int64]))
+def test_check_indices_finds_the_first_wrong_one(listed: list[int], dtype: torch.dtype) -> None:
+    size = 10
+    previous, expected = -1, -1
+    for position, index in enumerate(listed):
+        if not previous < index < size:
+            expected = position
+            break
+        previous = index
+    assert kernels.check_indices(torch.tensor(listed, dtype=dtype), size) == expected
+
+
+@pytest.mark.parametrize("position", [0, 1, 1022, 1023, 1024, 1025, 2048, 4999])
+def test_check_indices_looks_everywhere(position: int) -> None:
+    indices = torch.arange(5000, dtype=torch.int32) * 2
+    assert kernels.check_indices(indices, 9999) == -1
+    assert kernels.check_indices(indices, 9998) == 4999
+    for wrong in (-1, 10**6, int(indices[position - 1]) if position else -5):
+        changed = indices.clone()
+        changed[position] = wrong
+        found = kernels.check_indices(changed, 9999)
+        assert found == reference.check_indices(changed, 9999)
+        assert found == position

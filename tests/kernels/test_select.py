@@ -1,0 +1,133 @@
+"""Selection: the definition, and every compiled path against it."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.errors import InputError
+from sparcel.kernels import reference
+from tests.kernels.paths import ISAS, KINDS, LENGTHS, Case, cases, counts, isas, using
+from tests.strategies import FLOATS, same_bits
+
+
+def by_definition(x: Tensor, k: int) -> list[int]:
+    """Sort by magnitude, ties by index, and leave zeros out."""
+    magnitudes = reference.magnitude_bits(x).tolist()
+    order = sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))
+    return sorted(i for i in order[:k] if magnitudes[i])
+
+
+def assert_same(selected: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    assert same_bits(selected[0], expected[0])
+    assert same_bits(selected[1], expected[1])
+
+
+@given(st.data(), cases())
+def test_reference_selects_what_the_definition_says(data: st.DataObject, case: Case) -> None:
+    x = case.vector()[:600]
+    k = data.draw(counts(x.numel()))
+    indices, values = reference.topk(x, k)
+    assert indices.tolist() == by_definition(x, k)
+    assert same_bits(values, x[indices.long()])
+    assert indices.dtype == torch.int32
+
+
+@given(st.data(), isas, cases())
+def test_topk_is_the_reference(data: st.DataObject, isa: str, case: Case) -> None:
+    x = case.vector()
+    before = x.clone()
+    k = data.draw(counts(x.numel()))
+    with using(isa):
+        assert_same(kernels.topk(x, k), reference.topk(x, k))
+    assert same_bits(x, before)
+
+
+@given(st.data(), isas, cases(), st.sampled_from([1, 2, 15, 16, 17, 64, 100, 512, 5000]))
+def test_chunks_are_selected_one_by_one(
+    data: st.DataObject, isa: str, case: Case, chunk: int
+) -> None:
+    x = case.vector()
+    k = data.draw(counts(chunk))
+    with using(isa):
+        selected = kernels.topk_chunked(x, k, chunk)
+    assert_same(selected, reference.topk_chunked(x, k, chunk))
+    expected = [
+        start + index
+        for start in range(0, x.numel(), chunk)
+        for index in kernels.topk(x[start : start + chunk], k)[0].tolist()
+    ]
+    assert selected[0].tolist() == expected
+
+
+@given(isas, cases(), st.sampled_from([0.0, 1e-8, 0.5, 1.0, 2.5, 3.3, 1e30, float("inf")]))
+def test_threshold_is_the_reference(isa: str, case: Case, threshold: float) -> None:
+    x = case.vector()
+    with using(isa):
+        selected = kernels.threshold_select(x, threshold)
+    assert_same(selected, reference.threshold_select(x, threshold))
+
+
+def test_threshold_is_reached_from_both_sides_and_zeros_never_reach() -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -2.0, 2.0, torch.nan])
+    assert kernels.threshold_select(x, 2.0)[0].tolist() == [3, 4, 5]
+    assert kernels.threshold_select(x, 0.0)[0].tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_length_at_every_alignment(isa: str, dtype: torch.dtype) -> None:
+    with using(isa):
+        for length in LENGTHS[:80]:
+            for misaligned in (False, True):
+                x = Case("few values", length, dtype, length, misaligned).vector()
+                assert_same(kernels.topk(x, length // 2), reference.topk(x, length // 2))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> None:
+    x = Case(kind, 800_007, torch.float32, seed=1).vector()
+    with using(isa, threads):
+        for k in (1, 800, 8000):
+            assert_same(kernels.topk(x, k), reference.topk(x, k))
+        assert_same(kernels.topk_chunked(x, 5, 512), reference.topk_chunked(x, 5, 512))
+        long = 200_001  # chunks that are sampled one by one
+        assert_same(kernels.topk_chunked(x, 777, long), reference.topk_chunked(x, 777, long))
+        selected = kernels.threshold_select(x, 0.7)
+        assert_same(selected, reference.threshold_select(x, 0.7))
+
+
+@pytest.mark.parametrize("run", [1, 40, 1000, 30_000])
+@pytest.mark.parametrize("start", [0, 123_457, 600_000])
+def test_samples_that_see_too_much_or_too_little(run: int, start: int) -> None:
+    # Whatever was sampled of a short run of large values, the selection is exact.
+    x = Case("normal", 800_000, torch.float32, seed=2).vector()
+    x[start : start + run] *= 1e6
+    for k in (run // 2 + 1, run, run + 1, 2 * run + 100):
+        assert_same(kernels.topk(x, k), reference.topk(x, k))
+
+
+def test_tiny_values_after_huge_ones_lower_the_threshold() -> None:
+    # The threshold that a chunk hands to the next is wrong by 60 powers of two.
+    x = torch.cat([torch.full((512,), 2.0**60), torch.randn(512), torch.full((512,), 2.0**-60)])
+    assert_same(kernels.topk_chunked(x, 7, 512), reference.topk_chunked(x, 7, 512))
+
+
+def test_a_vector_that_requires_grad_is_read() -> None:
+    x = torch.tensor([1.0, -3.0, 2.0], requires_grad=True)
+    assert kernels.topk(x, 1)[1].tolist() == [-3.0]
+
+
+def test_indices_grow_with_the_size() -> None:
+    assert kernels.index_dtype(2**31 - 1) == torch.int32
+    assert kernels.index_dtype(2**31) == torch.int64
+
+
+@pytest.mark.parametrize("call", [lambda x: kernels.topk(x, -1), lambda x: kernels.topk(x[::2], 1)])
+def test_wrong_arguments_are_refused(call: object) -> None:
+    with pytest.raises((InputError, TypeError)):
+        call(torch.ones(8))  # type: ignore[operator]
