@@ -1,4 +1,4 @@
-"""The plain format and the header: round trips, bounds, and messages that are not what they seem."""
+"""The plain format and the header: round trips, bounds, messages that are not what they seem."""
 
 import struct
 
@@ -229,5 +229,5 @@ def test_another_version_asks_for_one_release_on_every_rank():
     ids=str,
 )
 def test_a_stream_of_another_kind_than_the_one_due_is_a_mismatch(like):
-    with pytest.raises(MismatchError, match="size 40, torch.float32, width None, where one of"):
+    with pytest.raises(MismatchError, match=r"size 40, torch\.float32, width None, where one of"):
         formats.decode(formats.encode(BASE), like)

@@ -203,7 +203,7 @@ class SimulatedCommunicator(Communicator):
         try:
             handle.future.set_result(self.run(job))
         except Exception as error:
-            handle.future.set_exception(error)
+            handle.future.set_exception(error)  # type: ignore[arg-type]  # as for a result
         return handle
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparcel.collectives import gtopk
+from sparcel.collectives.gtopk import gtopk
 from sparcel.comm import Communicator
 from sparcel.errors import known
 from sparcel.schemes.base import Sparsifier, check_density, count_for

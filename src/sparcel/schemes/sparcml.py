@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparcel.collectives import quantized_split_allgather, split_allgather
+from sparcel.collectives.split_allgather import quantized_split_allgather, split_allgather
 from sparcel.comm import Communicator
 from sparcel.formats import Qsgd
 from sparcel.schemes.base import Sparsifier, check_density
