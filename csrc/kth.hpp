@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
+#include <cmath>
 
 #include "buffer.hpp"
 #include "simd/bits.hpp"
@@ -12,8 +12,7 @@ namespace sparcel {
 
 namespace detail {
 
-constexpr int kDigitBits = 11;
-constexpr size_t kFewKeys = 256;
+constexpr int kMostDigitBits = 11;
 
 // Up to this many keys, comparing all with all beats every cleverer way: nothing branches.
 constexpr size_t kCompareAll = 32;
@@ -31,6 +30,19 @@ Key kth_of_few(const Key* keys, size_t count, size_t k, Key mask) {
         if (above < k) kth = std::min(kth, magnitudes[i]);
     }
     return kth;
+}
+
+constexpr size_t kFewSamples = 16;
+
+// A magnitude that a few more than k of key(0) … key(count - 1) reach, going by a small sample of
+// them evenly spread; 0 where k is too much to tell.
+template <class Key, class Read>
+Key sampled_limit(const Read& key, size_t count, size_t k, Key mask) {
+    Key sample[kFewSamples];
+    for (size_t i = 0; i < kFewSamples; ++i) sample[i] = key(i * count / kFewSamples);
+    const double expected = double(k) * kFewSamples / double(count);
+    const auto rank = size_t(expected + 2 * std::sqrt(expected) + 2);
+    return rank < kFewSamples ? kth_of_few(sample, kFewSamples, rank, mask) : 0;
 }
 
 template <class Key>
@@ -55,14 +67,16 @@ Range<Key> magnitude_range(const Key* keys, size_t count, Key mask) {
 // caller keeps between calls.
 template <class Key>
 Key kth_magnitude(const Key* keys, size_t count, size_t k, Key mask, Buffer<Key>& spare) {
-    if (count <= detail::kCompareAll) return detail::kth_of_few(keys, count, k, mask);
     if (spare.capacity() < count) spare.resize(count);
     Key* candidates = spare.data();
-    while (count > detail::kFewKeys) {
+    while (count > detail::kCompareAll) {
         const auto [low, high] = detail::magnitude_range(keys, count, mask);
         if (low == high) return low;
-        const int shift = std::max(0, int(std::bit_width(Key(high - low))) - detail::kDigitBits);
-        uint32_t histogram[size_t{1} << detail::kDigitBits] = {};
+        // Few keys are not worth a histogram that takes longer to clear than to fill.
+        const int digit_bits = std::min(detail::kMostDigitBits, int(std::bit_width(count)) - 1);
+        const int shift = std::max(0, int(std::bit_width(Key(high - low))) - digit_bits);
+        uint32_t histogram[size_t{1} << detail::kMostDigitBits];
+        std::fill_n(histogram, size_t{1} << digit_bits, 0);
         for (size_t i = 0; i < count; ++i) ++histogram[((keys[i] & mask) - low) >> shift];
         size_t digit = size_t((high - low) >> shift);
         while (k > histogram[digit]) k -= histogram[digit--];
@@ -75,9 +89,7 @@ Key kth_magnitude(const Key* keys, size_t count, size_t k, Key mask, Buffer<Key>
         keys = candidates;
         count = kept;
     }
-    for (size_t i = 0; i < count; ++i) candidates[i] = keys[i] & mask;
-    std::nth_element(candidates, candidates + (k - 1), candidates + count, std::greater<Key>());
-    return candidates[k - 1];
+    return detail::kth_of_few(keys, count, k, mask);
 }
 
 }  // namespace sparcel

@@ -9,19 +9,36 @@ namespace detail {
 // Longer chunks than this are sampled; shorter ones learn their threshold from those before.
 constexpr size_t kSampledChunk = size_t{1} << 16;
 
+// Chunks that are sampled once their predecessors have misled.
+constexpr int kSampledChunks = 16;
+
 // Follows the threshold from chunk to chunk, so that a few more than k survive: on data without
 // order, as many more that one chunk in twenty or so has to be read twice.
 template <class Key>
 class Follower {
   public:
     // `step` is the distance of a factor of two between magnitudes, as bits.
-    Follower(size_t k, Key step) : step_(step), target_(k + 2 * size_t(std::sqrt(k)) + 1) {}
+    Follower(size_t k, Key step) : k_(k), step_(step), target_(k + 2 * size_t(std::sqrt(k)) + 1) {}
 
-    Key guess() const { return guess_; }
+    // The threshold for [begin, end): what the chunks before suggest, unless that let far too much
+    // through lately, as where values rise or fall. Then a few of the chunk's own tell more.
+    template <class Source>
+    Key guess(const Source& source, size_t begin, size_t end) const {
+        if (sampling_ == 0 || end - begin < 2 * kFewSamples) return guess_;
+        const Key mask = Bits<typename Source::Word>::magnitude;
+        const auto key = [&](size_t i) { return source.at(begin + i); };
+        return std::max<Key>(1, sampled_limit<Key>(key, end - begin, k_, mask));
+    }
 
-    void learn(size_t survived, const Cut<Key>& cut, bool repeated) {
+    void learn(size_t survived, size_t length, const Cut<Key>& cut, bool repeated) {
+        const bool crowded = survived > std::max(4 * target_, length / 4);
+        if (crowded) {
+            sampling_ = kSampledChunks;
+        } else if (sampling_ > 0) {
+            --sampling_;
+        }
         const bool known = cut.kth > 0;  // else no more than k survived
-        if (known && (repeated || survived > 4 * target_)) {
+        if (known && (repeated || crowded)) {
             guess_ = lowered(cut.kth, step_ / 8);
         } else if (survived > target_) {
             guess_ = std::min<Key>(guess_ + step_ / 64, cut.kth);
@@ -33,9 +50,11 @@ class Follower {
     static Key lowered(Key threshold, Key by) { return threshold > by + 1 ? threshold - by : 1; }
 
   private:
+    size_t k_;
     Key step_;
     size_t target_;
     Key guess_ = 1;
+    int sampling_ = 0;  // chunks that are still to be sampled
 };
 
 // Finds at least min(k, nnz) of one chunk, beginning at `guess`, and tells whether it took more
@@ -83,11 +102,12 @@ Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storag
             const size_t end = std::min(n, begin + chunk);
             const Key guess = chunk > detail::kSampledChunk
                                   ? detail::guess_threshold(first, begin, end, k, 1).threshold
-                                  : follower.guess();
+                                  : follower.guess(first, begin, end);
             const bool repeated =
                 detail::scan_chunk(first, again, begin, end, k, guess, step, survivors);
+            const size_t survived = survivors.count;
             auto cut = survivors.find_cut(k);
-            follower.learn(survivors.count, cut, repeated);
+            follower.learn(survived, end - begin, cut, repeated);
             const size_t room = std::min(k, survivors.count);
             counts[task] +=
                 survivors.write(cut, indices + counts[task], values + counts[task], room);

@@ -79,7 +79,10 @@ class Survivors {
     }
 
     // Picks the k largest, or all where there are no more.
-    Cut<Key> find_cut(size_t k) { return cut_of(keys(), count, k, spare_); }
+    Cut<Key> find_cut(size_t k) {
+        if (count > detail::kCompareAll && k < count / 8) thin_out(k);
+        return cut_of(keys(), count, k, spare_);
+    }
 
     static Cut<Key> cut_of(const Key* keys, size_t count, size_t k, Buffer<Key>& spare) {
         if (count <= k) return {0, 0};
@@ -100,6 +103,23 @@ class Survivors {
     }
 
   private:
+    // Where many more survived than can be picked, drops most of those that cannot, by the same
+    // trick again: the magnitude that a few more than k of a sample's share reach.
+    void thin_out(size_t k) {
+        const auto sampled = [&](size_t i) { return keys_[i]; };
+        const Key limit = detail::sampled_limit<Key>(sampled, count, k, mask);
+        size_t reaching = 0;
+        for (size_t i = 0; i < count; ++i) reaching += (keys_[i] & mask) >= limit;
+        if (reaching < k || reaching > count / 2) return;
+        size_t kept = 0;
+        for (size_t i = 0; i < count; ++i) {
+            keys_[kept] = keys_[i];
+            positions_[kept] = positions_[i];
+            kept += (keys_[i] & mask) >= limit;
+        }
+        count = kept;
+    }
+
     // Calls move(from, to) for those that the cut picks and returns how many. Every entry is moved,
     // and only those that are picked keep their place, so that nothing branches on the data.
     template <class Move>
