@@ -50,6 +50,7 @@ def test_it_compares_and_writes_the_results(rate: str, tmp_path: Path) -> None:
     assert ("loopback" in output) == (rate == "none")
     assert str(tmp_path / "run.json") in output.replace("\n", "")
     results = json.loads((tmp_path / "run.json").read_text())
+    assert f"--nodes 2 --rate {'none' if rate == 'none' else '1000mbit'}" in results["command"]
     rows = {row["method"]: row for row in results["methods"]}
     assert list(rows) == ["dense fp32", "dense bf16", "topk"]
     assert results["parameters"] >= 5_000_000

@@ -113,6 +113,20 @@ def _follow(
     return Outcome([rows[name] for name in names], reports[names[0]][0]["parameters"])
 
 
+def _command(network: Network, data: str, settings: Settings) -> str:
+    """Return the command that repeats a run, with the data's name for its path."""
+    options = {
+        "nodes": network.nodes,
+        "rate": f"{network.link.rate_bits_per_s / 1e6:g}mbit" if network.link else "none",
+        **({} if settings.data is None else {"data": data}),
+        "steps": settings.steps,
+        "seed": settings.seed,
+        "schemes": ",".join(settings.schemes),
+        "density": settings.density,
+    }
+    return " ".join(["sparcel demo", *(f"--{name} {value}" for name, value in options.items())])
+
+
 def write_json(
     path: Path, network: Network, data: str, settings: Settings, outcome: Outcome
 ) -> None:
@@ -121,6 +135,7 @@ def write_json(
     ``data`` is the data's name, which stands for the path: that says much about its owner.
     """
     document = {
+        "command": _command(network, data, settings),
         "versions": {name: version(name) for name in ("sparcel", "torch")},
         "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "network": network.description,
