@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import sparcel
-from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.comm import Communicator, TorchCommunicator, Traffic
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.ddp.models import LARGE, SHAPES, Linear, residuals_of, train
 
@@ -122,34 +124,36 @@ def test_ranks_that_attach_different_things_are_told(run_on: Any, what: str) -> 
     assert "ranks [0, 2] attach something else than rank 1" in said[1]
 
 
-def compare_with_counter(comm: Communicator) -> tuple[dict[str, int], sparcel.ddp.Stats]:
+def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Traffic]:
+    """Return the statistics of three steps, and what the communicator counted of them."""
     own = TorchCommunicator.of(dist.group.WORLD)
-    own.run(lambda: own.gather_numbers(comm.rank))  # what came before does not count
-    before = (own.traffic.messages_sent, own.traffic.bytes_sent, own.traffic.bytes_received)
     ddp = DistributedDataParallel(Linear())
     handle = sparcel.attach(ddp, "topk", group=own, density=0.05)
-    attached = (own.traffic.messages_sent, own.traffic.bytes_sent, own.traffic.bytes_received)
+    before = replace(own.traffic)
+    assert before.bytes_sent > 0  # attach compares what the ranks attach: that does not count
     for step in range(3):
         ddp.zero_grad()
         ddp(comm.rank, step).backward()
     stats = handle.stats()
+    counted = Traffic(
+        messages_sent=own.traffic.messages_sent - before.messages_sent,
+        bytes_sent=own.traffic.bytes_sent - before.bytes_sent,
+        bytes_received=own.traffic.bytes_received - before.bytes_received,
+    )
     handle.close()
-    assert not own.closed
-    assert own.run(lambda: own.gather_numbers(5)) == [5, 5]
-    assert attached > before
-    assert stats.messages_sent == own.traffic.messages_sent - attached[0] - 1
-    assert stats.bytes_sent == own.traffic.bytes_sent - attached[1] - 8
-    assert stats.bytes_received == own.traffic.bytes_received - attached[2] - 8
+    assert own.run(lambda: own.gather_numbers(5)) == [5, 5]  # it is the user's to close
     own.close()
-    return {"messages": stats.messages_sent}, stats
+    return stats, counted
 
 
 def test_stats(run_on: Any) -> None:
     coordinates = sum(torch.zeros(shape).numel() for shape in SHAPES.values())
     selected = -(-coordinates * 5 // 100)
-    for counted, stats in run_on(2, compare_with_counter):
+    for stats, counted in run_on(2, train_on_own_communicator):
         assert stats.steps == 3
-        assert counted["messages"] == 3 * 2
+        assert stats.messages_sent == counted.messages_sent == 3 * 2
+        assert stats.bytes_sent == counted.bytes_sent > 3 * 8 * selected
+        assert stats.bytes_received == counted.bytes_received > 3 * 8 * selected
         assert stats.density_before == selected / coordinates
         assert stats.density_before <= stats.density_after <= 2 * stats.density_before
         assert stats.select_seconds > 0
@@ -210,3 +214,20 @@ def test_a_closed_handle_leaves_no_thread_and_says_so(run_on: Any) -> None:
     for said, threads in run_on(2, train_after_close):
         assert "the handle was closed" in said
         assert threads <= 0
+
+
+def forget(comm: Communicator) -> list[bool]:
+    threads = set(threading.enumerate())
+    ddp = DistributedDataParallel(Linear())
+    handle = sparcel.attach(ddp, "topk")
+    ddp(comm.rank, 0).backward()
+    new = [thread for thread in threading.enumerate() if thread not in threads]
+    assert [thread.name for thread in new] == ["sparcel"]
+    del ddp, handle
+    gc.collect()
+    new[0].join(60)
+    return [thread.is_alive() for thread in new]
+
+
+def test_a_model_that_is_forgotten_leaves_no_thread(run_on: Any) -> None:
+    assert run_on(2, forget) == [[False]] * 2

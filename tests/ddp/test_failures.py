@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,13 +52,22 @@ def assert_memory_kept(broken: Broken) -> None:
         assert torch.equal(broken.before[name], broken.after[name])
 
 
-def attempt(comm: Communicator, ddp: DistributedDataParallel, handle: Any, trouble: Any) -> Broken:
-    """Do two steps, and a third one with ``trouble`` in the backward pass of the second tensor."""
+def attempt(
+    comm: Communicator,
+    ddp: DistributedDataParallel,
+    handle: sparcel.ddp.Handle,
+    trouble: Callable[[], None],
+    place: str = "second",
+) -> Broken:
+    """Do two steps, and a third one with ``trouble`` in the backward pass, at ``place``.
+
+    At "third" no bucket is ready, at "second" one of three.
+    """
     for step in range(2):
         ddp.zero_grad()
         ddp(comm.rank, step).backward()
     broken = Broken(before=residuals_of(handle, comm.rank))
-    ddp.module.second.register_hook(lambda gradient: trouble())
+    ddp.module.get_parameter(place).register_hook(lambda gradient: trouble())
     try:
         ddp(comm.rank, 2).backward()
     except Exception as error:
@@ -78,10 +88,16 @@ def raise_error() -> None:
     raise LookupError("a user's mistake")
 
 
-def train_with_trouble(comm: Communicator, trouble: Any, rank: int, scheme: str) -> Broken:
+def train_with_trouble(
+    comm: Communicator,
+    trouble: Callable[[], None],
+    rank: int,
+    scheme: str = "topk",
+    place: str = "second",
+) -> Broken:
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     handle = sparcel.attach(ddp, scheme)
-    return attempt(comm, ddp, handle, trouble if comm.rank == rank else no_trouble)
+    return attempt(comm, ddp, handle, trouble if comm.rank == rank else no_trouble, place)
 
 
 @pytest.mark.parametrize("scheme", ["topk", "gtopk"])
@@ -95,8 +111,9 @@ def test_survivors_of_a_killed_rank_raise_and_keep_their_memory(scheme: str) -> 
         assert_memory_kept(broken)
 
 
-def test_a_rank_whose_backward_raises_is_missed_after_the_timeout() -> None:
-    outcomes = run_apart(2, train_with_trouble, raise_error, 1, "topk", timeout=3)
+@pytest.mark.parametrize("place", ["third", "second"])
+def test_a_rank_whose_backward_raises_is_missed_after_the_timeout(place: str) -> None:
+    outcomes = run_apart(2, train_with_trouble, raise_error, 1, "topk", place, timeout=3)
     assert type(outcomes[1].result.error) is LookupError
     assert type(outcomes[0].result.error) is CommunicationError
     assert "rank 1" in str(outcomes[0].result.error)

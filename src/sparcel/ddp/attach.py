@@ -69,7 +69,9 @@ def attach(
     A hook cannot be taken off a DDP model again: wrap the module anew. Where a rank's gradient
     holds NaN or Inf, all ranks get NaN, and no memory changes in that step. An error of the
     exchange is raised by ``backward()``, on every rank; memory is then as it was before the step,
-    and the DDP object cannot be used any more.
+    and the DDP object cannot be used any more, as after any exception that ends a backward pass:
+    wrap the module anew, attach, and give the new handle the old one's ``state_dict()``.
+    ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
     """
     _check_model(model)
     if isinstance(scheme_or_name, Scheme):

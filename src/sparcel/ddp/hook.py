@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Communicator
 from sparcel.ddp.residuals import Piece, Residuals
-from sparcel.ddp.step import Step
+from sparcel.ddp.step import Step, promise
 from sparcel.errors import CommunicationError
 from sparcel.schemes import Cost
 
@@ -62,7 +62,7 @@ class Hook:
         step = self._step = self._step or Step(self._comm, self._cost)
         step.parameters += len(bucket.parameters())
         gradient = bucket.buffer()
-        future = step.promise(gradient.device)
+        future = promise(gradient.device)
         if gradient.is_sparse:
             step.queue(lambda: step.exchange_rows(gradient, future), gradient.device)
         else:

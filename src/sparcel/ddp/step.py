@@ -41,10 +41,6 @@ class Step:
         """Run ``job`` after all jobs queued before, and after what ``device`` has to do by now."""
         self.jobs.append(self.comm.submit(_following(job, device)))
 
-    def promise(self, device: torch.device) -> torch.futures.Future[Tensor]:
-        """Return what DDP waits for: an update on ``device``."""
-        return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-
     def deliver(self, future: torch.futures.Future[Tensor], update: Tensor) -> None:
         """Note what DDP gets for a bucket once all buckets are done."""
         self._updates.append((future, update))
@@ -117,6 +113,11 @@ class Step:
         self.finite &= total.finite
         divisor = self.comm.size if total.finite else float("nan")
         return SparseStream.unchecked(total.indices, total.values / divisor, total.size)
+
+
+def promise(device: torch.device) -> torch.futures.Future[Tensor]:
+    """Return what DDP waits for: an update on ``device``."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
 
 def _following(job: Callable[[], None], device: torch.device) -> Callable[[], None]:
