@@ -131,8 +131,8 @@ class GlooEngine:
         """Close all connections at once, so that whoever waits for this rank stops waiting."""
         # Gloo closes the connections of a group when one of its transfers runs out of time, and
         # offers no other way that does not hang on who else still holds the group.
-        with suppress(RuntimeError):
-            for anyone in self._peers:
+        for anyone in self._peers:
+            with suppress(RuntimeError):  # a peer that closed first raises at once and closes none
                 never = self._group.recv([torch.empty(1, dtype=torch.uint8)], anyone, _NO_TAG)
                 never.wait(timedelta(milliseconds=1))
 
