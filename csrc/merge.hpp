@@ -34,9 +34,10 @@ struct Merged {
 
 namespace detail {
 
-// A window of 2^17 indices: 16 KiB of bits, 16 KiB of marks and 8 KiB of ranks stay in the cache.
-constexpr size_t kWindow = size_t{1} << 17;
-constexpr size_t kWindowWords = kWindow / 64;
+// The smallest window has 16 KiB of bits, as much of marks, and 8 KiB of ranks, for the first level
+// of the cache; the largest stays within the second.
+constexpr size_t kSmallestWindow = size_t{1} << 17;
+constexpr size_t kLargestWindow = size_t{1} << 20;
 
 template <class Op, class Index, class Value>
 class Merger {
@@ -45,12 +46,17 @@ class Merger {
     using Sum = typename Wide<Value>::Type;
 
     Merger(std::span<const View> streams, size_t width)
-        : streams_(streams), width_(width), cursors_(streams.size()), ends_(streams.size()) {}
+        : streams_(streams),
+          width_(width),
+          cursors_(streams.size()),
+          ends_(streams.size()),
+          window_ends_(streams.size()) {}
 
     // Merges what lies in [begin, end).
     Merged<Index, Value> run(Index begin, Index end) {
         for (size_t s = 0; s < streams_.size(); ++s) cursors_[s] = lower_bound(streams_[s], begin);
         for (size_t s = 0; s < streams_.size(); ++s) ends_[s] = lower_bound(streams_[s], end);
+        allocate();
         Merged<Index, Value> result;
         for (Index first = 0; next_index(first);) {
             // Windows begin where there is something, so empty stretches cost nothing.
@@ -66,7 +72,24 @@ class Merger {
         return size_t(std::lower_bound(stream.indices, end, bound) - stream.indices);
     }
 
-    // The lowest index that is left, down to a whole word of the bitmap.
+    // Every window looks at every stream: the sparser they are, the larger it should be.
+    void allocate() {
+        size_t entries = 1, range = 1;
+        for (size_t s = 0; s < streams_.size(); ++s) {
+            if (cursors_[s] == ends_[s]) continue;
+            const Index* indices = streams_[s].indices;
+            entries += ends_[s] - cursors_[s];
+            range = std::max(range, size_t(indices[ends_[s] - 1] - indices[cursors_[s]]));
+        }
+        const double worthwhile = 8.0 * double(streams_.size()) * double(range) / double(entries);
+        window_ = kSmallestWindow;
+        while (window_ < kLargestWindow && double(window_) < worthwhile) window_ *= 2;
+        present_.resize(window_ / 64);
+        started_.resize(window_ / 64);
+        ranks_.resize(window_ / 64);
+    }
+
+    // The lowest index that is left, if any.
     bool next_index(Index& first) const {
         bool found = false;
         for (size_t s = 0; s < streams_.size(); ++s) {
@@ -80,19 +103,18 @@ class Merger {
 
     // Marks the window's indices and ranks its words.
     void collect(Index first) {
-        std::fill(std::begin(present_), std::end(present_), 0);
-        window_ends_.resize(streams_.size());
+        std::fill(present_.begin(), present_.end(), 0);
         for (size_t s = 0; s < streams_.size(); ++s) {
             const Index* indices = streams_[s].indices;
             size_t i = cursors_[s];
-            for (; i < ends_[s] && size_t(indices[i] - first) < kWindow; ++i) {
+            for (; i < ends_[s] && size_t(indices[i] - first) < window_; ++i) {
                 const auto at = size_t(indices[i] - first);
                 present_[at / 64] |= uint64_t{1} << at % 64;
             }
             window_ends_[s] = i;
         }
         uint32_t rank = 0;
-        for (size_t word = 0; word < kWindowWords; ++word) {
+        for (size_t word = 0; word < present_.size(); ++word) {
             ranks_[word] = rank;
             rank += uint32_t(std::popcount(present_[word]));
         }
@@ -103,7 +125,7 @@ class Merger {
         reserve(result, result.count + found_);
         write_indices(first, result.indices.data() + result.count);
         Value* values = result.values.data() + result.count * width_;
-        std::fill(std::begin(started_), std::end(started_), 0);
+        std::fill(started_.begin(), started_.end(), 0);
         if constexpr (std::is_same_v<Sum, Value>) {
             for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, values);
         } else {
@@ -133,7 +155,7 @@ class Merger {
     }
 
     void write_indices(Index first, Index* indices) const {
-        for (size_t word = 0; word < kWindowWords; ++word) {
+        for (size_t word = 0; word < present_.size(); ++word) {
             for (uint64_t bits = present_[word]; bits; bits &= bits - 1) {
                 *indices++ = first + Index(word * 64 + size_t(std::countr_zero(bits)));
             }
@@ -150,9 +172,9 @@ class Merger {
     std::span<const View> streams_;
     size_t width_;
     std::vector<size_t> cursors_, ends_, window_ends_;
-    uint64_t present_[kWindowWords];
-    uint64_t started_[kWindowWords];
-    uint32_t ranks_[kWindowWords];
+    size_t window_ = 0;
+    std::vector<uint64_t> present_, started_;  // bits of the window's indices
+    std::vector<uint32_t> ranks_;              // indices before each word
     size_t found_ = 0;
     Buffer<Sum> sums_;
 };

@@ -10,7 +10,7 @@ namespace sparcel {
 namespace {
 
 // Philox4x32-10 (Salmon et al., SC'11) on consecutive counters whose upper 64 bits are 0.
-constexpr size_t kPhiloxBlocks = 16;
+constexpr size_t kPhiloxBlocks = 64;
 constexpr size_t kPhiloxWords = 4 * kPhiloxBlocks;
 
 inline void philox(uint64_t first_block, uint64_t seed, uint32_t (&words)[kPhiloxWords]) {
