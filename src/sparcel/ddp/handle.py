@@ -96,6 +96,12 @@ class Handle:
         InputError
             When an entry fits no parameter of the model, or a rank's entries are missing; the
             memory stays as it was.
+
+        Notes
+        -----
+        Training goes on bit by bit as if it had not been interrupted where the buckets are the
+        same. A new DDP object lays all out in one bucket for its first step, in which the largest
+        are then selected from other vectors; what is owed stays right.
         """
         residuals = checkpoint.take_over(state, self._remembered, self._comm.rank, self._comm.size)
         self._residuals.load(residuals, int(state["steps"]))
