@@ -1,4 +1,4 @@
-"""The plain format and the header: round trips, bounds, messages that are not what they seem."""
+"""The plain format and the header: round trips, bounds, and messages that are not streams."""
 
 import struct
 
