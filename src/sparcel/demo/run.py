@@ -90,9 +90,11 @@ def _follow(
     """Show the workers' reports as they come, and put them together."""
     names = [method.name for method in methods(settings)]
     tasks = {
-        name: progress.add_task(name, total=settings.steps, start=False, status="")
+        name: progress.add_task(name, total=settings.steps, start=False, visible=False, status="")
         for name in names
     }
+    waiting = iter(tasks.values())
+    progress.update(next(waiting), visible=True)
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     rows: dict[str, Row] = {}
     for event in events:
@@ -110,6 +112,8 @@ def _follow(
             status = f"{1000 * row.step_s:.0f} ms a step, accuracy {row.accuracy:.1%}"
             progress.update(tasks[name], status=status)
             progress.stop_task(tasks[name])
+            if (following := next(waiting, None)) is not None:
+                progress.update(following, visible=True)
     return Outcome([rows[name] for name in names], reports[names[0]][0]["parameters"])
 
 
