@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,15 +49,11 @@ class Memory:
             When the gradient's size or device is not that of the step before.
         """
         residual, scratch = self._buffers(gradient)
-        kept = [(residual[start:stop], scratch[start:stop]) for start, stop in self.withheld]
-        saved = [before.clone() for before, _ in kept]
-        for before, _ in kept:
-            before.zero_()
-        indices, values, finite = kernels.accumulate_topk(residual, gradient, scratch, k, chunk)
-        for (before, after), copy in zip(kept, saved, strict=True):
-            before.copy_(copy)
-            after.copy_(copy)
-        self.withheld = ()
+        ranges, self.withheld = self.withheld, ()
+        with _emptied(residual, ranges):
+            indices, values, finite = kernels.accumulate_topk(residual, gradient, scratch, k, chunk)
+        for start, stop in ranges:
+            scratch[start:stop] = residual[start:stop]
         if not finite:
             indices, values = indices[:0], values[:0]
         return SparseStream.unchecked(indices, values, gradient.numel(), finite)
@@ -94,6 +91,20 @@ class Memory:
         if self._scratch is None or not _alike(self._scratch, residual):
             self._scratch = torch.empty_like(residual)
         return residual, self._scratch
+
+
+@contextmanager
+def _emptied(residual: Tensor, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Let ``residual`` be zero in ``ranges`` for the time of the block."""
+    parts = [residual[start:stop] for start, stop in ranges]
+    saved = [part.clone() for part in parts]
+    for part in parts:
+        part.zero_()
+    try:
+        yield
+    finally:
+        for part, values in zip(parts, saved, strict=True):
+            part.copy_(values)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
