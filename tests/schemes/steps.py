@@ -1,0 +1,63 @@
+"""What the tests of schemes share: schemes by name, gradients, and steps on simulated ranks."""
+
+from functools import partial
+
+import torch
+
+import sparcel
+from sparcel import simulate
+
+SCHEMES = {
+    "dense": partial(sparcel.scheme, "dense"),
+    "topk": partial(sparcel.scheme, "topk", density=0.1),
+    "topk ring": partial(sparcel.scheme, "topk", density=0.1, algorithm="ring"),
+    "topk allgather": partial(sparcel.scheme, "topk", density=0.3, algorithm="allgather"),
+    "topk split": partial(sparcel.scheme, "topk", density=0.4, algorithm="split_allgather"),
+    "sparcml": partial(sparcel.scheme, "sparcml", density=0.02),
+    "sparcml 4 bits": partial(sparcel.scheme, "sparcml", density=0.4, bits=4),
+    "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
+    "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
+}
+
+SPARSE = [name for name in SCHEMES if name != "dense"]
+
+# Schemes whose sums of small integers are exact, at any P that is a power of two.
+EXACT = [name for name in SCHEMES if "bits" not in name]
+
+
+def integers(rank, step, size, dtype=torch.float32):
+    """Return a gradient of small integers, different at each rank, step and place."""
+    place = torch.arange(size)
+    return ((5 * place + 7 * rank + place * rank + 3 * step + place * step) % 9 - 4).to(dtype)
+
+
+def normal(rank, step, size, dtype=torch.float32):
+    """Return a gradient of normal numbers."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+def run(make, world, steps, size, gradient=integers, dtype=torch.float32):
+    """Do some steps on simulated ranks.
+
+    Returns ``updates[rank][step]`` and ``memories[rank][step]``, copies, None where there is none.
+    """
+
+    def on_rank(comm):
+        scheme, updates, memories = make(), [], []
+        for step in range(steps):
+            updates.append(scheme.step(gradient(comm.rank, step, size, dtype), comm))
+            memories.append(copy_of(scheme.memory))
+        return updates, memories
+
+    results = simulate(world, on_rank).results
+    return [updates for updates, _ in results], [memories for _, memories in results]
+
+
+def copy_of(tensor):
+    return None if tensor is None else tensor.clone()
+
+
+def total(tensors):
+    """Sum tensors in float64, skipping what is None."""
+    return sum(tensor.double() for tensor in tensors if tensor is not None)

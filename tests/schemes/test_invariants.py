@@ -1,0 +1,234 @@
+"""What always holds (docs/design.md), for every scheme."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import simulate
+from sparcel.errors import CommunicationError, MismatchError
+from tests.schemes.steps import EXACT, SCHEMES, copy_of, integers, normal, run, total
+from tests.strategies import FLOATS, same_bits
+
+schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
+PLACES = st.integers(0, 1100)
+SOME_RANKS = st.integers(1, 17)
+
+
+@schemes
+@given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from(FLOATS))
+def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, dtype):
+    updates, memories = run(make, world, 2, size, normal, dtype)
+    for step in range(2):
+        first = updates[0][step]
+        assert (first.shape, first.dtype) == ((size,), dtype)
+        assert all(same_bits(by_step[step], first) for by_step in updates)
+    again, memories_again = run(make, world, 2, size, normal, dtype)
+    assert all(map(same_bits, updates[0], again[0]))
+    for before, after in zip(memories, memories_again, strict=True):
+        assert all(map(same_bits, before, after))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(
+    world=st.sampled_from([1, 2, 4, 8, 16]),
+    size=PLACES,
+    dtype=st.sampled_from(FLOATS),
+    steps=st.integers(1, 4),
+)
+def test_nothing_is_lost_exactly(name, world, size, dtype, steps):
+    updates, memories = run(SCHEMES[name], world, steps, size, integers, dtype)
+    went_in = total(integers(rank, step, size) for rank in range(world) for step in range(steps))
+    came_out = world * total(updates[0])
+    assert torch.equal(came_out + total(memory[-1] for memory in memories), went_in)
+
+
+@schemes
+@given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_nothing_is_lost_but_by_rounding(make, world, size, dtype):
+    updates, memories = run(make, world, 3, size, normal, dtype)
+    went_in = total(normal(rank, step, size, dtype) for rank in range(world) for step in range(3))
+    kept = total(memory[-1] for memory in memories)
+    torch.testing.assert_close(world * total(updates[0]) + kept, went_in, rtol=0, atol=1e-4)
+
+
+@schemes
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_no_poison(make, world, poison):
+    for culprit in range(world):
+
+        def on_rank(comm):
+            scheme = make()
+            scheme.step(integers(comm.rank, 0, 300), comm)
+            before, state = copy_of(scheme.memory), scheme.steps
+            gradient = integers(comm.rank, 1, 300)
+            if comm.rank == culprit:  # noqa: B023
+                gradient[77] = poison
+            update = scheme.step(gradient, comm)
+            assert bool(update.isnan().all())
+            assert not scheme.finite
+            assert same_bits(scheme.memory, before)
+            assert scheme.steps == state
+            return scheme.step(integers(comm.rank, 1, 300), comm), copy_of(scheme.memory)
+
+        clean_updates, clean_memories = run(make, world, 2, 300)
+        for rank, (update, memory) in enumerate(simulate(world, on_rank).results):
+            assert same_bits(update, clean_updates[rank][1])
+            assert same_bits(memory, clean_memories[rank][1])
+
+
+@schemes
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float32, 3e38), (torch.float64, 1.5e308), (torch.float16, 6e4)]
+)
+def test_sums_that_overflow_change_no_memory(make, world, dtype, large):
+    """Each gradient is finite, their sum (after a few steps of being kept back) is not."""
+
+    def on_rank(comm):
+        scheme, outcomes = make(), []
+        for step in range(2):
+            before = copy_of(scheme.memory)
+            gradient = normal(0, step, 40, dtype).sign() * large
+            update = scheme.step(gradient, comm)
+            outcomes.append(update)
+            assert scheme.finite == bool(update.isfinite().all())
+            assert scheme.finite or bool(update.isnan().all())
+            assert scheme.finite or same_bits(scheme.memory, before)
+            assert scheme.memory is None or bool(scheme.memory.isfinite().all())
+        return outcomes
+
+    results = simulate(world, on_rank).results
+    for outcomes in results:
+        assert all(map(same_bits, outcomes, results[0]))
+
+
+class DiskError(Exception):
+    pass
+
+
+@schemes
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_a_failed_step_leaves_memory_as_it_was(make, world):
+    """Any rank fails in any exchange of its second step; the others may still be in their first."""
+    clean = run(make, world, 2, 300)[1]
+    for culprit in range(world):
+        for call in range(world + 3):
+
+            def on_rank(comm):
+                scheme, calls = make(), iter(range(10**6))
+                exchange = comm.exchange
+
+                def failing(sends, receives):
+                    failed = scheme.steps == 1 and next(calls) == call and comm.rank == culprit  # noqa: B023
+                    if failed:
+                        raise DiskError("the disk is full")
+                    return exchange(sends, receives)
+
+                comm.exchange = failing
+                for step in range(2):
+                    gradient = integers(comm.rank, step, 300)
+                    try:
+                        scheme.step(gradient, comm)
+                    except (DiskError, CommunicationError) as error:
+                        before = clean[comm.rank][step - 1] if step else None
+                        assert same_bits(scheme.memory, before)
+                        assert scheme.steps == step
+                        assert same_bits(gradient, integers(comm.rank, step, 300))
+                        return str(error)
+                    assert same_bits(scheme.memory, clean[comm.rank][step])
+                return None
+
+            results = simulate(world, on_rank).results
+            if results[culprit] is None:
+                break  # it needed fewer exchanges than that
+            assert results[culprit] == "the disk is full"
+            others = set(results) - {None, "the disk is full"}
+            assert others <= {f"rank {culprit} failed: the disk is full"}
+        assert call > 0
+
+
+@schemes
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_failed_first_step_leaves_nothing_behind(make, world):
+    schemes = [make() for _ in range(world)]
+
+    def sizes_differ(comm):
+        schemes[comm.rank].step(integers(0, 0, 300 + (comm.rank == 1)), comm)
+
+    with pytest.raises((MismatchError, CommunicationError)):
+        simulate(world, sizes_differ)
+    assert all(scheme.memory is None for scheme in schemes)
+    results = simulate(
+        world, lambda comm: schemes[comm.rank].step(integers(comm.rank, 0, 77), comm)
+    ).results
+    assert all(map(same_bits, results, [updates[0] for updates in run(make, world, 1, 77)[0]]))
+
+
+@schemes
+@given(world=st.integers(1, 6), size=PLACES, dtype=st.sampled_from(FLOATS))
+def test_the_gradient_stays_and_out_takes_the_update(make, world, size, dtype):
+    def on_rank(comm):
+        gradient = integers(comm.rank, 0, size, dtype)
+        before = gradient.clone()
+        update = make().step(gradient, comm)
+        assert same_bits(gradient, before)
+        assert update.data_ptr() != gradient.data_ptr() or size == 0
+        out = torch.full_like(gradient, float("nan"))
+        assert make().step(gradient, comm, out) is out
+        assert same_bits(out, update)
+        assert make().step(gradient, comm, gradient) is gradient
+        assert same_bits(gradient, update)
+
+    simulate(world, on_rank)
+
+
+@schemes
+@given(world=st.integers(1, 5), size=PLACES)
+def test_a_run_goes_on_from_its_state(make, world, size):
+    def on_rank(comm):
+        scheme = make()
+        for step in range(2):
+            scheme.step(normal(comm.rank, step, size), comm)
+        resumed = make()
+        resumed.load_state_dict(scheme.state_dict())
+        first = [scheme.step(normal(comm.rank, step, size), comm) for step in (2, 3)]
+        second = [resumed.step(normal(comm.rank, step, size), comm) for step in (2, 3)]
+        assert all(map(same_bits, first, second))
+        assert same_bits(scheme.memory, resumed.memory)
+        assert resumed.steps == scheme.steps == 4
+
+    simulate(world, on_rank)
+
+
+@schemes
+def test_a_fresh_scheme_has_the_settings_and_no_memory(make):
+    def on_rank(comm):
+        scheme = make()
+        scheme.step(normal(comm.rank, 0, 200), comm)
+        fresh = scheme.fresh()
+        assert repr(fresh) == repr(scheme)
+        assert fresh.memory is None
+        assert fresh.steps == 0
+        assert fresh.cost.coordinates == 0
+        return fresh.step(normal(comm.rank, 0, 200), comm)
+
+    expected = run(make, 3, 1, 200, normal)[0]
+    for rank, update in enumerate(simulate(3, on_rank).results):
+        assert same_bits(update, expected[rank][0])
+
+
+@schemes
+def test_the_cost_counts_coordinates(make):
+    def on_rank(comm):
+        scheme = make()
+        for step in range(3):
+            scheme.step(integers(comm.rank, step, 400), comm)
+        return scheme.cost
+
+    for cost in simulate(4, on_rank).results:
+        assert cost.coordinates == 1200
+        assert 0 < cost.selected <= 1200
+        assert 0 < cost.reduced <= 1200
+        assert cost.communicate_seconds > 0
