@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Runs the kernels' tests under the address and undefined-behaviour sanitizers: builds the extension
+# with them beside the installed one and loads it in its place. Needs the development environment's
+# `python` first on PATH.
+set -euo pipefail
+
+root=$(cd "$(dirname "$0")/../.." && pwd)
+build=$root/build/sanitize
+mkdir -p "$build"
+
+cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DPython_EXECUTABLE="$(command -v python)" \
+    -Dnanobind_DIR="$(python -m nanobind --cmake_dir)" \
+    -DSPARCEL_SANITIZE=address,undefined >"$build/configure.log" ||
+    { cat "$build/configure.log"; exit 1; }
+cmake --build "$build" --parallel 2
+
+compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
+# Python itself is built without the sanitizer, so its runtime must be there before Python is, and
+# libstdc++ with it, or exceptions are not seen. Python's own leaks are not ours.
+runtime="$("$compiler" -print-file-name=libasan.so):$("$compiler" -print-file-name=libstdc++.so.6)"
+cd "$root"
+LD_PRELOAD=$runtime \
+    ASAN_OPTIONS=detect_leaks=0 \
+    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+    SPARCEL_CPU_DIRECTORY=$build \
+    python -m pytest tests/kernels -q -p tests.kernels.sanitized "$@"
