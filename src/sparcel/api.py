@@ -68,7 +68,7 @@ def all_reduce(
     -------
     SparseStream or Handle
         Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's);
-        dense where that takes fewer bytes.
+        dense where that takes fewer bytes; in memory of its own.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     check_algorithm(algorithm)
-    return _start(comm, lambda: _all_reduce(stream, comm, op, algorithm), async_op)
+    return _start(comm, lambda: _apart(_all_reduce(stream, comm, op, algorithm), stream), async_op)
 
 
 @overload
@@ -129,7 +129,7 @@ def reduce_scatter(
         As `all_reduce`.
     """
     op, comm = resolve_op(op), _communicator(group, stream)
-    return _start(comm, lambda: _reduce_scatter(stream, comm, op), async_op)
+    return _start(comm, lambda: _apart(_reduce_scatter(stream, comm, op), stream), async_op)
 
 
 @overload
@@ -157,7 +157,7 @@ def broadcast(
     CommunicationError
         As `all_reduce`.
     """
-    comm = _communicator(group, stream)
+    comm = resolve(group) if stream is None else _communicator(group, stream)
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
     if comm.rank == root and stream is None:
@@ -173,14 +173,27 @@ def broadcast(
     return _start(comm, job, async_op)
 
 
-def _communicator(group: Group, stream: SparseStream | None) -> Communicator:
+def _communicator(group: Group, stream: SparseStream) -> Communicator:
     comm = resolve(group)
-    if stream is not None and stream.device.type != comm.device.type:
+    if not isinstance(stream, SparseStream):
+        raise InputError(
+            f"a collective takes a SparseStream, got {type(stream).__name__}; make one with"
+            " SparseStream.from_dense(vector) or sparcel.topk(vector, k)"
+        )
+    if stream.device.type != comm.device.type:
         raise InputError(
             f"the stream is on {stream.device}, the group communicates from {comm.device};"
             " move the stream there"
         )
     return comm
+
+
+def _apart(result: SparseStream, stream: SparseStream) -> SparseStream:
+    """Return the result in memory of its own, which it has but where a rank is alone."""
+    if result.values.untyped_storage().data_ptr() != stream.values.untyped_storage().data_ptr():
+        return result
+    indices = None if result.indices is None else result.indices.clone()
+    return SparseStream.unchecked(indices, result.values.clone(), result.size, result.finite)
 
 
 def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Handle[T]:

@@ -23,7 +23,4 @@ def all_gather(stream: SparseStream, comm: Communicator) -> list[SparseStream]:
 def gather_streams(stream: SparseStream, comm: Communicator, at_most: int) -> list[SparseStream]:
     """Gather streams whose messages have at most that many bytes."""
     messages = gather_messages(formats.encode(stream), comm, at_most)
-    return [
-        stream if rank == comm.rank else decode_from(rank, message, stream, comm)
-        for rank, message in enumerate(messages)
-    ]
+    return [decode_from(rank, message, stream, comm) for rank, message in enumerate(messages)]

@@ -1,0 +1,137 @@
+"""What a step costs: bytes on the wire in every step, and no tensors as large as the vector."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import sparcel
+from sparcel import simulate
+from tests.collectives.test_traffic import COSTS, evaluate
+from tests.schemes.steps import integers, normal
+
+SETTINGS = {
+    "allgather": ("topk", {"density": 0.01, "algorithm": "allgather"}),
+    "recursive_doubling": ("topk", {"density": 0.01, "algorithm": "recursive_doubling"}),
+    "split_allgather": ("topk", {"density": 0.01, "algorithm": "split_allgather"}),
+    "ring": ("topk", {"density": 0.01, "algorithm": "ring"}),
+    "gtopk": ("gtopk", {"density": 0.01}),
+    "sparcml": ("sparcml", {"density": 0.01}),
+    "sparcml 4 bits": ("sparcml", {"density": 0.4, "bits": 4}),
+}
+
+
+def uniform(rank, step, size):
+    return normal(rank, step, size)
+
+
+def skewed(rank, step, size):
+    """All large values in one place, the same on all ranks."""
+    gradient = normal(rank, step, size) / 1000
+    gradient[size // 3 : size // 3 + size // 50] *= 10_000
+    return gradient
+
+
+def moving(rank, step, size):
+    """A bump that is elsewhere on each rank and in each step."""
+    gradient = normal(rank, step, size) / 1000
+    start = (step * 997 + rank * 131) % (size - size // 50)
+    gradient[start : start + size // 50] *= 10_000
+    return gradient
+
+
+def constant(rank, step, size):
+    return torch.full((size,), 1.0 + rank)
+
+
+@pytest.mark.parametrize("gradient", [uniform, skewed, moving, constant], ids=lambda g: g.__name__)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("world", [2, 3, 8, 13])
+def test_every_step_stays_within_the_bound_of_the_page(world, setting, gradient):
+    size, (name, settings) = 5000, SETTINGS[setting]
+    in_buckets = max(1, round(512 * settings["density"])) * -(-size // 512)
+    count = in_buckets if name == "sparcml" else round(settings["density"] * size)
+    row = COSTS["split_allgather" if name == "sparcml" else setting]
+
+    def on_rank(comm):
+        scheme, volumes, messages = sparcel.scheme(name, **settings), [0], [0]
+        for step in range(5):
+            scheme.step(gradient(comm.rank, step, size), comm)
+            volumes.append((comm.traffic.bytes_sent, comm.traffic.bytes_received))
+            messages.append(comm.traffic.messages_sent)
+        assert scheme.cost.selected <= 5 * count
+        sent, received = zip((0, 0), *volumes[1:], strict=True)
+        return [max(steps(sent), steps(received)), steps(messages)]
+
+    for volume, messages in simulate(world, on_rank).results:
+        assert volume <= evaluate(row["bytes, at most"], world, size, count, 4)
+        assert messages <= evaluate(row["messages"], world, size, count, 4)
+
+
+def steps(totals):
+    """Return the largest increase."""
+    return max(b - a for a, b in pairwise(totals))
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the storages of at least so many elements that torch operations make."""
+
+    def __init__(self, elements, known):
+        super().__init__()
+        self.elements, self.made = elements, []
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        inputs = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            storage = leaf.untyped_storage()
+            if storage.data_ptr() in inputs | self._known:
+                continue
+            if storage.nbytes() >= self.elements:  # of a byte each, masks that is
+                self.made.append((str(function), tuple(leaf.shape), leaf.dtype))
+        return result
+
+
+SPARSE_WORK = ["allgather", "recursive_doubling", "split_allgather", "ring", "gtopk", "sparcml"]
+
+
+@pytest.mark.parametrize("setting", SPARSE_WORK)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_the_steady_state_makes_nothing_as_large_as_the_vector(setting, world):
+    """But for the update, where no ``out`` is given. Not even a mask of a byte a coordinate."""
+    size, (name, settings) = 200_000, SETTINGS[setting]
+
+    def on_rank(comm):
+        scheme = sparcel.scheme(name, **(settings | {"density": 0.002}))
+        out = torch.empty(size)
+        gradients = [integers(comm.rank, step, size).float() for step in range(4)]
+        for gradient in gradients[:2]:
+            scheme.step(gradient, comm, out)
+        with Allocations(size, [out, *gradients]) as allocations:
+            for gradient in gradients[2:]:
+                scheme.step(gradient, comm, out)
+        made_with_out = list(allocations.made)
+        with Allocations(size, [out, *gradients]) as allocations:
+            scheme.step(gradients[0], comm)
+        return made_with_out, allocations.made
+
+    for with_out, without in simulate(world, on_rank).results:
+        assert with_out == []
+        assert [shape for _, shape, _ in without] == [(size,)]
+
+
+def test_the_hook_that_counts_allocations_sees_them():
+    with Allocations(1000, []) as allocations:
+        torch.zeros(1000, dtype=torch.bool)
+        torch.zeros(100)
+        torch.ones(2000).view(40, 50)
+    assert [shape for _, shape, _ in allocations.made] == [(1000,), (2000,)]

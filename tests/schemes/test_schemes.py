@@ -1,0 +1,261 @@
+"""What is particular to each scheme: how much it selects, what it sends, what it keeps."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparcel
+from sparcel import simulate
+from sparcel.errors import InputError
+from sparcel.schemes import SCHEMES as TABLE
+from tests.collectives.test_others import largest, tree
+from tests.schemes.steps import copy_of, integers, normal, run, total
+
+densities = st.floats(0.001, 1)
+
+
+def step_once(make, world, gradients):
+    """Do one step; return the update, and the memories by rank."""
+
+    def on_rank(comm):
+        scheme = make()
+        return scheme.step(gradients[comm.rank].clone(), comm), scheme.memory, scheme.cost
+
+    results = simulate(world, on_rank).results
+    return results[0][0], [memory for _, memory, _ in results], [cost for _, _, cost in results]
+
+
+@given(densities, st.integers(0, 300), st.sampled_from(["topk", "gtopk"]))
+def test_topk_and_gtopk_select_the_ceiling_of_density_times_size(density, size, name):
+    gradient = integers(0, 0, size)
+    k = max(1, math.ceil(density * size))
+    update, (memory,), (cost,) = step_once(
+        lambda: sparcel.scheme(name, density=density), 1, [gradient]
+    )
+    kept, rest = largest(gradient, k)
+    assert cost.selected == min(k, int(gradient.count_nonzero()))
+    assert torch.equal(update, kept)
+    assert torch.equal(memory, rest)
+
+
+@given(densities, st.integers(0, 2000))
+def test_sparcml_selects_a_fixed_number_of_every_512(density, size):
+    gradient = integers(0, 0, size)
+    k = max(1, round(512 * density))
+    update, (memory,), _ = step_once(
+        lambda: sparcel.scheme("sparcml", density=density), 1, [gradient]
+    )
+    buckets = [largest(bucket, k) for bucket in gradient.split(512)] if size else []
+    assert torch.equal(update, torch.cat([torch.empty(0), *(kept for kept, _ in buckets)]))
+    assert torch.equal(memory, torch.cat([torch.empty(0), *(rest for _, rest in buckets)]))
+
+
+def test_sparcml_rounds_its_count_and_sends_at_least_one():
+    for density, count in ((0.0001, 1), (0.01, 5), (0.0078125, 4), (1, 512)):
+        gradient = 1 + torch.arange(1024.0)
+        scheme = sparcel.scheme("sparcml", density=density)
+        costs = step_once(lambda: scheme.fresh(), 1, [gradient])[2]  # noqa: B023
+        assert costs[0].selected == 2 * count
+
+
+@given(st.integers(1, 17), st.integers(1, 300), densities, st.sampled_from(["topk", "sparcml"]))
+def test_the_update_is_the_mean_of_what_the_ranks_took_out(world, size, density, name):
+    gradients = [integers(rank, 0, size) for rank in range(world)]
+    update, memories, _ = step_once(lambda: sparcel.scheme(name, density=density), world, gradients)
+    sent = total(gradients) - total(memories)
+    assert torch.equal(update, (sent / world).float())
+
+
+@given(st.integers(1, 17), st.integers(1, 60), st.floats(0.02, 0.4), st.integers(0, 30))
+def test_gtopk_applies_what_the_tree_of_the_gathered_selections_gives(world, size, density, seed):
+    """Against an oracle in dense vectors: the tree, and each rank's drops in its own memory."""
+    gradients = [integers(rank + seed, seed, size) for rank in range(world)]
+    k = max(1, math.ceil(density * size))
+    chosen = [largest(gradient, k) for gradient in gradients]
+    expected, dropped = tree([kept for kept, _ in chosen], k)
+    update, memories, _ = step_once(
+        lambda: sparcel.scheme("gtopk", density=density), world, gradients
+    )
+    assert torch.equal(update, (expected / world).float())
+    for memory, (_, rest), drop in zip(memories, chosen, dropped, strict=True):
+        assert torch.equal(memory.double(), rest + drop)
+
+
+def test_gtopk_of_two_ranks_is_the_topk_of_the_gathered_sum():
+    gradients = [integers(rank, 3, 100) for rank in range(2)]
+    oracle, _ = largest(sum(largest(gradient, 10)[0] for gradient in gradients), 10)
+    update, _, _ = step_once(lambda: sparcel.scheme("gtopk", density=0.1), 2, gradients)
+    assert torch.equal(update, oracle / 2)
+
+
+# Four ranks, k = 1. Rank 0 meets rank 1's 4 at coordinate 1 and drops it for its own 5; on the
+# other branch 3 and 4 make 7 there, which wins. By the paper's rule rank 1 takes nothing back,
+# since its coordinate won, and its 4 is gone.
+BRANCHES = [[5.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 3.0, 0.0], [0.0, 4.0, 0.0]]
+
+
+def gtopk_on_branches(put_back):
+    make = lambda: sparcel.scheme("gtopk", density=0.3, put_back=put_back)  # noqa: E731
+    update, memories, _ = step_once(make, 4, [torch.tensor(row) for row in BRANCHES])
+    assert update.tolist() == [0, 7 / 4, 0]  # the right pair's 7 beats the left pair's 5
+    return total(memories), 4 * update.double() + total(memories)
+
+
+def test_the_papers_rule_loses_a_sum_that_was_dropped_on_one_branch_and_won_on_another():
+    memories, together = gtopk_on_branches("own")
+    assert memories.tolist() == [5, 0, 0]
+    assert together.tolist() == [5, 7, 0]
+
+
+def test_the_conserving_rule_keeps_it():
+    memories, together = gtopk_on_branches("dropped")
+    assert memories.tolist() == [5, 4, 0]
+    assert together.tolist() == torch.tensor(BRANCHES).sum(dim=0).tolist() == [5, 11, 0]
+
+
+@pytest.mark.parametrize("density", [0.1, 0.9])
+def test_the_papers_rule_takes_back_what_did_not_win(density):
+    make = lambda: sparcel.scheme("gtopk", density=density, put_back="own")  # noqa: E731
+    gradients = [integers(rank, 0, 50) for rank in range(2)]
+    update, memories, _ = step_once(make, 2, gradients)
+    for gradient, memory in zip(gradients, memories, strict=True):
+        lost = update == 0
+        assert torch.equal(memory[lost], gradient[lost])
+
+
+def test_quantisation_errors_stay_with_the_owner_of_the_region():
+    world, size = 4, 512 * 4
+    gradients = [normal(rank, 0, size) for rank in range(world)]
+    make = lambda bits: lambda: sparcel.scheme("sparcml", density=0.5, bits=bits)  # noqa: E731
+    plain, kept, _ = step_once(make(None), world, gradients)
+    rounded, memories, _ = step_once(make(2), world, gradients)
+    assert not torch.equal(plain, rounded)
+    for rank in range(world):
+        error = memories[rank] - kept[rank]
+        mine = torch.zeros(size, dtype=torch.bool)
+        mine[rank * size // world : (rank + 1) * size // world] = True
+        assert not bool(error[~mine].any())
+        torch.testing.assert_close(error[mine], world * (plain - rounded)[mine], atol=1e-5, rtol=0)
+
+
+def test_quantised_updates_are_unbiased():
+    """The mean over seeds comes within five standard errors of the exact update."""
+    gradients = [normal(rank, 0, 64) for rank in range(4)]
+    exact, _, _ = step_once(lambda: sparcel.scheme("sparcml", density=1), 4, gradients)
+    make = lambda seed: lambda: sparcel.scheme("sparcml", density=1, bits=2, seed=seed)  # noqa: E731
+    rounds = torch.stack([step_once(make(seed), 4, gradients)[0] for seed in range(300)])
+    scale = torch.stack([part.abs().amax().expand(16) for part in exact.split(16)]).flatten()
+    share = exact.abs() / scale  # with two bits, the chance to become the scale and not 0
+    bound = 5 * scale * (share * (1 - share) / 300).sqrt() + 1e-6
+    assert bool(((rounds.mean(dim=0) - exact).abs() <= bound).all())
+
+
+def test_every_step_rounds_anew():
+    gradient = normal(0, 0, 512)
+    updates = run(
+        lambda: sparcel.scheme("sparcml", density=1, bits=2), 4, 2, 512, lambda *_: gradient.clone()
+    )[0][0]
+    assert not torch.equal(updates[0], updates[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "dense"])
+def test_memory_is_float32_or_wider(name, dtype):
+    """What is too small to be added to a half-precision memory adds up all the same."""
+
+    def on_rank(comm):
+        scheme = sparcel.scheme(name, density=0.001)
+        gradient = torch.full((600,), 2.0**-12, dtype=dtype)
+        gradient[0] = 100
+        for _ in range(8):
+            scheme.step(gradient.clone(), comm)
+        return copy_of(scheme.memory)
+
+    for memory in simulate(2, on_rank).results:
+        assert memory.dtype == torch.float32
+        assert memory[-1] == 8 * 2.0**-12
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_a_half_precision_wire_halves_the_bytes_and_rounds(wire):
+    def on_rank(comm):
+        scheme = sparcel.scheme("dense", wire=wire)
+        scheme.step(integers(comm.rank, 0, 400), comm)
+        before = comm.traffic.bytes_sent
+        update = scheme.step(integers(comm.rank, 1, 400), comm)
+        return update, comm.traffic.bytes_sent - before
+
+    exact = total(integers(rank, 1, 400) for rank in range(4)) / 4
+    for update, sent in simulate(4, on_rank).results:
+        assert torch.equal(update.double(), exact)  # quarters of small integers fit
+        assert update.dtype == torch.float32
+        assert sent == 2 * 3 * 100 * 2
+
+
+def test_dense_averages_before_it_sums():
+    """100 · 60000 / 100 fits float16, though the sum does not."""
+    updates, _ = run(
+        lambda: sparcel.scheme("dense", wire="float16"), 4, 1, 8, lambda *_: torch.full((8,), 6e4)
+    )
+    assert updates[0][0].tolist() == [60000] * 8
+
+
+BAD = [
+    ("topk", {"density": 0}, r"density must lie in \(0, 1\], got 0$"),
+    ("topk", {"density": -0.5}, r"density must lie in \(0, 1\], got -0.5$"),
+    ("gtopk", {"density": 3}, r"got 3; for a percentage pass density=0.03"),
+    ("sparcml", {"density": 1.5}, r"got 1.5; for a percentage pass density=0.015"),
+    ("topk", {"density": 1000}, r"got 1000$"),
+    ("topk", {"density": float("nan")}, r"got nan"),
+    ("topkk", {}, r"scheme must be one of .*, got 'topkk'; did you mean 'topk'\?"),
+    ("sparkml", {}, r"did you mean 'sparcml'\?"),
+    ("powersgd", {}, r"scheme must be one of dense, topk, sparcml, gtopk, got 'powersgd'$"),
+    ("topk", {"densty": 0.1}, r"a setting of scheme 'topk' .*did you mean 'density'\?"),
+    ("dense", {"density": 0.1}, r"a setting of scheme 'dense' must be one of wire, got 'density'"),
+    ("dense", {"wire": "bfloat"}, r"wire must be one of .*did you mean 'bfloat16'\?"),
+    ("topk", {"algorithm": "rign"}, r"algorithm must be one of .*did you mean 'ring'\?"),
+    ("topk", {"algorithm": "gtopk"}, r"no all_reduce.*train with the scheme 'gtopk'"),
+    ("gtopk", {"put_back": "drop"}, r"put_back must be one of .*did you mean 'dropped'\?"),
+    ("sparcml", {"bits": 3}, r"bits must be 8, 4 or 2, got 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), BAD, ids=[str(bad[:2]) for bad in BAD])
+def test_bad_settings_are_named_with_the_way_out(name, settings, message):
+    with pytest.raises(InputError, match=message):
+        sparcel.scheme(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "out", "message"),
+    [
+        (
+            torch.ones(2, 3),
+            None,
+            r"one-dimensional float tensor, got torch.float32 of shape \(2, 3\)",
+        ),
+        (torch.ones(6, dtype=torch.int32), None, r"got torch.int32"),
+        (torch.ones(12)[::2], None, r"contiguous .* strides \(2,\)"),
+        (torch.ones(6), torch.ones(7), r"out must be like the gradient, .*got .*\(7,\)"),
+        (torch.ones(6), torch.ones(6).double(), r"out must be like .*got torch.float64"),
+    ],
+    ids=["rows", "integers", "strided", "out of another size", "out of another dtype"],
+)
+@pytest.mark.parametrize("name", TABLE)
+def test_bad_gradients_are_named(name, gradient, out, message):
+    with pytest.raises(InputError, match=message):
+        simulate(2, lambda comm: sparcel.scheme(name).step(gradient, comm, out))
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "dense"])
+def test_a_scheme_serves_one_vector(name):
+    def on_rank(comm):
+        scheme = sparcel.scheme(name)
+        scheme.step(torch.ones(20), comm)
+        scheme.step(torch.ones(21), comm)
+
+    with pytest.raises(InputError, match=r"remembers a vector of 20 coordinates.* gradient of 21"):
+        simulate(2, on_rank)

@@ -1,0 +1,125 @@
+"""The front door: arguments checked, names resolved, blocking or not, on any group."""
+
+import pytest
+import torch
+from hypothesis import given
+
+import sparcel
+from sparcel import SparseStream, simulate
+from sparcel.comm import Handle
+from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelError
+from tests.strategies import OPS, case_of, cases, dense_reference, full, make_stream, same_stream
+from tests.workers import WORLD_SIZES
+
+
+def test_every_public_name_is_there():
+    assert all(hasattr(sparcel, name) for name in sparcel.__all__)
+    assert sparcel.__all__ == sorted(sparcel.__all__)
+
+
+@given(cases())
+def test_all_reduce_takes_operations_by_name_or_as_they_are(case):
+    op = case.op if case.op.name is None else case.op.name
+
+    def on_rank(comm):
+        blocking = sparcel.all_reduce(case.streams[comm.rank], op, group=comm)
+        handle = sparcel.all_reduce(case.streams[comm.rank], op, group=comm, async_op=True)
+        assert isinstance(handle, Handle)
+        assert same_stream(handle.wait(), blocking)
+        return blocking
+
+    expected = dense_reference(case.streams, case.op)
+    for result in simulate(case.world, on_rank).results:
+        assert torch.equal(full(result, case.op), expected)
+
+
+def test_every_collective_can_be_asynchronous():
+    case = case_of("random", 3, 40)
+
+    def on_rank(comm):
+        stream = case.streams[comm.rank]
+        first = stream if comm.rank == 0 else None
+        for now, later in [
+            (sparcel.all_gather(stream, comm), sparcel.all_gather(stream, comm, async_op=True)),
+            (
+                [sparcel.reduce_scatter(stream, "max", comm)],
+                [sparcel.reduce_scatter(stream, "max", comm, async_op=True).wait()],
+            ),
+            (
+                [sparcel.broadcast(first, 0, comm)],
+                [sparcel.broadcast(first, 0, comm, async_op=True).wait()],
+            ),
+        ]:
+            later = later.wait() if isinstance(later, Handle) else later
+            assert all(map(same_stream, now, later))
+
+    simulate(3, on_rank)
+
+
+BAD = [
+    (lambda s, c: sparcel.all_reduce(s, "mean", group=c), r"op must be one of sum, .*'mean'"),
+    (lambda s, c: sparcel.all_reduce(s, algorithm="ringg", group=c), r"did you mean 'ring'\?"),
+    (lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c), r"gtopk\(stream, comm, k\)"),
+    (lambda s, c: sparcel.all_reduce(s, group="world"), r"group must be .*, got 'world'"),
+    (lambda s, c: sparcel.all_reduce(s.to_dense(), group=c), r"SparseStream.*got Tensor"),
+    (lambda s, c: sparcel.all_gather([s], group=c), r"SparseStream.*got list"),
+    (lambda s, c: sparcel.reduce_scatter(None, group=c), r"SparseStream.*got NoneType"),
+    (lambda s, c: sparcel.broadcast(s, 2, c), r"root must be a rank in \[0, 2\), got 2"),
+    (lambda s, c: sparcel.broadcast(None, 0, c), r"rank 0 is the root and must pass a stream"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
+def test_bad_arguments_are_named_before_anything_is_sent(call, message):
+    def on_rank(comm):
+        try:
+            call(make_stream([1, 4], comm.rank, 9), comm)
+        except InputError:
+            assert comm.traffic.messages_sent == 0
+            raise
+
+    with pytest.raises(InputError, match=message):
+        simulate(2, on_rank)
+
+
+def test_errors_are_a_small_tree():
+    assert issubclass(InputError, SparcelError)
+    assert issubclass(InputError, ValueError)
+    assert issubclass(MismatchError, ValueError)
+    assert issubclass(CommunicationError, RuntimeError)
+
+
+def test_the_result_of_one_rank_is_its_own():
+    """Also alone in its world, a result can be changed without changing what was passed in."""
+    for algorithm in ("dense", "allgather", "recursive_doubling", "split_allgather", "ring"):
+        for stream in (make_stream([1, 4], 3, 90), SparseStream(None, torch.arange(4.0), 4)):
+            before = stream.values.clone()
+
+            def on_rank(comm):
+                sparcel.all_reduce(stream, algorithm=algorithm, group=comm).values.fill_(7)  # noqa: B023
+                sparcel.reduce_scatter(stream, group=comm).values.fill_(7)  # noqa: B023
+                sparcel.all_gather(stream, group=comm)[0].values.fill_(7)  # noqa: B023
+                sparcel.broadcast(stream, group=comm).values.fill_(7)  # noqa: B023
+
+            simulate(1, on_rank)
+            assert torch.equal(stream.values, before), algorithm
+
+
+def through_the_default_group(comm):
+    """Use torch's default process group, which the workers have."""
+    stream = make_stream([comm.rank, 20], comm.rank, 64)
+    handle = sparcel.all_reduce(stream, "sum", "ring", async_op=True)
+    results = [sparcel.all_reduce(stream, op) for op in ("sum", "product", "min", "max")]
+    return [handle.wait(), *results, *sparcel.all_gather(stream)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_default_process_group_is_used_where_none_is_given(run_on, world_size):
+    streams = [make_stream([rank, 20], rank, 64) for rank in range(world_size)]
+    for ring, *by_op in run_on(world_size, through_the_default_group):
+        assert torch.equal(full(ring), dense_reference(streams, OPS["sum"]))
+        gathered = by_op[4:]
+        for name, result in zip(("sum", "product", "min", "max"), by_op[:4], strict=True):
+            assert torch.equal(full(result, OPS[name]), dense_reference(streams, OPS[name]))
+        assert all(map(same_stream, gathered, streams))
