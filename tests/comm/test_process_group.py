@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from sparcel.comm import TorchCommunicator
+from sparcel import ops
+from sparcel.comm import SimulatedCommunicator, TorchCommunicator, resolve, simulate
 from sparcel.comm.gloo import FRAME_BYTES
+from sparcel.errors import CommunicationError, InputError
+from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.workers import WORLD_SIZES
 
 pytestmark = pytest.mark.processes
@@ -15,7 +21,9 @@ world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
 def message(source: int, destination: int, nbytes: int) -> torch.Tensor:
-    return (torch.arange(nbytes) * (7 + source) + 31 * destination).to(torch.uint8)
+    """Bytes that repeat after a prime, so that a piece in the wrong place shows."""
+    pattern = (torch.arange(251) * (7 + source) + 31 * destination).to(torch.uint8)
+    return pattern.repeat(nbytes // 251 + 1)[:nbytes]
 
 
 def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
@@ -38,3 +46,196 @@ def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
 def test_messages_arrive_whole(run_on, world_size: int, nbytes: int) -> None:
     for arrived in run_on(world_size, all_to_all, nbytes):
         assert arrived == [True] * (world_size - 1)
+
+
+def many_one_way(comm: TorchCommunicator, sizes: list[int]) -> bool:
+    """Rank 0 sends message after message, and then one comes back."""
+    if comm.rank == 0:
+        for nbytes in sizes:
+            comm.exchange({1: message(0, 1, nbytes)}, {})
+        comm.exchange({}, {1: 0})
+        return True
+    arrived = [comm.exchange({}, {0: max(sizes)})[0] for _ in sizes]
+    comm.exchange({0: message(1, 0, 0)}, {})
+    return all(
+        torch.equal(part, message(0, 1, nbytes))
+        for part, nbytes in zip(arrived, sizes, strict=True)
+    )
+
+
+def test_messages_of_all_sizes_arrive_in_order(run_on) -> None:
+    sizes = [(37 * i) % 11 * FRAME_BYTES // 5 + i for i in range(40)]
+    assert run_on(2, many_one_way, sizes) == [True, True]
+
+
+def crossing(comm: TorchCommunicator) -> list[int]:
+    """Both ranks send before they receive, one after the other."""
+    other = 1 - comm.rank
+    comm.exchange({other: message(comm.rank, other, 100 + comm.rank)}, {})
+    return [comm.exchange({}, {other: 200})[other].numel()]
+
+
+def test_short_messages_wait_for_their_receiver(run_on) -> None:
+    assert run_on(2, crossing) == [[101], [100]]
+
+
+def ones_and_twos(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what no order of adding or multiplying rounds."""
+    return (1 + (torch.arange(240) // (rank + 1)) % 2).to(dtype)
+
+
+def reduced(comm: TorchCommunicator, op: str, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    tensor = ones_and_twos(comm.rank, dtype)
+    before = comm.traffic.bytes_sent
+    comm.all_reduce(tensor, ops.resolve(op))
+    return tensor, comm.traffic.bytes_sent - before
+
+
+@world_sizes
+@pytest.mark.parametrize("op", [SUM, PRODUCT, MIN, MAX], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+)
+def test_all_reduce(run_on, world_size: int, op: Op, dtype: torch.dtype) -> None:
+    expected = reduce(op.function, [ones_and_twos(rank, dtype) for rank in range(world_size)])
+    for tensor, nbytes in run_on(world_size, reduced, op.name, dtype):
+        assert torch.equal(tensor, expected)
+        assert nbytes == 2 * (world_size - 1) * expected.nbytes // world_size
+
+
+def refused(comm: TorchCommunicator) -> list[str]:
+    texts = []
+    for tensor, op in [
+        (torch.zeros(4, dtype=torch.int16), SUM),
+        (torch.zeros(4, 4).T[:, :2], SUM),
+        (torch.zeros(4), Op(torch.hypot, 0)),
+    ]:
+        with pytest.raises(InputError) as caught:
+            comm.all_reduce(tensor, op)
+        texts.append(str(caught.value))
+    return [*texts, str(comm.size)]
+
+
+def test_what_the_engine_cannot_reduce_is_refused_before_anything_is_sent(run_on) -> None:
+    for dtype, strides, operation, size in run_on(3, refused):
+        assert "got torch.int16" in dtype
+        assert "strides (1, 4)" in strides
+        assert "algorithm='recursive_doubling'" in operation
+        assert size == "3"
+
+
+def split_up(comm: TorchCommunicator, colours: list[int]) -> tuple[int, int, list[int], list[int]]:
+    child = comm.split(colours[comm.rank])
+    total = torch.tensor([comm.rank])
+    child.all_reduce(total)
+    grandchild = child.split(0)
+    everyone = comm.gather_numbers(10 * comm.rank)
+    return child.rank, child.size, [int(total)], [*grandchild.gather_numbers(comm.rank), *everyone]
+
+
+@world_sizes
+def test_split(run_on, world_size: int) -> None:
+    colours = [rank % 3 for rank in range(world_size)]
+    ends = run_on(world_size, split_up, colours)
+    for rank, (child_rank, child_size, total, numbers) in enumerate(ends):
+        members = [other for other in range(world_size) if colours[other] == colours[rank]]
+        assert (child_rank, child_size) == (members.index(rank), len(members))
+        assert total == [sum(members)]
+        assert numbers == members + [10 * other for other in range(world_size)]
+
+
+def queued(comm: TorchCommunicator) -> list[int]:
+    """Jobs of a communicator and of its child, some of which nobody waits for."""
+    child = comm.split(0)
+
+    def ring(which: TorchCommunicator, number: int) -> int:
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        sent = torch.tensor([number]).view(torch.uint8)
+        return int(which.exchange({after: sent}, {before: 8})[before].view(torch.int64))
+
+    handles = [
+        which.submit(lambda which=which, i=i: ring(which, 100 * i + comm.rank))
+        for i in range(10)
+        for which in (comm, child)
+    ]
+    blocking = comm.run(lambda: child.run(lambda: ring(child, comm.rank)))
+    return [handle.wait() for handle in handles] + [blocking]
+
+
+@world_sizes
+def test_jobs_of_a_family_run_in_one_order(run_on, world_size: int) -> None:
+    for rank, numbers in enumerate(run_on(world_size, queued)):
+        before = (rank - 1) % world_size
+        assert numbers == [100 * i + before for i in range(10) for _ in range(2)] + [before]
+
+
+def counted(comm: TorchCommunicator) -> tuple[int, int, int, int]:
+    before = vars(comm.traffic).copy()
+    all_to_all(comm, 1000)
+    return tuple(value - before[name] for name, value in vars(comm.traffic).items())
+
+
+@world_sizes
+def test_traffic_is_that_of_the_simulated_cluster(run_on, world_size: int) -> None:
+    assert run_on(world_size, counted) == simulate(world_size, counted).results
+
+
+def groups(comm: TorchCommunicator) -> tuple[bool, bool, bool, str]:
+    """Groups of which not all ranks know: ranks 0 and 1 have one more than the others."""
+    pair = dist.new_group([0, 1])
+    rest = dist.new_group([comm.size - 1, 0])
+    ends = []
+    if comm.rank < 2:
+        ends.append(resolve(pair).gather_numbers(comm.rank) == [0, 1])
+    if comm.rank in (0, comm.size - 1):
+        ends.append(resolve(rest).gather_numbers(comm.rank) == [0, comm.size - 1])
+        assert resolve(rest) is resolve(rest)
+    if comm.rank == 1:
+        with pytest.raises(InputError, match="not in the group"):
+            resolve(rest)
+    again = TorchCommunicator.of(dist.group.WORLD)
+    ends.append(again.gather_numbers(comm.rank) == list(range(comm.size)))
+    again.close()
+    with pytest.raises(CommunicationError, match="closed"):
+        again.gather_numbers(0)
+    return all(ends), resolve() is comm, resolve(comm) is comm
+
+
+def test_communicators_of_several_groups(run_on) -> None:
+    assert run_on(4, groups) == [(True, True, True)] * 4
+
+
+def test_resolve_takes_simulated_ranks() -> None:
+    def same(comm: SimulatedCommunicator) -> bool:
+        return resolve(comm) is comm
+
+    assert simulate(2, same).results == [True, True]
+
+
+@pytest.mark.parametrize("group", ["gloo", 3, object()])
+def test_resolve_says_what_it_takes(group: object) -> None:
+    with pytest.raises(InputError, match=r"process group.*got .*MPI communicators are not"):
+        resolve(group)
+
+
+def test_resolve_wants_a_default_group() -> None:
+    with pytest.raises(InputError, match="init_process_group"):
+        resolve()
+
+
+def alone(comm: TorchCommunicator) -> list[object]:
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor)
+    return [comm.exchange({}, {}), comm.gather_numbers(4), comm.split(1).size, tensor.tolist()]
+
+
+def test_one_rank(run_on) -> None:
+    assert run_on(1, alone) == [[{}, [4], 1, [1.0, 1.0, 1.0]]]
+
+
+def timeout_of(comm: TorchCommunicator) -> tuple[float, float, str]:
+    return comm.timeout, comm.split(0).timeout, str(comm.device)
+
+
+def test_timeout_is_that_of_the_process_group(run_on) -> None:
+    assert run_on(2, timeout_of) == [(60.0, 60.0, "cpu")] * 2

@@ -13,6 +13,9 @@ from sparcel.errors import CommunicationError
 
 T = TypeVar("T")
 
+_SIGNAL_SECONDS = 0.2
+"""How long Ctrl-C may go unseen."""
+
 
 class QueuedHandle(Handle[T]):
     """A job in a queue."""
@@ -40,7 +43,10 @@ class QueuedHandle(Handle[T]):
 
     def wait(self) -> T:
         """See `Handle.wait`; Ctrl-C ends the wait, and the job goes on."""
-        self._ended.wait()  # torch's own wait cannot be interrupted
+        # torch's own wait cannot be interrupted, and a signal just before a wait without a limit
+        # would go unseen until its end.
+        while not self._ended.wait(_SIGNAL_SECONDS):
+            pass
         return self.future.wait()
 
 
@@ -54,10 +60,6 @@ class JobQueue:
         self._drained = False
         weakref.finalize(self, self._pending.put, None)
 
-    def run(self, job: Callable[[], T]) -> T:
-        """Run ``job`` after those before it, or at once when called from a job."""
-        return job() if self.is_current() else self.submit(job).wait()
-
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue ``job``; a job that submits another runs it at once, for it may wait for it.
 
@@ -67,7 +69,7 @@ class JobQueue:
             When the queue was drained.
         """
         if self._drained:
-            raise CommunicationError("this communicator was closed")
+            raise CommunicationError("the communicator was closed")
         handle = QueuedHandle(job)
         if self.is_current():
             handle.run()

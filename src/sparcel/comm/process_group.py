@@ -7,19 +7,17 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from sparcel.comm.base import Communicator, Handle, Traffic
-from sparcel.comm.engine import Engine, LostPeerError
+from sparcel.comm.engine import LostPeerError
 from sparcel.comm.fate import Fate
-from sparcel.comm.gloo import GlooEngine
 from sparcel.comm.jobs import JobQueue
-from sparcel.comm.nccl import NcclEngine
+from sparcel.comm.meeting import Meeting
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
 
@@ -34,53 +32,11 @@ _PARTING_SECONDS = 2.0
 _EXIT_SECONDS = 5.0
 """How long jobs may go on when the interpreter exits with an open communicator."""
 
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of a communicator meet, the same for all but ``rank``.
-
-    Attributes
-    ----------
-    store
-        A store under a prefix that no other communicator has.
-    members
-        The process of each rank, as torch.distributed numbers them; errors name these.
-    rank
-        Index of this process in ``members``.
-    timeout
-        Seconds after which an exchange that hangs raises.
-    backend
-        ``"gloo"`` or ``"nccl"``.
-    """
-
-    store: Store
-    members: list[int]
-    rank: int
-    timeout: float
-    backend: str
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Self:
-        """Agree with the other ranks of ``group``; all call."""
-        # A name of its own, from rank 0: the store may hold what communicators before left there.
-        name = [uuid4().hex]
-        dist.broadcast_object_list(name, group=group, group_src=0)
-        backend = _backend(group)
-        engine = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
-        return cls(
-            PrefixStore(f"sparcel/{name[0]}", group.get_group_store()),
-            dist.get_process_group_ranks(group),
-            group.rank(),
-            engine.options._timeout.total_seconds(),
-            backend,
-        )
-
-    def engine(self) -> Engine:
-        """Connect to the other ranks."""
-        if self.backend == "nccl":
-            return NcclEngine(self.members, self.rank, self.timeout)
-        store = PrefixStore("gloo", self.store)
-        return GlooEngine(store, self.members, self.rank, self.timeout)
+_REDUCED_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+"""What Gloo and NCCL can reduce."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +104,18 @@ class TorchCommunicator(Communicator):
         Raises
         ------
         InputError
-            When ``op`` is a user's: the engine knows sum, product, min and max alone.
+            When ``op`` is a user's, for the engine knows sum, product, min and max alone; when
+            the engine does not reduce tensors of that dtype, or that are not contiguous.
         """
         if op.name is None:
             raise InputError(
                 f"the engine's dense all-reduce knows sum, product, min and max, got {op}; "
                 "algorithm='recursive_doubling' takes any operation"
+            )
+        if tensor.dtype not in _REDUCED_DTYPES or not tensor.is_contiguous():
+            raise InputError(
+                f"tensor must be contiguous and one of {_REDUCED_DTYPES}, got {tensor.dtype}"
+                f" with strides {tensor.stride()}"
             )
 
         def job() -> None:
@@ -170,10 +132,12 @@ class TorchCommunicator(Communicator):
         """See `Communicator.run`."""
         if self._family.queue.is_current():
             return job()
-        return self._family.queue.run(lambda: self._perform(job))
+        return self.submit(job).wait()
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """See `Communicator.submit`."""
+        if self.closed:
+            raise CommunicationError("the communicator was closed")
         return self._family.queue.submit(lambda: self._perform(job))
 
     def close(self) -> None:
@@ -254,16 +218,6 @@ def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     if known is None or known.closed:
         known = _by_group[group] = TorchCommunicator.of(group)
     return known
-
-
-def _backend(group: dist.ProcessGroup) -> str:
-    """Return the engine to use of those that a process group has."""
-    backends = dist.get_backend_config(group)
-    if "nccl" in backends and torch.cuda.is_available():
-        return "nccl"
-    if "gloo" in backends:
-        return "gloo"
-    raise InputError(f"a process group must use Gloo or NCCL, got {backends}")
 
 
 _open: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()

@@ -1,0 +1,117 @@
+"""The queue of jobs, without any ranks."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+
+from sparcel.comm.jobs import JobQueue
+from sparcel.errors import CommunicationError
+
+
+def test_jobs_run_in_order_off_the_callers_thread() -> None:
+    queue, ran = JobQueue("jobs"), []
+
+    def job(number: int) -> int:
+        time.sleep(0.001 * (number % 3))
+        ran.append((number, threading.current_thread().name))
+        return number
+
+    handles = [queue.submit(lambda number=number: job(number)) for number in range(20)]
+    assert [handle.wait() for handle in handles] == list(range(20))
+    assert ran == [(number, "jobs") for number in range(20)]
+
+
+def test_errors_keep_their_type_and_traceback() -> None:
+    queue = JobQueue("jobs")
+
+    def culprit() -> None:
+        raise KeyError("k")
+
+    handle = queue.submit(culprit)
+    for _ in range(2):
+        with pytest.raises(KeyError) as caught:
+            handle.wait()
+        assert any(entry.name == "culprit" for entry in caught.traceback)
+    assert queue.submit(lambda: "goes on").wait() == "goes on"
+
+
+def test_a_job_that_exits_does_not_end_the_queue() -> None:
+    queue = JobQueue("jobs")
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(CommunicationError, match=r"SystemExit\(3\)"):
+        queue.submit(leave).wait()
+    assert queue.submit(lambda: 1).wait() == 1
+
+
+def test_a_job_may_submit_and_wait() -> None:
+    queue = JobQueue("jobs")
+    assert queue.submit(lambda: queue.submit(lambda: 5).wait() + 1).wait() == 6
+
+
+def test_futures_complete_without_anyone_waiting() -> None:
+    queue, done = JobQueue("jobs"), threading.Event()
+    handle = queue.submit(lambda: 7)
+    handle.future.add_done_callback(lambda future: done.set())
+    done.wait()
+    assert handle.future.value() == 7
+
+
+def test_interrupt_ends_the_wait_and_not_the_job() -> None:
+    queue, waiting, go = JobQueue("jobs"), threading.Event(), threading.Event()
+
+    def job() -> int:
+        waiting.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        go.wait()
+        return 1
+
+    handle = queue.submit(job)
+    with pytest.raises(KeyboardInterrupt):
+        waiting.set()
+        handle.wait()
+    go.set()
+    assert handle.wait() == 1
+    assert queue.submit(lambda: 2).wait() == 2
+
+
+def test_drained_queue_has_run_all_and_takes_no_more() -> None:
+    queue, ran = JobQueue("jobs"), []
+    for number in range(5):
+        queue.submit(lambda number=number: ran.append(number))
+    assert queue.drain(None)
+    assert ran == list(range(5))
+    with pytest.raises(CommunicationError, match="closed"):
+        queue.submit(lambda: None)
+
+
+def test_drain_gives_up_on_a_job_that_hangs() -> None:
+    queue, go = JobQueue("jobs"), threading.Event()
+    queue.submit(go.wait)
+    assert not queue.drain(0.01)
+    go.set()
+    assert queue.drain(None)
+
+
+def test_the_thread_ends_with_the_queue_and_keeps_no_job_alive() -> None:
+    class Captured:
+        pass
+
+    queue, captured = JobQueue("jobs"), Captured()
+    alive = weakref.ref(captured)
+    queue.submit(lambda captured=captured: None).wait()
+    thread = queue._thread
+    del captured
+    gc.collect()
+    assert alive() is None
+    del queue
+    gc.collect()
+    thread.join()

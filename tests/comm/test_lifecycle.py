@@ -1,0 +1,132 @@
+"""How communicators end: by close(), with their process group, with the interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import sparcel
+from sparcel.comm import TorchCommunicator, resolve
+
+def start(name, seconds=20):
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    store = dist.FileStore(f"{folder}/{name}", 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds)
+    )
+    return resolve()
+
+def step(comm):
+    comm.gather_numbers(comm.rank)
+    total = torch.tensor([1 << comm.rank])
+    comm.all_reduce(total)
+    assert int(total) == 3
+"""
+
+
+def run(script: str, folder: Path) -> list[tuple[int, str]]:
+    """Run a script as two ranks; return exit codes and what they wrote to stderr."""
+    program = PREAMBLE + textwrap.dedent(script)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(folder)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [(rank.wait(), errors) for rank in ranks for _, errors in [rank.communicate()]]
+
+
+def test_script_that_closes_nothing_ends_well(tmp_path: Path) -> None:
+    script = """
+        step(start("a"))
+    """
+    assert run(script, tmp_path) == [(0, ""), (0, "")]
+
+
+def test_script_that_destroys_the_group_first_ends_well(tmp_path: Path) -> None:
+    script = """
+        comm = start("a")
+        step(comm)
+        dist.destroy_process_group()
+    """
+    assert run(script, tmp_path) == [(0, ""), (0, "")]
+
+
+def test_new_process_group_gets_a_new_communicator(tmp_path: Path) -> None:
+    script = """
+        first = start("a")
+        step(first)
+        first.close()
+        first.close()
+        dist.destroy_process_group()
+        second = start("b")
+        assert second is not first
+        step(second)
+        dist.destroy_process_group()  # without closing the second
+        step(start("c"))
+        assert [thread.name for thread in threading.enumerate()].count("sparcel") <= 2
+    """
+    assert run(script, tmp_path) == [(0, ""), (0, "")]
+
+
+def test_jobs_that_nobody_waited_for_are_finished_at_exit(tmp_path: Path) -> None:
+    script = """
+        comm = start("a")
+        for _ in range(50):
+            comm.submit(lambda: step(comm))
+    """
+    assert run(script, tmp_path) == [(0, ""), (0, "")]
+
+
+def test_exit_does_not_wait_for_a_peer_for_long(tmp_path: Path) -> None:
+    script = """
+        comm = start("a", seconds=1000)
+        if comm.rank == 0:
+            comm.submit(lambda: step(comm))  # rank 1 never takes part
+        else:
+            time.sleep(8)
+    """
+    assert run(script, tmp_path) == [(0, ""), (0, "")]
+
+
+def test_error_outside_of_a_job_ends_both(tmp_path: Path) -> None:
+    script = """
+        comm = start("a", seconds=1000)
+        step(comm)
+        if comm.rank == 0:
+            raise ValueError("the user's own")
+        step(comm)
+    """
+    (code0, errors0), (code1, errors1) = run(script, tmp_path)
+    assert (code0, code1) == (1, 1)
+    assert "ValueError: the user's own" in errors0
+    assert "rank 0 closed its communicator before the others" in errors1
+
+
+def test_interrupted_rank_leaves_and_the_other_is_told(tmp_path: Path) -> None:
+    script = """
+        comm = start("a", seconds=1000)
+        step(comm)
+        if comm.rank == 0:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            comm.run(lambda: time.sleep(2) if comm.rank == 0 else step(comm))
+        except KeyboardInterrupt:
+            sys.exit(5)
+    """
+    (code0, _), (code1, errors1) = run(script, tmp_path)
+    assert (code0, code1) == (5, 1)
+    assert "rank 0 closed its communicator before the others" in errors1
