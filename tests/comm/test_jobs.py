@@ -74,10 +74,13 @@ def test_interrupt_ends_the_wait_and_not_the_job() -> None:
         go.wait()
         return 1
 
-    handle = queue.submit(job)
-    with pytest.raises(KeyboardInterrupt):
+    def wait() -> None:
         waiting.set()
         handle.wait()
+
+    handle = queue.submit(job)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     go.set()
     assert handle.wait() == 1
     assert queue.submit(lambda: 2).wait() == 2

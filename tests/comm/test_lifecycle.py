@@ -46,7 +46,8 @@ def run(script: str, folder: Path) -> list[tuple[int, str]]:
         )
         for rank in range(2)
     ]
-    return [(rank.wait(), errors) for rank in ranks for _, errors in [rank.communicate()]]
+    written = [rank.communicate()[1] for rank in ranks]
+    return [(rank.returncode, errors) for rank, errors in zip(ranks, written, strict=True)]
 
 
 def test_script_that_closes_nothing_ends_well(tmp_path: Path) -> None:
