@@ -22,9 +22,11 @@ class Follower {
 
     // The threshold for [begin, end): what the chunks before suggest, unless that let far too much
     // through lately, as where values rise or fall. Then a few of the chunk's own tell more.
+    bool sampling() const { return sampling_ > 0; }
+
     template <class Source>
     Key guess(const Source& source, size_t begin, size_t end) const {
-        if (sampling_ == 0 || end - begin < 2 * kFewSamples) return guess_;
+        if (!sampling() || end - begin < 2 * kFewSamples) return guess_;
         const Key mask = Bits<typename Source::Word>::magnitude;
         const auto key = [&](size_t i) { return source.at(begin + i); };
         return std::max<Key>(1, sampled_limit<Key>(key, end - begin, k_, mask));
@@ -57,15 +59,27 @@ class Follower {
     int sampling_ = 0;  // chunks that are still to be sampled
 };
 
+// Like scan, in steps so short that a crowd is pruned before it is complete.
+template <class Source, class Storage>
+void scan_crowd(const Source& source, size_t end, size_t k, Survivors<Storage>& survivors) {
+    constexpr size_t step = 64;
+    for (size_t i = survivors.begin; i < end; i += step) {
+        if (survivors.count >= 2 * k + step) survivors.prune(k);
+        survivors.make_room(k);
+        source.pass(i, std::min(step, end - i), survivors);
+    }
+}
+
 // Finds at least min(k, nnz) of one chunk, beginning at `guess`, and tells whether it took more
-// than one pass. What `first` reads once must be readable from `again` afterwards.
+// than one pass. What `first` reads once must be readable from `again` afterwards. `crowded` says
+// that far too many may survive.
 template <class Source, class Storage>
 bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin, size_t end,
                 size_t k, typename Bits<Storage>::Key guess, typename Bits<Storage>::Key step,
-                Survivors<Storage>& survivors) {
+                bool crowded, Survivors<Storage>& survivors) {
     using Key = typename Bits<Storage>::Key;
     survivors.restart(begin, guess);
-    scan(first, end, k, survivors);
+    crowded ? scan_crowd(first, end, k, survivors) : scan(first, end, k, survivors);
     // The steps grow, so that a chunk far smaller than its neighbour is found soon enough.
     bool repeated = false;
     for (step /= 4; survivors.count < k && guess > 1; step *= 4, repeated = true) {
@@ -103,8 +117,8 @@ Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storag
             const Key guess = chunk > detail::kSampledChunk
                                   ? detail::guess_threshold(first, begin, end, k, 1).threshold
                                   : follower.guess(first, begin, end);
-            const bool repeated =
-                detail::scan_chunk(first, again, begin, end, k, guess, step, survivors);
+            const bool repeated = detail::scan_chunk(first, again, begin, end, k, guess, step,
+                                                     follower.sampling(), survivors);
             const size_t survived = survivors.count;
             auto cut = survivors.find_cut(k);
             follower.learn(survived, end - begin, cut, repeated);

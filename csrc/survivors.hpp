@@ -12,6 +12,9 @@ constexpr size_t kBlock = 4096;
 // A k that nothing is ever cut down to.
 constexpr size_t kUnlimited = SIZE_MAX / 4;
 
+// Survivors among which it pays to look twice for those that can be picked.
+constexpr size_t kWorthThinning = 128;
+
 // Survivors whose memory is kept for the next call.
 constexpr size_t kKept = size_t{1} << 21;
 
@@ -56,31 +59,30 @@ class Survivors {
         positions_ = {};
     }
 
-    // Makes room for a block. Once there are twice as many as can be picked, only the k largest
-    // stay, and only what is larger than all of those may still come: ties go to the lowest index.
+    // Makes room for a block, in part by pruning once there are twice as many as can be picked.
     void make_room(size_t k) {
         if (count + kBlock + kSlack <= keys_.capacity()) return;
         if (count >= 2 * k + kBlock) {
-            const Key kth = cut_to(k);
-            threshold = kth + 1;
+            prune(k);
         } else {
             reserve(std::max(2 * count, count + kBlock));
         }
     }
 
-    // Keeps the k largest, k < count, and returns the least of their magnitudes.
-    Key cut_to(size_t k) {
+    // Keeps the k largest, k < count. Only what is larger than the least of them may still come:
+    // ties go to the lowest index.
+    void prune(size_t k) {
         Cut<Key> cut = find_cut(k);
         count = pick(cut, count, [&](size_t from, size_t to) {
             keys_[to] = keys_[from];
             positions_[to] = positions_[from];
         });
-        return cut.kth;
+        threshold = cut.kth + 1;
     }
 
     // Picks the k largest, or all where there are no more.
     Cut<Key> find_cut(size_t k) {
-        if (count > detail::kCompareAll && k < count / 8) thin_out(k);
+        if (count > kWorthThinning && k < count / 8) thin_out(k);
         return cut_of(keys(), count, k, spare_);
     }
 

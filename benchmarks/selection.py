@@ -1,0 +1,211 @@
+"""How long exact selection takes beside a copy of the vector, and beside torch.topk.
+
+All kernels take turns on the same vector in each repetition, so that a busy machine disturbs them
+alike; what counts is the ratio of the medians. Run it as
+
+    python benchmarks/selection.py --output benchmarks/results/selection.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparcel import _cpu, kernels
+from sparcel.kernels import reference
+
+DENSITIES = (0.001, 0.01)
+CHUNK, PER_CHUNK = 512, 5
+
+
+def gradient(size: int) -> Tensor:
+    """Return the gradient of a square layer of an MLP, a few steps into training on digits."""
+    from sklearn.datasets import load_digits
+
+    width = round(size**0.5)
+    data, target = load_digits(return_X_y=True)
+    images, labels = torch.tensor(data, dtype=torch.float32) / 16, torch.tensor(target)
+    layers = [torch.nn.Linear(64, width), torch.nn.Linear(width, width), torch.nn.Linear(width, 10)]
+    model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        batch = slice(64 * step, 64 * step + 64)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+    whole = layers[1].weight.grad
+    assert whole is not None
+    return whole.reshape(-1)
+
+
+def vectors(size: int) -> Iterator[tuple[str, Tensor]]:
+    """Make each distribution's vector in turn."""
+    normal = torch.randn(size)
+    yield "normal", normal
+    yield "laplace", torch.distributions.Laplace(0.0, 1.0).sample((size,))
+    yield "gradient", gradient(size)
+    yield "cauchy", torch.empty(size).cauchy_()
+    yield "all equal", torch.ones(size)
+    yield "mostly zero", torch.where(torch.rand(size) < 0.0005, normal, 0.0)
+    yield "ascending", normal.abs().sort().values
+    yield "descending", normal.abs().sort(descending=True).values
+    bunched = normal.clone()
+    start, run = size // 3, size // 1000
+    bunched[start : start + run] *= 1000
+    yield "bunched", bunched
+
+
+def timed(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the median time of each call in ms, all taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if repeat:  # the first round warms up
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def with_isa(isa: str, call: Callable[[], object]) -> Callable[[], object]:
+    """Return the call with its instruction set."""
+
+    def chosen() -> object:
+        _cpu.set_isa(isa)
+        return call()
+
+    return chosen
+
+
+def calls_on(x: Tensor, isas: list[str]) -> dict[str, Callable[[], object]]:
+    """Return what is timed on one vector, by name."""
+    target, memory = torch.empty_like(x), torch.randn(x.numel()) * x.std() * 1e-3
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
+    for isa in isas:
+        for density in DENSITIES:
+            k = round(density * x.numel())
+            calls[f"{isa} topk {density:g}"] = with_isa(isa, partial(kernels.topk, x, k))
+            calls[f"{isa} accumulate {density:g}"] = with_isa(
+                isa, partial(kernels.accumulate_topk, memory, x, target, k)
+            )
+        calls[f"{isa} chunks {PER_CHUNK}/{CHUNK}"] = with_isa(
+            isa, partial(kernels.topk_chunked, x, PER_CHUNK, CHUNK)
+        )
+    return calls
+
+
+def torch_topk(x: Tensor, k: int) -> object:
+    """Select as one would without sparcel."""
+    return torch.topk(x.abs(), k)
+
+
+def wrong_entries(x: Tensor, isa: str) -> int:
+    """Count the entries in which the selections differ from the reference's."""
+    _cpu.set_isa(isa)
+    wrong = 0
+    for density in DENSITIES:
+        k = round(density * x.numel())
+        chosen, expected = kernels.topk(x, k)[0], reference.topk(x, k)[0]
+        wrong += len(set(chosen.tolist()) ^ set(expected.tolist()))
+    return wrong
+
+
+def measure(name: str, x: Tensor, isas: list[str], repeats: int) -> dict[str, Any]:
+    """Time everything on one vector."""
+    medians = timed(calls_on(x, isas), repeats)
+    torch_calls = {
+        f"torch.topk {density:g}": partial(torch_topk, x, round(density * x.numel()))
+        for density in DENSITIES
+    }
+    slow = timed(torch_calls, repeats=3)
+    wrong = {isa: wrong_entries(x, isa) for isa in isas}
+    return {"distribution": name, "median_ms": medians | slow, "wrong_entries": wrong}
+
+
+def machine() -> dict[str, Any]:
+    """Describe where this runs."""
+    info = Path("/proc/cpuinfo")
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(models),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def print_row(row: dict[str, Any], isas: list[str]) -> None:
+    """Print one vector's table: times, and ratios to the copy."""
+    medians = row["median_ms"]
+    copy = medians["copy"]
+    print(f"\n{row['distribution']}: copy {copy:.2f} ms")
+    print(f"  {'':18}" + "".join(f"{isa:>18}" for isa in isas) + f"{'torch.topk':>18}   (× copy)")
+    names = [name.removeprefix(isas[0] + " ") for name in medians if name.startswith(isas[0])]
+    for name in names:
+        cells = [medians[f"{isa} {name}"] for isa in isas]
+        if name.startswith("topk"):
+            cells.append(medians[f"torch.{name}"])
+        print(f"  {name:18}" + "".join(f"{ms:9.2f} {ms / copy:7.2f}×" for ms in cells))
+    print(f"  {'#wrong':18}" + "".join(f"{row['wrong_entries'][isa]:18d}" for isa in isas))
+
+
+def print_spread(rows: list[dict[str, Any]], isas: list[str]) -> None:
+    """Print how much slower each kernel is on its worst distribution than on its best."""
+    print("\nslowest distribution / fastest")
+    for name in rows[0]["median_ms"]:
+        if name.split()[0] in isas:
+            times = {row["distribution"]: row["median_ms"][name] for row in rows}
+            slowest = max(times, key=lambda each: times[each])
+            ratio = times[slowest] / min(times.values())
+            print(f"  {name:26}{ratio:6.2f}×  ({slowest})")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=25_000_000, help="entries of a vector")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    best = _cpu.isa()
+    isas = [isa for isa in ("avx512", "avx2", "portable") if isa <= best or isa == "portable"]
+    print(f"# {json.dumps(machine())}")
+    print(f"# {arguments.size} float32 entries, one thread, medians of {arguments.repeats} (ms)")
+    rows = []
+    for name, x in vectors(arguments.size):
+        rows.append(measure(name, x, isas, arguments.repeats))
+        print_row(rows[-1], isas)
+    print_spread(rows, isas)
+    if arguments.output:
+        content = {"machine": machine(), "size": arguments.size, "threads": 1, "rows": rows}
+        arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
