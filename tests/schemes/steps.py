@@ -31,6 +31,31 @@ def integers(rank, step, size, dtype=torch.float32):
     return ((5 * place + 7 * rank + place * rank + 3 * step + place * step) % 9 - 4).to(dtype)
 
 
+def zeros(rank, step, size, dtype=torch.float32):
+    """Return nothing to send."""
+    return torch.zeros(size, dtype=dtype)
+
+
+def equal(rank, step, size, dtype=torch.float32):
+    """Return ties everywhere."""
+    return torch.full((size,), 1 + (rank + step) % 3, dtype=dtype)
+
+
+def one_rank(rank, step, size, dtype=torch.float32):
+    """Return integers on one rank, another in each step, and zeros elsewhere."""
+    return integers(rank, step, size, dtype) * (rank == step)
+
+
+def skewed(rank, step, size, dtype=torch.float32):
+    """Return integers in the last tenth of the vector and zeros before."""
+    gradient = integers(rank, step, size, dtype)
+    gradient[: size - size // 10] = 0
+    return gradient
+
+
+INTEGERS = [integers, zeros, equal, one_rank, skewed]
+
+
 def normal(rank, step, size, dtype=torch.float32):
     """Return a gradient of normal numbers."""
     generator = torch.Generator().manual_seed(1000 * step + rank)

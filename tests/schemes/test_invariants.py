@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.errors import CommunicationError, MismatchError
-from tests.schemes.steps import EXACT, SCHEMES, copy_of, integers, normal, run, total
+from tests.schemes.steps import EXACT, INTEGERS, SCHEMES, copy_of, integers, normal, run, total
 from tests.strategies import FLOATS, same_bits
 
 schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
@@ -16,14 +16,19 @@ SOME_RANKS = st.integers(1, 17)
 
 
 @schemes
-@given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from(FLOATS))
-def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, dtype):
-    updates, memories = run(make, world, 2, size, normal, dtype)
+@given(
+    world=SOME_RANKS,
+    size=PLACES,
+    dtype=st.sampled_from(FLOATS),
+    gradient=st.sampled_from([normal, *INTEGERS]),
+)
+def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, dtype, gradient):
+    updates, memories = run(make, world, 2, size, gradient, dtype)
     for step in range(2):
         first = updates[0][step]
         assert (first.shape, first.dtype) == ((size,), dtype)
         assert all(same_bits(by_step[step], first) for by_step in updates)
-    again, memories_again = run(make, world, 2, size, normal, dtype)
+    again, memories_again = run(make, world, 2, size, gradient, dtype)
     assert all(map(same_bits, updates[0], again[0]))
     for before, after in zip(memories, memories_again, strict=True):
         assert all(map(same_bits, before, after))
@@ -35,10 +40,11 @@ def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, 
     size=PLACES,
     dtype=st.sampled_from(FLOATS),
     steps=st.integers(1, 4),
+    gradient=st.sampled_from(INTEGERS),
 )
-def test_nothing_is_lost_exactly(name, world, size, dtype, steps):
-    updates, memories = run(SCHEMES[name], world, steps, size, integers, dtype)
-    went_in = total(integers(rank, step, size) for rank in range(world) for step in range(steps))
+def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
+    updates, memories = run(SCHEMES[name], world, steps, size, gradient, dtype)
+    went_in = total(gradient(rank, step, size) for rank in range(world) for step in range(steps))
     came_out = world * total(updates[0])
     assert torch.equal(came_out + total(memory[-1] for memory in memories), went_in)
 
