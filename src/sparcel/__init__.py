@@ -5,7 +5,8 @@ from sparcel.comm import simulate
 from sparcel.ddp import attach
 from sparcel.ops import Op
 from sparcel.schemes import scheme
-from sparcel.stream import SparseStream, topk
+from sparcel.selectors import topk
+from sparcel.stream import SparseStream
 
 __all__ = [
     "Op",

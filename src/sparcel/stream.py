@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, check_values, checked_indices
+from sparcel._checks import check_values, checked_indices
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
 
@@ -200,36 +200,6 @@ class SparseStream:
 
     def __add__(self, other: SparseStream) -> SparseStream:
         return reduce([self, other], SUM)
-
-
-def topk(x: Tensor, k: int) -> SparseStream:
-    """Select the ``min(k, nnz)`` coordinates of largest magnitude, exactly.
-
-    Parameters
-    ----------
-    x
-        ``[size]``, float16, bfloat16, float32 or float64.
-    k
-        How many to select, at least 1. Ties go to the lowest index; zeros are never selected.
-
-    Returns
-    -------
-    SparseStream
-        Sparse, with the values of ``x`` at the selected coordinates.
-
-    Raises
-    ------
-    InputError
-        When ``x`` is not a one-dimensional float tensor, or ``k < 1``.
-    """
-    if x.ndim != 1 or x.dtype not in FLOAT_DTYPES:
-        raise InputError(
-            f"topk selects from a one-dimensional float tensor, got {x.dtype} of shape"
-            f" {tuple(x.shape)}; flatten it first"
-        )
-    if k < 1:
-        raise InputError(f"k must be at least 1, got {k}")
-    return SparseStream.unchecked(*kernels.topk(x.detach().contiguous(), k), x.numel())
 
 
 def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
