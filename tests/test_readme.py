@@ -1,5 +1,6 @@
 """The README's examples run as printed, and what the pages point to is there."""
 
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -58,3 +61,19 @@ def test_make_targets_exist(page: Path) -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named <= targets
+
+
+def test_figures_are_those_recorded() -> None:
+    steps = json.loads((RESULTS / "demo_digits.json").read_text())["methods"]
+    accuracies = json.loads((RESULTS / "demo_accuracy_digits.json").read_text())["accuracy_mean"]
+    seconds = {step["method"]: step["step_s"] for step in steps}
+    for step in steps:
+        method = step["method"]
+        speedups = [
+            f"{seconds[baseline] / seconds[method]:.1f}×"
+            for baseline in ("dense fp32", "dense bf16")
+        ]
+        time = f"{1000 * seconds[method]:.0f} ms"
+        sent = f"{step['wire_bytes'] / 1e6:.1f} MB"
+        cells = [method, time, sent, *speedups, f"{100 * accuracies[method]:.1f} %"]
+        assert f"| {' | '.join(cells)} |" in README.splitlines()
