@@ -1,0 +1,182 @@
+// Reduction of many sorted streams to one, in windows.
+//
+// The index space is walked in windows. In each, a bitmap collects the indices that occur; counting
+// its bits gives every index its slot in the result, where values are then reduced stream by
+// stream. So the order of operations is the order of the streams, the work is linear in the
+// entries, however many streams there are, and nothing dense but the bitmap is kept.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <span>
+#include <vector>
+
+#include "buffer.hpp"
+#include "numbers.hpp"
+
+namespace sparcel {
+
+template <class Index, class Value>
+struct StreamView {
+    const Index* indices;
+    const Value* values;  // rows of `width`
+    size_t count;
+};
+
+// The result of a merge over a range of indices.
+template <class Index, class Value>
+struct Merged {
+    Buffer<Index> indices;
+    Buffer<Value> values;
+    size_t count = 0;
+};
+
+namespace detail {
+
+// The smallest window has 16 KiB of bits, as much of marks, and 8 KiB of ranks, for the first level
+// of the cache; the largest stays within the second.
+constexpr size_t kSmallestWindow = size_t{1} << 17;
+constexpr size_t kLargestWindow = size_t{1} << 20;
+
+template <class Op, class Index, class Value>
+class Merger {
+  public:
+    using View = StreamView<Index, Value>;
+    using Sum = typename Wide<Value>::Type;
+
+    Merger(std::span<const View> streams, size_t width)
+        : streams_(streams),
+          width_(width),
+          cursors_(streams.size()),
+          ends_(streams.size()),
+          window_ends_(streams.size()) {}
+
+    // Merges what lies in [begin, end).
+    Merged<Index, Value> run(Index begin, Index end) {
+        for (size_t s = 0; s < streams_.size(); ++s) cursors_[s] = lower_bound(streams_[s], begin);
+        for (size_t s = 0; s < streams_.size(); ++s) ends_[s] = lower_bound(streams_[s], end);
+        allocate();
+        Merged<Index, Value> result;
+        for (Index first = 0; next_index(first);) {
+            // Windows begin where there is something, so empty stretches cost nothing.
+            collect(first);
+            reduce(first, result);
+        }
+        return result;
+    }
+
+  private:
+    static size_t lower_bound(const View& stream, Index bound) {
+        const Index* end = stream.indices + stream.count;
+        return size_t(std::lower_bound(stream.indices, end, bound) - stream.indices);
+    }
+
+    // Every window looks at every stream: the sparser they are, the larger it should be.
+    void allocate() {
+        size_t entries = 1, range = 1;
+        for (size_t s = 0; s < streams_.size(); ++s) {
+            if (cursors_[s] == ends_[s]) continue;
+            const Index* indices = streams_[s].indices;
+            entries += ends_[s] - cursors_[s];
+            range = std::max(range, size_t(indices[ends_[s] - 1] - indices[cursors_[s]]));
+        }
+        const double worthwhile = 8.0 * double(streams_.size()) * double(range) / double(entries);
+        window_ = kSmallestWindow;
+        while (window_ < kLargestWindow && double(window_) < worthwhile) window_ *= 2;
+        present_.resize(window_ / 64);
+        started_.resize(window_ / 64);
+        ranks_.resize(window_ / 64);
+    }
+
+    // The lowest index that is left, if any.
+    bool next_index(Index& first) const {
+        bool found = false;
+        for (size_t s = 0; s < streams_.size(); ++s) {
+            if (cursors_[s] == ends_[s]) continue;
+            const Index next = streams_[s].indices[cursors_[s]];
+            if (!found || next < first) first = next;
+            found = true;
+        }
+        return found;
+    }
+
+    // Marks the window's indices and ranks its words.
+    void collect(Index first) {
+        std::fill(present_.begin(), present_.end(), 0);
+        for (size_t s = 0; s < streams_.size(); ++s) {
+            const Index* indices = streams_[s].indices;
+            size_t i = cursors_[s];
+            for (; i < ends_[s] && size_t(indices[i] - first) < window_; ++i) {
+                const auto at = size_t(indices[i] - first);
+                present_[at / 64] |= uint64_t{1} << at % 64;
+            }
+            window_ends_[s] = i;
+        }
+        uint32_t rank = 0;
+        for (size_t word = 0; word < present_.size(); ++word) {
+            ranks_[word] = rank;
+            rank += uint32_t(std::popcount(present_[word]));
+        }
+        found_ = rank;
+    }
+
+    void reduce(Index first, Merged<Index, Value>& result) {
+        reserve(result, result.count + found_);
+        write_indices(first, result.indices.data() + result.count);
+        Value* values = result.values.data() + result.count * width_;
+        std::fill(started_.begin(), started_.end(), 0);
+        if constexpr (std::is_same_v<Sum, Value>) {
+            for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, values);
+        } else {
+            if (sums_.capacity() < found_ * width_) sums_.resize(found_ * width_);
+            for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, sums_.data());
+            for (size_t i = 0; i < found_ * width_; ++i) values[i] = narrow<Value>(sums_[i]);
+        }
+        result.count += found_;
+    }
+
+    void add_stream(size_t s, Index first, Sum* sums) {
+        const View& stream = streams_[s];
+        for (size_t i = cursors_[s]; i < window_ends_[s]; ++i) {
+            const auto at = size_t(stream.indices[i] - first);
+            const uint64_t bit = uint64_t{1} << at % 64;
+            const auto below = size_t(std::popcount(present_[at / 64] & (bit - 1)));
+            Sum* sum = sums + (ranks_[at / 64] + below) * width_;
+            const Value* value = stream.values + i * width_;
+            if (started_[at / 64] & bit) {
+                for (size_t j = 0; j < width_; ++j) sum[j] = Op::apply(sum[j], widen(value[j]));
+            } else {
+                for (size_t j = 0; j < width_; ++j) sum[j] = widen(value[j]);
+                started_[at / 64] |= bit;
+            }
+        }
+        cursors_[s] = window_ends_[s];
+    }
+
+    void write_indices(Index first, Index* indices) const {
+        for (size_t word = 0; word < present_.size(); ++word) {
+            for (uint64_t bits = present_[word]; bits; bits &= bits - 1) {
+                *indices++ = first + Index(word * 64 + size_t(std::countr_zero(bits)));
+            }
+        }
+    }
+
+    void reserve(Merged<Index, Value>& result, size_t count) const {
+        if (count <= result.indices.capacity()) return;
+        const size_t capacity = std::max(count, 2 * result.indices.capacity());
+        result.indices.resize(capacity);
+        result.values.resize(capacity * width_);
+    }
+
+    std::span<const View> streams_;
+    size_t width_;
+    std::vector<size_t> cursors_, ends_, window_ends_;
+    size_t window_ = 0;
+    std::vector<uint64_t> present_, started_;  // bits of the window's indices
+    std::vector<uint32_t> ranks_;              // indices before each word
+    size_t found_ = 0;
+    Buffer<Sum> sums_;
+};
+
+}  // namespace detail
+}  // namespace sparcel

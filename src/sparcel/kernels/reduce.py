@@ -1,0 +1,97 @@
+"""Sparse vectors into one another, and into dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sparcel.errors import InputError
+from sparcel.kernels import cpu, reference
+from sparcel.ops import Op
+
+
+def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
+    """Reduce sorted streams to one.
+
+    Where several streams hold an index, ``op`` is applied from left to right in the order of the
+    sequence: the result depends on nothing else. float16 and bfloat16 are reduced in float32 and
+    rounded once, at the end.
+
+    Parameters
+    ----------
+    streams
+        At least one pair of indices ``[nnz]``, sorted and unique, and values ``[nnz]`` or rows
+        ``[nnz, width]``. All pairs agree in dtypes and width; values may be float16, bfloat16,
+        float32, float64, int32 or int64 (integers wrap on overflow).
+    op
+        How values of one index are combined.
+
+    Returns
+    -------
+    indices, values
+        The union of the indices, and one value or row each; dtypes as in ``streams``.
+    """
+    if not streams:
+        raise InputError("merge needs at least one stream, got none")
+    if streams[0][0].is_cpu:
+        return cpu.merge(streams, op)
+    return reference.merge(streams, op)
+
+
+def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
+    """Apply ``dense[i] = op(dense[i], v)`` in place for each index and its value or row.
+
+    Parameters
+    ----------
+    dense
+        ``[n]`` or rows ``[n, width]``, any dtype that `merge` takes.
+    indices
+        ``[nnz]``, unique, within ``dense``.
+    values
+        ``[nnz]`` or ``[nnz, width]``; converted to the dtype of ``dense`` before the operation.
+    op
+        How values are combined; float16 and bfloat16 go through float32.
+    """
+    implementation = cpu if dense.is_cpu else reference
+    implementation.scatter_reduce(dense, indices, values, op)
+
+
+def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    """Apply ``dense[i] = v * scale`` in place for each index and its value or row.
+
+    Parameters
+    ----------
+    dense
+        ``[n]`` or rows ``[n, width]``, any dtype that `merge` takes.
+    indices
+        ``[nnz]``, unique, within ``dense``.
+    values
+        ``[nnz]`` or ``[nnz, width]``; converted to the dtype of ``dense`` before it is scaled.
+    scale
+        Rounded to the dtype of ``dense`` (float32 for halves); must be 1 for integers.
+    """
+    if scale != 1.0 and not dense.is_floating_point():
+        raise InputError(f"scale must be 1 for {dense.dtype}, got {scale}; scale floats instead")
+    implementation = cpu if dense.is_cpu else reference
+    implementation.scatter(dense, indices, values, scale)
+
+
+def check_indices(indices: Tensor, size: int) -> int:
+    """Find the first index that is not in [0, size) or not greater than the one before it.
+
+    Parameters
+    ----------
+    indices
+        ``[nnz]``, int32 or int64.
+    size
+        Number of coordinates.
+
+    Returns
+    -------
+    int
+        Its position, or -1 when all is well.
+    """
+    if indices.is_cpu:
+        return cpu.check_indices(indices, size)
+    return reference.check_indices(indices, size)
