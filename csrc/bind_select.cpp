@@ -32,6 +32,7 @@ template <class T, class Index, class Source>
 Selection<Index, StorageOf<T>> select(const Source& first, const Vector<StorageOf<T>>& again,
                                       size_t n, size_t k, size_t chunk, int threads,
                                       typename Bits<StorageOf<T>>::Key& largest) {
+    k = std::min(k, n);
     if (k == 0 && std::is_same_v<Source, Vector<StorageOf<T>>>) {
         return Selection<Index, StorageOf<T>>(0);
     }

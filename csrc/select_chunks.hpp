@@ -20,10 +20,11 @@ class Follower {
     // `step` is the distance of a factor of two between magnitudes, as bits.
     Follower(size_t k, Key step) : k_(k), step_(step), target_(k + 2 * size_t(std::sqrt(k)) + 1) {}
 
-    // The threshold for [begin, end): what the chunks before suggest, unless that let far too much
-    // through lately, as where values rise or fall. Then a few of the chunk's own tell more.
+    // Whether far too much came through lately, as where values rise or fall.
     bool sampling() const { return sampling_ > 0; }
 
+    // The threshold for [begin, end): what the chunks before suggest, or, when that has misled,
+    // what a few of the chunk's own entries do.
     template <class Source>
     Key guess(const Source& source, size_t begin, size_t end) const {
         if (!sampling() || end - begin < 2 * kFewSamples) return guess_;
