@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,10 @@ from tests.workers import Pool
 settings.register_profile("sparcel", parent=settings(), deadline=None, max_examples=25)
 settings.register_profile("thorough", settings.get_profile("sparcel"), max_examples=400)
 settings.load_profile("sparcel")
+
+# A shell without job control has its background processes ignore SIGINT, and they pass that on to
+# the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
