@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,29 @@ def test_killed_rank_is_named_by_all() -> None:
         assert "lost its connection to rank 2" in text
         assert text in later
         assert seconds < TIMEOUT
+
+
+def transfer_until_killed(comm: TorchCommunicator, culprit: int) -> tuple[str, float]:
+    """Keep long messages under way, of which a kill interrupts one."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    message = torch.zeros(8 << 20, dtype=torch.uint8)
+    if comm.rank == culprit:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            start = time.monotonic()
+            comm.exchange({after: message}, {before: message.numel()})
+    except CommunicationError as error:
+        return str(error), time.monotonic() - start
+
+
+@pytest.mark.parametrize("culprit", range(WORLD_SIZE))
+def test_kill_amid_a_long_message(culprit: int) -> None:
+    ends = run_apart(WORLD_SIZE, transfer_until_killed, culprit, timeout=TIMEOUT)
+    assert ends.pop(culprit).died == -signal.SIGKILL
+    assert len({end.result[0] for end in ends}) == 1
+    assert f"lost its connection to rank {culprit}" in ends[0].result[0]
+    assert all(end.result[1] < 1.5 * TIMEOUT for end in ends)
 
 
 def test_error_in_a_job_reaches_all() -> None:
