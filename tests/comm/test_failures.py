@@ -61,7 +61,6 @@ def steps(
                 misbehave(comm)
             ring(comm)
 
-    ring(comm)
     if comm.rank == CULPRIT and not in_job:
         misbehave(comm)
     start = time.monotonic()
