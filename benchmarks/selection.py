@@ -174,14 +174,17 @@ def print_row(row: dict[str, Any], isas: list[str]) -> None:
 
 
 def print_spread(rows: list[dict[str, Any]], isas: list[str]) -> None:
-    """Print how much slower each kernel is on its worst distribution than on its best."""
-    print("\nslowest distribution / fastest")
+    """Print how much slower each kernel is on its worst distribution than on its best.
+
+    In copies of the same minute, since the machine itself is not equally fast all the time.
+    """
+    print("\nslowest distribution / fastest, in copies")
     for name in rows[0]["median_ms"]:
         if name.split()[0] in isas:
-            times = {row["distribution"]: row["median_ms"][name] for row in rows}
-            slowest = max(times, key=lambda each: times[each])
-            ratio = times[slowest] / min(times.values())
-            print(f"  {name:26}{ratio:6.2f}×  ({slowest})")
+            medians = {row["distribution"]: row["median_ms"] for row in rows}
+            copies = {each: ms[name] / ms["copy"] for each, ms in medians.items()}
+            slowest = max(copies, key=lambda each: copies[each])
+            print(f"  {name:26}{copies[slowest] / min(copies.values()):6.2f}×  ({slowest})")
 
 
 def main() -> None:
