@@ -36,6 +36,10 @@ class Engine(Protocol):
     def device(self) -> torch.device:
         """Where messages live."""
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a thread is inside the engine and waits for a peer."""
+
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
@@ -43,6 +47,9 @@ class Engine(Protocol):
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`; raises `LostPeerError`."""
+
+    def probe(self) -> None:
+        """Raise `LostPeerError` when a connection is broken; from any thread."""
 
     def abort(self) -> None:
         """Close the connections, from any thread; who waits for this rank stops waiting."""

@@ -49,6 +49,10 @@ class Fate:
             self.cause = first or cause
         return self.cause
 
+    def learn(self) -> str | None:
+        """Return the cause that a rank has published, or None."""
+        return self.cause or _bounded(self._read, _STORE_SECONDS)
+
     def part(self, patience: float) -> bool:
         """Tell the others that this rank is done, and whether all said so within ``patience``."""
         return bool(_bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
@@ -59,6 +63,12 @@ class Fate:
             time.sleep(_POLL_SECONDS)
         first: bytes = self._store.compare_set("cause", "", cause)
         return first.decode()
+
+    def _read(self) -> str | None:
+        if not self._store.check(["cause"]):
+            return None
+        cause: bytes = self._store.get("cause")
+        return cause.decode()
 
     def _part(self, patience: float) -> bool:
         deadline = time.monotonic() + patience

@@ -94,6 +94,7 @@ class GlooEngine:
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
+        self.waiting = False
         # Straight from the class: torch's new_group() names a group after how many groups the
         # process has made, and hangs where ranks have made different ones.
         self._group: Any = dist.ProcessGroupGloo(
@@ -126,8 +127,14 @@ class GlooEngine:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op.name or ""])
         options.timeout = timedelta(seconds=self.timeout)
-        with self._losing(None, deadline):
+        with self._losing(None, deadline), self._waits():
             self._group.allreduce([tensor], options).wait()
+
+    def probe(self) -> None:
+        """Raise `LostPeerError` when a connection is broken; from any thread."""
+        for peer in self._peers:  # on a broken connection no receive can be posted
+            with self._losing(peer, deadline=float("inf")):
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NO_TAG)
 
     def abort(self) -> None:
         """Close all connections at once, so that whoever waits for this rank stops waiting."""
@@ -185,8 +192,16 @@ class GlooEngine:
 
     def _wait(self, work: dist.Work, rank: int, deadline: float) -> None:
         left = max(deadline - time.monotonic(), 0.001)
-        with self._losing(rank, deadline):
+        with self._losing(rank, deadline), self._waits():
             work.wait(timedelta(seconds=left))
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False
 
     @contextmanager
     def _losing(self, rank: int | None, deadline: float) -> Iterator[None]:

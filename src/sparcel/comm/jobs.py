@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias, TypeVar
 
 from sparcel.comm.base import Handle
 from sparcel.errors import CommunicationError
@@ -23,6 +26,7 @@ class QueuedHandle(Handle[T]):
     def __init__(self, job: Callable[[], T]) -> None:
         super().__init__()
         self._job: Callable[[], T] | None = job
+        self._claim = threading.Lock()
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -30,16 +34,21 @@ class QueuedHandle(Handle[T]):
         job, self._job = self._job, None
         assert job is not None
         try:
-            self.future.set_result(job())
+            result = job()
         except Exception as error:
-            self._set_error(error)
+            self.fail(error)
         except BaseException as error:  # such as SystemExit, which must not end the thread
-            self._set_error(CommunicationError(f"a job was ended by {error!r}"))
-        finally:
-            self._ended.set()
+            self.fail(CommunicationError(f"a job was ended by {error!r}"))
+        else:
+            if self._claim.acquire(blocking=False):
+                self.future.set_result(result)
+                self._ended.set()
 
-    def _set_error(self, error: Exception) -> None:
-        self.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+    def fail(self, error: Exception) -> None:
+        """Let ``error`` be what comes of the job, unless it has ended."""
+        if self._claim.acquire(blocking=False):
+            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            self._ended.set()
 
     def wait(self) -> T:
         """See `Handle.wait`; Ctrl-C ends the wait, and the job goes on."""
@@ -50,14 +59,29 @@ class QueuedHandle(Handle[T]):
         return self.future.wait()
 
 
+_Pending: TypeAlias = "SimpleQueue[QueuedHandle[Any] | None]"
+
+
+@dataclass
+class _UnderWay:
+    """The job that runs, and since when (on the monotonic clock)."""
+
+    job: QueuedHandle[Any] | None = None
+    since: float = 0.0
+
+
 class JobQueue:
     """Runs jobs one at a time on a daemon thread, which ends with the queue."""
 
     def __init__(self, name: str) -> None:
-        self._pending: SimpleQueue[QueuedHandle[object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._pending,), name=name, daemon=True)
+        self._pending: _Pending = SimpleQueue()
+        self._under_way = _UnderWay()
+        self._thread = threading.Thread(
+            target=_work, args=(self._pending, self._under_way), name=name, daemon=True
+        )
         self._thread.start()
-        self._drained = False
+        self.drained = False
+        self._abandoned: Exception | None = None
         weakref.finalize(self, self._pending.put, None)
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
@@ -68,29 +92,49 @@ class JobQueue:
         CommunicationError
             When the queue was drained.
         """
-        if self._drained:
+        if self.drained:
             raise CommunicationError("the communicator was closed")
         handle = QueuedHandle(job)
         if self.is_current():
             handle.run()
         else:
-            self._pending.put(handle)  # type: ignore[arg-type]  # its type is its waiter's affair
+            self._pending.put(handle)
+            if self._abandoned is not None:
+                handle.fail(self._abandoned)
         return handle
 
     def is_current(self) -> bool:
         """Tell whether the caller is a job of this queue."""
         return threading.current_thread() is self._thread
 
+    @property
+    def under_way(self) -> tuple[QueuedHandle[Any] | None, float]:
+        """The job that runs, and since when (on the monotonic clock)."""
+        return self._under_way.job, self._under_way.since
+
+    def abandon(self, error: Exception) -> None:
+        """Let the job under way and all others, now and later, fail with ``error``."""
+        self._abandoned = error
+        if self._under_way.job is not None:
+            self._under_way.job.fail(error)
+        with suppress(Empty):
+            while (handle := self._pending.get_nowait()) is not None:
+                handle.fail(error)
+        self._pending.put(None)
+
     def drain(self, timeout: float | None) -> bool:
         """End the thread after the jobs submitted so far; tell whether it ended in time."""
-        self._drained = True
+        self.drained = True
         self._pending.put(None)
-        if not self.is_current():
+        if self._abandoned is None and not self.is_current():
             self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._abandoned is not None or not self._thread.is_alive()
 
 
-def _work(pending: SimpleQueue[QueuedHandle[object] | None]) -> None:
+def _work(pending: _Pending, under_way: _UnderWay) -> None:
     while (handle := pending.get()) is not None:
+        under_way.since, under_way.job = time.monotonic(), handle
         handle.run()
-        del handle  # a job refers to its communicator, which must not live on for that
+        # A job refers to its communicator, which must not live on for that.
+        under_way.job = None
+        del handle

@@ -56,6 +56,11 @@ class Meeting:
             backend,
         )
 
+    @property
+    def name(self) -> int:
+        """What the other ranks call this process."""
+        return self.members[self.rank]
+
     def engine(self) -> Engine:
         """Connect to the other ranks."""
         if self.backend == "nccl":

@@ -32,7 +32,7 @@ class NcclEngine:
     """
 
     def __init__(self, members: list[int], rank: int, timeout: float) -> None:
-        self.names, self.rank = members, rank
+        self.names, self.rank, self.waiting = members, rank, False
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._group = dist.new_group(
             members,
@@ -73,6 +73,9 @@ class NcclEngine:
         """See `Communicator.all_reduce`."""
         reduce_op = getattr(dist.ReduceOp, (op.name or "").upper())
         self._checked(lambda: dist.all_reduce(tensor, reduce_op, group=self._group))
+
+    def probe(self) -> None:
+        """Leave it to NCCL's watchdog."""
 
     def abort(self) -> None:
         """Break off what is under way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self, TypeVar
 
 import torch
@@ -14,17 +14,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparcel.comm.base import Communicator, Handle, Traffic
-from sparcel.comm.engine import LostPeerError
+from sparcel.comm.family import Family
 from sparcel.comm.fate import Fate
-from sparcel.comm.jobs import JobQueue
 from sparcel.comm.meeting import Meeting
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
 
 T = TypeVar("T")
-
-_PATIENCE_SECONDS = 0.5
-"""How long a rank that saw a connection close waits for another to say why."""
 
 _PARTING_SECONDS = 2.0
 """How long a rank that closes lets the others finish what is under way."""
@@ -39,22 +35,6 @@ _REDUCED_DTYPES = (
 """What Gloo and NCCL can reduce."""
 
 
-@dataclass(frozen=True)
-class _Family:
-    """What a communicator shares with all that were split from it: one queue and one fate."""
-
-    queue: JobQueue
-    fate: Fate
-    members: weakref.WeakSet[TorchCommunicator]
-
-    def die(self, cause: str, patience: float = 0.0) -> str:
-        """Tell all ranks the cause, unless they know of an earlier one; return the first."""
-        first = self.fate.settle(cause, patience)
-        for communicator in list(self.members):
-            communicator.engine.abort()
-        return first
-
-
 class TorchCommunicator(Communicator):
     """Ranks of a torch.distributed process group, with connections of their own.
 
@@ -67,7 +47,7 @@ class TorchCommunicator(Communicator):
         Where the ranks meet; all ranks construct at the same time. `of` takes a process group.
     """
 
-    def __init__(self, meeting: Meeting, family: _Family | None = None) -> None:
+    def __init__(self, meeting: Meeting, family: Family | None = None) -> None:
         self.meeting = meeting
         self.rank, self.size = meeting.rank, len(meeting.members)
         self.timeout, self.traffic = meeting.timeout, Traffic()
@@ -76,8 +56,8 @@ class TorchCommunicator(Communicator):
         self.device = self.engine.device
         self._is_root = family is None
         self._own = Fate(meeting.store, self.size)
-        self._family = family or _Family(JobQueue("sparcel"), self._own, weakref.WeakSet())
-        self._family.members.add(self)
+        self._family = family or Family(meeting.name, self._own)
+        self._family.engines.add(self.engine)
         self._splits = 0
         _open.add(self)
 
@@ -138,7 +118,7 @@ class TorchCommunicator(Communicator):
         """See `Communicator.submit`."""
         if self.closed:
             raise CommunicationError("the communicator was closed")
-        return self._family.queue.submit(lambda: self._perform(job))
+        return self._family.submit(job)
 
     def close(self) -> None:
         """Wait for the jobs submitted so far and disconnect; all ranks call, in any order.
@@ -152,28 +132,13 @@ class TorchCommunicator(Communicator):
             return
         self.closed = True
         if self._is_root and not self._family.queue.drain(drain_seconds):
-            self._family.die(f"rank {self._name} ended while jobs were under way")
+            self._family.die(f"rank {self.meeting.name} ended while jobs were under way")
             self._family.queue.drain(drain_seconds)
         # The last messages may still be on their way, and a closed connection drops them.
         if self._family.fate.cause is None and not self._own.part(_PARTING_SECONDS):
-            self._family.die(f"rank {self._name} closed its communicator before the others")
-        leaving = self._family.members if self._is_root else [self]
-        for communicator in list(leaving):
-            communicator.closed = True
-            communicator.engine.abort()
-
-    def _perform(self, job: Callable[[], T]) -> T:
-        """Run a job as the queue's thread does."""
-        if self._family.fate.cause is not None:
-            raise CommunicationError(f"the communicator is dead: {self._family.fate.cause}")
-        try:
-            return job()
-        except LostPeerError as error:
-            patience = 0.0 if error.late else _PATIENCE_SECONDS
-            raise CommunicationError(self._family.die(str(error), patience)) from error
-        except BaseException as error:
-            self._family.die(f"rank {self._name} failed: {type(error).__name__}: {error}")
-            raise
+            self._family.die(f"rank {self.meeting.name} closed its communicator before the others")
+        for engine in list(self._family.engines) if self._is_root else [self.engine]:
+            engine.abort()
 
     def _split(self, colour: int) -> Self:
         colours = self.gather_numbers(colour)
@@ -186,10 +151,6 @@ class TorchCommunicator(Communicator):
             rank=ranks.index(self.rank),
         )
         return type(self)(meeting, self._family)
-
-    @property
-    def _name(self) -> int:
-        return self.meeting.members[self.rank]
 
 
 def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
