@@ -242,5 +242,7 @@ def test_processes_end_cleanly(tmp_path: Any, how: str) -> None:
     ]
     for process in processes:
         out, errors = process.communicate(timeout=240)
-        assert (process.returncode, out) == (0, "done\n"), errors
+        # Older versions of Gloo print a line as well.
+        assert process.returncode == 0, errors
+        assert out.endswith("done\n")
         assert "Traceback" not in errors
