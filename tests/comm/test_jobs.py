@@ -104,17 +104,29 @@ def test_drain_gives_up_on_a_job_that_hangs() -> None:
     assert queue.drain(None)
 
 
-def test_the_thread_ends_with_the_queue_and_keeps_no_job_alive() -> None:
+def test_what_a_job_refers_to_goes_with_it() -> None:
     class Captured:
         pass
 
     queue, captured = JobQueue("jobs"), Captured()
     alive = weakref.ref(captured)
     queue.submit(lambda captured=captured: None).wait()
-    thread = queue._thread
     del captured
+    queue.drain(None)
     gc.collect()
     assert alive() is None
-    del queue
-    gc.collect()
-    thread.join()
+
+
+def test_abandoned_jobs_fail_now_and_later() -> None:
+    queue, go = JobQueue("jobs"), threading.Event()
+    error = CommunicationError("a peer died")
+    handles = [queue.submit(go.wait), queue.submit(lambda: 1)]
+    while queue.under_way[0] is None:
+        time.sleep(0.001)
+    queue.abandon(error)
+    handles.append(queue.submit(lambda: 2))
+    for handle in handles:
+        with pytest.raises(CommunicationError, match="a peer died"):
+            handle.wait()
+    assert queue.drain(None)  # without waiting for the thread
+    go.set()

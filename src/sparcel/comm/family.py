@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,11 +36,8 @@ class Family:
     def __init__(self, me: int, fate: Fate) -> None:
         self.me, self.fate = me, fate
         self.queue = JobQueue("sparcel")
-        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        watch = threading.Thread(
-            target=_watch, args=(weakref.ref(self),), name="sparcel-watch", daemon=True
-        )
-        watch.start()
+        self.engines: list[Engine] = []
+        threading.Thread(target=self._watch, name="sparcel-watch", daemon=True).start()
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue a job; when it raises, all ranks' families die."""
@@ -50,9 +46,13 @@ class Family:
     def die(self, cause: str, patience: float = 0.0) -> str:
         """Tell all ranks the cause, unless they know of an earlier one; return the first."""
         first = self.fate.settle(cause, patience)
+        self.disconnect()
+        return first
+
+    def disconnect(self) -> None:
+        """Close all connections."""
         for engine in list(self.engines):
             engine.abort()
-        return first
 
     def look_after(self) -> None:
         """Find out whether the job under way waits for something that will never come.
@@ -90,10 +90,7 @@ class Family:
             self.die(f"rank {self.me} failed: {type(error).__name__}: {error}")
             raise
 
-
-def _watch(reference: weakref.ref[Family]) -> None:
-    """Look after a family until it is gone, or ended."""
-    while (family := reference()) is not None and not family.queue.drained:
-        family.look_after()
-        del family  # or it could not go
-        time.sleep(_WATCH_SECONDS)
+    def _watch(self) -> None:
+        while not self.queue.drained:
+            self.look_after()
+            time.sleep(_WATCH_SECONDS)

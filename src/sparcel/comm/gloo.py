@@ -103,7 +103,8 @@ class GlooEngine:
         self._peers = {peer: _Peer() for peer in range(len(names)) if peer != rank}
         for peer in self._peers:
             for _ in range(WINDOW):
-                self._post(peer, torch.empty(FRAME_BYTES, dtype=torch.uint8))
+                buffer = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+                self._post(peer, buffer, deadline=float("inf"))
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
@@ -163,7 +164,10 @@ class GlooEngine:
 
     def _receive(self, rank: int, at_most: int, deadline: float) -> tuple[Tensor, dist.Work | None]:
         """Return a peer's next message and, if it is not all there yet, what brings the rest."""
-        frame = self._peers[rank].frames.popleft()
+        frames = self._peers[rank].frames
+        if not frames:  # the last posting found the connection broken, and so will this
+            self._post(rank, torch.empty(0, dtype=torch.uint8), deadline)
+        frame = frames.popleft()
         self._wait(frame.arrival, rank, deadline)
         nbytes = int(frame.buffer[:_HEADER_BYTES].view(torch.int64))
         if nbytes > at_most:
@@ -172,21 +176,24 @@ class GlooEngine:
                 f" which expected at most {at_most}; the ranks' sizes, dtypes or counts differ"
             )
         payload = frame.buffer[_HEADER_BYTES : _HEADER_BYTES + nbytes]
-        with self._losing(rank, deadline):
-            if _COPY_BYTES < nbytes <= _FIRST_BYTES:
-                self._post(rank, torch.empty_like(frame.buffer))
-                return payload, None
-            message, rest = torch.empty(nbytes, dtype=torch.uint8), None
+        if _COPY_BYTES < nbytes <= _FIRST_BYTES:
+            message, rest, free = payload, None, torch.empty_like(frame.buffer)
+        else:
+            message, rest, free = torch.empty(nbytes, dtype=torch.uint8), None, frame.buffer
             message[:_FIRST_BYTES] = payload
-            if nbytes > _FIRST_BYTES:
-                tag = 2 * (frame.number % _TAGS) + 1
+        if nbytes > _FIRST_BYTES:
+            tag = 2 * (frame.number % _TAGS) + 1
+            with self._losing(rank, deadline):
                 rest = self._group.recv([message[_FIRST_BYTES:]], rank, tag)
-            self._post(rank, frame.buffer)
-            return message, rest
+        # This message is here, so a peer that has left since is no reason to fail before the next.
+        with suppress(LostPeerError):
+            self._post(rank, free, deadline)
+        return message, rest
 
-    def _post(self, rank: int, buffer: Tensor) -> None:
+    def _post(self, rank: int, buffer: Tensor, deadline: float) -> None:
         peer = self._peers[rank]
-        arrival = self._group.recv([buffer], rank, 2 * (peer.posted % _TAGS))
+        with self._losing(rank, deadline):
+            arrival = self._group.recv([buffer], rank, 2 * (peer.posted % _TAGS))
         peer.frames.append(_Frame(peer.posted, buffer, arrival))
         peer.posted += 1
 

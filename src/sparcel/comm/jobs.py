@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ class _UnderWay:
 
 
 class JobQueue:
-    """Runs jobs one at a time on a daemon thread, which ends with the queue."""
+    """Runs jobs one at a time on a daemon thread, until it is drained."""
 
     def __init__(self, name: str) -> None:
         self._pending: _Pending = SimpleQueue()
@@ -82,7 +81,6 @@ class JobQueue:
         self._thread.start()
         self.drained = False
         self._abandoned: Exception | None = None
-        weakref.finalize(self, self._pending.put, None)
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue ``job``; a job that submits another runs it at once, for it may wait for it.
@@ -135,6 +133,5 @@ def _work(pending: _Pending, under_way: _UnderWay) -> None:
     while (handle := pending.get()) is not None:
         under_way.since, under_way.job = time.monotonic(), handle
         handle.run()
-        # A job refers to its communicator, which must not live on for that.
         under_way.job = None
-        del handle
+        del handle  # or the job's tensors would live until the next

@@ -57,9 +57,10 @@ class TorchCommunicator(Communicator):
         self._is_root = family is None
         self._own = Fate(meeting.store, self.size)
         self._family = family or Family(meeting.name, self._own)
-        self._family.engines.add(self.engine)
+        self._family.engines.append(self.engine)
         self._splits = 0
-        _open.add(self)
+        if self._is_root:
+            _open.add(self)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
@@ -105,7 +106,7 @@ class TorchCommunicator(Communicator):
         self.run(job)
 
     def split(self, colour: int) -> Self:
-        """See `Communicator.split`."""
+        """See `Communicator.split`; the part has connections of its own until it is closed."""
         return self.run(lambda: self._split(colour))
 
     def run(self, job: Callable[[], T]) -> T:
@@ -121,9 +122,10 @@ class TorchCommunicator(Communicator):
         return self._family.submit(job)
 
     def close(self) -> None:
-        """Wait for the jobs submitted so far and disconnect; all ranks call, in any order.
+        """Wait for the jobs submitted so far and disconnect; all ranks call, at about one time.
 
-        Closing a communicator closes what was split from it, and ends their thread.
+        Closing a communicator closes what was split from it, and ends their thread. What is open
+        when the interpreter exits is closed then.
         """
         self._close(drain_seconds=None)
 
@@ -137,8 +139,12 @@ class TorchCommunicator(Communicator):
         # The last messages may still be on their way, and a closed connection drops them.
         if self._family.fate.cause is None and not self._own.part(_PARTING_SECONDS):
             self._family.die(f"rank {self.meeting.name} closed its communicator before the others")
-        for engine in list(self._family.engines) if self._is_root else [self.engine]:
-            engine.abort()
+        if self._is_root:
+            self._family.disconnect()
+        else:
+            self.engine.abort()
+            self._family.engines.remove(self.engine)
+        _open.discard(self)
 
     def _split(self, colour: int) -> Self:
         colours = self.gather_numbers(colour)
@@ -181,7 +187,8 @@ def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     return known
 
 
-_open: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+# Held until they are closed: the ranks' garbage collectors do not agree on when.
+_open: set[TorchCommunicator] = set()
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchCommunicator] = (
     weakref.WeakKeyDictionary()
 )
@@ -191,5 +198,4 @@ _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchCommunicator] = (
 def _close_all() -> None:
     """Leave no thread inside the engine when the interpreter goes, which would crash it."""
     for communicator in list(_open):
-        if communicator._is_root:
-            communicator._close(_EXIT_SECONDS)
+        communicator._close(_EXIT_SECONDS)
