@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,13 @@ def test_make_targets_exist(page: Path) -> None:
     assert named <= targets
 
 
-def test_figures_are_those_recorded() -> None:
-    steps = json.loads((RESULTS / "demo_digits.json").read_text())["methods"]
-    accuracies = json.loads((RESULTS / "demo_accuracy_digits.json").read_text())["accuracy_mean"]
+def recorded(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_figures_of_the_demo_are_those_recorded() -> None:
+    steps = recorded("demo_digits")["methods"]
+    accuracies = recorded("demo_accuracy_digits")["accuracy_mean"]
     seconds = {step["method"]: step["step_s"] for step in steps}
     for step in steps:
         method = step["method"]
@@ -76,3 +81,18 @@ def test_figures_are_those_recorded() -> None:
         sent = f"{step['wire_bytes'] / 1e6:.1f} MB"
         cells = [method, time, sent, *speedups, f"{100 * accuracies[method]:.1f} %"]
         assert f"| {' | '.join(cells)} |" in README.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("what", "record"),
+    [
+        ("copying the vector", "copy"),
+        ("`sparcel.topk(x, k)`", "avx512 topk {}"),
+        ("the same with the memory's addition fused in", "avx512 accumulate {}"),
+        ("`torch.topk(x.abs(), k)`", "torch.topk {}"),
+    ],
+)
+def test_figures_of_selection_are_those_recorded(what: str, record: str) -> None:
+    (normal,) = [r for r in recorded("selection")["rows"] if r["distribution"] == "normal"]
+    times = [f"{normal['median_ms'][record.format(k)]:.1f} ms" for k in ("0.001", "0.01")]
+    assert f"| {what} | {' | '.join(times)} |" in README.splitlines()
