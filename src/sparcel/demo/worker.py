@@ -68,7 +68,8 @@ class Training:
         self.settings, self.dataset = settings, dataset
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = build_model(dataset.features, dataset.classes, settings.seed)
-        self.model = DistributedDataParallel(model)
+        # By every method the update is written where .grad looks, and not copied there once more.
+        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.handle: Handle | None = None
         if method.scheme is not None:
             self.handle = attach(self.model, method.scheme, **method.options)
