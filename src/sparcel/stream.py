@@ -184,19 +184,20 @@ class SparseStream:
         """
         if self.width is not None or not self.dtype.is_floating_point:
             raise InputError(f"topk selects among scalar float values, got {self}")
-        indices = _stored_indices(self)
         positions, _ = kernels.topk(self.values, k)
-        kept = torch.zeros(self.nnz, dtype=torch.bool, device=self.device)
-        kept[positions] = True
-        return self._where(indices, kept), self._where(indices, ~kept)
+        left = torch.ones(self.nnz, dtype=torch.bool, device=self.device)
+        left[positions] = False
+        return self._at(positions), self._at(left.nonzero().squeeze(1))
 
     def without(self, other: SparseStream) -> SparseStream:
         """Return the stored coordinates that sparse ``other`` does not store."""
-        indices = _stored_indices(self)
-        return self._where(indices, ~torch.isin(indices, _stored_indices(other)))
+        left = ~torch.isin(_stored_indices(self), _stored_indices(other))
+        return self._at(left.nonzero().squeeze(1))
 
-    def _where(self, indices: Tensor, mask: Tensor) -> SparseStream:
-        return SparseStream.unchecked(indices[mask], self.values[mask], self.size, self.finite)
+    def _at(self, positions: Tensor) -> SparseStream:
+        indices = _stored_indices(self).index_select(0, positions)
+        values = self.values.index_select(0, positions)
+        return SparseStream.unchecked(indices, values, self.size, self.finite)
 
     def __add__(self, other: SparseStream) -> SparseStream:
         return reduce([self, other], SUM)

@@ -57,5 +57,7 @@ def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
         distance *= 2
     message = formats.encode(total.compact()) if comm.rank == 0 else None
     message = broadcast_message(message, comm, 0, stream_bytes(stream, k))
-    total, _ = decode_from(0, message, stream, comm).topk(k)
+    total = decode_from(0, message, stream, comm)
+    if total.is_dense:
+        total, _ = total.topk(k)
     return GlobalTopk(total, reduce(dropped))
