@@ -86,22 +86,25 @@ def test_interrupt_ends_the_wait_and_not_the_job() -> None:
     assert queue.submit(lambda: 2).wait() == 2
 
 
-def test_drained_queue_has_run_all_and_takes_no_more() -> None:
+def test_ended_queue_has_run_all_and_takes_no_more() -> None:
     queue, ran = JobQueue("jobs"), []
     for number in range(5):
         queue.submit(lambda number=number: ran.append(number))
-    assert queue.drain(None)
-    assert ran == list(range(5))
+    queue.end(lambda: ran.append("last"))
+    queue.end(lambda: ran.append("never"))
     with pytest.raises(CommunicationError, match="closed"):
         queue.submit(lambda: None)
+    assert queue.join(None)
+    assert ran == [*range(5), "last"]
 
 
-def test_drain_gives_up_on_a_job_that_hangs() -> None:
+def test_joining_gives_up_on_a_job_that_hangs() -> None:
     queue, go = JobQueue("jobs"), threading.Event()
     queue.submit(go.wait)
-    assert not queue.drain(0.01)
+    queue.end(lambda: None)
+    assert not queue.join(0.01)
     go.set()
-    assert queue.drain(None)
+    assert queue.join(None)
 
 
 def test_what_a_job_refers_to_goes_with_it() -> None:
@@ -112,7 +115,8 @@ def test_what_a_job_refers_to_goes_with_it() -> None:
     alive = weakref.ref(captured)
     queue.submit(lambda captured=captured: None).wait()
     del captured
-    queue.drain(None)
+    queue.end(lambda: None)
+    assert queue.join(None)
     gc.collect()
     assert alive() is None
 
@@ -128,5 +132,5 @@ def test_abandoned_jobs_fail_now_and_later() -> None:
     for handle in handles:
         with pytest.raises(CommunicationError, match="a peer died"):
             handle.wait()
-    assert queue.drain(None)  # without waiting for the thread
+    assert queue.join(None)  # without waiting for the thread
     go.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from functools import reduce
 
 import pytest
@@ -239,3 +241,34 @@ def timeout_of(comm: TorchCommunicator) -> tuple[float, float, str]:
 
 def test_timeout_is_that_of_the_process_group(run_on) -> None:
     assert run_on(2, timeout_of) == [(60.0, 60.0, "cpu")] * 2
+
+
+def forgotten(comm: TorchCommunicator) -> tuple[bool, list[int], list[str]]:
+    threads = set(threading.enumerate())
+    other = TorchCommunicator.of(dist.group.WORLD)
+    part = other.split(0)
+    new = [thread for thread in threading.enumerate() if thread not in threads]
+    del other
+    gc.collect()
+    numbers = part.gather_numbers(comm.rank)  # a part keeps the whole alive
+    del part
+    gc.collect()
+    new[0].join(60)
+    return new[0].is_alive(), numbers, [thread.name for thread in new]
+
+
+def test_forgotten_communicators_close_themselves(run_on) -> None:
+    assert run_on(3, forgotten) == [(False, [0, 1, 2], ["sparcel"])] * 3
+
+
+def closed_part(comm: TorchCommunicator) -> list[int]:
+    part = comm.split(comm.rank % 2)
+    pending = part.submit(lambda: part.gather_numbers(comm.rank))
+    part.close()
+    with pytest.raises(CommunicationError, match="closed"):
+        part.gather_numbers(0)
+    return pending.wait() + comm.gather_numbers(comm.rank)
+
+
+def test_part_closes_alone(run_on) -> None:
+    assert run_on(4, closed_part) == [[rank % 2, rank % 2 + 2, 0, 1, 2, 3] for rank in range(4)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 from sparcel.comm.base import Handle
@@ -17,6 +19,12 @@ T = TypeVar("T")
 
 _PATIENCE_SECONDS = 0.5
 """How long a rank that saw a connection close waits for another to say why."""
+
+_PARTING_SECONDS = 2.0
+"""How long a rank that closes lets the others finish what is under way."""
+
+_EXIT_SECONDS = 5.0
+"""How long jobs may go on when the interpreter exits with an open communicator."""
 
 _WATCH_SECONDS = 1.0
 """How often to look after a job that takes longer than that."""
@@ -37,7 +45,8 @@ class Family:
         self.me, self.fate = me, fate
         self.queue = JobQueue("sparcel")
         self.engines: list[Engine] = []
-        threading.Thread(target=self._watch, name="sparcel-watch", daemon=True).start()
+        _alive.add(self)
+        _start_watch()
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue a job; when it raises, all ranks' families die."""
@@ -46,13 +55,28 @@ class Family:
     def die(self, cause: str, patience: float = 0.0) -> str:
         """Tell all ranks the cause, unless they know of an earlier one; return the first."""
         first = self.fate.settle(cause, patience)
-        self.disconnect()
-        return first
-
-    def disconnect(self) -> None:
-        """Close all connections."""
         for engine in list(self.engines):
             engine.abort()
+        return first
+
+    def leave(self, engine: Engine, fate: Fate) -> None:
+        """Close the connections of one communicator, as a job."""
+        # The last messages may still be on their way, and a closed connection drops them.
+        if self.fate.cause is None and not fate.part(_PARTING_SECONDS):
+            self.die(f"rank {self.me} closed its communicator before the others")
+        engine.abort()
+        self.engines.remove(engine)
+
+    def retire(self) -> None:
+        """Let the thread close all connections after the jobs submitted so far, and end."""
+        self.queue.end(self._leave_all)
+
+    def close(self, seconds: float | None) -> None:
+        """Retire and wait for it; when it takes longer, break off what is under way."""
+        self.retire()
+        if not self.queue.join(seconds):
+            self.die(f"rank {self.me} ended while jobs were under way")
+            self.queue.join(seconds)
 
     def look_after(self) -> None:
         """Find out whether the job under way waits for something that will never come.
@@ -77,6 +101,7 @@ class Family:
         time.sleep(_PATIENCE_SECONDS)  # most that wait have been woken now
         if self.queue.under_way[0] is job and any(engine.waiting for engine in self.engines):
             self.queue.abandon(CommunicationError(cause))
+            _alive.discard(self)
 
     def _perform(self, job: Callable[[], T]) -> T:
         if self.fate.cause is not None:
@@ -90,7 +115,33 @@ class Family:
             self.die(f"rank {self.me} failed: {type(error).__name__}: {error}")
             raise
 
-    def _watch(self) -> None:
-        while not self.queue.drained:
-            self.look_after()
-            time.sleep(_WATCH_SECONDS)
+    def _leave_all(self) -> None:
+        _alive.discard(self)
+        self.leave(self.engines[0], self.fate)
+        for engine in list(self.engines):
+            engine.abort()
+
+
+_alive: set[Family] = set()
+_watching = threading.Lock()
+
+
+@cache
+def _start_watch() -> None:
+    threading.Thread(target=_watch, name="sparcel-watch", daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        with _watching:
+            for family in list(_alive):
+                family.look_after()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave no thread inside the engine when the interpreter goes, which would crash it."""
+    for family in list(_alive):
+        family.close(_EXIT_SECONDS)
+    _watching.acquire(timeout=_EXIT_SECONDS)

@@ -70,7 +70,7 @@ class _UnderWay:
 
 
 class JobQueue:
-    """Runs jobs one at a time on a daemon thread, until it is drained."""
+    """Runs jobs one at a time on a daemon thread, until it is ended."""
 
     def __init__(self, name: str) -> None:
         self._pending: _Pending = SimpleQueue()
@@ -79,7 +79,7 @@ class JobQueue:
             target=_work, args=(self._pending, self._under_way), name=name, daemon=True
         )
         self._thread.start()
-        self.drained = False
+        self.ended = False
         self._abandoned: Exception | None = None
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
@@ -88,9 +88,9 @@ class JobQueue:
         Raises
         ------
         CommunicationError
-            When the queue was drained.
+            When the queue was ended.
         """
-        if self.drained:
+        if self.ended:
             raise CommunicationError("the communicator was closed")
         handle = QueuedHandle(job)
         if self.is_current():
@@ -120,10 +120,18 @@ class JobQueue:
                 handle.fail(error)
         self._pending.put(None)
 
-    def drain(self, timeout: float | None) -> bool:
-        """End the thread after the jobs submitted so far; tell whether it ended in time."""
-        self.drained = True
-        self._pending.put(None)
+    def end(self, last: Callable[[], object]) -> None:
+        """Take no more jobs; after those submitted so far run ``last``, and end the thread.
+
+        May be called by the garbage collector, which may run inside any other call.
+        """
+        if not self.ended:
+            self.ended = True
+            self._pending.put(QueuedHandle(last))
+            self._pending.put(None)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the thread to end, unless its job was abandoned; tell whether it is over."""
         if self._abandoned is None and not self.is_current():
             self._thread.join(timeout)
         return self._abandoned is not None or not self._thread.is_alive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,12 +20,6 @@ from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
 
 T = TypeVar("T")
-
-_PARTING_SECONDS = 2.0
-"""How long a rank that closes lets the others finish what is under way."""
-
-_EXIT_SECONDS = 5.0
-"""How long jobs may go on when the interpreter exits with an open communicator."""
 
 _REDUCED_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -47,20 +40,24 @@ class TorchCommunicator(Communicator):
         Where the ranks meet; all ranks construct at the same time. `of` takes a process group.
     """
 
-    def __init__(self, meeting: Meeting, family: Family | None = None) -> None:
+    def __init__(self, meeting: Meeting, parent: TorchCommunicator | None = None) -> None:
         self.meeting = meeting
         self.rank, self.size = meeting.rank, len(meeting.members)
         self.timeout, self.traffic = meeting.timeout, Traffic()
         self.closed = False
         self.engine = meeting.engine()
         self.device = self.engine.device
-        self._is_root = family is None
-        self._own = Fate(meeting.store, self.size)
-        self._family = family or Family(meeting.name, self._own)
-        self._family.engines.append(self.engine)
         self._splits = 0
-        if self._is_root:
-            _open.add(self)
+        self._fate = Fate(meeting.store, self.size)
+        self._parent = parent  # lives as long as its parts
+        self._family: Family
+        if parent is not None:
+            self._family = parent._family
+        else:
+            self._family = Family(meeting.name, self._fate)
+            # Not disconnected at once: the other ranks may forget theirs later, or never.
+            weakref.finalize(self, self._family.retire).atexit = False
+        self._family.engines.append(self.engine)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
@@ -124,27 +121,16 @@ class TorchCommunicator(Communicator):
     def close(self) -> None:
         """Wait for the jobs submitted so far and disconnect; all ranks call, at about one time.
 
-        Closing a communicator closes what was split from it, and ends their thread. What is open
-        when the interpreter exits is closed then.
+        Closing a communicator closes what was split from it, and ends their thread. A communicator
+        that nobody refers to any more, or that is open when the interpreter exits, closes itself.
         """
-        self._close(drain_seconds=None)
-
-    def _close(self, drain_seconds: float | None) -> None:
         if self.closed:
             return
         self.closed = True
-        if self._is_root and not self._family.queue.drain(drain_seconds):
-            self._family.die(f"rank {self.meeting.name} ended while jobs were under way")
-            self._family.queue.drain(drain_seconds)
-        # The last messages may still be on their way, and a closed connection drops them.
-        if self._family.fate.cause is None and not self._own.part(_PARTING_SECONDS):
-            self._family.die(f"rank {self.meeting.name} closed its communicator before the others")
-        if self._is_root:
-            self._family.disconnect()
+        if self._parent is None:
+            self._family.close(seconds=None)
         else:
-            self.engine.abort()
-            self._family.engines.remove(self.engine)
-        _open.discard(self)
+            self._family.queue.submit(lambda: self._family.leave(self.engine, self._fate)).wait()
 
     def _split(self, colour: int) -> Self:
         colours = self.gather_numbers(colour)
@@ -156,7 +142,7 @@ class TorchCommunicator(Communicator):
             members=[self.meeting.members[rank] for rank in ranks],
             rank=ranks.index(self.rank),
         )
-        return type(self)(meeting, self._family)
+        return type(self)(meeting, self)
 
 
 def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
@@ -187,15 +173,6 @@ def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     return known
 
 
-# Held until they are closed: the ranks' garbage collectors do not agree on when.
-_open: set[TorchCommunicator] = set()
 _by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, TorchCommunicator] = (
     weakref.WeakKeyDictionary()
 )
-
-
-@atexit.register
-def _close_all() -> None:
-    """Leave no thread inside the engine when the interpreter goes, which would crash it."""
-    for communicator in list(_open):
-        communicator._close(_EXIT_SECONDS)
