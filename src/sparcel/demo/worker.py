@@ -150,7 +150,8 @@ def _run_method(
     quiet = training.rank != 0
 
     def on_step(index: int, loss: float) -> None:
-        if not quiet:
+        # Whoever draws the progress takes turns with the ranks, so it is told now and then alone.
+        if not quiet and (index % 10 == 0 or index + 1 == settings.steps):
             report("step", method=method.name, step=index + 1, loss=loss)
 
     result = training.run(on_step)
