@@ -98,6 +98,26 @@ def test_ended_queue_has_run_all_and_takes_no_more() -> None:
     assert ran == [*range(5), "last"]
 
 
+@pytest.mark.parametrize("thread_ends_first", [True, False])
+def test_job_that_comes_amid_the_end_fails(
+    thread_ends_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, go = JobQueue("jobs"), threading.Event()
+
+    def end_meanwhile() -> bool:  # called after submit() has seen that the queue goes on
+        monkeypatch.undo()
+        queue.end(lambda: None if thread_ends_first else go.wait())
+        if thread_ends_first:
+            queue.join(None)
+        return queue.is_current()
+
+    monkeypatch.setattr(queue, "is_current", end_meanwhile)
+    handle = queue.submit(lambda: 1)
+    go.set()
+    with pytest.raises(CommunicationError, match="closed"):
+        handle.wait()
+
+
 def test_joining_gives_up_on_a_job_that_hangs() -> None:
     queue, go = JobQueue("jobs"), threading.Event()
     queue.submit(go.wait)

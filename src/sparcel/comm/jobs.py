@@ -18,6 +18,8 @@ T = TypeVar("T")
 _SIGNAL_SECONDS = 0.2
 """How long Ctrl-C may go unseen."""
 
+_CLOSED = "the communicator was closed"
+
 
 class QueuedHandle(Handle[T]):
     """A job in a queue."""
@@ -63,10 +65,11 @@ _Pending: TypeAlias = "SimpleQueue[QueuedHandle[Any] | None]"
 
 @dataclass
 class _UnderWay:
-    """The job that runs, and since when (on the monotonic clock)."""
+    """The job that runs, since when (on the monotonic clock), and whether none will any more."""
 
     job: QueuedHandle[Any] | None = None
     since: float = 0.0
+    over: bool = False
 
 
 class JobQueue:
@@ -91,7 +94,7 @@ class JobQueue:
             When the queue was ended.
         """
         if self.ended:
-            raise CommunicationError("the communicator was closed")
+            raise CommunicationError(_CLOSED)
         handle = QueuedHandle(job)
         if self.is_current():
             handle.run()
@@ -99,6 +102,8 @@ class JobQueue:
             self._pending.put(handle)
             if self._abandoned is not None:
                 handle.fail(self._abandoned)
+            elif self._under_way.over:  # the queue was ended since it was asked
+                handle.fail(CommunicationError(_CLOSED))
         return handle
 
     def is_current(self) -> bool:
@@ -115,9 +120,7 @@ class JobQueue:
         self._abandoned = error
         if self._under_way.job is not None:
             self._under_way.job.fail(error)
-        with suppress(Empty):
-            while (handle := self._pending.get_nowait()) is not None:
-                handle.fail(error)
+        _fail_all(self._pending, error)
         self._pending.put(None)
 
     def end(self, last: Callable[[], object]) -> None:
@@ -143,3 +146,12 @@ def _work(pending: _Pending, under_way: _UnderWay) -> None:
         handle.run()
         under_way.job = None
         del handle  # or the job's tensors would live until the next
+    under_way.over = True  # what is put from now on, or was since the end, nobody runs
+    _fail_all(pending, CommunicationError(_CLOSED))
+
+
+def _fail_all(pending: _Pending, error: Exception) -> None:
+    with suppress(Empty):
+        while True:
+            if (handle := pending.get_nowait()) is not None:
+                handle.fail(error)
