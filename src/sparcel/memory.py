@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel._checks import all_finite
 from sparcel.errors import InputError
 from sparcel.ops import SUM
 from sparcel.stream import SparseStream
@@ -59,13 +60,20 @@ class Memory:
         return SparseStream.unchecked(indices, values, gradient.numel(), finite)
 
     def give_back(self, stream: SparseStream, start: int = 0) -> None:
-        """Add a stream, whose first coordinate is ``start``, to what the step keeps back."""
+        """Add a stream, whose first coordinate is ``start``, to what the step keeps back.
+
+        A sum beyond the largest finite number stays at that: the other ranks have finished the
+        step, and Inf may not enter memory.
+        """
         assert self._scratch is not None, "give_back follows select"
         region = self._scratch[start : start + stream.size]
         if stream.indices is None:
-            region += stream.values
+            _saturate(region.add_(stream.values))
         else:
             kernels.scatter_reduce(region, stream.indices, stream.values, SUM)
+            sums = region[stream.indices]
+            if _saturate(sums):
+                region[stream.indices] = sums
 
     def commit(self) -> None:
         """Make what the step keeps back the residual."""
@@ -76,18 +84,25 @@ class Memory:
         self.residual = None if residual is None else residual.clone()
         self._scratch = None
 
-    def _buffers(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual, zeros before the first commit, and the scratch for a step."""
+    def check(self, gradient: Tensor) -> None:
+        """Raise `InputError` when the gradient's size or device is not that of the residual."""
         residual = self.residual
         if residual is None:
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            residual = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
-        elif (residual.numel(), residual.device) != (gradient.numel(), gradient.device):
+            return
+        if (residual.numel(), residual.device) != (gradient.numel(), gradient.device):
             raise InputError(
                 f"this scheme remembers a vector of {residual.numel()} coordinates on"
                 f" {residual.device}, got a gradient of {gradient.numel()} on {gradient.device};"
                 " make one scheme for each vector"
             )
+
+    def _buffers(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual, zeros before the first commit, and the scratch for a step."""
+        self.check(gradient)
+        residual = self.residual
+        if residual is None:
+            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            residual = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
         if self._scratch is None or not _alike(self._scratch, residual):
             self._scratch = torch.empty_like(residual)
         return residual, self._scratch
@@ -105,6 +120,15 @@ def _emptied(residual: Tensor, ranges: Sequence[tuple[int, int]]) -> Iterator[No
     finally:
         for part, values in zip(parts, saved, strict=True):
             part.copy_(values)
+
+
+def _saturate(sums: Tensor) -> bool:
+    """Replace infinite numbers by the largest finite ones, in place; tell whether there were."""
+    if all_finite(sums):
+        return False
+    largest = torch.finfo(sums.dtype).max
+    sums.clamp_(-largest, largest)
+    return True
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MismatchError
+from sparcel.formats.header import HEADER_BYTES
 from sparcel.schemes import SCHEMES as TABLE
 from tests.collectives.test_others import largest, tree
 from tests.schemes.steps import copy_of, integers, normal, run, total
@@ -192,7 +193,7 @@ def test_a_half_precision_wire_halves_the_bytes_and_rounds(wire):
     for update, sent in simulate(4, on_rank).results:
         assert torch.equal(update.double(), exact)  # quarters of small integers fit
         assert update.dtype == torch.float32
-        assert sent == 2 * 3 * 100 * 2
+        assert sent == 3 * HEADER_BYTES + 2 * 3 * 100 * 2
 
 
 def test_dense_averages_before_it_sums():
@@ -258,4 +259,67 @@ def test_a_scheme_serves_one_vector(name):
         scheme.step(torch.ones(21), comm)
 
     with pytest.raises(InputError, match=r"remembers a vector of 20 coordinates.* gradient of 21"):
+        simulate(2, on_rank)
+
+
+def test_a_dropped_sum_that_overflows_stays_finite_in_memory():
+    """Rank 0 owes 3e38, and drops a partial sum of 3.2e38 of the same coordinate on top of it."""
+    gradients = [torch.tensor([3.3e38, 3e38]), torch.tensor([0.0, 3.2e38])]
+
+    def on_rank(comm):
+        scheme = sparcel.scheme("gtopk", density=0.5)
+        scheme.step(gradients[comm.rank], comm)
+        return scheme.memory
+
+    memories = simulate(2, on_rank).results
+    assert all(torch.isfinite(memory).all() for memory in memories)
+    assert memories[0][1] == torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "dense"])
+def test_a_state_stays_what_it_was_while_training_goes_on(name):
+    def on_rank(comm):
+        scheme = sparcel.scheme(name, density=0.1)
+        scheme.step(integers(comm.rank, 0, 600), comm)
+        state = scheme.state_dict()
+        kept = state["memory"].clone()
+        for step in (1, 2, 3):
+            scheme.step(integers(comm.rank, step, 600), comm)
+        return torch.equal(state["memory"], kept)
+
+    assert simulate(2, on_rank).results == [True, True]
+
+
+BAD_CALLS = {
+    "another size": lambda scheme, comm: scheme.step(torch.ones(7), comm),
+    "strided out": lambda scheme, comm: scheme.step(torch.ones(8), comm, out=torch.ones(16)[::2]),
+    "integers": lambda scheme, comm: scheme.step(torch.ones(8, dtype=torch.int32), comm),
+    "an operation that the engine lacks": lambda scheme, comm: sparcel.all_reduce(
+        sparcel.SparseStream.from_dense(torch.ones(8)),
+        sparcel.Op(torch.hypot, 0),
+        algorithm="dense",
+        group=comm,
+    ),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_input_of_all_ranks_leaves_the_communicator_alive(call):
+    def on_rank(comm):
+        scheme = sparcel.scheme("topk", density=0.5)
+        scheme.step(torch.ones(8), comm)
+        with pytest.raises(InputError):
+            call(scheme, comm)
+        return scheme.step(torch.ones(8, requires_grad=True), comm)
+
+    assert simulate(2, on_rank).results[0].isfinite().all()
+
+
+def test_dense_names_a_size_that_differs_in_a_later_step():
+    def on_rank(comm):
+        scheme = sparcel.scheme("dense")
+        scheme.step(torch.ones(8), comm)
+        scheme.step(torch.ones(8 + comm.rank), comm)
+
+    with pytest.raises(MismatchError, match="size 9"):
         simulate(2, on_rank)

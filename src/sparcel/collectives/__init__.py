@@ -68,11 +68,16 @@ def _choose(size: int, ranks: int, max_nnz: int | None) -> str:
     return "recursive_doubling" if ranks <= 4 or entries <= 8192 else "split_allgather"
 
 
-def check_algorithm(name: str) -> None:
-    """Raise `InputError` unless ``name`` is "auto" or in the table."""
+def check_algorithm(name: str, op: Op = SUM) -> None:
+    """Raise `InputError` unless ``name`` is "auto" or in the table, and takes ``op``."""
     if name == "gtopk":
         raise InputError(
             "gtopk keeps only the k largest coordinates, so it is no all_reduce; call"
             " sparcel.collectives.gtopk(stream, comm, k), or train with the scheme 'gtopk'"
         )
     known(name, ["auto", *ALGORITHMS], "algorithm")
+    if name == "dense" and op.name is None:
+        raise InputError(
+            "the engine's dense all-reduce knows sum, product, min and max alone;"
+            " algorithm='recursive_doubling' takes any operation"
+        )

@@ -67,7 +67,13 @@ def gather_messages(message: Tensor, comm: Communicator, at_most: int) -> list[T
         below, above = (comm.rank - distance) % comm.size, (comm.rank + distance) % comm.size
         packed = held[0] if count == 1 else torch.cat(held[:count])
         arrived = comm.exchange({below: packed}, {above: count * at_most})[above]
-        held += formats.decode_all(arrived)
+        messages = formats.decode_all(arrived)
+        if len(messages) != count:
+            raise FormatError(
+                f"rank {above} sent rank {comm.rank} {len(messages)} messages in one, where"
+                f" {count} were due; every rank must call the same collective"
+            )
+        held += messages
         distance *= 2
     return [held[(rank - comm.rank) % comm.size] for rank in range(comm.size)]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.memory import Memory
 from sparcel.stream import SparseStream
@@ -65,10 +65,14 @@ class Scheme(ABC):
 
     @property
     def memory(self) -> Tensor | None:
-        """The residual, float32 or float64 ``[size]``; None before the first step, or for good."""
+        """The residual, float32 or float64 ``[size]``; None before the first step, or for good.
+
+        It is for inspection: the tensor serves as scratch in the step after next, so clone it to
+        keep it.
+        """
         return None
 
-    def step(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+    def step(self, gradient: Tensor, comm: Group = None, out: Tensor | None = None) -> Tensor:
         """Return the average over ranks of what the scheme lets through, and commit.
 
         Parameters
@@ -76,7 +80,8 @@ class Scheme(ABC):
         gradient
             ``[size]``, contiguous, any float dtype. Left as it was, unless it is also ``out``.
         comm
-            A sparcel communicator; all its ranks call.
+            A sparcel communicator, a torch process group, or None for torch's default group; all
+            its ranks call.
         out
             Where to write the update; a new tensor like ``gradient`` by default.
 
@@ -91,8 +96,15 @@ class Scheme(ABC):
         InputError, MismatchError, CommunicationError
             The memory stays as it was.
         """
-        check_gradient(gradient)
-        update = comm.run(lambda: self.begin(gradient, comm, out))
+        gradient, ranks = gradient.detach(), resolve(comm)
+        self._check(gradient)
+        update = update_like(gradient, out)
+
+        def job() -> None:
+            self._agree(gradient, ranks)
+            self.begin(gradient, ranks, update)
+
+        ranks.run(job)
         self.commit()
         return update
 
@@ -119,12 +131,24 @@ class Scheme(ABC):
         return replace(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on: the residual (not a copy) and the steps done."""
-        return {"steps": self.steps, "memory": self.memory}
+        """Return what a later run needs to go on: a copy of the residual, and the steps done."""
+        memory = self.memory
+        return {"steps": self.steps, "memory": None if memory is None else memory.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; tensors are copied."""
         self.steps = state["steps"]
+
+    def _check(self, gradient: Tensor) -> None:
+        """Raise `InputError` unless a step can take ``gradient``."""
+        if gradient.ndim != 1 or gradient.dtype not in FLOAT_DTYPES or not gradient.is_contiguous():
+            raise InputError(
+                f"a gradient is a contiguous one-dimensional float tensor, got {gradient.dtype} of"
+                f" shape {tuple(gradient.shape)}, strides {gradient.stride()}; flatten it first"
+            )
+
+    def _agree(self, gradient: Tensor, comm: Communicator) -> None:  # noqa: B027
+        """Compare the ranks' gradients, for a scheme whose exchange would not."""
 
 
 @dataclass(eq=False)
@@ -162,6 +186,10 @@ class Sparsifier(Scheme):
         super().load_state_dict(state)
         self._memory.load(state["memory"])
 
+    def _check(self, gradient: Tensor) -> None:
+        super()._check(gradient)
+        self._memory.check(gradient)
+
     @abstractmethod
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
         """Compute into the memory's scratch, exchange, and return the sum over ranks."""
@@ -185,15 +213,6 @@ def write_average(total: SparseStream, ranks: int, update: Tensor) -> bool:
     return all_finite(average)
 
 
-def check_gradient(gradient: Tensor) -> None:
-    """Raise `InputError` unless ``gradient`` is a contiguous vector of a float dtype."""
-    if gradient.ndim != 1 or gradient.dtype not in FLOAT_DTYPES or not gradient.is_contiguous():
-        raise InputError(
-            f"a gradient is a contiguous one-dimensional float tensor, got {gradient.dtype} of"
-            f" shape {tuple(gradient.shape)}, strides {gradient.stride()}; flatten it first"
-        )
-
-
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out``, checked, or a new tensor like ``gradient``."""
     if out is None:
@@ -203,6 +222,8 @@ def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
             f"out must be like the gradient, {gradient.dtype} of shape {tuple(gradient.shape)} on"
             f" {gradient.device}, got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
+    if not out.is_contiguous():
+        raise InputError(f"out must be contiguous, got strides {out.stride()}")
     return out
 
 

@@ -38,8 +38,6 @@ class Dense(Scheme):
         """See `Scheme.begin`."""
         update = update_like(gradient, out)
         with self.cost.communicating():
-            if self.steps == 0:
-                check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)
             # An average cannot overflow a half-precision wire where a sum could.
             average = torch.div(gradient, comm.size, out=update)
             if self.wire is not None:
@@ -50,3 +48,6 @@ class Dense(Scheme):
         self.cost.reduced += gradient.numel()
         self.cost.coordinates += gradient.numel()
         return update.copy_(average) if self.finite else update.fill_(float("nan"))
+
+    def _agree(self, gradient: Tensor, comm: Communicator) -> None:
+        check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)
