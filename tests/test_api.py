@@ -123,3 +123,21 @@ def test_the_default_process_group_is_used_where_none_is_given(run_on, world_siz
         for name, result in zip(("sum", "product", "min", "max"), by_op[:4], strict=True):
             assert torch.equal(full(result, OPS[name]), dense_reference(streams, OPS[name]))
         assert all(map(same_stream, gathered, streams))
+
+
+def test_simulated_ranks_get_results_of_their_own():
+    def on_rank(comm):
+        mine = stream_of(comm.rank)
+        root = sparcel.broadcast(mine if comm.rank == 0 else None, group=comm)
+        gathered = sparcel.all_gather(mine, group=comm)
+        comm.gather_numbers(0)  # all have their results
+        for stream in (root, *gathered):
+            stream.values.mul_(100)
+        return mine.values.clone()
+
+    for rank, values in enumerate(sparcel.simulate(3, on_rank).results):
+        assert torch.equal(values, stream_of(rank).values)
+
+
+def stream_of(rank):
+    return sparcel.SparseStream(torch.tensor([rank, 7]), torch.tensor([1.0 + rank, 5.0]), 10)

@@ -82,7 +82,7 @@ def all_reduce(
     Source: SparCML, section 5.3.
     """
     op, comm = resolve_op(op), _communicator(group, stream)
-    check_algorithm(algorithm)
+    check_algorithm(algorithm, op)
     return _start(comm, lambda: _apart(_all_reduce(stream, comm, op, algorithm), stream), async_op)
 
 
@@ -105,7 +105,7 @@ def all_gather(
         As `all_reduce`.
     """
     comm = _communicator(group, stream)
-    return _start(comm, lambda: _all_gather(stream, comm), async_op)
+    return _start(comm, lambda: [_copy(part) for part in _all_gather(stream, comm)], async_op)
 
 
 @overload
@@ -168,7 +168,7 @@ def broadcast(
         length = None if message is None else torch.tensor([message.numel()]).view(torch.uint8)
         length = broadcast_message(length, comm, root, 8)
         message = broadcast_message(message, comm, root, int(length.view(torch.int64)))
-        return formats.decode(message)
+        return _copy(formats.decode(message))
 
     return _start(comm, job, async_op)
 
@@ -192,8 +192,13 @@ def _apart(result: SparseStream, stream: SparseStream) -> SparseStream:
     """Return the result in memory of its own, which it has but where a rank is alone."""
     if result.values.untyped_storage().data_ptr() != stream.values.untyped_storage().data_ptr():
         return result
-    indices = None if result.indices is None else result.indices.clone()
-    return SparseStream.unchecked(indices, result.values.clone(), result.size, result.finite)
+    return _copy(result)
+
+
+def _copy(stream: SparseStream) -> SparseStream:
+    """Return a copy: what was decoded are views of a message, which simulated ranks share."""
+    indices = None if stream.indices is None else stream.indices.clone()
+    return SparseStream.unchecked(indices, stream.values.clone(), stream.size, stream.finite)
 
 
 def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Handle[T]:
