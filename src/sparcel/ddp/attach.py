@@ -99,7 +99,7 @@ def attach(
     comm, owned = _communicator(model, group)
     try:
         _check_ranks(model, comm)
-        _check_alike(comm, template, trained, small)
+        _check_alike(comm, template, scaler is not None, trained, small)
     except Exception:
         if owned is not None:
             owned.close()
@@ -164,18 +164,22 @@ def _check_ranks(model: DistributedDataParallel, comm: Communicator) -> None:
 
 
 def _check_alike(
-    comm: Communicator, template: Scheme, trained: dict[str, Tensor], small: Collection[str]
+    comm: Communicator,
+    template: Scheme,
+    scaled: bool,
+    trained: dict[str, Tensor],
+    small: Collection[str],
 ) -> None:
     """Compare what ranks attach: where it differs, they would hang or misread each other."""
     layout = [(name, p.shape, p.dtype, name in small) for name, p in trained.items()]
-    digest = hashlib.blake2b(repr((template, layout)).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(repr((template, scaled, layout)).encode(), digest_size=7).digest()
     digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
     others = [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
     if others:
         raise MismatchError(
             f"ranks {others} attach something else than rank {comm.rank}, which has {template}"
             f" for {len(trained)} parameters, {len(small)} of them small; give every rank the same"
-            " scheme, settings, policy and model"
+            " scheme, settings, policy and model, and a scaler to all or to none"
         )
 
 
