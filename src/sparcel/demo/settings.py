@@ -9,8 +9,7 @@ from typing import Any, Self
 
 BATCH_PER_RANK = 16
 WARM_UP_STEPS = 5
-"""Steps left out of all timings: allocations, DDP's first bucket layout, and the dense steps that
-a scheme takes until the buckets are final."""
+"""Steps left out of all timings: first allocations, and DDP's buckets before they are rebuilt."""
 COMPUTE_STEPS = 20
 """Steps without any exchange, timed after training to learn what computation costs alone."""
 
