@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sparcel.comm import TorchCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
@@ -152,3 +153,39 @@ def test_rank_that_leaves_is_named() -> None:
         kind, text, *_ = ends[rank].result
         assert kind == "CommunicationError"
         assert text == "rank 2 closed its communicator before the others"
+
+
+def connect_without(comm: TorchCommunicator, culprit: int) -> str:
+    assert dist.group.WORLD is not None
+    if comm.rank == culprit:
+        time.sleep(2 * TIMEOUT)
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        TorchCommunicator.of(dist.group.WORLD)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("culprit", [0, CULPRIT])
+def test_connecting_without_a_rank_is_a_communication_error(culprit: int) -> None:
+    ends = [end.result for end in run_apart(WORLD_SIZE, connect_without, culprit, timeout=TIMEOUT)]
+    assert ends.pop(culprit) == ""
+    for rank, text in zip(set(range(WORLD_SIZE)) - {culprit}, ends, strict=True):
+        others = [other for other in range(WORLD_SIZE) if other != rank]
+        assert text.startswith(f"rank {rank} could not connect to ranks {others}, which must")
+
+
+def split_without(comm: TorchCommunicator) -> str:
+    """The culprit gives its colour, and never connects."""
+    if comm.rank == CULPRIT:
+        comm.run(lambda: comm.gather_numbers(0))
+        time.sleep(2 * TIMEOUT)
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        comm.split(0)
+    return str(caught.value)
+
+
+def test_splitting_without_a_rank_is_a_communication_error() -> None:
+    ends = [end.result for end in run_apart(WORLD_SIZE, split_without, timeout=TIMEOUT)]
+    assert ends.pop(CULPRIT) == ""
+    assert all("could not connect to ranks" in text for text in ends)

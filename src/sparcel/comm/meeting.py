@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 from uuid import uuid4
@@ -13,7 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from sparcel.comm.engine import Engine
 from sparcel.comm.gloo import GlooEngine
 from sparcel.comm.nccl import NcclEngine
-from sparcel.errors import InputError
+from sparcel.errors import CommunicationError, InputError
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,25 @@ class Meeting:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
-        """Agree with the other ranks of ``group``; all call."""
+        """Agree with the other ranks of ``group``; all call.
+
+        Raises
+        ------
+        InputError
+            When the group's engine is neither Gloo nor NCCL.
+        CommunicationError
+            When not all ranks came within the group's timeout.
+        """
+        members = dist.get_process_group_ranks(group)
         # A name of its own, from rank 0: the store may hold what communicators before left there.
         name = [uuid4().hex]
-        dist.broadcast_object_list(name, group=group, group_src=0)
+        with _meeting(members[group.rank()], members):
+            dist.broadcast_object_list(name, group=group, group_src=0)
         backend = _backend(group)
         engine = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
         return cls(
             PrefixStore(f"sparcel/{name[0]}", group.get_group_store()),
-            dist.get_process_group_ranks(group),
+            members,
             group.rank(),
             engine.options._timeout.total_seconds(),
             backend,
@@ -62,11 +74,33 @@ class Meeting:
         return self.members[self.rank]
 
     def engine(self) -> Engine:
-        """Connect to the other ranks."""
-        if self.backend == "nccl":
-            return NcclEngine(self.members, self.rank, self.timeout)
-        store = PrefixStore("gloo", self.store)
-        return GlooEngine(store, self.members, self.rank, self.timeout)
+        """Connect to the other ranks.
+
+        Raises
+        ------
+        CommunicationError
+            When not all ranks came within the timeout.
+        """
+        with _meeting(self.name, self.members):
+            if self.backend == "nccl":
+                return NcclEngine(self.members, self.rank, self.timeout)
+            store = PrefixStore("gloo", self.store)
+            return GlooEngine(store, self.members, self.rank, self.timeout)
+
+
+@contextmanager
+def _meeting(me: int, members: list[int]) -> Iterator[None]:
+    """Turn what torch raises when ranks do not come into `CommunicationError`."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        others = [member for member in members if member != me]
+        raise CommunicationError(
+            f"rank {me} could not connect to ranks {others}, which must all be alive and connect"
+            f" at about the same time: {error}"
+        ) from error
 
 
 def _backend(group: dist.ProcessGroup) -> str:
