@@ -60,9 +60,13 @@ class Family:
         return first
 
     def leave(self, engine: Engine, fate: Fate) -> None:
-        """Close the connections of one communicator, as a job."""
+        """Close the connections of one communicator, as a job.
+
+        Ranks that are not done with it within a while fail: all of the family when it is the
+        first communicator, and otherwise whoever still uses this one.
+        """
         # The last messages may still be on their way, and a closed connection drops them.
-        if self.fate.cause is None and not fate.part(_PARTING_SECONDS):
+        if self.fate.cause is None and not fate.part(_PARTING_SECONDS) and fate is self.fate:
             self.die(f"rank {self.me} closed its communicator before the others")
         engine.abort()
         self.engines.remove(engine)
@@ -92,7 +96,8 @@ class Family:
         if cause is None:
             try:
                 for engine in list(self.engines):
-                    engine.probe()
+                    if engine.waiting:  # others may have been closed by ranks ahead of this one
+                        engine.probe()
             except LostPeerError as error:
                 cause = str(error)
         if cause is None:

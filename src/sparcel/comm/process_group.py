@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Self, TypeVar
 
@@ -130,7 +131,11 @@ class TorchCommunicator(Communicator):
         if self._parent is None:
             self._family.close(seconds=None)
         else:
-            self._family.queue.submit(lambda: self._family.leave(self.engine, self._fate)).wait()
+            with suppress(CommunicationError):  # the family has ended, and this with it
+                leaving = self._family.queue.submit(
+                    lambda: self._family.leave(self.engine, self._fate)
+                )
+                leaving.wait()
 
     def _split(self, colour: int) -> Self:
         colours = self.gather_numbers(colour)
