@@ -37,13 +37,12 @@ void reduce_into(const InOut& dense, const Input& indices, const Input& values, 
                  });
 }
 
-void scatter_into(const InOut& dense, const Input& indices, const Input& values, size_t width,
-                  double scale) {
+void scatter_into(const InOut& dense, const Input& indices, const Input& values, size_t width) {
     with_entries(dense, indices, values, width,
                  [&]<class Index, class Value>(Type<Index>, Type<Value>) {
                      nb::gil_scoped_release release;
                      scatter(data<Value>(dense), data<Index>(indices), data<Value>(values),
-                             indices.size(), width, scale);
+                             indices.size(), width);
                  });
 }
 
@@ -61,7 +60,7 @@ void bind_scatter(nb::module_& module) {
     module.def("scatter_reduce", reduce_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
                "values"_a.noconvert(), "width"_a, "op"_a);
     module.def("scatter", scatter_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
-               "values"_a.noconvert(), "width"_a, "scale"_a);
+               "values"_a.noconvert(), "width"_a);
     module.def("check_indices", check, "indices"_a.noconvert(), "size"_a);
 }
 

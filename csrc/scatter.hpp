@@ -1,6 +1,8 @@
 // Sparse entries into dense vectors, and checks of indices that came from elsewhere.
 #pragma once
 
+#include <algorithm>
+
 #include "numbers.hpp"
 
 namespace sparcel {
@@ -17,20 +19,11 @@ void scatter_reduce(Value* dense, const Index* indices, const Value* values, siz
     }
 }
 
-// dense[i] = v * scale for each index and its row of `width` values; integers ignore the scale.
+// dense[i] = v for each index and its row of `width` values.
 template <class Index, class Value>
-void scatter(Value* dense, const Index* indices, const Value* values, size_t count, size_t width,
-             double scale) {
-    using Factor = typename Wide<Value>::Type;
+void scatter(Value* dense, const Index* indices, const Value* values, size_t count, size_t width) {
     for (size_t i = 0; i < count; ++i) {
-        Value* row = dense + size_t(indices[i]) * width;
-        for (size_t j = 0; j < width; ++j) {
-            if constexpr (std::is_integral_v<Value>) {
-                row[j] = values[i * width + j];
-            } else {
-                row[j] = narrow<Value>(widen(values[i * width + j]) * Factor(scale));
-            }
-        }
+        std::copy_n(values + i * width, width, dense + size_t(indices[i]) * width);
     }
 }
 

@@ -56,10 +56,10 @@ def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> No
         _cpu.scatter_reduce(dense.detach(), indices, converted, _width(dense), op.name)
 
 
-def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """Apply ``dense[i] = v * scale`` in place."""
+def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Apply ``dense[i] = v`` in place."""
     converted = values.detach().to(dense.dtype)
-    _cpu.scatter(dense.detach(), indices, converted, _width(dense), scale)
+    _cpu.scatter(dense.detach(), indices, converted, _width(dense))
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:

@@ -57,8 +57,8 @@ def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> No
     implementation.scatter_reduce(dense, indices, values, op)
 
 
-def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """Apply ``dense[i] = v * scale`` in place for each index and its value or row.
+def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Apply ``dense[i] = v`` in place for each index and its value or row.
 
     Parameters
     ----------
@@ -67,14 +67,10 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) 
     indices
         ``[nnz]``, unique, within ``dense``.
     values
-        ``[nnz]`` or ``[nnz, width]``; converted to the dtype of ``dense`` before it is scaled.
-    scale
-        Rounded to the dtype of ``dense`` (float32 for halves); must be 1 for integers.
+        ``[nnz]`` or ``[nnz, width]``; converted to the dtype of ``dense``.
     """
-    if scale != 1.0 and not dense.is_floating_point():
-        raise InputError(f"scale must be 1 for {dense.dtype}, got {scale}; scale floats instead")
     implementation = cpu if dense.is_cpu else reference
-    implementation.scatter(dense, indices, values, scale)
+    implementation.scatter(dense, indices, values)
 
 
 def check_indices(indices: Tensor, size: int) -> int:

@@ -94,10 +94,8 @@ def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> No
     dense[positions] = reduced.to(dense.dtype)
 
 
-def scatter(dense: Tensor, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """Apply ``dense[i] = v * scale`` in place."""
-    if scale != 1.0:
-        values = widen(values.to(dense.dtype)) * scale
+def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Apply ``dense[i] = v`` in place."""
     dense[indices.long()] = values.to(dense.dtype)
 
 
