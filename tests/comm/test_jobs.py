@@ -143,14 +143,15 @@ def test_what_a_job_refers_to_goes_with_it() -> None:
 
 def test_abandoned_jobs_fail_now_and_later() -> None:
     queue, go = JobQueue("jobs"), threading.Event()
-    error = CommunicationError("a peer died")
+    error, after = CommunicationError("a peer died"), CommunicationError("since a peer died")
     handles = [queue.submit(go.wait), queue.submit(lambda: 1)]
     while queue.under_way[0] is None:
         time.sleep(0.001)
-    queue.abandon(error)
+    queue.abandon(error, after)
     handles.append(queue.submit(lambda: 2))
-    for handle in handles:
-        with pytest.raises(CommunicationError, match="a peer died"):
+    for handle, expected in zip(handles, (error, after, after), strict=True):
+        with pytest.raises(CommunicationError) as caught:
             handle.wait()
+        assert str(caught.value) == str(expected)
     assert queue.join(None)  # without waiting for the thread
     go.set()

@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from sparcel.comm import TorchCommunicator, resolve
+from sparcel.errors import CommunicationError, InputError
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -131,3 +136,63 @@ def test_interrupted_rank_leaves_and_the_other_is_told(tmp_path: Path) -> None:
     (code0, _), (code1, errors1) = run(script, tmp_path)
     assert (code0, code1) == (5, 1)
     assert "rank 0 closed its communicator before the others" in errors1
+
+
+def close_part_early(comm: TorchCommunicator) -> list[int]:
+    """All but the last rank close their part long before that does, amid a job of that rank's."""
+    part = comm.split(0)
+    part.gather_numbers(part.rank)
+    if comm.rank == comm.size - 1:
+        comm.run(lambda: time.sleep(5.0))
+    part.close()
+    with pytest.raises(CommunicationError, match="closed"):
+        part.gather_numbers(0)
+    return comm.gather_numbers(comm.rank)
+
+
+def test_part_closed_early_leaves_the_family_alive(run_on) -> None:
+    assert run_on(3, close_part_early) == [[0, 1, 2]] * 3
+
+
+def close_parent_first(comm: TorchCommunicator) -> None:
+    parent = TorchCommunicator.of(dist.group.WORLD)
+    part = parent.split(0)
+    parent.close()
+    part.close()
+    part.close()
+    with pytest.raises(CommunicationError, match="closed"):
+        part.gather_numbers(0)
+
+
+def test_part_may_be_closed_after_its_parent(run_on) -> None:
+    run_on(3, close_parent_first)
+
+
+def connect_anew(comm: TorchCommunicator) -> tuple[str, list[int]]:
+    group = dist.new_group()
+    first = resolve(group)
+
+    def job() -> list[int]:
+        if comm.rank == 1:
+            raise InputError("density must lie in (0, 1], got 3")
+        return first.gather_numbers(comm.rank)
+
+    with pytest.raises((InputError, CommunicationError), match="density must lie"):
+        first.run(job)
+    assert resolve(group) is first
+    with pytest.raises(CommunicationError) as dead:
+        first.run(job)
+    resolve(group).close()
+    second = resolve(group)
+    assert second is not first
+    numbers = second.gather_numbers(10 + comm.rank)
+    second.close()
+    return str(dead.value), numbers
+
+
+def test_ranks_connect_anew_once_all_have_closed_what_died(run_on) -> None:
+    text = (
+        "the communicator is dead: rank 1 failed: InputError: density must lie in (0, 1], got 3; "
+        "to connect anew, close it on all ranks with sparcel.comm.resolve(group).close()"
+    )
+    assert run_on(3, connect_anew) == [(text, [10, 11, 12])] * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from functools import reduce
 
 import pytest
@@ -273,34 +272,3 @@ def closed_part(comm: TorchCommunicator) -> list[int]:
 
 def test_part_closes_alone(run_on) -> None:
     assert run_on(4, closed_part) == [[rank % 2, rank % 2 + 2, 0, 1, 2, 3] for rank in range(4)]
-
-
-def close_part_early(comm: TorchCommunicator) -> list[int]:
-    """All but the last rank close their part long before that does, amid a job of that rank's."""
-    part = comm.split(0)
-    part.gather_numbers(part.rank)
-    if comm.rank == comm.size - 1:
-        comm.run(lambda: time.sleep(5.0))
-    part.close()
-    with pytest.raises(CommunicationError, match="closed"):
-        part.gather_numbers(0)
-    return comm.gather_numbers(comm.rank)
-
-
-@pytest.mark.slow
-def test_part_closed_early_leaves_the_family_alive(run_on) -> None:
-    assert run_on(3, close_part_early) == [[0, 1, 2]] * 3
-
-
-def close_parent_first(comm: TorchCommunicator) -> None:
-    parent = TorchCommunicator.of(dist.group.WORLD)
-    part = parent.split(0)
-    parent.close()
-    part.close()
-    part.close()
-    with pytest.raises(CommunicationError, match="closed"):
-        part.gather_numbers(0)
-
-
-def test_part_may_be_closed_after_its_parent(run_on) -> None:
-    run_on(3, close_parent_first)

@@ -36,7 +36,8 @@ def resolve(group: Group = None) -> Communicator:
     group
         A communicator of sparcel's, which is returned as it is; a torch.distributed process
         group, whose ranks then all call, or None for the default one. A process group's
-        communicator is made once and kept until it is closed.
+        communicator is made once and kept until it is closed, dead or alive: after a failure
+        all ranks call ``resolve(group).close()``, and the next use connects anew.
 
     Raises
     ------

@@ -105,12 +105,12 @@ class Family:
         cause = self.die(cause, _PATIENCE_SECONDS)
         time.sleep(_PATIENCE_SECONDS)  # most that wait have been woken now
         if self.queue.under_way[0] is job and any(engine.waiting for engine in self.engines):
-            self.queue.abandon(CommunicationError(cause))
+            self.queue.abandon(CommunicationError(cause), _dead(cause))
             _alive.discard(self)
 
     def _perform(self, job: Callable[[], T]) -> T:
         if self.fate.cause is not None:
-            raise CommunicationError(f"the communicator is dead: {self.fate.cause}")
+            raise _dead(self.fate.cause)
         try:
             return job()
         except LostPeerError as error:
@@ -125,6 +125,14 @@ class Family:
         self.leave(self.engines[0], self.fate)
         for engine in list(self.engines):
             engine.abort()
+
+
+def _dead(cause: str) -> CommunicationError:
+    """Return what jobs raise that come after the failure."""
+    return CommunicationError(
+        f"the communicator is dead: {cause}; to connect anew, close it on all ranks with "
+        "sparcel.comm.resolve(group).close()"
+    )
 
 
 _alive: set[Family] = set()

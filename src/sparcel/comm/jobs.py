@@ -115,12 +115,12 @@ class JobQueue:
         """The job that runs, and since when (on the monotonic clock)."""
         return self._under_way.job, self._under_way.since
 
-    def abandon(self, error: Exception) -> None:
-        """Let the job under way and all others, now and later, fail with ``error``."""
-        self._abandoned = error
+    def abandon(self, error: Exception, after: Exception) -> None:
+        """Let the job under way fail with ``error``, and all others, now and later, ``after``."""
+        self._abandoned = after
         if self._under_way.job is not None:
             self._under_way.job.fail(error)
-        _fail_all(self._pending, error)
+        _fail_all(self._pending, after)
         self._pending.put(None)
 
     def end(self, last: Callable[[], object]) -> None:

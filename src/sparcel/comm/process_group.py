@@ -153,6 +153,9 @@ class TorchCommunicator(Communicator):
 def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     """Return the communicator of a process group, the same one each time until it is closed.
 
+    One that died of a failure is no exception, for a rank cannot know what the others still use:
+    when all ranks have closed theirs, they connect anew.
+
     Parameters
     ----------
     group
@@ -163,6 +166,8 @@ def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     ------
     InputError
         When there is no default group, or the group's engine is neither Gloo nor NCCL.
+    CommunicationError
+        When not all ranks came within the process group's timeout.
     """
     if group is None:
         if not dist.is_initialized():
