@@ -14,6 +14,7 @@ import os
 import platform
 import statistics
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]).replace(str(arguments.data), name),
         "versions": {package: version(package) for package in ("sparcel", "torch")},
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "data": name,
         "nodes": _NODES,
         "batch_per_rank": BATCH_PER_RANK,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,7 +143,9 @@ def write_json(
     document = {
         "command": _command(network, data, settings),
         "versions": {name: version(name) for name in ("sparcel", "torch")},
-        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores,"
+        f" Python {platform.python_version()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "network": network.description,
         "nodes": network.nodes,
         "rate_bits_per_s": network.link.rate_bits_per_s if network.link else None,
