@@ -1,13 +1,24 @@
-"""Selectors: which coordinates of a dense vector go into a stream."""
+"""Exact top-k, the default selector."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES
 from sparcel.errors import InputError
+from sparcel.selectors.ranked import Ranked
 from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class ExactTopK(Ranked):
+    """The ``min(k, nnz)`` coordinates of largest magnitude; ties go to the lowest index."""
+
+    def rule(self, k: int, size: int) -> tuple[int, int | None]:
+        """Select k of the whole vector."""
+        return k, None
 
 
 def topk(x: Tensor, k: int) -> SparseStream:
@@ -37,4 +48,4 @@ def topk(x: Tensor, k: int) -> SparseStream:
         )
     if k < 1:
         raise InputError(f"k must be at least 1, got {k}")
-    return SparseStream.unchecked(*kernels.topk(x.detach().contiguous(), k), x.numel())
+    return ExactTopK().select(x.detach().contiguous(), k)

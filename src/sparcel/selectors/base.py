@@ -1,0 +1,104 @@
+"""What all selectors share: from a dense vector to a sparse stream, and what is left of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel._checks import all_finite
+from sparcel.errors import InputError
+from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class Selector(ABC):
+    """Decides which coordinates of a dense vector go into a stream.
+
+    What a selector returns is sparse, sorted, and without zeros. Nothing that it allocates is as
+    large as the vector. Random draws depend on its seed and the step alone, so a step that is
+    repeated selects the same, on any rank.
+    """
+
+    @abstractmethod
+    def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
+        """Select about ``k`` coordinates; how many exactly is the selector's to say.
+
+        Parameters
+        ----------
+        x
+            ``[size]``, contiguous, any float dtype, finite; left as it was.
+        k
+            How many are asked for, at least 1.
+        step
+            How many steps were committed: decides random draws, and when thresholds are renewed.
+
+        Returns
+        -------
+        SparseStream
+            The selected coordinates with the values of ``x``, in its dtype.
+        """
+
+    def most(self, k: int, size: int) -> int:
+        """Return the most coordinates that `select` can return, whatever the vector holds."""
+        return min(k, size)
+
+    def take(
+        self, memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, step: int = 0
+    ) -> SparseStream:
+        """Select from memory + gradient, and leave the rest of the sum in ``scratch``.
+
+        Parameters
+        ----------
+        memory
+            ``[size]``, float32 or float64; left as it was.
+        gradient
+            ``[size]``, any float dtype, converted to that of ``memory`` first; left as it was.
+        scratch
+            ``[size]``, the dtype of ``memory``, overwritten: memory + gradient, and 0 where an
+            entry was selected.
+        k, step
+            As for `select`.
+
+        Returns
+        -------
+        SparseStream
+            Not finite, and empty, where memory + gradient is not finite; ``scratch`` then means
+            nothing.
+        """
+        # A conversion inside of the addition would make a converted copy of the whole gradient.
+        scratch.copy_(gradient).add_(memory)
+        if not all_finite(scratch):
+            nothing = torch.empty(0, dtype=kernels.index_dtype(scratch.numel()))
+            return stream_of(nothing.to(scratch.device), scratch[:0], scratch, finite=False)
+        stream = self.select(scratch, k, step)
+        assert stream.indices is not None, "selections are sparse"
+        kernels.scatter(scratch, stream.indices, torch.zeros_like(stream.values))
+        return stream
+
+    def fresh(self) -> Self:
+        """Return a selector with the same settings that remembers nothing."""
+        return replace(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the selector remembers from step to step."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        assert not state, f"{self} remembers nothing, got {state}"
+
+
+def stream_of(indices: Tensor, values: Tensor, vector: Tensor, finite: bool = True) -> SparseStream:
+    """Make the stream of what was selected from ``vector``."""
+    return SparseStream.unchecked(indices, values, vector.numel(), finite)
+
+
+def at_least(setting: str, value: float, least: float) -> None:
+    """Raise `InputError` when a setting is below ``least``."""
+    if not value >= least:
+        raise InputError(f"{setting} must be at least {least}, got {value}")

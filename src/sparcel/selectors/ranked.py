@@ -1,0 +1,50 @@
+"""Selection by rank: the largest of every so many consecutive coordinates, by the kernels."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.selectors.base import Selector, stream_of
+from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class Ranked(Selector):
+    """Selects ``count`` of every ``chunk`` consecutive coordinates, or of all, exactly.
+
+    Each chunk gives min(count, nnz of the chunk); the last one may be short. Ties go to the lowest
+    index. Selecting from memory + gradient is one pass.
+    """
+
+    @abstractmethod
+    def rule(self, k: int, size: int) -> tuple[int, int | None]:
+        """Return ``(count, chunk)``; the chunk is None where the whole vector is one."""
+
+    def most(self, k: int, size: int) -> int:
+        """Return ``count`` for each full chunk, and what the short one can give."""
+        count, chunk = self.rule(k, size)
+        if chunk is None:
+            return min(count, size)
+        full, rest = divmod(size, chunk)
+        return full * min(count, chunk) + min(count, rest)
+
+    def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
+        """Select by the rule."""
+        count, chunk = self.rule(k, x.numel())
+        if chunk is None:
+            return stream_of(*kernels.topk(x, count), x)
+        return stream_of(*kernels.topk_chunked(x, count, chunk), x)
+
+    def take(
+        self, memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, step: int = 0
+    ) -> SparseStream:
+        """Add, select and clear in one pass."""
+        count, chunk = self.rule(k, memory.numel())
+        indices, values, finite = kernels.accumulate_topk(memory, gradient, scratch, count, chunk)
+        if not finite:
+            indices, values = indices[:0], values[:0]
+        return stream_of(indices, values, scratch, finite)
