@@ -8,14 +8,26 @@ from typing import Any
 from sparcel.errors import InputError, known
 from sparcel.selectors.base import Selector
 from sparcel.selectors.chunked import Bucketed, Chunkwise
+from sparcel.selectors.dgc import DoubleSampling
 from sparcel.selectors.exact import ExactTopK, topk
+from sparcel.selectors.gaussiank import GaussianK
+from sparcel.selectors.mstopk import MSTopK
+from sparcel.selectors.overlap import overlap
+from sparcel.selectors.randomk import RandomK
+from sparcel.selectors.reuse import ThresholdReuse
 
 __all__ = [
     "SELECTORS",
     "Bucketed",
     "Chunkwise",
+    "DoubleSampling",
     "ExactTopK",
+    "GaussianK",
+    "MSTopK",
+    "RandomK",
     "Selector",
+    "ThresholdReuse",
+    "overlap",
     "selector",
     "topk",
 ]
@@ -24,6 +36,11 @@ SELECTORS: dict[str, type[Selector]] = {
     "exact": ExactTopK,
     "bucketed": Bucketed,
     "chunkwise": Chunkwise,
+    "mstopk": MSTopK,
+    "gaussiank": GaussianK,
+    "dgc": DoubleSampling,
+    "reuse": ThresholdReuse,
+    "randomk": RandomK,
 }
 
 

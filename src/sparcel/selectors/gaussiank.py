@@ -1,0 +1,57 @@
+"""Gaussian-k: the threshold that would let k through if the vector were normal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from sparcel.selectors.base import Selector, at_least, stream_of
+from sparcel.selectors.thresholds import Counts, largest, moments
+from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class GaussianK(Selector):
+    """More than 3k/4 and at most ⌈4k/3⌉ coordinates, those of largest magnitude.
+
+    Fewer only where there are fewer nonzeros: then all of them. The threshold is ``|mean| + z·std``
+    with the percent point z that k/size of a normal distribution lie beyond, on both sides. It is
+    lowered by ``factor`` until more than 3k/4 pass; where more than ⌈4k/3⌉ do, the largest are
+    taken, ties to the lowest index.
+
+    Parameters
+    ----------
+    factor
+        What the threshold is multiplied with when too few pass, in (0, 1).
+
+    Source: Shi et al. 2019a; the scaling up to 3k/4 is Ok-Topk's, section 5.4. Deviation: the cap.
+    Shi et al. raise the threshold above 4k/3, at most a few times, which bounds nothing.
+    """
+
+    factor: float = 0.9
+
+    def __post_init__(self) -> None:
+        at_least("factor", self.factor, 0.01)
+        at_least("1 - factor", 1 - self.factor, 0.01)
+
+    def most(self, k: int, size: int) -> int:
+        """Return ⌈4k/3⌉, or the size."""
+        return min(-(-4 * k // 3), size)
+
+    def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
+        """Guess a threshold, lower it where needed, and select."""
+        if x.numel() == 0:
+            return stream_of(*largest(k, x, 0), x)
+        mean, deviation, _ = moments(x)
+        k = min(k, x.numel())
+        z = -NormalDist().inv_cdf(k / x.numel() / 2)
+        threshold = min(abs(mean) + z * deviation, torch.finfo(x.dtype).max)
+        counts = Counts(x)
+        if not counts.more_than(3 * k // 4, 0):
+            threshold = 0.0
+        while not (threshold == 0 or counts.more_than(3 * k // 4, threshold)):
+            threshold *= self.factor
+        return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)

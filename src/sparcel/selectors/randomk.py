@@ -1,0 +1,34 @@
+"""Random-k: as many coordinates at random, the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.selectors.base import Selector, stream_of
+from sparcel.selectors.draws import distinct
+from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class RandomK(Selector):
+    """The nonzeros among min(k, size) coordinates that are drawn without replacement.
+
+    All coordinates are equally likely, whatever their values. Ranks with the same seed draw the
+    same ones in the same step. Time and memory grow with k, not with the size.
+
+    Parameters
+    ----------
+    seed
+        Decides, with the step, which coordinates are drawn.
+    """
+
+    seed: int = 0
+
+    def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
+        """Draw coordinates, and leave out zeros."""
+        drawn = distinct(min(k, x.numel()), x.numel(), self.seed, step, x.device)
+        drawn = drawn[x[drawn] != 0]
+        return stream_of(drawn.to(kernels.index_dtype(x.numel())), x[drawn], x)

@@ -1,0 +1,64 @@
+"""Threshold reuse: an exact threshold now and then, and its reuse until the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.selectors.base import Selector, at_least, stream_of
+from sparcel.selectors.thresholds import largest
+from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class ThresholdReuse(Selector):
+    """Exactly min(k, nnz) in steps that renew the threshold, else whatever reaches it.
+
+    In a step that renews, the selection is exact, and its smallest magnitude becomes the
+    threshold. In the others all coordinates from the threshold on are selected: none at all to
+    ⌈4k/3⌉, and where there are more the largest, ties to the lowest index. As far as magnitudes
+    change slowly the count stays near k; Ok-Topk saw it deviate by less than 11 % on average.
+
+    Parameters
+    ----------
+    period
+        The threshold is renewed in steps 0, period, 2·period …; also where none is known, and
+        where k is not what it was made for.
+
+    Source: Ok-Topk, section 3.1.3. Deviations: the cap; renewal where k changed.
+    """
+
+    period: int = 32
+    _threshold: float | None = field(default=None, init=False, repr=False)
+    _k: int = field(default=0, init=False, repr=False)
+    _since: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        at_least("period", self.period, 1)
+
+    def most(self, k: int, size: int) -> int:
+        """Return ⌈4k/3⌉, or the size."""
+        return min(-(-4 * k // 3), size)
+
+    def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
+        """Renew the threshold or reuse it."""
+        threshold = self._threshold
+        # A step that renewed and did not commit comes again, and renews again.
+        reusable = self._k == k and self._since < step and step % self.period != 0
+        if threshold is not None and reusable:
+            return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)
+        indices, values = kernels.topk(x, k)
+        self._threshold = float(values.abs().min()) if values.numel() else None
+        self._k, self._since = k, step
+        return stream_of(indices, values, x)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the threshold, and what it was made for."""
+        return {"threshold": self._threshold, "k": self._k, "since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the threshold, and what it was made for."""
+        self._threshold, self._k, self._since = state["threshold"], state["k"], state["since"]
