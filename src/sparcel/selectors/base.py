@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -71,10 +72,11 @@ class Selector(ABC):
             nothing.
         """
         # A conversion inside of the addition would make a converted copy of the whole gradient.
-        scratch.copy_(gradient).add_(memory)
+        scratch.copy_(gradient.detach()).add_(memory)
         if not all_finite(scratch):
-            nothing = torch.empty(0, dtype=kernels.index_dtype(scratch.numel()))
-            return stream_of(nothing.to(scratch.device), scratch[:0], scratch, finite=False)
+            dtype = kernels.index_dtype(scratch.numel())
+            nothing = torch.empty(0, dtype=dtype, device=scratch.device)
+            return stream_of(nothing, scratch[:0], scratch, finite=False)
         stream = self.select(scratch, k, step)
         assert stream.indices is not None, "selections are sparse"
         kernels.scatter(scratch, stream.indices, torch.zeros_like(stream.values))
@@ -98,7 +100,8 @@ def stream_of(indices: Tensor, values: Tensor, vector: Tensor, finite: bool = Tr
     return SparseStream.unchecked(indices, values, vector.numel(), finite)
 
 
-def at_least(setting: str, value: float, least: float) -> None:
-    """Raise `InputError` when a setting is below ``least``."""
-    if not value >= least:
-        raise InputError(f"{setting} must be at least {least}, got {value}")
+def check_setting(name: str, value: float, least: float, most: float = math.inf) -> None:
+    """Raise `InputError` when a setting is not in [least, most]."""
+    if not least <= value <= most:
+        limits = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
+        raise InputError(f"{name} must be {limits}, got {value}")

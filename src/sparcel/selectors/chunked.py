@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparcel.selectors.base import at_least
+from sparcel.selectors.base import check_setting
 from sparcel.selectors.ranked import Ranked
 
 
@@ -31,9 +31,9 @@ class Bucketed(Ranked):
     count: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("bucket", self.bucket, 1)
+        check_setting("bucket", self.bucket, 1)
         if self.count is not None:
-            at_least("count", self.count, 1)
+            check_setting("count", self.count, 1)
 
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
         """Round the density to a count a bucket."""
@@ -62,7 +62,7 @@ class Chunkwise(Ranked):
     m: int = 1
 
     def __post_init__(self) -> None:
-        at_least("m", self.m, 1)
+        check_setting("m", self.m, 1)
 
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
         """Choose the shortest chunks that let no more than k through."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.selectors.base import Selector, at_least, stream_of
+from sparcel.selectors.base import Selector, check_setting, stream_of
 from sparcel.selectors.draws import integers
 from sparcel.selectors.thresholds import no_more_than
 from sparcel.stream import SparseStream
@@ -27,7 +27,7 @@ class DoubleSampling(Selector):
     Parameters
     ----------
     sample
-        Share of the coordinates that are sampled, in (0, 1]; 512 at least.
+        Share of the coordinates that are sampled, in [0, 1]; 512 at least.
     seed
         Decides, with the step, which coordinates are sampled.
 
@@ -40,8 +40,7 @@ class DoubleSampling(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least("sample", self.sample, 1e-6)
-        at_least("1 - sample", 1 - self.sample, 0)
+        check_setting("sample", self.sample, 0, 1)
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Sample, and select above the threshold found."""

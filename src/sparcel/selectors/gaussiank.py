@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from sparcel.selectors.base import Selector, at_least, stream_of
+from sparcel.selectors.base import Selector, check_setting, stream_of
 from sparcel.selectors.thresholds import Counts, largest, moments
 from sparcel.stream import SparseStream
 
@@ -25,7 +26,7 @@ class GaussianK(Selector):
     Parameters
     ----------
     factor
-        What the threshold is multiplied with when too few pass, in (0, 1).
+        What the threshold is multiplied with when too few pass, in [0, 0.99].
 
     Source: Shi et al. 2019a; the scaling up to 3k/4 is Ok-Topk's, section 5.4. Deviation: the cap.
     Shi et al. raise the threshold above 4k/3, at most a few times, which bounds nothing.
@@ -34,8 +35,7 @@ class GaussianK(Selector):
     factor: float = 0.9
 
     def __post_init__(self) -> None:
-        at_least("factor", self.factor, 0.01)
-        at_least("1 - factor", 1 - self.factor, 0.01)
+        check_setting("factor", self.factor, 0, 0.99)
 
     def most(self, k: int, size: int) -> int:
         """Return ⌈4k/3⌉, or the size."""
@@ -53,5 +53,6 @@ class GaussianK(Selector):
         if not counts.more_than(3 * k // 4, 0):
             threshold = 0.0
         while not (threshold == 0 or counts.more_than(3 * k // 4, threshold)):
-            threshold *= self.factor
+            # Close to the smallest number a product may round back to what it was.
+            threshold = min(threshold * self.factor, math.nextafter(threshold, 0))
         return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)

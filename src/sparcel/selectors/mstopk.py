@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel.selectors.base import Selector, at_least, stream_of
+from sparcel.selectors.base import Selector, check_setting, stream_of
 from sparcel.selectors.draws import integers
-from sparcel.selectors.thresholds import Counts, joined, moments, peak
-from sparcel.selectors.thresholds import at_least as magnitudes_at_least
+from sparcel.selectors.thresholds import Counts, at_least, joined, moments, peak
 from sparcel.stream import SparseStream
 
 
@@ -41,7 +40,7 @@ class MSTopK(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least("samplings", self.samplings, 1)
+        check_setting("samplings", self.samplings, 1)
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Bisect, and cut the slice."""
@@ -52,10 +51,10 @@ class MSTopK(Selector):
         needed = min(k - surely, between)
         start = int(integers(1, between - needed + 1, self.seed, step, torch.device("cpu")))
         parts, passed = [], 0
-        for indices, values in magnitudes_at_least(x, low):
+        for indices, values in at_least(x, low):
             kept = _reaching(values, high)
             number = torch.cumsum(~kept, 0) + (passed - 1)  # of each one between, from 0
-            passed = passed + int((~kept).sum())
+            passed += int((~kept).sum())
             kept |= (number >= start) & (number < start + needed) & ~kept
             parts.append((indices[kept], values[kept]))
         return stream_of(*joined(parts, x), x)

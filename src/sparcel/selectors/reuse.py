@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.selectors.base import Selector, at_least, stream_of
+from sparcel.selectors.base import Selector, check_setting, stream_of
 from sparcel.selectors.thresholds import largest
 from sparcel.stream import SparseStream
 
@@ -37,7 +37,7 @@ class ThresholdReuse(Selector):
     _since: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        at_least("period", self.period, 1)
+        check_setting("period", self.period, 1)
 
     def most(self, k: int, size: int) -> int:
         """Return ⌈4k/3⌉, or the size."""

@@ -1,0 +1,221 @@
+"""What every selector promises, over sizes, counts, dtypes and distributions."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.kernels import reference
+from sparcel.selectors import SELECTORS, Bucketed, Chunkwise, Selector, selector
+from tests.kernels.paths import KINDS, Case
+from tests.schemes.test_cost import Allocations
+from tests.strategies import FLOATS, floats, same_bits
+
+LENGTHS = [0, 1, 2, 3, 17, 100, 511, 512, 513, 2000, 70_001]
+VARIANTS: list[Selector] = [
+    *(selector(name) for name in SELECTORS),
+    selector("bucketed", bucket=64),
+    selector("bucketed", bucket=100, count=3),
+    selector("chunkwise", m=4),
+    selector("mstopk", samplings=3),
+    selector("gaussiank", factor=0.5),
+    selector("dgc", sample=0.3, seed=7),
+    selector("reuse", period=2),
+    selector("randomk", seed=-3),
+]
+TOP = ("gaussiank", "dgc", "reuse", "exact")  # what they select is no smaller than what they leave
+
+names = st.sampled_from(list(SELECTORS))
+variants = st.sampled_from(VARIANTS)
+steps = st.integers(0, 100)
+
+
+def finite(x: Tensor) -> Tensor:
+    """Replace what is not finite, as the largest numbers of float16 are not."""
+    limits = torch.finfo(x.dtype)
+    return x.nan_to_num(1.0, limits.max, limits.min)
+
+
+@st.composite
+def vectors(draw: st.DrawFn, dtype: st.SearchStrategy[torch.dtype] = floats) -> Tensor:
+    kind = draw(st.sampled_from([*KINDS, "huge"]))
+    case = Case(
+        "special" if kind == "huge" else kind,
+        draw(st.sampled_from(LENGTHS)),
+        draw(dtype),
+        draw(st.integers(0, 99)),
+        draw(st.booleans()),
+    )
+    return finite(case.vector())
+
+
+def ks(length: int) -> st.SearchStrategy[int]:
+    some = [1, 2, 3, length // 100, length // 10, length // 2, length - 1, length, length + 5]
+    return st.sampled_from([k for k in some if k >= 1])
+
+
+def bounds(s: Selector, x: Tensor, k: int) -> tuple[int, int]:
+    """The fewest and the most that the docstring admits in a selector's first step."""
+    nnz = int((x != 0).sum())
+    match s:
+        case Bucketed() | Chunkwise():
+            count, chunk = s.rule(k, x.numel())
+            each = [int((part != 0).sum()) for part in x.split(chunk)] if x.numel() else []
+            exactly = sum(min(count, there) for there in each)
+            return exactly, exactly
+    match name_of(s):
+        case "gaussiank":
+            return min(nnz, 3 * k // 4 + 1), min(nnz, -(-4 * k // 3))
+        case "dgc":
+            return min(nnz, -(-8 * k // 10)), min(nnz, k)
+        case "randomk":
+            return max(0, min(k, x.numel()) - (x.numel() - nnz)), min(nnz, k)
+        case _:
+            return min(k, nnz), min(k, nnz)
+
+
+def name_of(s: Selector) -> str:
+    return next(name for name, kind in SELECTORS.items() if type(s) is kind)
+
+
+@given(st.data(), variants, vectors(), steps)
+def test_a_selection_is_sorted_true_to_the_vector_and_within_its_bounds(
+    data: st.DataObject, variant: Selector, x: Tensor, step: int
+) -> None:
+    k = data.draw(ks(x.numel()))
+    before = x.clone()
+    stream = variant.fresh().select(x, k, step)
+    assert same_bits(x, before)
+    assert stream.indices is not None
+    assert stream.finite
+    assert stream.size == x.numel()
+    assert (stream.dtype, stream.indices.dtype) == (x.dtype, torch.int32)
+    assert kernels.check_indices(stream.indices, stream.size) == -1
+    assert same_bits(stream.values, x[stream.indices.long()])
+    assert (stream.values != 0).all()
+    fewest, most = bounds(variant, x, k)
+    assert fewest <= stream.nnz <= most <= variant.most(k, x.numel())
+    if name_of(variant) in TOP and stream.nnz:
+        left = reference.magnitude_bits(x).clone()
+        left[stream.indices.long()] = 0
+        assert (reference.magnitude_bits(stream.values) >= left.max()).all()
+
+
+@given(st.data(), variants, vectors(), steps)
+def test_a_step_that_is_repeated_selects_the_same(
+    data: st.DataObject, variant: Selector, x: Tensor, step: int
+) -> None:
+    k = data.draw(ks(x.numel()))
+    s = variant.fresh()
+    first, again = s.select(x, k, step), s.select(x, k, step)
+    assert torch.equal(first.indices, again.indices)
+    assert torch.equal(variant.fresh().select(x, k, step).indices, first.indices)
+
+
+@given(
+    st.data(), variants, vectors(), steps, st.sampled_from((torch.float32, torch.float64)), floats
+)
+def test_taking_is_adding_selecting_and_clearing(
+    data: st.DataObject,
+    variant: Selector,
+    x: Tensor,
+    step: int,
+    wide: torch.dtype,
+    narrow: torch.dtype,
+) -> None:
+    k = data.draw(ks(x.numel()))
+    gradient = finite(x.to(narrow))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    memory = finite(x.to(wide))[torch.randperm(x.numel(), generator=generator)]
+    scratch = torch.full_like(memory, torch.nan)
+    kept = memory.clone(), gradient.clone()
+    taken = variant.fresh().take(memory, gradient, scratch, k, step)
+    assert same_bits(memory, kept[0])
+    assert same_bits(gradient, kept[1])
+    total = memory + gradient.to(wide)
+    assert taken.finite is bool(total.isfinite().all())
+    if not taken.finite:
+        assert taken.nnz == 0
+        return
+    expected = variant.fresh().select(total, k, step)
+    assert same_bits(taken.indices, expected.indices)
+    assert same_bits(taken.values, expected.values)
+    total[expected.indices.long()] = 0
+    assert same_bits(scratch, total)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", SELECTORS)
+def test_what_is_not_finite_is_not_taken(name: str, bad: float) -> None:
+    gradient, s = torch.randn(1000), selector(name)
+    gradient[617] = bad
+    stream = s.take(torch.zeros(1000), gradient, torch.empty(1000), 20)
+    assert not stream.finite
+    assert stream.nnz == 0
+    assert s.state_dict() == s.fresh().state_dict()
+
+
+@pytest.mark.parametrize("kind", ["normal", "all equal", "zeros", "mostly zero", "bunched"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", SELECTORS)
+def test_nothing_as_large_as_the_vector_is_made(name: str, dtype: torch.dtype, kind: str) -> None:
+    """Not even a mask of a byte a coordinate."""
+    size, k = 600_000, 600
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gradient = Case(kind, size, dtype).vector()
+    memory, scratch, s = (
+        torch.zeros(size, dtype=wide),
+        torch.empty(size, dtype=wide),
+        selector(name),
+    )
+    with Allocations(size, [memory, scratch, gradient]) as allocations:
+        for step in (0, 1):
+            s.take(memory, gradient, scratch, k, step)
+            s.select(gradient, k, step)
+    assert allocations.made == []
+
+
+@given(st.data(), vectors())
+def test_exact_is_the_reference(data: st.DataObject, x: Tensor) -> None:
+    k = data.draw(ks(x.numel()))
+    stream = selector("exact").select(x, k)
+    indices, values = reference.topk(x, k)
+    assert torch.equal(stream.indices, indices)
+    assert same_bits(stream.values, values)
+
+
+@given(st.data(), st.sampled_from(["bucketed", "chunkwise"]), vectors())
+def test_chunks_are_the_reference(data: st.DataObject, name: str, x: Tensor) -> None:
+    k, s = data.draw(ks(x.numel())), selector(name)
+    assert torch.equal(s.select(x, k).indices, reference.topk_chunked(x, *s.rule(k, x.numel()))[0])
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9), st.integers(1, 10))
+def test_chunkwise_comes_close_to_k_from_below(k: int, size: int, m: int) -> None:
+    k = min(k, size)
+    most = Chunkwise(m).most(k, size)
+    assert most <= k
+    full = size // Chunkwise(m).rule(k, size)[1] * min(m, k)  # without the last, short chunk
+    assert most >= full
+    assert most >= k / (1 + k / (size * m)) - 2 * m
+
+
+@given(st.integers(1, 10**9), st.floats(1e-4, 1))
+def test_buckets_come_close_to_k(size: int, density: float) -> None:
+    k = max(1, round(density * size))
+    count, bucket = Bucketed().rule(k, size)
+    if size <= bucket:
+        assert Bucketed().most(k, size) == k
+    else:
+        assert count == 1 or abs(count - bucket * k / size) <= 0.5
+
+
+@pytest.mark.parametrize("density", [0.01, 0.4])
+@pytest.mark.parametrize("size", [1_500, 5_000, 200_000, 25_000_000])
+def test_buckets_are_those_of_sparcml(size: int, density: float) -> None:
+    k = max(1, math.ceil(density * size))
+    assert Bucketed().rule(k, size) == (round(512 * density), 512)

@@ -1,0 +1,215 @@
+"""What is particular to a selector, and how selectors are made."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparcel.errors import InputError
+from sparcel.selectors import SELECTORS, ExactTopK, MSTopK, ThresholdReuse, overlap, selector, topk
+
+
+def test_selectors_are_made_by_name_with_their_settings() -> None:
+    assert repr(selector("mstopk", samplings=5)) == "MSTopK(samplings=5, seed=0)"
+    assert isinstance(selector("exact"), ExactTopK)
+    own = ThresholdReuse(period=4)
+    assert selector(own) is own
+
+
+def test_wrong_names_and_settings_are_told_with_the_nearest_right_one() -> None:
+    with pytest.raises(InputError, match="did you mean 'mstopk'"):
+        selector("msktop")
+    with pytest.raises(InputError, match=r"setting of selector 'mstopk'.*'samplings'"):
+        selector("mstopk", sampling=3)
+    with pytest.raises(InputError, match=r"has its settings already, got period"):
+        selector(ThresholdReuse(), period=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("bucketed", "bucket", 0),
+        ("bucketed", "count", 0),
+        ("chunkwise", "m", 0),
+        ("mstopk", "samplings", 0),
+        ("gaussiank", "factor", 1.0),
+        ("dgc", "sample", 1.5),
+        ("reuse", "period", 0),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, setting: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{setting} must be .*, got {value}"):
+        selector(name, **{setting: value})
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_fresh_has_the_settings_and_no_memory(name: str) -> None:
+    s = selector(name)
+    s.select(torch.randn(100), 3)
+    assert repr(s.fresh()) == repr(s)
+    assert s.fresh().state_dict() == selector(name).state_dict()
+    other = s.fresh()
+    other.load_state_dict(s.state_dict())
+    assert other.state_dict() == s.state_dict()
+
+
+# MSTopK
+
+
+def published(x: Tensor, k: int, samplings: int) -> tuple[Tensor, Tensor]:
+    """The two sets of the paper's Algorithm 1, by counting for each sampling."""
+    a = x.abs()
+    mean, largest = float(a.double().mean()), float(a.max())
+    left, right, high, low = 0.0, 1.0, torch.inf, 0.0
+    for _ in range(samplings):
+        ratio = left + (right - left) / 2
+        threshold = torch.tensor(mean + ratio * (largest - mean), dtype=x.dtype)
+        if int((a >= threshold).sum()) <= k:
+            right, high = ratio, threshold
+        else:
+            left, low = ratio, threshold
+    return (a >= high).nonzero().view(-1), ((a < high) & (a >= low) & (a > 0)).nonzero().view(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("samplings", [1, 4, 30])
+@pytest.mark.parametrize("k", [1, 50, 4000, 9000])
+def test_mstopk_takes_the_first_set_and_a_run_of_the_second(
+    k: int, samplings: int, dtype: torch.dtype
+) -> None:
+    # Multiples of 1/4 up to 16: the mean is exact.
+    generator = torch.Generator().manual_seed(k)
+    x = (torch.randint(-64, 65, (10_000,), generator=generator) / 4).to(dtype)
+    surely, between = published(x, k, samplings)
+    selected = MSTopK(samplings).select(x, k, step=3).indices.long()
+    assert selected.numel() == min(k, int((x != 0).sum()))
+    assert torch.isin(surely, selected).all()
+    rest = selected[~torch.isin(selected, surely)]
+    if rest.numel():
+        first = int((between == rest[0]).nonzero())
+        assert torch.equal(between[first : first + rest.numel()], rest)
+
+
+def test_mstopk_takes_another_run_in_another_step_and_with_another_seed() -> None:
+    x = torch.ones(10_000)
+    runs = {
+        int(MSTopK(seed=seed).select(x, 10, step).indices[0])
+        for step in range(5)
+        for seed in (0, 1)
+    }
+    assert len(runs) == 10
+    assert max(runs) > 5000
+
+
+def test_mstopk_is_nearly_exact() -> None:
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    exact = topk(x, 2000)
+    assert overlap(MSTopK().select(x, 2000), exact) == 1
+    assert overlap(MSTopK(samplings=1).select(x, 2000), exact) < 0.9
+
+
+# Gaussian-k
+
+
+def test_gaussiank_takes_what_a_normal_distribution_says() -> None:
+    x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
+    assert abs(selector("gaussiank").select(3 * x, 4000).nnz - 4000) < 200
+
+
+def test_gaussiank_lowers_its_threshold_for_heavy_tails_and_caps_light_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    heavy = torch.empty(100_000).cauchy_(generator=generator)
+    assert 750 < selector("gaussiank").select(heavy, 1000).nnz <= 1334
+    light = torch.ones(100_000)
+    assert selector("gaussiank").select(light, 1000).nnz == 1334
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gaussiank_finds_the_smallest_numbers(dtype: torch.dtype) -> None:
+    """The threshold falls by hundreds of powers of ten, to where products round to themselves."""
+    x = torch.full(
+        (1000,), torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, dtype=dtype
+    )
+    x[7] = torch.finfo(dtype).max
+    assert (x > 0).all()
+    assert selector("gaussiank").select(x, 12).nnz == 16
+
+
+# Double sampling
+
+
+@pytest.mark.parametrize("k", [20, 400])
+def test_double_sampling_does_not_starve_high_indices(k: int) -> None:
+    """Where more than k pass the threshold, the first k by index would never reach the end."""
+    x = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    s, exact = selector("dgc"), topk(x, k)
+    for step in range(20):
+        selected = s.select(x, k, step)
+        assert overlap(exact, selected) == 1
+        missing = exact.without(selected)
+        assert missing.nnz <= k // 5
+        if missing.nnz:  # the smallest, wherever they are
+            assert missing.values.abs().max() <= selected.values.abs().min()
+    assert int(exact.indices.max()) > 30_000
+
+
+def test_double_sampling_survives_a_sample_that_misleads() -> None:
+    x = torch.zeros(100_000)
+    x[::1000] = torch.arange(1.0, 101)  # a sample of 1 % sees none or few of them
+    for step in range(10):
+        assert 8 <= selector("dgc").select(x, 10, step).nnz <= 10
+
+
+# Threshold reuse
+
+
+def test_a_threshold_is_reused_until_the_period_is_over() -> None:
+    s, x = ThresholdReuse(period=3), torch.arange(1.0, 101)
+    assert s.select(x, 10, 0).nnz == 10  # the threshold is 91
+    assert s.select(x + 2, 10, 1).nnz == 12
+    assert s.select(x - 5, 10, 2).nnz == 5
+    assert s.select(x - 5, 10, 3).nnz == 10
+
+
+def test_the_largest_are_taken_where_too_many_reach_a_reused_threshold() -> None:
+    s, x = ThresholdReuse(), torch.arange(1.0, 101)
+    s.select(x, 10, 0)
+    assert s.select(x + 50, 10, 1).indices.tolist() == [*range(100 - 14, 100)]
+    assert s.most(10, 100) == 14
+
+
+def test_a_threshold_is_renewed_where_k_changed_or_the_step_comes_again() -> None:
+    s, x = ThresholdReuse(), torch.arange(1.0, 101)
+    assert s.select(x, 10, 7).nnz == 10
+    assert s.select(x + 2, 10, 7).nnz == 10
+    assert s.select(x + 2, 20, 8).nnz == 20
+    assert s.select(x + 2, 20, 9).nnz == 20
+
+
+def test_a_threshold_survives_in_the_state() -> None:
+    s, x = ThresholdReuse(), torch.arange(1.0, 101)
+    s.select(x, 10, 0)
+    other = s.fresh()
+    other.load_state_dict(s.state_dict())
+    assert other.select(x + 2, 10, 1).nnz == s.select(x + 2, 10, 1).nnz == 12
+    assert s.fresh().select(x + 2, 10, 1).nnz == 10
+
+
+# Random-k
+
+
+def test_random_k_depends_on_seed_and_step_and_on_nothing_else() -> None:
+    one, other = torch.randn(5000), torch.randn(5000)
+    at = {
+        (seed, step): selector("randomk", seed=seed).select(one, 50, step).indices
+        for seed in (0, 1)
+        for step in (0, 1)
+    }
+    assert len({tuple(indices.tolist()) for indices in at.values()}) == 4
+    assert torch.equal(selector("randomk").select(other, 50).indices, at[0, 0])
+
+
+def test_overlap_is_the_share_of_the_exact_set() -> None:
+    x = torch.arange(1.0, 11)
+    assert overlap(topk(x, 5), topk(x, 10)) == 0.5
+    assert overlap(topk(x, 10), topk(x, 5)) == 1
+    assert overlap(topk(x, 3), topk(torch.zeros(10), 3)) == 1
