@@ -44,7 +44,7 @@ def test_many_thresholds_take_few_passes_for_one_k(monkeypatch: pytest.MonkeyPat
 
 
 @given(vectors())
-def test_moments_are_those_of_float64(x: Tensor) -> None:
+def test_moments_are_nearly_those_of_float64(x: Tensor) -> None:
     scale = peak(x)
     assert scale == (float(x.abs().max()) if x.numel() else 0)
     if scale == 0:
@@ -53,7 +53,7 @@ def test_moments_are_those_of_float64(x: Tensor) -> None:
     wide = x.double() / scale
     expected = wide.mean(), wide.std(correction=0), wide.abs().mean()
     for found, value in zip(moments(x), expected, strict=True):
-        assert found / scale == pytest.approx(float(value), rel=1e-9, abs=1e-9)
+        assert found / scale == pytest.approx(float(value), rel=1e-4, abs=1e-4)
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(-5, 5), st.integers(0, 9))

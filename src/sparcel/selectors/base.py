@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import all_finite
 from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
@@ -71,9 +70,8 @@ class Selector(ABC):
             Not finite, and empty, where memory + gradient is not finite; ``scratch`` then means
             nothing.
         """
-        # A conversion inside of the addition would make a converted copy of the whole gradient.
-        scratch.copy_(gradient.detach()).add_(memory)
-        if not all_finite(scratch):
+        *_, finite = kernels.accumulate_topk(memory, gradient, scratch, 0)
+        if not finite:
             dtype = kernels.index_dtype(scratch.numel())
             nothing = torch.empty(0, dtype=dtype, device=scratch.device)
             return stream_of(nothing, scratch[:0], scratch, finite=False)

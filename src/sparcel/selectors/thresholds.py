@@ -68,19 +68,21 @@ def peak(x: Tensor) -> float:
 
 
 def moments(x: Tensor) -> tuple[float, float, float]:
-    """Return mean, standard deviation and mean magnitude, in float64.
+    """Return mean, standard deviation and mean magnitude.
 
-    The vector is scaled by its peak on the way, so that no square overflows or vanishes.
+    The vector is scaled by its peak on the way, so that no square overflows or vanishes. Blocks
+    are summed in its dtype, or float32 where it is of half precision, and their sums in float64.
     """
     scale = peak(x)
     if scale == 0:
         return 0.0, 0.0, 0.0
+    wide = torch.promote_types(x.dtype, torch.float32)
     total = squares = magnitudes = 0.0
     for block in x.split(BLOCK):
-        scaled = block.double() / scale
+        scaled = block.to(wide).div(scale)
         total += float(scaled.sum())
-        squares += float(scaled.dot(scaled))
         magnitudes += float(scaled.abs_().sum())
+        squares += float(scaled.square_().sum())
     size = x.numel()
     mean = total / size
     deviation = max(0.0, squares / size - mean * mean) ** 0.5
