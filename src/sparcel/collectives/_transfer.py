@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from sparcel import formats
@@ -65,9 +64,8 @@ def gather_messages(message: Tensor, comm: Communicator, at_most: int) -> list[T
     while distance < comm.size:
         count = min(distance, comm.size - distance)
         below, above = (comm.rank - distance) % comm.size, (comm.rank + distance) % comm.size
-        packed = held[0] if count == 1 else torch.cat(held[:count])
-        arrived = comm.exchange({below: packed}, {above: count * at_most})[above]
-        messages = formats.decode_all(arrived)
+        arrived = comm.exchange_parts({below: held[:count]}, {above: count * at_most})[above]
+        messages = [message for part in arrived for message in formats.decode_all(part)]
         if len(messages) != count:
             raise FormatError(
                 f"rank {above} sent rank {comm.rank} {len(messages)} messages in one, where"

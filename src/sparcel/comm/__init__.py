@@ -9,12 +9,14 @@ import torch.distributed as dist
 from sparcel.comm.base import Communicator, Handle, Traffic
 from sparcel.comm.process_group import TorchCommunicator, connect
 from sparcel.comm.simulated import Report, SimulatedCommunicator, simulate
+from sparcel.comm.timing import Network
 from sparcel.errors import InputError
 
 __all__ = [
     "Communicator",
     "Group",
     "Handle",
+    "Network",
     "Report",
     "SimulatedCommunicator",
     "TorchCommunicator",

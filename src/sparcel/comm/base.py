@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
@@ -102,6 +102,20 @@ class Communicator(ABC):
             When a peer is gone, reports that it failed, or does not answer within the timeout;
             the communicator cannot be used after that.
         """
+
+    def exchange_parts(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+    ) -> dict[int, list[Tensor]]:
+        """Exchange messages that are given in parts, and return what came, by source, in parts.
+
+        A message is its parts' bytes in order; where the parts end is not transmitted, and where
+        those end that are returned is the communicator's business. Otherwise as `exchange`.
+        """
+        joined = {
+            rank: parts[0] if len(parts) == 1 else torch.cat(list(parts))
+            for rank, parts in sends.items()
+        }
+        return {rank: [message] for rank, message in self.exchange(joined, receives).items()}
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:

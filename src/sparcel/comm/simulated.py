@@ -1,25 +1,26 @@
 """A cluster in one process: P ranks, each a thread, one running at a time in a fixed order.
 
-The ranks run the very collectives that real processes run, over mailboxes. A baton passes among
-them only where a rank waits, so a run repeats exactly, and when all wait the deadlock is named at
-once. Each rank has a virtual clock: a message of L bytes takes ``latency_s + L / bandwidth``; a
-rank's port sends one message at a time and receives one at a time.
+The ranks run the very collectives that real processes run, over mailboxes, so a run repeats
+exactly, and when all wait the deadlock is named at once. What they sent is noted in a trace, which
+tells how long the run would have taken on a network.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparcel.comm.base import Communicator, Handle, Traffic
-from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.comm.cluster import Cluster, Mailbox
+from sparcel.comm.timing import Network, Trace, seconds_of
+from sparcel.errors import InputError, MismatchError
 from sparcel.ops import SUM, Op
 
 T = TypeVar("T")
@@ -35,106 +36,35 @@ class Report(Generic[T]):
         What the function returned, by rank.
     traffic
         What each rank sent and received.
-    seconds
-        The slowest rank's virtual clock. With ``latency_s=1`` and no bandwidth given this is the
-        number of rounds: the messages on the critical path.
+    network
+        The network that was asked for.
+    trace
+        Which messages were sent, for `seconds_on`.
     """
 
     results: list[T]
     traffic: list[Traffic]
-    seconds: float
+    network: Network
+    trace: Trace
 
+    @cached_property
+    def seconds(self) -> float:
+        """The slowest rank's virtual clock on the network that was asked for.
 
-@dataclass
-class _Port:
-    """The virtual clock of a rank, and when its port is free again, in seconds."""
+        With ``latency_s=1`` and no bandwidth given this is the number of rounds: the messages on
+        the critical path.
+        """
+        return self.seconds_on(self.network)
 
-    now: float = 0.0
-    send_free: float = 0.0
-    receive_free: float = 0.0
+    @cached_property
+    def between_nodes(self) -> list[Traffic]:
+        """What each rank sent to ranks of other nodes, and received from them."""
+        counts = self.trace.between_nodes(self.network.ranks_per_node)
+        return [Traffic(*counted) for counted in counts.T.tolist()]
 
-
-class _Key(NamedTuple):
-    """A mailbox: messages of one group from one rank to another, numbered in the whole cluster."""
-
-    group: tuple[int, ...]
-    source: int
-    destination: int
-
-
-@dataclass(frozen=True)
-class _Envelope:
-    message: Tensor
-    sent_from: float
-    sent_until: float
-
-
-class Cluster:
-    """The mailboxes, the baton and the clocks that the simulated ranks share."""
-
-    def __init__(self, world_size: int, latency_s: float, bandwidth: float) -> None:
-        self.latency_s, self.bandwidth = latency_s, bandwidth
-        self.traffic = [Traffic() for _ in range(world_size)]
-        self.ports = [_Port() for _ in range(world_size)]
-        self.mail: dict[_Key, deque[_Envelope]] = {}
-        self._failure: str | None = None
-        self._ready = deque(range(world_size))
-        self._waiting: dict[int, _Key] = {}
-        self._wake = [threading.Semaphore(0) for _ in range(world_size)]
-
-    def start(self) -> None:
-        """Give the baton to the first rank."""
-        self._wake[self._ready.popleft()].release()
-
-    def take_baton(self, rank: int) -> None:
-        """Block until it is the turn of ``rank``."""
-        self._wake[rank].acquire()
-
-    def post(self, key: _Key, message: Tensor) -> None:
-        """Put a message in the mail; the sender's port is busy while it leaves."""
-        port = self.ports[key.source]
-        begin = max(port.now, port.send_free)
-        port.send_free = begin + self.latency_s + message.numel() / self.bandwidth
-        self.mail.setdefault(key, deque()).append(_Envelope(message, begin, port.send_free))
-        if self._waiting.get(key.destination) == key:
-            del self._waiting[key.destination]
-            self._ready.append(key.destination)
-
-    def collect(self, key: _Key) -> Tensor:
-        """Wait for the next message with this key and return it."""
-        while not self.mail.get(key):
-            self._waiting[key.destination] = key
-            self._pass_baton()
-            self.take_baton(key.destination)
-            self.check()
-        envelope, port = self.mail[key].popleft(), self.ports[key.destination]
-        duration = self.latency_s + envelope.message.numel() / self.bandwidth
-        begin = max(envelope.sent_from, port.receive_free)
-        port.receive_free = max(envelope.sent_until, begin + duration)
-        port.now = max(port.now, port.receive_free)
-        return envelope.message
-
-    def check(self) -> None:
-        """Raise when some rank has failed."""
-        if self._failure is not None:
-            raise CommunicationError(self._failure)
-
-    def fail(self, reason: str) -> None:
-        """Let every rank that waits, now or later, raise ``reason``; the first reason stays."""
-        self._failure = self._failure or reason
-        self._ready.extend(self._waiting)
-        self._waiting.clear()
-
-    def finish(self) -> None:
-        """Hand the baton on for good."""
-        self._pass_baton()
-
-    def _pass_baton(self) -> None:
-        if not self._ready and self._waiting:
-            waits = (f"rank {rank} for rank {key.source}" for rank, key in self._waiting.items())
-            self.fail("deadlock, no rank can go on: " + ", ".join(waits) + " waits")
-        if self._ready:
-            self._wake[self._ready.popleft()].release()
+    def seconds_on(self, network: Network) -> float:
+        """Return the slowest rank's virtual clock, had the run been on another network."""
+        return seconds_of(self.trace, network)
 
 
 class SimulatedCommunicator(Communicator):
@@ -147,25 +77,43 @@ class SimulatedCommunicator(Communicator):
         self.cluster, self.members = cluster, members
         self.rank, self.size = rank, len(members)
         self.traffic = cluster.traffic[members[rank]]
+        self._group = cluster.group(members)
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
         """See `Communicator.exchange`; payloads are shared, not copied."""
-        self.cluster.check()
-        me = self.members[self.rank]
-        for rank, message in sends.items():
-            self.cluster.post(_Key(self.members, me, self.members[rank]), message)
+        received = self.exchange_parts({rank: [sent] for rank, sent in sends.items()}, receives)
+        return {
+            rank: parts[0] if len(parts) == 1 else torch.cat(parts)
+            for rank, parts in received.items()
+        }
+
+    def exchange_parts(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+    ) -> dict[int, list[Tensor]]:
+        """See `Communicator.exchange_parts`; payloads are shared, neither copied nor joined."""
+        cluster, traffic, me = self.cluster, self.traffic, self.members[self.rank]
+        cluster.check()
+        cluster.end_work(me)
+        for rank, parts in sends.items():
+            nbytes = sum([part.numel() for part in parts])
+            cluster.post(Mailbox(self._group, me, self.members[rank]), parts, nbytes)
+            traffic.messages_sent += 1
+            traffic.bytes_sent += nbytes
         received = {}
         for rank, at_most in receives.items():
-            message = self.cluster.collect(_Key(self.members, self.members[rank], me))
-            if message.numel() > at_most:
+            parts = cluster.collect(Mailbox(self._group, self.members[rank], me))
+            nbytes = sum([part.numel() for part in parts])
+            if nbytes > at_most:
                 raise MismatchError(
-                    f"rank {rank} sent {message.numel()} bytes to rank {self.rank}, which expected"
+                    f"rank {rank} sent {nbytes} bytes to rank {self.rank}, which expected"
                     f" at most {at_most}; the ranks' sizes, dtypes or counts differ"
                 )
-            received[rank] = message
-        self.traffic.count(sends, received)
+            traffic.messages_received += 1
+            traffic.bytes_received += nbytes
+            received[rank] = list(parts)
+        cluster.begin_work(me)
         return received
 
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
@@ -213,6 +161,10 @@ def simulate(
     *,
     latency_s: float = 0.0,
     bandwidth: float = float("inf"),
+    ranks_per_node: int = 1,
+    node_latency_s: float = 0.0,
+    node_bandwidth: float = float("inf"),
+    cpu_time: bool = False,
 ) -> Report[T]:
     """Run ``function(comm)`` on every rank of a simulated cluster.
 
@@ -223,36 +175,53 @@ def simulate(
     function
         Called once a rank, with that rank's communicator.
     latency_s, bandwidth
-        The links: seconds a message, and bytes a second.
+        The links between nodes: seconds a message, and bytes a second.
+    ranks_per_node
+        Rank r lives on node r // ranks_per_node; by default each has a node of its own. The ranks
+        of a node share one port to the other nodes.
+    node_latency_s, node_bandwidth
+        The links inside a node, where each rank has a port of its own.
+    cpu_time
+        Whether a rank's clock advances by the CPU time that its thread takes between messages;
+        otherwise only messages take time.
 
     Raises
     ------
     InputError
-        When ``world_size`` is less than 1.
+        When ``world_size`` or ``ranks_per_node`` is less than 1, a latency is negative, or a
+        bandwidth is not positive.
     Exception
         What the first rank to fail raised; a deadlock raises `CommunicationError`.
     """
     if world_size < 1:
         raise InputError(f"world_size must be at least 1, got {world_size}")
-    cluster = Cluster(world_size, latency_s, bandwidth)
-    results: list[Any] = [None] * world_size
+    network = Network(latency_s, bandwidth, ranks_per_node, node_latency_s, node_bandwidth)
+    cluster = Cluster(world_size, ranks_per_node, cpu_time)
+    return Report(_run(cluster, function), cluster.traffic, network, cluster.trace)
+
+
+def _run(cluster: Cluster, function: Callable[[SimulatedCommunicator], T]) -> list[T]:
+    """Return what the function returned on each rank; raise what the first one raised."""
+    everybody = tuple(range(len(cluster.traffic)))
+    results: list[Any] = [None for _ in everybody]
     errors: list[BaseException] = []
 
     def live(rank: int) -> None:
         cluster.take_baton(rank)
+        cluster.begin_work(rank)
         try:
-            results[rank] = function(SimulatedCommunicator(cluster, tuple(range(world_size)), rank))
+            results[rank] = function(SimulatedCommunicator(cluster, everybody, rank))
         except BaseException as error:
-            error.add_note(f"raised on simulated rank {rank} of {world_size}")
+            error.add_note(f"raised on simulated rank {rank} of {len(everybody)}")
             errors.append(error)
             cluster.fail(f"rank {rank} failed: {error}")
         finally:
-            cluster.finish()
+            cluster.finish(rank)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        ranks = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(world_size)]
+        ranks = [threading.Thread(target=live, args=(r,), daemon=True) for r in everybody]
         for thread in ranks:
             thread.start()
         cluster.start()
@@ -262,5 +231,4 @@ def simulate(
         torch.set_num_threads(threads)
     if errors:
         raise errors[0]
-    seconds = max(max(port.now, port.send_free) for port in cluster.ports)
-    return Report(results, cluster.traffic, seconds)
+    return results

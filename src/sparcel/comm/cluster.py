@@ -1,0 +1,133 @@
+"""What simulated ranks share: mailboxes, and a baton that lets one of them run at a time.
+
+A rank gives the baton away only where it waits for a message: to the rank that it waits for, if
+that one can run, or else to the one that could run last. So ranks run as far as somebody needs
+them, and few of them hold large results at once; and every run takes the same course.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sparcel.comm.base import Traffic
+from sparcel.comm.timing import Trace
+from sparcel.errors import CommunicationError
+
+
+class Mailbox(NamedTuple):
+    """Where messages of one group from one rank to another wait; ranks are the cluster's."""
+
+    group: int
+    source: int
+    destination: int
+
+
+class _Envelope(NamedTuple):
+    number: int
+    parts: Sequence[Tensor]
+
+
+class Cluster:
+    """The mailboxes, the baton and the trace.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks.
+    ranks_per_node
+        How many consecutive ranks form a node.
+    cpu_time
+        Whether the trace holds the CPU time that ranks take between messages.
+    """
+
+    def __init__(self, world_size: int, ranks_per_node: int = 1, cpu_time: bool = False) -> None:
+        self.ranks_per_node = ranks_per_node
+        self.traffic = [Traffic() for _ in range(world_size)]
+        self.trace = Trace(world_size)
+        self._mail: dict[Mailbox, list[_Envelope]] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._cpu_time = cpu_time
+        self._idle_since = [0.0] * world_size
+        self._failure: str | None = None
+        # Dicts, as sets that keep their order; the last one is first to run.
+        self._ready = dict.fromkeys(reversed(range(world_size)))
+        self._waiting: dict[int, Mailbox] = {}
+        # Locks that are taken: releasing one wakes its rank.
+        self._wake = [threading.Lock() for _ in range(world_size)]
+        for lock in self._wake:
+            lock.acquire()
+
+    def group(self, members: tuple[int, ...]) -> int:
+        """Return the number of the group of these ranks."""
+        return self._groups.setdefault(members, len(self._groups))
+
+    def start(self) -> None:
+        """Give the baton to the first rank."""
+        self._pass_baton()
+
+    def take_baton(self, rank: int) -> None:
+        """Block until it is the turn of ``rank``."""
+        self._wake[rank].acquire()
+
+    def begin_work(self, rank: int) -> None:
+        """Count the CPU time of this thread as work of ``rank`` from now on."""
+        if self._cpu_time:
+            self._idle_since[rank] = time.thread_time()
+
+    def end_work(self, rank: int) -> None:
+        """Note the CPU time since the work began."""
+        if self._cpu_time:
+            self.trace.add_work(rank, time.thread_time() - self._idle_since[rank])
+
+    def post(self, mailbox: Mailbox, parts: Sequence[Tensor], nbytes: int) -> None:
+        """Put a message in the mail."""
+        number = self.trace.send(mailbox.source, mailbox.destination, nbytes)
+        self._mail.setdefault(mailbox, []).append(_Envelope(number, parts))
+        if self._waiting.get(mailbox.destination) == mailbox:
+            del self._waiting[mailbox.destination]
+            self._ready[mailbox.destination] = None
+
+    def collect(self, mailbox: Mailbox) -> Sequence[Tensor]:
+        """Wait for the next message in the mailbox and return it."""
+        while mailbox not in self._mail:
+            self._waiting[mailbox.destination] = mailbox
+            self._pass_baton(mailbox.source)
+            self.take_baton(mailbox.destination)
+            self.check()
+        envelopes = self._mail[mailbox]
+        envelope = envelopes.pop(0)
+        if not envelopes:
+            del self._mail[mailbox]
+        self.trace.receive(envelope.number)
+        return envelope.parts
+
+    def check(self) -> None:
+        """Raise when some rank has failed."""
+        if self._failure is not None:
+            raise CommunicationError(self._failure)
+
+    def fail(self, reason: str) -> None:
+        """Let every rank that waits, now or later, raise ``reason``; the first reason stays."""
+        self._failure = self._failure or reason
+        self._ready.update(dict.fromkeys(self._waiting))
+        self._waiting.clear()
+
+    def finish(self, rank: int) -> None:
+        """Hand the baton on for good."""
+        self.end_work(rank)
+        self._pass_baton()
+
+    def _pass_baton(self, wanted: int | None = None) -> None:
+        if not self._ready and self._waiting:
+            waits = (f"rank {r} for rank {box.source}" for r, box in sorted(self._waiting.items()))
+            self.fail("deadlock, no rank can go on: " + ", ".join(waits) + " waits")
+        if wanted in self._ready:
+            del self._ready[wanted]
+            self._wake[wanted].release()
+        elif self._ready:
+            self._wake[self._ready.popitem()[0]].release()
