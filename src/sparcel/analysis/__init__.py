@@ -1,0 +1,40 @@
+"""What to know before and while training sparsely: fill-in, and how much alike the ranks are.
+
+Density, before training: `expected_nnz` and its relatives tell how fast a sum fills in where ranks
+choose independently; `fill_in` measures it on gradients, and `plot_fill_in` draws it.
+
+Diagnostics, to log while training: whether the ranks' memories and selections resemble each other
+as ScaleCom's convergence needs it, and Ok-Topk's ξ.
+"""
+
+from sparcel.analysis.contraction import contraction, contraction_bound, xi
+from sparcel.analysis.density import delta, expected_nnz, nnz_variance, ranks_until_dense
+from sparcel.analysis.growth import Growth, fill_in, gradients_of, growth
+from sparcel.analysis.plot import plot_fill_in
+from sparcel.analysis.similarity import (
+    cosine_similarities,
+    hamming_distance,
+    normalized_hamming_distance,
+    quantile_agreement,
+    spearman,
+)
+
+__all__ = [
+    "Growth",
+    "contraction",
+    "contraction_bound",
+    "cosine_similarities",
+    "delta",
+    "expected_nnz",
+    "fill_in",
+    "gradients_of",
+    "growth",
+    "hamming_distance",
+    "nnz_variance",
+    "normalized_hamming_distance",
+    "plot_fill_in",
+    "quantile_agreement",
+    "ranks_until_dense",
+    "spearman",
+    "xi",
+]

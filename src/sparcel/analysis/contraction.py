@@ -1,0 +1,137 @@
+"""How much of a vector a selection leaves behind, and Ok-Topk's ξ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce as fold
+
+import torch
+from torch import Tensor
+
+from sparcel.analysis._inputs import Vector, dense, dense_alike
+from sparcel.analysis.similarity import indices_of
+from sparcel.errors import InputError
+from sparcel.selectors import topk
+from sparcel.stream import SparseStream
+
+
+def contraction(vector: Vector, selection: SparseStream | Tensor) -> float:
+    """Return the share of a vector's energy that a selection leaves behind.
+
+    ‖y − comp(y)‖² / ‖y‖², where comp(y) keeps y at the selected indices and is 0 elsewhere. With
+    ``topk(y, k)`` for the selection it is the γ of exact top-k, at most 1 − k/n.
+
+    Parameters
+    ----------
+    vector
+        y, ``[size]``, a float tensor or a stream of scalar values.
+    selection
+        An index set: a stream, whose values do not matter, or an integer tensor ``[k]``.
+
+    Returns
+    -------
+    float
+        In [0, 1]; NaN where y is all zero.
+
+    Raises
+    ------
+    InputError
+        When ``vector`` is no vector of floats, ``selection`` no index set, or an index lies outside
+        the vector.
+    """
+    energy = dense(vector).double().square()
+    indices = indices_of(selection)
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < energy.numel():
+        raise InputError(
+            f"indices must lie in [0, {energy.numel()}), got {int(indices.min())} to"
+            f" {int(indices.max())}"
+        )
+    total = float(energy.sum())
+    # What is left, summed: total − kept would lose a small remainder.
+    energy[indices] = 0
+    return float(energy.sum()) / total if total else math.nan
+
+
+def contraction_bound(k: int, d: float, gamma0: float) -> float:
+    """Return Lemma 1's bound on what a selection leaves behind that misses d of the top k.
+
+    d/k + (1 − d/k)·γ₀ bounds the expectation of `contraction` over selections of k indices that
+    share k − d with the true top k, all of these being equally likely.
+
+    Parameters
+    ----------
+    k
+        How many are selected, at least 1.
+    d
+        Half the `hamming_distance` of the selection and the true top k, in [0, k]; its mean over
+        steps need not be whole.
+    gamma0
+        The contraction of exact top-k, in [0, 1]: measured, or 1 − k/n, which is always valid.
+
+    Raises
+    ------
+    InputError
+        When an argument is out of its range.
+
+    Notes
+    -----
+    A bound on the average: one selection may lie above it, when it misses the largest of the top k.
+    Leaders miss the smallest rather, and then do better. By the same derivation the expectation is
+    lower than the bound by exactly γ₀·d/(n − k), the energy of what is taken in place of the top k.
+
+    Source: ScaleCom, Lemma 1 and appendix C.
+    """
+    if k < 1:
+        raise InputError(f"k must be at least 1, got {k}")
+    if not 0 <= d <= k:
+        raise InputError(f"d must lie in [0, k] = [0, {k}], got {d:g}; pass half the distance")
+    if not 0 <= gamma0 <= 1:
+        raise InputError(f"gamma0 must lie in [0, 1], got {gamma0:g}")
+    return d / k + (1 - d / k) * gamma0
+
+
+def xi(accumulated: Sequence[Vector], gradients: Sequence[Vector], k: int) -> float:
+    """Return the ξ of this step: what selecting twice changes, against the true gradient.
+
+    ‖Topk(mean(aᵢ)) − Topk(mean(Topk(aᵢ)))‖ / ‖mean(gᵢ)‖, for the ranks' accumulated aᵢ and
+    gradients gᵢ. Training converges as with Topk SGD while it stays below some constant; up to
+    about P is harmless.
+
+    Parameters
+    ----------
+    accumulated
+        One vector a rank, memory + gradient, before the step's selection.
+    gradients
+        As many gradients of this step, by the same measure: where memory holds gradients times the
+        learning rate, so do these.
+    k
+        At least 1.
+
+    Returns
+    -------
+    float
+        At least 0; infinite or NaN where the mean gradient is zero.
+
+    Raises
+    ------
+    InputError
+        When there are no vectors, not as many of each, or sizes differ.
+
+    Source: Ok-Topk, Assumption 1 (equation 5) and section 5.1.
+    """
+    if len(accumulated) != len(gradients):
+        raise InputError(
+            f"xi needs one accumulated vector and one gradient a rank, got {len(accumulated)} and"
+            f" {len(gradients)}"
+        )
+    vectors = dense_alike([*accumulated, *gradients], "accumulated and gradients")
+    ranks = len(accumulated)
+    whole = _mean(vectors[:ranks], ranks)
+    sparse = _mean((topk(vector, k).to_dense() for vector in vectors[:ranks]), ranks)
+    change = topk(whole, k).to_dense() - topk(sparse, k).to_dense()
+    return float(change.norm() / _mean(vectors[ranks:], ranks).norm())
+
+
+def _mean(vectors: Iterable[Tensor], ranks: int) -> Tensor:
+    return fold(torch.add, (vector.double() for vector in vectors)) / ranks

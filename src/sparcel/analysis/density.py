@@ -1,0 +1,146 @@
+"""How many coordinates a sum has, when every rank picks its own by chance."""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from sparcel import kernels
+from sparcel.errors import InputError
+
+
+def expected_nnz(size: int, k: int, ranks: int) -> float:
+    """Return the expected nnz of a sum over ranks that each select k coordinates uniformly.
+
+    A coordinate is absent from the sum if all ranks left it out: n · (1 − (1 − k/n)^P).
+
+    Parameters
+    ----------
+    size
+        n, at least 1.
+    k
+        Different coordinates that each rank selects, in [0, n].
+    ranks
+        P, at least 1; the ranks select independently of each other.
+
+    Returns
+    -------
+    float
+        Between k, for identical selections, and min(P·k, n), for disjoint ones. The relative error
+        is a few roundings' for any n, k and P.
+
+    Raises
+    ------
+    InputError
+        When an argument is out of its range.
+
+    Notes
+    -----
+    Among independent ranks with one distribution, uniform selection fills in fastest, since
+    1 − (1 − p)^P is concave in a coordinate's probability p. Real gradients agree on what is large,
+    so their sums stay below.
+
+    Source: SparCML, appendix B.1. Its alternating sum is this form's binomial expansion, and
+    useless in floating point: for P = 100 at k/n = 0.9 its terms reach 10²⁷.
+    """
+    _check(size, k, ranks)
+    return expected_union(size, [k]) if ranks == 1 else -size * _expm1_absent(size, k, ranks)
+
+
+def nnz_variance(size: int, k: int, ranks: int) -> float:
+    """Return the variance of the nnz whose expectation `expected_nnz` gives.
+
+    With q the probability that a coordinate is absent and q₂ that two are, it is
+    n·q + n·(n−1)·q₂ − n²·q². It is never above P·k: a sum's nnz stays within a few √(P·k) of what
+    is expected.
+
+    Parameters
+    ----------
+    size, k, ranks
+        As for `expected_nnz`.
+
+    Returns
+    -------
+    float
+        At least 0. The absolute error is about 10⁻¹⁵·P·k: where next to nothing collides, a
+        smaller variance is lost in it.
+
+    Raises
+    ------
+    InputError
+        When an argument is out of its range.
+    """
+    _check(size, k, ranks)
+    if k in (0, size) or ranks == 1:
+        return 0.0
+    absent = math.exp(ranks * _log_absent(size, k))
+    # q₂/q² = (1 − c)^P: that another coordinate is absent makes one more likely to be present.
+    c = k / ((size - k) * (size - 1))
+    alone = -_expm1_absent(size, k, ranks)
+    drop = -math.expm1(ranks * math.log1p(-c)) if c < 1 else 1.0
+    return max(0.0, size * absent * (alone - (size - 1) * absent * drop))
+
+
+def delta(size: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return δ, the most coordinates with which a sum stays sparse.
+
+    With more of them the dense vector takes fewer bytes: indices cost as well. For float32 below
+    2³¹ coordinates that is half of them.
+
+    Source: SparCML, section 5.1.
+    """
+    value, index = dtype.itemsize, kernels.index_dtype(size).itemsize
+    return size * value // (value + index)
+
+
+def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> int:
+    """Return the fewest ranks whose sum is expected to be dense: `expected_nnz` above `delta`.
+
+    Parameters
+    ----------
+    size, k
+        As for `expected_nnz`, but k at least 1.
+    dtype
+        Of the values.
+
+    Raises
+    ------
+    InputError
+        When an argument is out of its range.
+    """
+    _check(size, k, 1)
+    if k == 0:
+        raise InputError("k must be at least 1, got 0: a sum of nothing never turns dense")
+    most = delta(size, dtype)
+    worlds = range(1, sys.maxsize)
+    return worlds[bisect_left(worlds, True, key=lambda ranks: expected_nnz(size, k, ranks) > most)]
+
+
+def expected_union(size: int, counts: Sequence[int]) -> float:
+    """Return what `expected_nnz` does where rank r selects ``counts[r]`` coordinates."""
+    if max(counts, default=0) == size:
+        return float(size)
+    return -size * math.expm1(math.fsum(_log_absent(size, count) for count in counts))
+
+
+def _log_absent(size: int, k: int) -> float:
+    """Return log(1 − k/n), for k < n, without losing digits at either end."""
+    return math.log1p(-k / size) if 2 * k < size else math.log((size - k) / size)
+
+
+def _expm1_absent(size: int, k: int, ranks: int) -> float:
+    """Return (1 − k/n)^P − 1."""
+    return -1.0 if k == size else math.expm1(ranks * _log_absent(size, k))
+
+
+def _check(size: int, k: int, ranks: int) -> None:
+    if size < 1:
+        raise InputError(f"size must be at least 1, got {size}")
+    if not 0 <= k <= size:
+        raise InputError(f"k must lie in [0, size] = [0, {size}], got {k}")
+    if ranks < 1:
+        raise InputError(f"ranks must be at least 1, got {ranks}")

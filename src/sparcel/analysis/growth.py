@@ -1,0 +1,178 @@
+"""How many coordinates the sum of real gradients has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from sparcel.analysis._inputs import Vector, dense
+from sparcel.analysis.density import delta, expected_union
+from sparcel.errors import InputError
+from sparcel.schemes.sparsifier import check_density, count_for
+from sparcel.selectors import selector
+from sparcel.stream import SparseStream
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How nnz grew as the selections of ranks were summed, in the order of the ranks.
+
+    Attributes
+    ----------
+    size
+        Coordinates of the vector.
+    selected
+        nnz of each rank's selection.
+    nnz
+        ``nnz[r]`` is that of the sum over the first r + 1 ranks.
+    """
+
+    size: int
+    selected: tuple[int, ...]
+    nnz: tuple[int, ...]
+
+    @property
+    def density(self) -> tuple[float, ...]:
+        """Density of the sum over the first 1, 2, … ranks, in [0, 1]."""
+        return tuple(nnz / self.size for nnz in self.nnz)
+
+    @property
+    def uniform_density(self) -> tuple[float, ...]:
+        """The density expected of ranks that select as many coordinates each, but by chance."""
+        counts = [self.selected[: ranks + 1] for ranks in range(len(self.selected))]
+        return tuple(expected_union(self.size, count) / self.size for count in counts)
+
+    def dense_from(self, dtype: torch.dtype = torch.float32) -> int | None:
+        """Return the fewest ranks whose sum is dense, values being ``dtype``; None if none is."""
+        most = delta(self.size, dtype)
+        return next((ranks for ranks, nnz in enumerate(self.nnz, 1) if nnz > most), None)
+
+
+def growth(selections: Iterable[SparseStream]) -> Growth:
+    """Return how nnz grows as streams are summed.
+
+    Parameters
+    ----------
+    selections
+        One stream a rank, of one size; consumed one by one. Stored zeros count.
+
+    Raises
+    ------
+    InputError
+        When there is none, or sizes differ or are 0.
+    """
+    union: _Union | None = None
+    for stream in selections:
+        union = union or _Union(stream.size, stream.device)
+        union.add(stream)
+    if union is None:
+        raise InputError("growth needs at least one stream, got none")
+    return union.growth()
+
+
+def fill_in(
+    gradients: Iterable[Vector],
+    densities: Sequence[float],
+    selectors: Sequence[str] = ("exact", "bucketed"),
+) -> dict[tuple[float, str], Growth]:
+    """Measure how the sum of gradients fills in, by density and by way of selecting.
+
+    Parameters
+    ----------
+    gradients
+        One float vector a rank, ``[size]``, or what else is selected from: memory + gradient, in
+        training with error feedback. Consumed one by one, so what `gradients_of` yields need not
+        be kept.
+    densities
+        Each in (0, 1].
+    selectors
+        Names of selectors: ``"exact"`` takes the largest of the whole vector, ``"bucketed"``, as
+        SparCML does, the largest of every 512 coordinates.
+
+    Returns
+    -------
+    dict
+        `Growth` by density and selector.
+
+    Raises
+    ------
+    InputError
+        When there is no gradient, sizes differ, or a density or selector does not exist.
+
+    Source: SparCML, section 3 and Figure 1.
+    """
+    for density in densities:
+        check_density(density)
+    unions: dict[tuple[float, str], _Union] = {}
+    for gradient in gradients:
+        vector = dense(gradient).contiguous()
+        for density, name in product(densities, selectors):
+            # A new selector for every rank, since some remember.
+            k = count_for(density, vector.numel())
+            selection = selector(name).select(vector, k)
+            if (density, name) not in unions:
+                unions[density, name] = _Union(vector.numel(), vector.device)
+            unions[density, name].add(selection)
+    if not unions:
+        raise InputError("fill_in needs at least one gradient, one density and one selector")
+    return {selection: union.growth() for selection, union in unions.items()}
+
+
+def gradients_of(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+) -> Iterator[Tensor]:
+    """Yield the gradient that each rank would have: that of ``loss(model(inputs), targets)``.
+
+    Parameters
+    ----------
+    model
+        Left as it was: parameters, their ``.grad``, and buffers. Its mode is the caller's to set.
+    loss
+        Takes outputs and targets, returns a scalar.
+    batches
+        Inputs and targets, one pair a rank.
+
+    Yields
+    ------
+    Tensor
+        ``[size]``: the gradients of all parameters that need one, flattened, in the order of
+        ``model.parameters()``; 0 for those that the batch did not use.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for inputs, targets in batches:
+        # Batch norm writes into its buffers: every rank gets copies of what all start from.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        value = loss(functional_call(model, buffers, (inputs,)), targets)
+        gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
+        yield torch.cat([gradient.to_dense().flatten() for gradient in gradients])
+
+
+class _Union:
+    """The set of coordinates that some rank selected so far."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        if size < 1:
+            raise InputError("vectors must have at least one coordinate, got size 0")
+        self._seen = torch.zeros(size, dtype=torch.bool, device=device)
+        self._selected: list[int] = []
+        self._nnz: list[int] = []
+
+    def add(self, stream: SparseStream) -> None:
+        size = self._seen.numel()
+        if stream.size != size:
+            raise InputError(f"vectors must all have one size, got {size} and {stream.size}")
+        chosen = slice(None) if stream.indices is None else stream.indices.long()
+        new = self._seen[chosen].logical_not().sum()
+        self._seen[chosen] = True
+        self._selected.append(stream.nnz)
+        self._nnz.append((self._nnz[-1] if self._nnz else 0) + int(new))
+
+    def growth(self) -> Growth:
+        return Growth(self._seen.numel(), tuple(self._selected), tuple(self._nnz))

@@ -1,0 +1,74 @@
+"""The plot of SparCML's Figure 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sparcel.analysis._inputs import optional
+from sparcel.analysis.density import delta
+from sparcel.analysis.growth import Growth
+from sparcel.errors import InputError
+
+_STYLES = ("-", "--", "-.")
+
+
+def plot_fill_in(
+    measured: Mapping[tuple[float, str], Growth], path: str | Path, title: str = ""
+) -> None:
+    """Draw the density of the sum against the number of ranks. Needs matplotlib.
+
+    One colour a density: a solid line for the first selector, dashed ones for the others, and a
+    dotted one for what is expected of ranks that select by chance. A grey line marks where a
+    float32 sum turns dense.
+
+    Parameters
+    ----------
+    measured
+        What `fill_in` returned.
+    path
+        The file to write; its suffix decides the format: ``.svg``, ``.png``, ``.pdf``. The same
+        input gives the same bytes.
+    title
+        Above the plot.
+
+    Raises
+    ------
+    InputError
+        When there is nothing to draw.
+    ModuleNotFoundError
+        When matplotlib is not installed.
+
+    Source: SparCML, Figure 1.
+    """
+    if not measured:
+        raise InputError("plot_fill_in needs at least one growth, got none")
+    with optional("plot_fill_in"):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    densities = sorted({density for density, _ in measured}, reverse=True)
+    styles = dict(zip(dict.fromkeys(name for _, name in measured), _STYLES, strict=False))
+    for (density, name), growth in measured.items():
+        colour, label = f"C{densities.index(density)}", f"{100 * density:g} %"
+        ranks = range(1, len(growth.nnz) + 1)
+        style = styles.get(name, _STYLES[-1])
+        axes.plot(ranks, _percent(growth.density), style, color=colour, label=f"{label}, {name}")
+        if name == next(iter(styles)):
+            chance = _percent(growth.uniform_density)
+            axes.plot(ranks, chance, ":", color=colour, label=f"{label}, by chance")
+    most = max(100 * delta(growth.size) / growth.size for growth in measured.values())
+    axes.axhline(most, color="grey", linewidth=0.8)
+    axes.text(1, most, "dense from here on", color="grey", fontsize=8, va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="ranks", ylabel="density of the sum, %", ylim=(0, 100), title=title)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    with rc_context({"svg.hashsalt": "sparcel"}):
+        undated = {"Date": None} if Path(path).suffix == ".svg" else {}
+        figure.savefig(path, dpi=150, metadata=undated)
+
+
+def _percent(shares: Sequence[float]) -> list[float]:
+    return [100 * share for share in shares]

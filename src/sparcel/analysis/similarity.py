@@ -1,0 +1,200 @@
+"""How much alike the ranks are: ScaleCom's diagnostics.
+
+CLT-k lets one rank choose the coordinates for all. That does little harm where the ranks' memories
+resemble each other, and where what is large for one rank is large in the average. These functions
+tell. *Local* is one rank's memory + gradient, *true* the average of all ranks'; each takes
+tensors ``[size]`` of any float dtype, or streams of scalar values, and computes in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sparcel.analysis._inputs import Vector, dense_alike, optional
+from sparcel.errors import InputError
+from sparcel.stream import SparseStream
+
+_SLAB = 1 << 20
+"""Coordinates widened to float64 at a time, so that nothing as large as all vectors is copied."""
+
+
+def cosine_similarities(memories: Sequence[Vector]) -> Tensor:
+    """Return the cosine of the angle between every two vectors.
+
+    Parameters
+    ----------
+    memories
+        One vector a rank, of one size and on one device.
+
+    Returns
+    -------
+    Tensor
+        ``[P, P]`` float64, symmetric, in [−1, 1]: 1 for vectors that point the same way. NaN where
+        one of the two is all zero, as memories are before the first step. ScaleCom plots the
+        cosine *distance*, 1 − similarity.
+
+    Raises
+    ------
+    InputError
+        When there is no vector, or sizes differ.
+
+    Source: ScaleCom, Figure 2(a) and appendix A.
+    """
+    vectors = dense_alike(memories, "memories")
+    products = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
+    for start in range(0, vectors[0].numel(), _SLAB):
+        slab = torch.stack([vector[start : start + _SLAB].double() for vector in vectors])
+        products += (slab @ slab.T).cpu()
+    norms = products.diagonal().sqrt()
+    return (products / norms[:, None] / norms).clamp(-1, 1)
+
+
+def hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tensor) -> int:
+    """Return how many indices are in one of two sets and not in the other.
+
+    Two sets of k that differ in d places have distance 2d.
+
+    Parameters
+    ----------
+    a, b
+        Index sets: streams, of which the stored indices count, or integer tensors ``[k]`` without
+        duplicates. Of interest is ``topk(local, k)`` against ``topk(true, k)``.
+
+    Raises
+    ------
+    InputError
+        When a tensor is not one-dimensional and of integers, or repeats an index, or streams differ
+        in size.
+
+    Source: ScaleCom, equation (6).
+    """
+    first, second = _index_sets(a, b)
+    common = int(torch.isin(first, second).sum())
+    return first.numel() + second.numel() - 2 * common
+
+
+def normalized_hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tensor) -> float:
+    """Return d/k: the share of one set's indices that the other does not have.
+
+    Parameters
+    ----------
+    a, b
+        As for `hamming_distance`.
+
+    Returns
+    -------
+    float
+        From 0, identical, to 1, disjoint. Where the sets differ in length, the distance is divided
+        by the sum of the two lengths; 0 for two empty sets.
+
+    Raises
+    ------
+    InputError
+        As for `hamming_distance`.
+    """
+    lengths = sum(indices.numel() for indices in _index_sets(a, b))
+    return hamming_distance(a, b) / lengths if lengths else 0.0
+
+
+def spearman(local: Vector, true: Vector) -> float:
+    """Return Spearman's rank correlation of the magnitudes of two vectors. Needs scipy.
+
+    Whether coordinates that are large for one are large for the other, by their order alone; ties
+    share their mean rank.
+
+    Parameters
+    ----------
+    local, true
+        Vectors of one size, at least 2.
+
+    Returns
+    -------
+    float
+        In [−1, 1], 1 for the same order; NaN where all magnitudes of a vector are equal.
+
+    Raises
+    ------
+    InputError
+        When sizes differ or are below 2.
+    ModuleNotFoundError
+        When scipy is not installed.
+
+    Source: ScaleCom, appendix A: 0.657 for ResNet18 on CIFAR10 with 8 workers.
+    """
+    with optional("spearman"):
+        from scipy.stats import rankdata
+    first, second = _magnitudes(local, true)
+    return _pearson(rankdata(first), rankdata(second))
+
+
+def quantile_agreement(local: Vector, true: Vector) -> float:
+    """Return R² of the straight line through the Q-Q plot of the magnitudes of two vectors.
+
+    Whether magnitudes are distributed alike up to scale and shift, wherever they are: the sorted
+    magnitudes of one against those of the other.
+
+    Parameters
+    ----------
+    local, true
+        Vectors of one size, at least 2.
+
+    Returns
+    -------
+    float
+        In [0, 1], 1 where the points lie on a line; NaN where all magnitudes of a vector are equal.
+
+    Raises
+    ------
+    InputError
+        When sizes differ or are below 2.
+
+    Source: ScaleCom, Figure A1: 0.99 between two workers' memories, 0.89 between their gradients.
+    """
+    first, second = _magnitudes(local, true)
+    return _pearson(np.sort(first), np.sort(second)) ** 2
+
+
+Magnitudes = npt.NDArray[np.float64]
+
+
+def _magnitudes(local: Vector, true: Vector) -> tuple[Magnitudes, Magnitudes]:
+    vectors = dense_alike([local, true], "local and true")
+    if vectors[0].numel() < 2:
+        raise InputError(f"a correlation needs two coordinates or more, got {vectors[0].numel()}")
+    first, second = (vector.abs().double().cpu().numpy() for vector in vectors)
+    return first, second
+
+
+def _pearson(x: Magnitudes, y: Magnitudes) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    norms = math.sqrt(x @ x) * math.sqrt(y @ y)
+    return float(np.clip(x @ y / norms, -1, 1)) if norms > 0 else math.nan
+
+
+def _index_sets(*sets: SparseStream | Tensor) -> list[Tensor]:
+    sizes = {one.size for one in sets if isinstance(one, SparseStream)}
+    if len(sizes) > 1:
+        raise InputError(f"index sets must be of vectors of one size, got sizes {sorted(sizes)}")
+    return [indices_of(one) for one in sets]
+
+
+def indices_of(selection: SparseStream | Tensor) -> Tensor:
+    """Return a selection's indices, ``[k]`` int64, or raise `InputError`."""
+    if isinstance(selection, SparseStream):
+        if selection.indices is None:
+            return torch.arange(selection.size, device=selection.device)
+        return selection.indices.long()
+    if selection.ndim != 1 or selection.dtype not in (torch.int32, torch.int64):
+        raise InputError(
+            f"an index set is a stream or an int32 or int64 tensor [k], got {selection.dtype} of"
+            f" shape {tuple(selection.shape)}"
+        )
+    if selection.unique().numel() < selection.numel():
+        raise InputError("an index set must not repeat an index; pass indices.unique()")
+    return selection.long()

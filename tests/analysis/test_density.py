@@ -1,0 +1,135 @@
+"""Expected densities, against exact arithmetic and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel.analysis import delta, expected_nnz, nnz_variance, ranks_until_dense
+from sparcel.errors import InputError
+from sparcel.stream import dense_is_smaller
+from tests.strategies import DTYPES
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> tuple[int, int, int]:
+    size = draw(st.integers(1, 60))
+    return size, draw(st.integers(0, size)), draw(st.integers(1, 12))
+
+
+def distribution(size: int, k: int, ranks: int) -> dict[int, Fraction]:
+    """The exact distribution of nnz: each rank adds a hypergeometric number of new ones."""
+    current = {k: Fraction(1)}
+    for _ in range(ranks - 1):
+        following: dict[int, Fraction] = {}
+        for nnz, probability in current.items():
+            for new in range(max(0, k - nnz), min(k, size - nnz) + 1):
+                ways = math.comb(size - nnz, new) * math.comb(nnz, k - new)
+                share = probability * Fraction(ways, math.comb(size, k))
+                following[nnz + new] = following.get(nnz + new, Fraction(0)) + share
+        current = following
+    return current
+
+
+@pytest.mark.parametrize(("size", "k", "ranks"), [(4, 2, 3), (5, 1, 4), (5, 3, 3), (3, 3, 2)])
+def test_it_is_the_mean_over_all_selections(size: int, k: int, ranks: int) -> None:
+    subsets = list(itertools.combinations(range(size), k))
+    counts = [len(set().union(*chosen)) for chosen in itertools.product(subsets, repeat=ranks)]
+    mean = Fraction(sum(counts), len(counts))
+    variance = Fraction(sum(c * c for c in counts), len(counts)) - mean**2
+    assert expected_nnz(size, k, ranks) == pytest.approx(float(mean), rel=1e-14)
+    assert nnz_variance(size, k, ranks) == pytest.approx(float(variance), rel=1e-12, abs=1e-12)
+    assert distribution(size, k, ranks) == {
+        nnz: Fraction(counts.count(nnz), len(counts)) for nnz in sorted(set(counts))
+    }
+
+
+@given(settings())
+def test_it_is_that_of_the_exact_distribution(setting: tuple[int, int, int]) -> None:
+    size, k, ranks = setting
+    exact = distribution(size, k, ranks)
+    mean = sum(nnz * p for nnz, p in exact.items())
+    variance = sum((nnz - mean) ** 2 * p for nnz, p in exact.items())
+    assert expected_nnz(size, k, ranks) == pytest.approx(float(mean), rel=1e-13)
+    assert nnz_variance(size, k, ranks) == pytest.approx(float(variance), rel=1e-9, abs=1e-11)
+
+
+@given(settings())
+def test_it_is_the_papers_alternating_sum(setting: tuple[int, int, int]) -> None:
+    size, k, ranks = setting
+    share = Fraction(k, size)
+    papers = size * sum(
+        (-1) ** (i - 1) * math.comb(ranks, i) * share**i for i in range(1, ranks + 1)
+    )
+    assert expected_nnz(size, k, ranks) == pytest.approx(float(papers), rel=1e-13)
+
+
+@given(st.integers(1, 10**18), st.data(), st.integers(1, 10**12))
+def test_it_is_bounded_and_grows_with_ranks_and_k(size: int, data: st.DataObject, p: int) -> None:
+    k = data.draw(st.integers(0, size))
+    expected = expected_nnz(size, k, p)
+    roundings = 1 + 1e-12
+    assert k / roundings <= expected <= min(p * k, size) * roundings
+    assert expected <= expected_nnz(size, k, p + 1) * roundings
+    assert expected <= expected_nnz(size, min(k + 1, size), p) * roundings
+    assert 0 <= nnz_variance(size, k, p) <= expected * roundings
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "ranks"),
+    [(10**12, 1, 10**6), (10**12, 1, 2), (10**12, 10**12 - 1, 2), (7, 6, 50), (10**9, 10**6, 4096)],
+)
+def test_large_settings_lose_no_digits(size: int, k: int, ranks: int) -> None:
+    if ranks <= 4096:
+        exact = float(size * (1 - (1 - Fraction(k, size)) ** ranks))
+    else:  # the first four terms; the next is below 10⁻²⁶ of the sum
+        share = Fraction(k, size)
+        exact = float(
+            size * sum((-1) ** (i - 1) * math.comb(ranks, i) * share**i for i in range(1, 5))
+        )
+    assert expected_nnz(size, k, ranks) == pytest.approx(exact, rel=2e-15)
+
+
+@given(st.integers(1, 2**33), st.data(), st.sampled_from(DTYPES))
+def test_delta_is_where_streams_turn_dense(
+    size: int, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    nnz = data.draw(st.integers(0, size))
+    values = torch.empty(0, dtype=dtype)
+    assert dense_is_smaller(nnz, size, values) == (nnz > delta(size, dtype))
+
+
+@given(st.integers(1, 10**12), st.data(), st.sampled_from(DTYPES))
+def test_a_sum_turns_dense_at_the_first_such_world(
+    size: int, data: st.DataObject, dtype: torch.dtype
+) -> None:
+    k = data.draw(st.integers(1, size))
+    ranks = ranks_until_dense(size, k, dtype)
+    assert expected_nnz(size, k, ranks) > delta(size, dtype)
+    assert ranks == 1 or expected_nnz(size, k, ranks - 1) <= delta(size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 1), "size must be at least 1, got 0"),
+        ((10, 11, 1), r"k must lie in \[0, size\] = \[0, 10\], got 11"),
+        ((10, -1, 1), r"k must lie in \[0, size\] = \[0, 10\], got -1"),
+        ((10, 1, 0), "ranks must be at least 1, got 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments: tuple[int, int, int], message: str) -> None:
+    for function in (expected_nnz, nnz_variance):
+        with pytest.raises(InputError, match=message):
+            function(*arguments)
+
+
+def test_a_sum_of_nothing_never_turns_dense() -> None:
+    with pytest.raises(InputError, match="a sum of nothing never turns dense"):
+        ranks_until_dense(10, 0)
