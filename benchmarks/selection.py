@@ -4,6 +4,9 @@ All kernels take turns on the same vector in each repetition, so that a busy mac
 alike; what counts is the ratio of the medians. Run it as
 
     python benchmarks/selection.py --output benchmarks/results/selection.json
+
+With ``--selectors`` it measures all selectors of `sparcel.selectors` instead: the time to select,
+and to take from memory + gradient, how many they return, and their overlap with the exact set.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from torch import Tensor
 
 from sparcel import _cpu, kernels
 from sparcel.kernels import reference
+from sparcel.selectors import SELECTORS, overlap, selector, topk
 
 DENSITIES = (0.001, 0.01)
 CHUNK, PER_CHUNK = 512, 5
+SMOOTH = ("normal", "laplace", "gradient", "cauchy")
 
 
 def gradient(size: int) -> Tensor:
@@ -135,6 +140,48 @@ def measure(name: str, x: Tensor, isas: list[str], repeats: int) -> dict[str, An
     return {"distribution": name, "median_ms": medians | slow, "wrong_entries": wrong}
 
 
+def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
+    """Time all selectors on one vector, and compare with the exact set.
+
+    A threshold that is reused was made when all magnitudes were smaller by 1 %.
+    """
+    memory, scratch, rows = torch.zeros_like(x), torch.empty_like(x), []
+    for density in DENSITIES:
+        k = round(density * x.numel())
+        selectors = {each: selector(each) for each in SELECTORS}
+        selectors["reuse"].select(x * 0.99, k, 0)
+        exact = topk(x, k)
+        selected = {each: s.select(x, k, 1) for each, s in selectors.items()}
+        select_ms = timed({n: partial(s.select, x, k, 1) for n, s in selectors.items()}, repeats)
+        take_ms = timed(
+            {n: partial(s.take, memory, x, scratch, k, 1) for n, s in selectors.items()}, repeats
+        )
+        rows += [
+            {
+                "selector": repr(s),
+                "density": density,
+                "k": k,
+                "selected": selected[each].nnz,
+                "overlap": round(overlap(selected[each], exact), 4),
+                "select_ms": select_ms[each],
+                "take_ms": take_ms[each],
+            }
+            for each, s in selectors.items()
+        ]
+    return {"distribution": name, "selectors": rows}
+
+
+def print_selectors(row: dict[str, Any]) -> None:
+    """Print one vector's table of selectors."""
+    columns = f"{'k':>8}{'selected':>10}{'overlap':>9}{'select ms':>11}{'take ms':>9}"
+    print(f"\n{row['distribution']:46}{columns}")
+    for each in row["selectors"]:
+        print(
+            f"  {each['selector']:44}{each['k']:8}{each['selected']:10}{each['overlap']:9.4f}"
+            f"{each['select_ms']:11.2f}{each['take_ms']:9.2f}"
+        )
+
+
 def machine() -> dict[str, Any]:
     """Describe where this runs."""
     info = Path("/proc/cpuinfo")
@@ -192,6 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=25_000_000, help="entries of a vector")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--selectors", action="store_true", help="measure all selectors instead")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -202,9 +250,14 @@ def main() -> None:
     print(f"# {arguments.size} float32 entries, one thread, medians of {arguments.repeats} (ms)")
     rows = []
     for name, x in vectors(arguments.size):
-        rows.append(measure(name, x, isas, arguments.repeats))
-        print_row(rows[-1], isas)
-    print_spread(rows, isas)
+        if not arguments.selectors:
+            rows.append(measure(name, x, isas, arguments.repeats))
+            print_row(rows[-1], isas)
+        elif name in SMOOTH:
+            rows.append(measure_selectors(name, x, arguments.repeats))
+            print_selectors(rows[-1])
+    if not arguments.selectors:
+        print_spread(rows, isas)
     if arguments.output:
         content = {"machine": machine(), "size": arguments.size, "threads": 1, "rows": rows}
         arguments.output.write_text(json.dumps(content, indent=1) + "\n")

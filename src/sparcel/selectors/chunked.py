@@ -56,7 +56,7 @@ class Chunkwise(Ranked):
     m
         How many to select of each chunk; where k is less, k of the whole vector.
 
-    Source: ScaleCom, section 4 and appendix: its chunk-wise quasi-sort.
+    Source: ScaleCom, its chunk-wise quasi-sort.
     """
 
     m: int = 1

@@ -31,9 +31,9 @@ class DoubleSampling(Selector):
     seed
         Decides, with the step, which coordinates are sampled.
 
-    Source: DGC (Lin et al. 2018), section 3's hierarchical selection. Deviation: there, what is
-    lowered or raised, and how often, is left open; and published code keeps the first k that pass
-    by index, which starves the end of the vector.
+    Source: DGC (Lin et al. 2018), section 5. Deviation: what follows where too few pass is left
+    open there; published code keeps the first k by index where too many do, which starves the end
+    of the vector.
     """
 
     sample: float = 0.01

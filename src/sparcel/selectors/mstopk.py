@@ -30,7 +30,7 @@ class MSTopK(Selector):
     seed
         Decides, with the step, where the random slice begins.
 
-    Source: MSTopK and CommLib, Algorithm 1. Deviations: a threshold that was never found stands
+    Source: CommLib, Algorithm 1. Deviations: a threshold that was never found stands
     for none, where the published one is 0 and, with no sampling at k or below, would select
     everything; zeros are never selected; probes are answered from histograms of the magnitudes'
     bits, so the vector is read a few times and not once for each.
