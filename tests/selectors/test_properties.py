@@ -199,9 +199,7 @@ def test_chunkwise_comes_close_to_k_from_below(k: int, size: int, m: int) -> Non
     k = min(k, size)
     most = Chunkwise(m).most(k, size)
     assert most <= k
-    full = size // Chunkwise(m).rule(k, size)[1] * min(m, k)  # without the last, short chunk
-    assert most >= full
-    assert most >= k / (1 + k / (size * m)) - 2 * m
+    assert most >= k * (1 - k / (size * m)) - 2 * (m - 1)
 
 
 @given(st.integers(1, 10**9), st.floats(1e-4, 1))

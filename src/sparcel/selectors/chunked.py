@@ -47,9 +47,10 @@ class Bucketed(Ranked):
 class Chunkwise(Ranked):
     """The ``m`` largest of each of about k/m chunks of equal length.
 
-    Chunks have ⌈size/⌊k/m⌋⌉ coordinates, so never more than k are selected; since a length is
-    whole, there are fewer than k by at most a share of density/m (1 % where k is 1 % of the
-    coordinates and m is 1), and by k mod m. A chunk with fewer than m nonzeros gives fewer.
+    Chunks have ⌈size/⌊k/m⌋⌉ coordinates, so never more than k are selected. Since lengths are
+    whole, there are fewer by a share of density/m at most (1 % where k is 1 % of the coordinates
+    and m is 1), and by 2·(m−1): k may not be a multiple of m, and the last chunk is short. A chunk
+    with fewer than m nonzeros gives fewer.
 
     Parameters
     ----------

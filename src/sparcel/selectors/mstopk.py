@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +31,10 @@ class MSTopK(Selector):
     seed
         Decides, with the step, where the random slice begins.
 
-    Source: CommLib, Algorithm 1. Deviations: a threshold that was never found stands
-    for none, where the published one is 0 and, with no sampling at k or below, would select
-    everything; zeros are never selected; probes are answered from histograms of the magnitudes'
-    bits, so the vector is read a few times and not once for each.
+    Source: CommLib, Algorithm 1. Deviations: where no sampling lets k or fewer through, all come
+    from the slice; the published threshold is then 0 and selects everything. Zeros are never
+    selected. Samplings are counted in histograms of the magnitudes' bits, so the vector is read a
+    few times and not once for each.
     """
 
     samplings: int = 30
@@ -46,23 +47,24 @@ class MSTopK(Selector):
         """Bisect, and cut the slice."""
         counts = Counts(x)
         low, high = self._bisect(x, k, counts)
-        surely = counts.at_least(high) if high is not None else 0
-        between = counts.at_least(low) - surely
-        needed = min(k - surely, between)
+        above = counts.at_least(high)
+        between = counts.at_least(low) - above
+        needed = min(k - above, between)
         start = int(integers(1, between - needed + 1, self.seed, step, torch.device("cpu")))
+        limit = torch.tensor(high, dtype=x.dtype, device=x.device)
         parts, passed = [], 0
         for indices, values in at_least(x, low):
-            kept = _reaching(values, high)
-            number = torch.cumsum(~kept, 0) + (passed - 1)  # of each one between, from 0
-            passed += int((~kept).sum())
-            kept |= (number >= start) & (number < start + needed) & ~kept
+            surely = values.abs() >= limit
+            number = torch.cumsum(~surely, 0) + (passed - 1)  # of those between, from 0
+            passed += int((~surely).sum())
+            kept = surely | ((number >= start) & (number < start + needed))
             parts.append((indices[kept], values[kept]))
         return stream_of(*joined(parts, x), x)
 
-    def _bisect(self, x: Tensor, k: int, counts: Counts) -> tuple[float, float | None]:
-        """Return the last threshold with more than k, 0 if none, and the last with k or fewer."""
+    def _bisect(self, x: Tensor, k: int, counts: Counts) -> tuple[float, float]:
+        """Return the last threshold with more than k, else 0; the last with up to k, else inf."""
         mean, largest = moments(x)[2], peak(x)
-        low, high = 0.0, None
+        low, high = 0.0, math.inf
         left, right = 0.0, 1.0
         for _ in range(self.samplings):
             ratio = left + (right - left) / 2
@@ -72,10 +74,3 @@ class MSTopK(Selector):
             else:
                 right, high = ratio, threshold
         return low, high
-
-
-def _reaching(values: Tensor, threshold: float | None) -> Tensor:
-    """Tell which magnitudes are at least the threshold, as `kernels.threshold_select` has it."""
-    if threshold is None:
-        return torch.zeros_like(values, dtype=torch.bool)
-    return values.abs() >= torch.tensor(threshold, dtype=values.dtype, device=values.device)
