@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +15,23 @@ from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.errors import InputError
 from sparcel.ops import SUM
+from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
+
+
+@dataclass(frozen=True)
+class Share:
+    """Consecutive coordinates ``[start, stop)`` of which a selector takes about ``k``."""
+
+    start: int
+    stop: int
+    selector: Selector
+    k: int
+
+    @property
+    def most(self) -> int:
+        """The most entries that are taken of them."""
+        return self.selector.most(self.k, self.stop - self.start)
 
 
 class Memory:
@@ -20,44 +39,91 @@ class Memory:
 
     A step computes ``scratch = residual + gradient − sent``; until `commit` the residual is as it
     was. float32, or float64 for float64 gradients.
+
+    Parameters
+    ----------
+    beta
+        The low-pass filter: residual' = (1−β)·residual + β·scratch. What is owed is residual/β.
+        Source: ScaleCom, Algorithm 1.
+    momentum
+        Where it is not 0, not the gradient enters the memory but the velocity
+        ``momentum·velocity + gradient``, which is forgotten at coordinates that were applied.
+        Source: Deep Gradient Compression (Lin et al. 2018), momentum correction and factor
+        masking.
+    clip
+        The largest norm of the whole batch's gradient; a rank's own is scaled down to
+        ``clip/√P`` before it enters. Source: the same, local gradient clipping.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beta: float = 1.0, momentum: float = 0.0, clip: float | None = None) -> None:
+        self.beta, self.momentum, self.clip = beta, momentum, clip
         self.residual: Tensor | None = None
+        self.velocity: Tensor | None = None
         self.withheld: Sequence[tuple[int, int]] = ()
-        """Ranges ``[start, stop)`` of which the next selection takes nothing."""
+        """Ranges ``[start, stop)`` of which the next step takes nothing."""
+        self._before: Tensor | None = None
         self._scratch: Tensor | None = None
+        self._entering: Tensor | None = None
+        self._skipped: Sequence[tuple[int, int]] = ()
 
-    def select(self, gradient: Tensor, k: int, chunk: int | None = None) -> SparseStream:
-        """Take the k largest of residual + gradient out, and leave the rest in scratch.
+    def select(
+        self, gradient: Tensor, shares: Sequence[Share], step: int, ranks: int
+    ) -> SparseStream:
+        """Take the selectors' choice of residual + gradient out, and leave the rest in scratch.
 
         Parameters
         ----------
         gradient
             ``[size]``, any float dtype; the same size at every step.
-        k, chunk
-            ``min(k, nnz)`` entries are taken of the whole vector, or of every ``chunk``
-            consecutive coordinates.
+        shares
+            What to take of which coordinates; together they cover all.
+        step, ranks
+            How many steps have committed; how many ranks there are.
 
         Returns
         -------
         SparseStream
-            What to send. Not finite, and empty, where residual + gradient is not finite.
+            What to send, sparse. Not finite, and empty, where residual + gradient is not finite.
 
         Raises
         ------
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        residual, scratch = self._buffers(gradient)
-        ranges, self.withheld = self.withheld, ()
-        with _emptied(residual, ranges):
-            indices, values, finite = kernels.accumulate_topk(residual, gradient, scratch, k, chunk)
-        for start, stop in ranges:
-            scratch[start:stop] = residual[start:stop]
-        if not finite:
-            indices, values = indices[:0], values[:0]
-        return SparseStream.unchecked(indices, values, gradient.numel(), finite)
+        with self._entered(gradient, ranks) as (before, entering, scratch):
+            streams = [
+                share.selector.take(
+                    before[share.start : share.stop],
+                    entering[share.start : share.stop],
+                    scratch[share.start : share.stop],
+                    share.k,
+                    step,
+                )
+                for share in shares
+            ]
+        return _joined(streams, shares, gradient.numel())
+
+    def accumulate(self, gradient: Tensor, ranks: int) -> SparseStream:
+        """Leave all of residual + gradient in scratch, and return it, dense.
+
+        The stream shares the scratch's storage; `take` what is sent of it.
+        """
+        with self._entered(gradient, ranks) as (before, entering, scratch):
+            # A conversion inside of the addition would copy the whole gradient.
+            scratch.copy_(entering.detach()).add_(before)
+        return SparseStream.unchecked(None, scratch, scratch.numel(), all_finite(scratch))
+
+    def take(self, indices: Tensor) -> Tensor:
+        """Take these coordinates (``[nnz]``, unique) out of scratch and return their values."""
+        assert self._scratch is not None, "take follows accumulate"
+        values = self._scratch[indices]
+        kernels.scatter(self._scratch, indices, torch.zeros_like(values))
+        return values
+
+    def take_all(self) -> None:
+        """Take everything out of scratch."""
+        assert self._scratch is not None, "take_all follows accumulate"
+        self._scratch.zero_()
 
     def give_back(self, stream: SparseStream, start: int = 0) -> None:
         """Add a stream, whose first coordinate is ``start``, to what the step keeps back.
@@ -75,14 +141,44 @@ class Memory:
             if _saturate(sums):
                 region[stream.indices] = sums
 
-    def commit(self) -> None:
-        """Make what the step keeps back the residual."""
-        self.residual, self._scratch = self._scratch, self.residual
+    def forget_velocity(self, indices: Tensor) -> None:
+        """Let the velocity of these coordinates (``[nnz]``, unique) begin anew."""
+        if self.momentum and self._entering is not None:
+            zeros = self._entering.new_zeros(indices.numel())
+            kernels.scatter(self._entering, indices, zeros)
 
-    def load(self, residual: Tensor | None) -> None:
-        """Take over a copy of ``residual``, or forget everything when it is None."""
-        self.residual = None if residual is None else residual.clone()
-        self._scratch = None
+    def commit(self, next_beta: float = 1.0) -> None:
+        """Make what the step keeps back the residual.
+
+        ``next_beta`` is the filter of the next step; when it differs, the residual is rescaled, so
+        that what is owed stays.
+        """
+        scratch, before, entering = self._scratch, self._before, self._entering
+        assert scratch is not None and before is not None, "commit follows select"
+        for start, stop in self._skipped:
+            _saturate(scratch[start:stop].add_(before[start:stop]))
+            if entering is not None and self.velocity is not None:
+                entering[start:stop] = self.velocity[start:stop]
+        if self.beta != 1:
+            scratch.mul_(self.beta).add_(before, alpha=1 - self.beta)
+        if next_beta != self.beta:
+            _saturate(scratch.mul_(next_beta / self.beta))
+            self.beta = next_beta
+        self.residual, self._scratch = scratch, before
+        if self.momentum:
+            self.velocity, self._entering = entering, self.velocity
+
+    def coordinates(self) -> dict[str, Tensor]:
+        """Return what there is for every coordinate, ``[size]`` each: memory, and velocity."""
+        parts = {"memory": self.residual, "velocity": self.velocity}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over copies of what `coordinates` returned; what is missing or None is forgotten."""
+        memory, velocity = state.get("memory"), state.get("velocity")
+        self.residual = None if memory is None else memory.clone()
+        self.velocity = None if velocity is None else velocity.clone()
+        self._scratch = self._before = self._entering = None
 
     def check(self, gradient: Tensor) -> None:
         """Raise `InputError` when the gradient's size or device is not that of the residual."""
@@ -96,16 +192,58 @@ class Memory:
                 " make one scheme for each vector"
             )
 
-    def _buffers(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual, zeros before the first commit, and the scratch for a step."""
+    @contextmanager
+    def _entered(self, gradient: Tensor, ranks: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Give the residual, what enters it, and the scratch; withheld ranges are empty in both."""
         self.check(gradient)
-        residual = self.residual
-        if residual is None:
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            residual = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
-        if self._scratch is None or not _alike(self._scratch, residual):
-            self._scratch = torch.empty_like(residual)
-        return residual, self._scratch
+        before = self.residual
+        if before is None:
+            before = gradient.new_zeros(gradient.numel(), dtype=wide_dtype(gradient.dtype))
+        if self._scratch is None or not _alike(self._scratch, before):
+            self._scratch = torch.empty_like(before)
+        self._before = before
+        self._skipped, self.withheld = self.withheld, ()
+        entering = self._enter(gradient, before, ranks)
+        with _emptied(before, self._skipped):
+            yield before, entering, self._scratch
+
+    def _enter(self, gradient: Tensor, like: Tensor, ranks: int) -> Tensor:
+        """Return what is added to the residual: the gradient, clipped, or the velocity."""
+        if not self.momentum and self.clip is None:
+            return gradient
+        if self._entering is None or not _alike(self._entering, like):
+            self._entering = torch.empty_like(like)
+        entering = self._entering.copy_(gradient)
+        if self.clip is not None:
+            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            limit = self.clip / math.sqrt(ranks)
+            if norm > limit:
+                entering.mul_(limit / norm)
+        if self.velocity is not None:
+            entering.add_(self.velocity, alpha=self.momentum)
+        for start, stop in self._skipped:
+            entering[start:stop] = 0
+        return entering
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the memory, and of sums, of gradients of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int) -> SparseStream:
+    """Join what was taken of each share to one stream."""
+    if len(streams) == 1:
+        return streams[0]
+    finite = all(stream.finite for stream in streams)
+    dtype = kernels.index_dtype(size)
+    indices, values = [], []
+    for share, stream in zip(shares, streams, strict=True):
+        assert stream.indices is not None, "selections are sparse"
+        indices.append(stream.indices.to(dtype) + share.start)
+        values.append(stream.values)
+    joined = SparseStream.unchecked(torch.cat(indices), torch.cat(values), size, finite)
+    return joined if finite else joined.empty_like()
 
 
 @contextmanager

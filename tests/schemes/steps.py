@@ -6,6 +6,7 @@ import torch
 
 import sparcel
 from sparcel import simulate
+from sparcel.schemes import GTopK, Hierarchical, ScaleCom
 
 SCHEMES = {
     "dense": partial(sparcel.scheme, "dense"),
@@ -17,9 +18,16 @@ SCHEMES = {
     "sparcml 4 bits": partial(sparcel.scheme, "sparcml", density=0.4, bits=4),
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
+    "scalecom": partial(sparcel.scheme, "scalecom", density=0.1),
+    "scalecom filtered": partial(sparcel.scheme, "scalecom", density=0.1, beta=0.5, beta_steps=2),
+    "hitopk": partial(sparcel.scheme, "hitopk", density=0.1),
+    "torus2d": partial(sparcel.scheme, "torus2d"),
+    "gtopk between nodes": lambda: Hierarchical(GTopK(0.1)),
+    "scalecom between nodes": lambda: Hierarchical(ScaleCom(0.1, beta=0.5)),
+    "warm-up": partial(sparcel.scheme, "topk", density=0.05, warmup=[1, 0.5], warmup_steps=1),
 }
 
-SPARSE = [name for name in SCHEMES if name != "dense"]
+SPARSE = [name for name in SCHEMES if SCHEMES[name]().remembers]
 
 # Schemes whose sums of small integers are exact, at any P that is a power of two.
 EXACT = [name for name in SCHEMES if "bits" not in name]
@@ -62,21 +70,36 @@ def normal(rank, step, size, dtype=torch.float32):
     return torch.randn(size, generator=generator).to(dtype)
 
 
-def run(make, world, steps, size, gradient=integers, dtype=torch.float32):
-    """Do some steps on simulated ranks.
+def memory_of(scheme):
+    return copy_of(scheme.memory)
 
-    Returns ``updates[rank][step]`` and ``memories[rank][step]``, copies, None where there is none.
+
+def owed_by(scheme):
+    return copy_of(scheme.owed)
+
+
+def run(make, world, steps, size, gradient=integers, dtype=torch.float32, kept=memory_of):
+    """Do some steps on simulated ranks, some of them to a node.
+
+    Returns ``updates[rank][step]`` and what is kept, ``memories[rank][step]``; None where nothing
+    is.
     """
 
     def on_rank(comm):
         scheme, updates, memories = make(), [], []
         for step in range(steps):
             updates.append(scheme.step(gradient(comm.rank, step, size, dtype), comm))
-            memories.append(copy_of(scheme.memory))
+            memories.append(kept(scheme))
         return updates, memories
 
-    results = simulate(world, on_rank).results
+    results = simulate_nodes(world, on_rank).results
     return [updates for updates, _ in results], [memories for _, memories in results]
+
+
+def simulate_nodes(world, on_rank):
+    """Simulate nodes of as many ranks as the smallest divisor of ``world`` above 1 says."""
+    per_node = next((g for g in range(2, world + 1) if world % g == 0), 1)
+    return simulate(world, on_rank, ranks_per_node=per_node)
 
 
 def copy_of(tensor):

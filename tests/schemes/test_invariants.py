@@ -6,8 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
+from sparcel.comm import SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError
-from tests.schemes.steps import EXACT, INTEGERS, SCHEMES, copy_of, integers, normal, run, total
+from tests.schemes.steps import (
+    EXACT,
+    INTEGERS,
+    SCHEMES,
+    copy_of,
+    integers,
+    normal,
+    owed_by,
+    run,
+    simulate_nodes,
+    total,
+)
 from tests.strategies import FLOATS, same_bits
 
 schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
@@ -43,7 +55,7 @@ def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, 
     gradient=st.sampled_from(INTEGERS),
 )
 def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
-    updates, memories = run(SCHEMES[name], world, steps, size, gradient, dtype)
+    updates, memories = run(SCHEMES[name], world, steps, size, gradient, dtype, owed_by)
     went_in = total(gradient(rank, step, size) for rank in range(world) for step in range(steps))
     came_out = world * total(updates[0])
     assert torch.equal(came_out + total(memory[-1] for memory in memories), went_in)
@@ -52,7 +64,7 @@ def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
 @schemes
 @given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_nothing_is_lost_but_by_rounding(make, world, size, dtype):
-    updates, memories = run(make, world, 3, size, normal, dtype)
+    updates, memories = run(make, world, 3, size, normal, dtype, owed_by)
     went_in = total(normal(rank, step, size, dtype) for rank in range(world) for step in range(3))
     kept = total(memory[-1] for memory in memories)
     torch.testing.assert_close(world * total(updates[0]) + kept, went_in, rtol=0, atol=1e-4)
@@ -79,7 +91,7 @@ def test_no_poison(make, world, poison):
             return scheme.step(integers(comm.rank, 1, 300), comm), copy_of(scheme.memory)
 
         clean_updates, clean_memories = run(make, world, 2, 300)
-        for rank, (update, memory) in enumerate(simulate(world, on_rank).results):
+        for rank, (update, memory) in enumerate(simulate_nodes(world, on_rank).results):
             assert same_bits(update, clean_updates[rank][1])
             assert same_bits(memory, clean_memories[rank][1])
 
@@ -105,7 +117,7 @@ def test_sums_that_overflow_change_no_memory(make, world, dtype, large):
             assert scheme.memory is None or bool(scheme.memory.isfinite().all())
         return outcomes
 
-    results = simulate(world, on_rank).results
+    results = simulate_nodes(world, on_rank).results
     for outcomes in results:
         assert all(map(same_bits, outcomes, results[0]))
 
@@ -116,23 +128,25 @@ class DiskError(Exception):
 
 @schemes
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
-def test_a_failed_step_leaves_memory_as_it_was(make, world):
+def test_a_failed_step_leaves_memory_as_it_was(make, world, monkeypatch):
     """Any rank fails in any exchange of its second step; the others may still be in their first."""
     clean = run(make, world, 2, 300)[1]
+    schemes, exchange = {}, SimulatedCommunicator.exchange_parts
     for culprit in range(world):
-        for call in range(world + 3):
+        for call in range(3 * world + 9):
+            calls = iter(range(10**6))
+
+            def failing(self, sends, receives):
+                """Count the culprit's exchanges, on its communicator and all parts of it."""
+                me = self.members[self.rank]
+                if me == culprit and schemes[me].steps == 1 and next(calls) == call:  # noqa: B023
+                    raise DiskError("the disk is full")
+                return exchange(self, sends, receives)
+
+            monkeypatch.setattr(SimulatedCommunicator, "exchange_parts", failing)
 
             def on_rank(comm):
-                scheme, calls = make(), iter(range(10**6))
-                exchange = comm.exchange
-
-                def failing(sends, receives):
-                    failed = scheme.steps == 1 and next(calls) == call and comm.rank == culprit  # noqa: B023
-                    if failed:
-                        raise DiskError("the disk is full")
-                    return exchange(sends, receives)
-
-                comm.exchange = failing
+                schemes[comm.rank] = scheme = make()
                 for step in range(2):
                     gradient = integers(comm.rank, step, 300)
                     try:
@@ -146,7 +160,7 @@ def test_a_failed_step_leaves_memory_as_it_was(make, world):
                     assert same_bits(scheme.memory, clean[comm.rank][step])
                 return None
 
-            results = simulate(world, on_rank).results
+            results = simulate_nodes(world, on_rank).results
             if results[culprit] is None:
                 break  # it needed fewer exchanges than that
             assert results[culprit] == "the disk is full"
@@ -164,9 +178,9 @@ def test_a_failed_first_step_leaves_nothing_behind(make, world):
         schemes[comm.rank].step(integers(0, 0, 300 + (comm.rank == 1)), comm)
 
     with pytest.raises((MismatchError, CommunicationError)):
-        simulate(world, sizes_differ)
+        simulate_nodes(world, sizes_differ)
     assert all(scheme.memory is None for scheme in schemes)
-    results = simulate(
+    results = simulate_nodes(
         world, lambda comm: schemes[comm.rank].step(integers(comm.rank, 0, 77), comm)
     ).results
     assert all(map(same_bits, results, [updates[0] for updates in run(make, world, 1, 77)[0]]))
@@ -187,7 +201,7 @@ def test_the_gradient_stays_and_out_takes_the_update(make, world, size, dtype):
         assert make().step(gradient, comm, gradient) is gradient
         assert same_bits(gradient, update)
 
-    simulate(world, on_rank)
+    simulate_nodes(world, on_rank)
 
 
 @schemes
@@ -205,7 +219,7 @@ def test_a_run_goes_on_from_its_state(make, world, size):
         assert same_bits(scheme.memory, resumed.memory)
         assert resumed.steps == scheme.steps == 4
 
-    simulate(world, on_rank)
+    simulate_nodes(world, on_rank)
 
 
 @schemes
@@ -221,7 +235,7 @@ def test_a_fresh_scheme_has_the_settings_and_no_memory(make):
         return fresh.step(normal(comm.rank, 0, 200), comm)
 
     expected = run(make, 3, 1, 200, normal)[0]
-    for rank, update in enumerate(simulate(3, on_rank).results):
+    for rank, update in enumerate(simulate_nodes(3, on_rank).results):
         assert same_bits(update, expected[rank][0])
 
 

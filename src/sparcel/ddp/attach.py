@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
 from sparcel.ddp.handle import Handle
 from sparcel.ddp.hook import Hook
-from sparcel.ddp.policy import Policy, stays_dense
+from sparcel.ddp.policy import Policy, own_densities, stays_dense
 from sparcel.ddp.residuals import Residuals
 from sparcel.errors import InputError, MismatchError
-from sparcel.schemes import Dense, Scheme, scheme
+from sparcel.schemes import Scheme, scheme
 
 
 def attach(
@@ -27,6 +27,7 @@ def attach(
     group: Group = None,
     scaler: torch.amp.GradScaler | None = None,
     policy: Policy = stays_dense,
+    densities: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> Handle:
     """Let a scheme exchange the model's gradients from now on; all ranks call.
@@ -39,8 +40,8 @@ def attach(
     model
         Wrapped in DDP, before its first backward pass.
     scheme_or_name
-        ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"dense"``, or a scheme made by `sparcel.scheme`,
-        of which every bucket gets a fresh one.
+        A name that `sparcel.scheme` knows, or a scheme that it made, of which every bucket gets a
+        fresh one.
     group
         The ranks that the model was wrapped for: a torch process group, a sparcel communicator,
         or None for the model's own.
@@ -48,6 +49,9 @@ def attach(
         The GradScaler in use, if any: memory must not change when its scale does.
     policy
         ``(name, parameter) -> bool``: True for a gradient that stays dense.
+    densities
+        Densities of single parameters, by pattern of their name, the first that fits:
+        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense.
     settings
         The scheme's, when it is given by name: ``density=0.01``.
 
@@ -88,8 +92,13 @@ def attach(
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
     # A dense scheme serves small tensors as well as large ones, and has nothing to remember.
-    sparse = not isinstance(template, Dense)
-    small = {name for name, p in trained.items() if sparse and policy(name, p)}
+    sparse = bool(template.remembers)
+    given = own_densities(densities or {}, trained) if sparse else {}
+    small = {
+        name
+        for name, p in trained.items()
+        if sparse and (given.get(name) == 1 or (name not in given and policy(name, p)))
+    }
     travel_as_rows = _parameters_with_rows(model.module)
     remembered = {
         name: p
@@ -99,14 +108,14 @@ def attach(
     comm, owned = _communicator(model, group)
     try:
         _check_ranks(model, comm)
-        _check_alike(comm, template, scaler is not None, trained, small)
+        _check_alike(comm, template, scaler is not None, trained, small, given)
     except Exception:
         if owned is not None:
             owned.close()
         raise
     residuals = Residuals(template)
     scaler = scaler if sparse else None
-    hook = Hook(model, comm, template.cost, residuals, small, scaler)
+    hook = Hook(model, comm, template.cost, residuals, small, given, scaler)
     handle = Handle(comm, owned, hook, residuals, remembered, template.cost)
     model.register_comm_hook(None, hook.queue_bucket)
     return handle
@@ -169,9 +178,12 @@ def _check_alike(
     scaled: bool,
     trained: dict[str, Tensor],
     small: Collection[str],
+    given: Mapping[str, float],
 ) -> None:
     """Compare what ranks attach: where it differs, they would hang or misread each other."""
-    layout = [(name, p.shape, p.dtype, name in small) for name, p in trained.items()]
+    layout = [
+        (name, p.shape, p.dtype, name in small, given.get(name)) for name, p in trained.items()
+    ]
     digest = hashlib.blake2b(repr((template, scaled, layout)).encode(), digest_size=7).digest()
     digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
     others = [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]

@@ -8,50 +8,57 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparcel.ddp.residuals import Residuals, wide_dtype
+from sparcel.ddp.residuals import Residuals
 from sparcel.errors import InputError
+from sparcel.memory import wide_dtype
 
-_ENTRY = re.compile(r"rank(\d+)\.(.+)", re.DOTALL)
+_ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
 """Each rank has keys of its own: of tensors under one key, checkpoints keep a single rank's."""
+
+_PREFIXES = {"memory": "rank", "velocity": "velocity"}
+_KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
 
 
 def collect(
     residuals: Residuals, remembered: Mapping[str, Tensor], rank: int, ranks: int, saved_by: int
 ) -> dict[str, Tensor]:
-    """Return copies of this rank's residuals, with room for those of the ranks it inherits from."""
+    """Return copies of what this rank remembers, with room for what it inherits."""
     state = {
         "steps": torch.tensor(residuals.steps),
         "world_size": torch.tensor(saved_by),
     }
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, parameter in remembered.items():
-            owed = residuals.of(name) if old_rank == rank else None
-            state[f"rank{old_rank}.{name}"] = (
-                torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)).flatten()
-                if owed is None
-                else owed.clone()
-            )
+            parts = residuals.of(name) if old_rank == rank else {}
+            for kind in residuals.kinds:
+                part = parts.get(kind)
+                state[f"{_PREFIXES[kind]}{old_rank}.{name}"] = (
+                    torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)).flatten()
+                    if part is None
+                    else part.clone()
+                )
     return state
 
 
 def take_over(
     state: Mapping[str, Tensor], remembered: Mapping[str, Tensor], rank: int, ranks: int
-) -> dict[str, Tensor]:
-    """Return the residuals that this rank goes on from, by name: the sum of those it inherits."""
+) -> dict[str, dict[str, Tensor]]:
+    """Return what this rank goes on from, by parameter name: the sums of what it inherits."""
     for key in ("steps", "world_size"):
         if key not in state:
             raise InputError(f"the state has no {key!r}; give what Handle.state_dict() returned")
     inherited = _inherited(rank, ranks, int(state["world_size"]))
-    residuals: dict[str, Tensor] = {}
+    residuals: dict[str, dict[str, Tensor]] = {}
     found: set[int] = set()
-    for key, owed in state.items():
+    for key, part in state.items():
         if key in ("steps", "world_size"):
             continue
-        old_rank, name = _checked(key, owed, remembered)
+        kind, old_rank, name = _checked(key, part, remembered)
         if old_rank in inherited:
             found.add(old_rank)
-            owed = owed.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
-            residuals[name] = residuals[name] + owed if name in residuals else owed.clone()
+            part = part.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
+            parts = residuals.setdefault(name, {})
+            parts[kind] = parts[kind] + part if kind in parts else part.clone()
     missing = [old_rank for old_rank in inherited if old_rank not in found]
     if missing and remembered:
         raise InputError(
@@ -67,22 +74,22 @@ def _inherited(rank: int, ranks: int, saved_by: int) -> range:
     return range(rank, saved_by, ranks)
 
 
-def _checked(key: str, owed: Tensor, remembered: Mapping[str, Tensor]) -> tuple[int, str]:
+def _checked(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> tuple[str, int, str]:
     entry = _ENTRY.fullmatch(key)
     if entry is None:
         raise InputError(
             f"{key!r} is no entry of a handle's state, which are named 'rank0.weight' and the"
             " like; give what Handle.state_dict() returned"
         )
-    name = entry[2]
+    name = entry[3]
     if name not in remembered:
         raise InputError(
             f"{key!r} fits no parameter of the model that is made sparse; attach the scheme, with"
             " the policy, that the state was saved from"
         )
-    if owed.numel() != remembered[name].numel():
+    if part.numel() != remembered[name].numel():
         raise InputError(
-            f"{key!r} has {owed.numel()} elements, the parameter {remembered[name].numel()}; load"
+            f"{key!r} has {part.numel()} elements, the parameter {remembered[name].numel()}; load"
             " the state into the model that it was saved from"
         )
-    return int(entry[1]), name
+    return _KINDS[entry[1]], int(entry[2]), name

@@ -2,7 +2,7 @@
 
 # DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ class Hook:
         What carries them, and what to add their cost to.
     residuals
         Memory by name.
-    small
-        Names of the parameters that stay dense.
+    small, densities
+        Names of the parameters that stay dense; densities of parameters that have their own.
     scaler
         What the loss is scaled by, or None.
     """
@@ -40,10 +40,11 @@ class Hook:
         cost: Cost,
         residuals: Residuals,
         small: Collection[str],
+        densities: Mapping[str, float],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._comm, self._cost, self._residuals = comm, cost, residuals
-        self._small, self._scaler = small, scaler
+        self._small, self._densities, self._scaler = small, densities, scaler
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         self._parameters: int = model._get_ddp_logging_data()["num_parameter_tensors"]
         self._may_be_unused = model.find_unused_parameters or model.static_graph
@@ -129,5 +130,7 @@ class Hook:
         pieces = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = int(gradient.storage_offset()) - first
-            pieces.append(Piece(self._names[id(parameter)], start, start + parameter.numel()))
+            name = self._names[id(parameter)]
+            density = self._densities.get(name)
+            pieces.append(Piece(name, start, start + parameter.numel(), density))
         return pieces

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from sparcel.schemes import Scheme
+from sparcel.memory import wide_dtype
+from sparcel.schemes import Layer, Scheme
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's place in the flat gradient of its bucket: elements ``[start, stop)``."""
+    """A parameter's place in the flat gradient of its bucket: elements ``[start, stop)``.
+
+    ``density`` is the parameter's own, or None for that of the scheme.
+    """
 
     name: str
     start: int
     stop: int
+    density: float | None = None
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,21 @@ class Residuals:
     ----------
     template
         The scheme whose settings every bucket's scheme gets; all add to its cost.
+
+    What is remembered of a parameter has a name and one value per element: the memory, and
+    whatever else `Scheme.remembers`.
     """
 
     def __init__(self, template: Scheme) -> None:
         self._template = template
         self._vectors: dict[str, tuple[Vector, Piece]] = {}
-        self._loaded: dict[str, Tensor] = {}
+        self._loaded: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of what is remembered of every parameter."""
+        return self._template.remembers
 
     def vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
         """Return the vector of the bucket with these pieces, their memory brought along."""
@@ -49,39 +63,52 @@ class Residuals:
             return vector
         vector = Vector(pieces, self._template.fresh())
         vector.scheme.cost = self._template.cost
-        memory = self._join(pieces, gradient)
-        vector.scheme.load_state_dict({"steps": self.steps, "memory": memory})
+        vector.scheme.load_state_dict(
+            {"steps": self.steps, "memory": None, **self._join(pieces, gradient)}
+        )
+        vector.scheme.divide(_layers(pieces, gradient.numel()))
         for piece in pieces:
             self._vectors[piece.name] = (vector, piece)
             self._loaded.pop(piece.name, None)
         return vector
 
-    def of(self, name: str) -> Tensor | None:
-        """Return the residual of a parameter, flat, or None while it has none."""
+    def of(self, name: str) -> dict[str, Tensor]:
+        """Return what is remembered of a parameter, flat; nothing before its first step."""
         if name not in self._vectors:
-            return self._loaded.get(name)
+            return self._loaded.get(name, {})
         vector, piece = self._vectors[name]
-        memory = vector.scheme.memory
-        return None if memory is None else memory[piece.start : piece.stop]
+        return {
+            kind: part[piece.start : piece.stop]
+            for kind, part in vector.scheme.coordinates().items()
+        }
 
-    def load(self, residuals: dict[str, Tensor], steps: int) -> None:
-        """Forget everything, and go on from these residuals by name."""
+    def load(self, residuals: dict[str, dict[str, Tensor]], steps: int) -> None:
+        """Forget everything, and go on from these residuals by parameter name."""
         self._vectors.clear()
         self._loaded = residuals
         self.steps = steps
 
-    def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Tensor | None:
-        residuals = {piece: self.of(piece.name) for piece in pieces}
-        if all(residual is None for residual in residuals.values()):
-            return None
+    def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> dict[str, Tensor]:
         wide = wide_dtype(gradient.dtype)
-        memory = torch.zeros(gradient.numel(), dtype=wide, device=gradient.device)
-        for piece, residual in residuals.items():
-            if residual is not None:
-                memory[piece.start : piece.stop] = residual
-        return memory
+        joined: dict[str, Tensor] = {}
+        for piece in pieces:
+            for kind, part in self.of(piece.name).items():
+                if kind not in joined:
+                    joined[kind] = gradient.new_zeros(gradient.numel(), dtype=wide)
+                joined[kind][piece.start : piece.stop] = part
+        return joined
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the memory, and of sums, of gradients of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _layers(pieces: Sequence[Piece], size: int) -> list[Layer]:
+    """Return the layers of a vector, none where no parameter has a density of its own.
+
+    What is between the pieces travels otherwise and is zero; it goes with the piece before.
+    """
+    if all(piece.density is None for piece in pieces):
+        return []
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    starts = [0, *(piece.start for piece in ordered[1:]), size]
+    return [
+        (start, stop, piece.density)
+        for piece, (start, stop) in zip(ordered, pairwise(starts), strict=True)
+    ]

@@ -11,7 +11,8 @@ from torch import Tensor
 from sparcel import collectives
 from sparcel.comm import Communicator
 from sparcel.comm import Handle as Job
-from sparcel.ddp.residuals import Vector, wide_dtype
+from sparcel.ddp.residuals import Vector
+from sparcel.memory import wide_dtype
 from sparcel.schemes import Cost
 from sparcel.stream import SparseStream
 

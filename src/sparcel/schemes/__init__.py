@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from sparcel.errors import known
-from sparcel.schemes.base import Cost, Scheme
+from sparcel.schemes.base import Cost, Layer, Scheme
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.gtopk import GTopK
+from sparcel.schemes.hierarchical import Hierarchical
+from sparcel.schemes.presets import dgc, gaussiank, hitopk, mstopk, torus2d
+from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.sparcml import SparCML
+from sparcel.schemes.sparsifier import check_density
 from sparcel.schemes.topk import TopK
 
-__all__ = ["SCHEMES", "Cost", "Dense", "GTopK", "Scheme", "SparCML", "TopK", "scheme"]
+__all__ = [
+    "SCHEMES",
+    "Cost",
+    "Dense",
+    "GTopK",
+    "Hierarchical",
+    "Layer",
+    "ScaleCom",
+    "Scheme",
+    "SparCML",
+    "TopK",
+    "check_density",
+    "scheme",
+]
 
-SCHEMES: dict[str, type[Scheme]] = {
+SCHEMES: dict[str, Callable[..., Scheme]] = {
     "dense": Dense,
     "topk": TopK,
     "sparcml": SparCML,
     "gtopk": GTopK,
+    "scalecom": ScaleCom,
+    "hitopk": hitopk,
+    "torus2d": torus2d,
+    "mstopk": mstopk,
+    "gaussiank": gaussiank,
+    "dgc": dgc,
 }
 
 
@@ -28,9 +52,12 @@ def scheme(name: str, **settings: Any) -> Scheme:
     Parameters
     ----------
     name
-        ``"dense"``, ``"topk"``, ``"sparcml"`` or ``"gtopk"``.
+        ``"dense"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``, ``"scalecom"``,
+        ``"hitopk"`` or ``"torus2d"``; ``"mstopk"``, ``"gaussiank"`` or ``"dgc"`` for top-k with the
+        selectors and rules of other papers.
     settings
-        What the scheme's class takes: `Dense`, `TopK`, `SparCML`, `GTopK`.
+        What the scheme takes: see `Dense`, `TopK`, `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, and
+        `sparcel.schemes.presets`. `Hierarchical` makes two levels of any of them.
 
     Raises
     ------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,20 +16,24 @@ from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite
 from sparcel.comm import Communicator, Group, resolve
 from sparcel.errors import InputError
-from sparcel.memory import Memory
 from sparcel.stream import SparseStream
+
+Layer = tuple[int, int, float | None]
+"""``(start, stop, density)``: consecutive coordinates with a density of their own, or the scheme's
+where it is None."""
 
 
 @dataclass
 class Cost:
     """What the steps of a scheme cost on this rank so far.
 
-    ``selected`` and ``reduced`` count the coordinates that were sent and that came back,
-    ``coordinates`` all there are, each summed over the steps.
+    ``asked``, ``selected`` and ``reduced`` count the coordinates that the density asks for, that
+    were sent, and that came back, ``coordinates`` all there are, each summed over the steps.
     """
 
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
+    asked: int = 0
     selected: int = 0
     reduced: int = 0
     coordinates: int = 0
@@ -72,6 +75,16 @@ class Scheme(ABC):
         """
         return None
 
+    @property
+    def owed(self) -> Tensor | None:
+        """What this rank still owes to the updates: the memory, but where a filter scales it."""
+        return self.memory
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """The names of what `coordinates` holds after a step; empty for a dense scheme."""
+        return ()
+
     def step(self, gradient: Tensor, comm: Group = None, out: Tensor | None = None) -> Tensor:
         """Return the average over ranks of what the scheme lets through, and commit.
 
@@ -108,11 +121,23 @@ class Scheme(ABC):
         self.commit()
         return update
 
-    @abstractmethod
     def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
         """Do the step but for `commit`, inside a job of ``comm``.
 
         For drivers of several vectors, which commit all of them or none.
+        """
+        update = update_like(gradient, out)
+        total, divisor = self.reduce(gradient, comm)
+        self.cost.coordinates += total.size
+        self.cost.reduced += total.nnz
+        self.finite = total.finite and write_average(total, divisor, update)
+        return update if self.finite else update.fill_(float("nan"))
+
+    @abstractmethod
+    def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
+        """Exchange, and return a sum, the same on all ranks, with the divisor of the average.
+
+        For schemes that are made of other schemes; `commit` is due as after `begin`.
         """
 
     def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
@@ -120,6 +145,12 @@ class Scheme(ABC):
 
         The gradient must be zero there. For drivers that cannot deliver an update to all
         coordinates.
+        """
+
+    def divide(self, layers: Sequence[Layer]) -> None:  # noqa: B027
+        """Give ranges of the vector densities of their own, from now on.
+
+        ``layers`` follow each other and cover the whole vector.
         """
 
     def commit(self) -> None:
@@ -130,10 +161,14 @@ class Scheme(ABC):
         """Return a scheme with the same settings and nothing remembered."""
         return replace(self)
 
+    def coordinates(self) -> dict[str, Tensor]:
+        """Return what is remembered of every coordinate, by name, ``[size]`` each; not copies."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on: a copy of the residual, and the steps done."""
-        memory = self.memory
-        return {"steps": self.steps, "memory": None if memory is None else memory.clone()}
+        """Return what a later run needs to go on, copies: the residual, the steps done."""
+        copies = {name: part.clone() for name, part in self.coordinates().items()}
+        return {"steps": self.steps, "memory": None, **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; tensors are copied."""
@@ -149,56 +184,6 @@ class Scheme(ABC):
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:  # noqa: B027
         """Compare the ranks' gradients, for a scheme whose exchange would not."""
-
-
-@dataclass(eq=False)
-class Sparsifier(Scheme):
-    """A scheme that sends a selection and remembers the rest."""
-
-    _memory: Memory = field(default_factory=Memory, init=False, repr=False)
-
-    @property
-    def memory(self) -> Tensor | None:
-        """See `Scheme.memory`."""
-        return self._memory.residual
-
-    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
-        """See `Scheme.begin`."""
-        update = update_like(gradient, out)
-        total = self._sum(gradient, comm)
-        self.cost.coordinates += total.size
-        self.cost.reduced += total.nnz
-        self.finite = total.finite and write_average(total, comm.size, update)
-        return update if self.finite else update.fill_(float("nan"))
-
-    def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """See `Scheme.withhold`."""
-        self._memory.withheld = ranges
-
-    def commit(self) -> None:
-        """See `Scheme.commit`."""
-        super().commit()
-        if self.finite:
-            self._memory.commit()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Scheme.load_state_dict`."""
-        super().load_state_dict(state)
-        self._memory.load(state["memory"])
-
-    def _check(self, gradient: Tensor) -> None:
-        super()._check(gradient)
-        self._memory.check(gradient)
-
-    @abstractmethod
-    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        """Compute into the memory's scratch, exchange, and return the sum over ranks."""
-
-    def _select(self, gradient: Tensor, k: int, chunk: int | None = None) -> SparseStream:
-        with self.cost.selecting():
-            stream = self._memory.select(gradient, k, chunk)
-        self.cost.selected += stream.nnz
-        return stream
 
 
 def write_average(total: SparseStream, ranks: int, update: Tensor) -> bool:
@@ -225,16 +210,3 @@ def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
     if not out.is_contiguous():
         raise InputError(f"out must be contiguous, got strides {out.stride()}")
     return out
-
-
-def check_density(density: float) -> None:
-    """Raise `InputError` unless ``density`` lies in (0, 1]."""
-    if not 0 < density <= 1:
-        percentage = 1 < density <= 100
-        hint = f"; for a percentage pass density={density / 100:g}" if percentage else ""
-        raise InputError(f"density must lie in (0, 1], got {density:g}{hint}")
-
-
-def count_for(density: float, size: int) -> int:
-    """Return how many of ``size`` coordinates a density asks for: max(1, ⌈density·n⌉)."""
-    return max(1, math.ceil(density * size))

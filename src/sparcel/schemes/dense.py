@@ -37,17 +37,28 @@ class Dense(Scheme):
     def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
         """See `Scheme.begin`."""
         update = update_like(gradient, out)
-        with self.cost.communicating():
-            # An average cannot overflow a half-precision wire where a sum could.
-            average = torch.div(gradient, comm.size, out=update)
-            if self.wire is not None:
-                average = average.to(_WIRES[self.wire])
-            comm.all_reduce(average)
+        average = self._average(gradient, comm, update)
         self.finite = all_finite(average)
-        self.cost.selected += gradient.numel()
         self.cost.reduced += gradient.numel()
         self.cost.coordinates += gradient.numel()
         return update.copy_(average) if self.finite else update.fill_(float("nan"))
+
+    def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
+        """See `Scheme.reduce`."""
+        average = self._average(gradient, comm, torch.empty_like(gradient)).to(gradient.dtype)
+        finite = all_finite(average)
+        return SparseStream.unchecked(None, average, average.numel(), finite), 1
+
+    def _average(self, gradient: Tensor, comm: Communicator, into: Tensor) -> Tensor:
+        with self.cost.communicating():
+            # An average cannot overflow a half-precision wire where a sum could.
+            average = torch.div(gradient, comm.size, out=into)
+            if self.wire is not None:
+                average = average.to(_WIRES[self.wire])
+            comm.all_reduce(average)
+        self.cost.asked += gradient.numel()
+        self.cost.selected += gradient.numel()
+        return average
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)

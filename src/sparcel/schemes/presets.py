@@ -1,0 +1,58 @@
+"""Methods that are settings of others, under the names by which the papers know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparcel.schemes.base import Scheme
+from sparcel.schemes.dense import Dense
+from sparcel.schemes.hierarchical import Hierarchical
+from sparcel.schemes.topk import TopK
+
+
+def hitopk(
+    density: float = 0.01,
+    selector: str = "exact",
+    ranks_per_node: int | None = None,
+    warmup: Sequence[float] = (),
+    warmup_steps: int | None = None,
+) -> Scheme:
+    """HiTopKComm: dense sums inside the node, top-k and all-gather across nodes.
+
+    The paper selects with ``selector="mstopk"``. Source: CommLib, Algorithm 2.
+    """
+    inner = TopK(density, selector, warmup, warmup_steps, algorithm="allgather")
+    return Hierarchical(inner, ranks_per_node)
+
+
+def torus2d(ranks_per_node: int | None = None, wire: str | None = None) -> Scheme:
+    """2D-torus all-reduce: dense sums inside the node, across nodes, inside the node again.
+
+    Source: CommLib, section 5.3 (2DTAR), after Mikami et al. and Cho et al.
+    """
+    return Hierarchical(Dense(wire), ranks_per_node)
+
+
+def mstopk(density: float = 0.01) -> Scheme:
+    """All-gather of MSTopK's selections. Source: CommLib, Algorithm 1 and section 5.5."""
+    return TopK(density, selector="mstopk", algorithm="allgather")
+
+
+def gaussiank(density: float = 0.01) -> Scheme:
+    """All-gather of Gaussian-k's selections. Source: Shi et al. 2019; Ok-Topk, table 1."""
+    return TopK(density, selector="gaussiank", algorithm="allgather")
+
+
+def dgc(
+    density: float = 0.001,
+    momentum: float = 0.9,
+    clip: float | None = None,
+    warmup: Sequence[float] = (),
+    warmup_steps: int | None = None,
+) -> Scheme:
+    """Deep Gradient Compression: sampled thresholds, momentum correction, clipping, warm-up.
+
+    The paper warms up with ``[0.25, 0.0625, 0.015625, 0.004]``, an epoch each. The optimiser must
+    have no momentum of its own. Source: Lin et al. 2018.
+    """
+    return TopK(density, "dgc", warmup, warmup_steps, momentum, clip, algorithm="allgather")

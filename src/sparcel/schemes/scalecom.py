@@ -1,0 +1,73 @@
+"""ScaleCom: one rank chooses coordinates, all ranks send theirs, and the sum stays as sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.collectives.index_broadcast import index_broadcast
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
+from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.selectors import Selector
+from sparcel.stream import SparseStream
+
+
+@dataclass(eq=False)
+class ScaleCom(Sparsifier):
+    """The sum of what all ranks hold at the coordinates that the step's leader selects (CLT-k).
+
+    Ranks lead in turns. What a rank receives does not grow with their number.
+
+    Parameters
+    ----------
+    beta
+        The memory's low-pass filter, in (0, 1]; the paper has 0.1 for large batches. 1 is none.
+    beta_steps
+        After so many steps β is 1, as late in the paper's training; None: never.
+
+    The others are those of `Sparsifier`.
+    Source: ScaleCom, Algorithm 1 and section 4.
+    """
+
+    selector: str | Selector = "chunkwise"
+    beta: float = 1.0
+    beta_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta <= 1:
+            raise InputError(f"beta must lie in (0, 1], got {self.beta:g}; 1 filters nothing")
+        super().__post_init__()
+
+    @property
+    def owed(self) -> Tensor | None:
+        """See `Scheme.owed`: the memory divided by β."""
+        return None if self.memory is None else self.memory / self._memory.beta
+
+    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
+        leader = self.steps % comm.size
+        if comm.rank == leader:
+            mine = self._select(gradient, comm)
+        else:
+            with self.cost.selecting():
+                mine = self._memory.accumulate(gradient, comm.size)
+        with self.cost.communicating():
+            chosen = index_broadcast(mine, comm, leader, self._most)
+            if not chosen.finite:
+                nothing = mine.empty_like()
+                nothing.finite = False
+                return nothing
+            assert chosen.indices is not None, "the leader selects"
+            values = mine.values if comm.rank == leader else self._memory.take(chosen.indices)
+            stream = SparseStream.unchecked(None, values, values.numel(), mine.finite)
+            sums = halving_doubling(stream, comm)
+        if comm.rank != leader:
+            self.cost.selected += chosen.nnz
+        total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
+        self._sent = total
+        return total
+
+    def _beta_at(self, step: int) -> float:
+        return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0

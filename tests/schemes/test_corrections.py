@@ -1,0 +1,240 @@
+"""Momentum correction, clipping, warm-up densities, layers, and the low-pass filter."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparcel
+from sparcel.errors import InputError
+from tests.schemes.steps import (
+    INTEGERS,
+    SPARSE,
+    copy_of,
+    integers,
+    normal,
+    owed_by,
+    run,
+    simulate_nodes,
+    total,
+)
+from tests.strategies import same_bits
+
+WITH_MOMENTUM = {
+    name: partial(sparcel.scheme, name, density=0.1, momentum=0.5)
+    for name in ("topk", "gtopk", "oktopk", "scalecom", "dgc")
+}
+
+
+@given(size=st.integers(1, 200), steps=st.integers(1, 5), gradient=st.sampled_from(INTEGERS))
+def test_momentum_is_corrected_as_dgc_writes_it(size, steps, gradient):
+    """u = m·u + g; v = v + u; send the top of v; clear u and v there."""
+    updates, memories = run(
+        lambda: sparcel.scheme("topk", density=0.1, momentum=0.5), 1, steps, size, gradient
+    )
+    u, v, k = torch.zeros(size), torch.zeros(size), max(1, -(-size // 10))
+    for step in range(steps):
+        u = 0.5 * u + gradient(0, step, size)
+        v = v + u
+        sent = sparcel.topk(v, k)
+        assert torch.equal(updates[0][step], sent.to_dense())
+        u[sent.indices], v[sent.indices] = 0, 0
+        assert torch.equal(memories[0][step], v)
+
+
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
+@given(
+    world=st.sampled_from([1, 2, 4, 8]),
+    size=st.integers(1, 300),
+    gradient=st.sampled_from(INTEGERS),
+)
+def test_what_enters_the_memory_is_conserved(name, world, size, gradient):
+    def on_rank(comm):
+        scheme, entered, updates = WITH_MOMENTUM[name](), torch.zeros(size), torch.zeros(size)
+        for step in range(3):
+            velocity = scheme.coordinates().get("velocity", torch.zeros(size))
+            entered += 0.5 * velocity + gradient(comm.rank, step, size)
+            updates += scheme.step(gradient(comm.rank, step, size), comm)
+        return entered, updates, owed_by(scheme)
+
+    results = simulate_nodes(world, on_rank).results
+    came_out = world * results[0][1].double() + total(owed for _, _, owed in results)
+    assert torch.equal(came_out, total(entered for entered, _, _ in results))
+
+
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
+def test_the_velocity_is_forgotten_only_where_an_update_came(name):
+    def on_rank(comm):
+        scheme = WITH_MOMENTUM[name]()
+        for step in range(3):
+            before = scheme.coordinates().get("velocity", torch.zeros(200))
+            expected = 0.5 * before + normal(comm.rank, step, 200)
+            update = scheme.step(normal(comm.rank, step, 200), comm)
+            after = scheme.coordinates()["velocity"]
+            cleared = (after == 0) & (expected != 0)
+            assert bool((update[cleared] != 0).all())
+            assert bool(cleared.any())
+            assert torch.equal(after[~cleared], expected[~cleared])
+
+    simulate_nodes(4, on_rank)
+
+
+@pytest.mark.parametrize("name", WITH_MOMENTUM)
+def test_a_vector_that_is_not_finite_changes_no_velocity(name):
+    def on_rank(comm):
+        scheme = WITH_MOMENTUM[name]()
+        scheme.step(integers(comm.rank, 0, 90), comm)
+        before = {kind: part.clone() for kind, part in scheme.coordinates().items()}
+        gradient = integers(comm.rank, 1, 90)
+        gradient[3] = float("inf") if comm.rank == 1 else 0
+        assert scheme.step(gradient, comm).isnan().all()
+        after = scheme.coordinates()
+        assert after.keys() == before.keys() == {"memory", "velocity"}
+        assert all(same_bits(after[kind], before[kind]) for kind in before)
+
+    simulate_nodes(4, on_rank)
+
+
+@given(st.integers(1, 9), st.floats(0.01, 100), st.integers(0, 20))
+def test_a_long_gradient_enters_with_its_share_of_the_norm(world, clip, seed):
+    def on_rank(comm):
+        scheme = sparcel.scheme("topk", density=0.1, clip=clip)
+        gradient = normal(comm.rank, seed, 100)
+        update = scheme.step(gradient, comm)
+        factor = min(1.0, clip / world**0.5 / float(gradient.double().norm()))
+        return gradient.double() * factor, update, copy_of(scheme.memory)
+
+    results = simulate_nodes(world, on_rank).results
+    came_out = world * results[0][1].double() + total(memory for _, _, memory in results)
+    entered = total(entered for entered, _, _ in results)
+    torch.testing.assert_close(came_out, entered, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["topk", "sparcml", "gtopk", "oktopk", "scalecom", "hitopk"])
+def test_densities_warm_up_as_they_are_told(name):
+    """Each density serves its steps; a step that does not count is no step."""
+
+    def on_rank(comm):
+        scheme, asked = sparcel.scheme(name, density=0.01, warmup=[1, 0.25], warmup_steps=2), []
+        for step in range(7):
+            before = scheme.cost.asked
+            gradient = integers(comm.rank, step, 1000)
+            if step == 1:
+                gradient[0] = float("nan")
+            scheme.step(gradient, comm)
+            asked.append(scheme.cost.asked - before)
+        return asked
+
+    for asked in simulate_nodes(1, on_rank).results:
+        assert asked == [1000, 1000, 1000, 250, 250, 10, 10]
+
+
+def test_an_uncompressed_step_applies_all_that_was_owed():
+    updates, memories = run(
+        lambda: sparcel.scheme("gtopk", density=0.01, warmup=[0.01, 1], warmup_steps=1), 4, 2, 300
+    )
+    assert total(memory[0] for memory in memories).any()
+    assert not total(memory[1] for memory in memories).any()
+    went_in = total(integers(rank, step, 300) for rank in range(4) for step in range(2))
+    assert torch.equal(4 * total(updates[0]), went_in)
+
+
+@pytest.mark.parametrize("selector", ["exact", "bucketed", "reuse"])
+def test_layers_have_densities_of_their_own(selector):
+    layers = [(0, 100, 0.5), (100, 400, 0.01), (400, 1000, None)]
+
+    def on_rank(comm):
+        scheme = sparcel.scheme("topk", density=0.1, selector=selector)
+        scheme.divide(layers)
+        gradient = normal(comm.rank, 0, 1000)
+        update = scheme.step(gradient, comm)
+        return [update[start:stop].count_nonzero().item() for start, stop, _ in layers]
+
+    assert simulate_nodes(1, on_rank).results == [[50, 3, {"bucketed": 102}.get(selector, 60)]]
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_layers_lose_nothing(name):
+    from tests.schemes.steps import SCHEMES
+
+    layers = [(0, 7, 0.5), (7, 160, 0.02), (160, 400, None)]
+
+    def on_rank(comm):
+        scheme, updates = SCHEMES[name](), torch.zeros(400)
+        scheme.divide(layers)
+        for step in range(3):
+            updates += scheme.step(integers(comm.rank, step, 400), comm)
+        return updates, owed_by(scheme)
+
+    results = simulate_nodes(4, on_rank).results
+    came_out = 4 * results[0][0].double() + total(owed for _, owed in results)
+    went_in = total(integers(rank, step, 400) for rank in range(4) for step in range(3))
+    torch.testing.assert_close(came_out, went_in, rtol=0, atol=1e-4 if "bits" in name else 0)
+
+
+@given(st.floats(0.01, 1), st.integers(1, 100), st.integers(1, 5))
+def test_the_filter_is_scalecoms(beta, size, steps):
+    """m' = (1−β)·m + β·(m + g − sent), and a change of β leaves m/β."""
+    updates, memories = run(
+        lambda: sparcel.scheme("scalecom", density=0.2, beta=beta, beta_steps=3),
+        *(1, steps, size, normal),
+    )
+    m = torch.zeros(size)
+    for step in range(steps):
+        now = beta if step < 3 else 1.0
+        kept = m + normal(0, step, size) - updates[0][step]
+        m = (1 - now) * m + now * kept
+        if step == 2:
+            m = m / beta
+        torch.testing.assert_close(memories[0][step], m, rtol=1e-4, atol=1e-4)
+
+
+RESUMED = {
+    "momentum": partial(sparcel.scheme, "gtopk", density=0.05, momentum=0.9, clip=3.0),
+    "filter": partial(sparcel.scheme, "scalecom", density=0.05, beta=0.3, beta_steps=4),
+    "warm-up": partial(sparcel.scheme, "topk", density=0.05, warmup=[0.5, 0.2], warmup_steps=2),
+    "reuse": partial(sparcel.scheme, "oktopk", density=0.05, threshold="reuse"),
+    "local reuse": partial(sparcel.scheme, "topk", density=0.05, selector="reuse"),
+    "random": partial(sparcel.scheme, "topk", density=0.05, selector="randomk"),
+    "hierarchical": partial(sparcel.scheme, "hitopk", density=0.05, warmup=[0.5], warmup_steps=2),
+}
+
+
+@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_state_holds_all_that_the_next_steps_need(make, world):
+    def on_rank(comm):
+        scheme = make()
+        for step in range(3):
+            scheme.step(normal(comm.rank, step, 400), comm)
+        resumed = scheme.fresh()
+        resumed.load_state_dict(scheme.state_dict())
+        assert same_bits(resumed.memory, scheme.memory)
+        for step in range(3, 7):
+            gradient = normal(comm.rank, step, 400)
+            assert same_bits(scheme.step(gradient, comm), resumed.step(gradient, comm))
+            assert same_bits(scheme.memory, resumed.memory)
+
+    simulate_nodes(world, on_rank)
+
+
+BAD = [
+    ({"momentum": 1}, r"momentum must lie in \[0, 1\), got 1"),
+    ({"clip": 0}, r"clip must be a positive norm, got 0; None clips nothing"),
+    ({"warmup": [0.25, 0.1]}, r"needs warmup_steps.*warmup_steps=len\(loader\)"),
+    ({"warmup": [25], "warmup_steps": 1}, r"got 25; for a percentage pass density=0.25"),
+    ({"selector": "topp"}, r"selector must be one of .*got 'topp'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=[str(bad[0]) for bad in BAD])
+def test_bad_settings_are_named_with_the_way_out(settings, message):
+    with pytest.raises(InputError, match=message):
+        sparcel.scheme("topk", **settings)
+
+
+def test_a_filter_is_a_share():
+    with pytest.raises(InputError, match=r"beta must lie in \(0, 1\], got 0; 1 filters nothing"):
+        sparcel.scheme("scalecom", beta=0)
