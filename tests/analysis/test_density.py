@@ -11,7 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.analysis import delta, expected_nnz, nnz_variance, ranks_until_dense
+from sparcel import SparseStream, simulate
+from sparcel.analysis import (
+    delta,
+    expected_nnz,
+    nnz_variance,
+    ranks_until_dense,
+    relative_volume,
+)
+from sparcel.collectives.split_allgather import split_allgather
+from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.stream import dense_is_smaller
 from tests.strategies import DTYPES
@@ -133,3 +142,26 @@ def test_settings_out_of_range_are_refused(arguments: tuple[int, int, int], mess
 def test_a_sum_of_nothing_never_turns_dense() -> None:
     with pytest.raises(InputError, match="a sum of nothing never turns dense"):
         ranks_until_dense(10, 0)
+
+
+@pytest.mark.parametrize(("k", "world"), [(20, 2), (200, 4), (200, 8), (4000, 8)])
+def test_relative_volume_is_what_the_collective_sends(k: int, world: int) -> None:
+    size = 64_000
+
+    def exchange(comm: Communicator) -> None:
+        generator = torch.Generator().manual_seed(comm.rank)
+        indices = torch.randperm(size, generator=generator)[:k].sort().values
+        split_allgather(SparseStream(indices, torch.ones(k), size), comm, max_nnz=k)
+
+    traffic = simulate(world, exchange).traffic
+    # Each rank sends every other one a slice, and passes on its region, under headers of 40 bytes.
+    sent = sum(t.bytes_sent for t in traffic) / world - 2 * 40 * (world - 1)
+    dense = 2 * 4 * size * (world - 1) / world
+    assert sent / dense == pytest.approx(relative_volume(size, k, world), rel=0.02, abs=0.002)
+
+
+def test_of_a_dense_sum_at_least_half_the_dense_volume_is_left() -> None:
+    assert relative_volume(10**9, 10**7, 10**4) == pytest.approx(0.51)
+    assert relative_volume(10**9, 10**9, 2) == 1
+    with pytest.raises(InputError, match="one rank sends nothing"):
+        relative_volume(10, 1, 1)

@@ -8,7 +8,13 @@ as ScaleCom's convergence needs it, and Ok-Topk's ξ.
 """
 
 from sparcel.analysis.contraction import contraction, contraction_bound, xi
-from sparcel.analysis.density import delta, expected_nnz, nnz_variance, ranks_until_dense
+from sparcel.analysis.density import (
+    delta,
+    expected_nnz,
+    nnz_variance,
+    ranks_until_dense,
+    relative_volume,
+)
 from sparcel.analysis.growth import Growth, fill_in, gradients_of, growth
 from sparcel.analysis.plot import plot_fill_in
 from sparcel.analysis.similarity import (
@@ -35,6 +41,7 @@ __all__ = [
     "plot_fill_in",
     "quantile_agreement",
     "ranks_until_dense",
+    "relative_volume",
     "spearman",
     "xi",
 ]

@@ -120,6 +120,40 @@ def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> 
     return worlds[bisect_left(worlds, True, key=lambda ranks: expected_nnz(size, k, ranks) > most)]
 
 
+def relative_volume(size: int, k: int, ranks: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return the expected volume of a sparse all-reduce over that of a dense one.
+
+    By ``split_allgather``, of streams as `expected_nnz` takes them: each rank sends its k
+    coordinates to their owners, and then gets the owners' sums, sparse up to `delta` and dense
+    above. From there on a half of the dense volume, and more, is left, however small k is. Headers
+    are not counted.
+
+    Parameters
+    ----------
+    size, k, ranks
+        As for `expected_nnz`; ranks at least 2, since one sends nothing.
+    dtype
+        Of the values.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+
+    Raises
+    ------
+    InputError
+        When an argument is out of its range.
+
+    Source: SparCML, section 5.3.2 and 5.3.3.
+    """
+    if ranks < 2:
+        raise InputError(f"ranks must be at least 2, got {ranks}: one rank sends nothing")
+    coordinate = 1 + kernels.index_dtype(size).itemsize / dtype.itemsize
+    halves = (min(size, nnz * coordinate) for nnz in (k, expected_nnz(size, k, ranks)))
+    return sum(halves) / (2 * size)
+
+
 def expected_union(size: int, counts: Sequence[int]) -> float:
     """Return what `expected_nnz` does where rank r selects ``counts[r]`` coordinates."""
     if max(counts, default=0) == size:

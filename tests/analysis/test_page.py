@@ -1,0 +1,51 @@
+"""docs/analysis.md: its examples run as printed, and what they say they return, they return."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/analysis.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_all_examples_are_found() -> None:
+    assert len(EXAMPLES) == PAGE.count("```python") == 3
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["expected", "measured", "alike"])
+def test_example_runs_as_printed(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    exec(example, scope)
+    for call, said in re.findall(r"^(\w+\(.*\)) +# ([\d.,]*\d)", example, re.MULTILINE):
+        digits = len(said.partition(".")[2])
+        assert f"{eval(call, scope):,.{digits}f}" == said
+    assert ("plot_fill_in(" in example) == (tmp_path / "fill_in.svg").exists()
+
+
+@pytest.mark.slow
+def test_the_script_prints_the_page_s_table_and_draws_its_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "fill_in.svg"
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples/fill_in.py", plot],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    assert result.returncode == 0, result.stderr
+    header, *rows = result.stdout.splitlines()
+    assert header in PAGE
+    # Training rounds differently on other processors, which moves the figures a little.
+    assert [row.split("|")[1:3] for row in rows] == [
+        row.split("|")[1:3] for row in PAGE.partition(header)[2].splitlines()[1 : len(rows) + 1]
+    ]
+    assert plot.read_text().startswith("<?xml")
