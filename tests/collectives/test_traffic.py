@@ -1,7 +1,7 @@
 """What is counted equals what docs/algorithms.md says, read from that page."""
 
 import re
-from math import ceil, log2
+from math import ceil, lcm, log2
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, gtopk, quantized_split_allgather
+from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk, quantized_split_allgather
 from sparcel.formats import Qsgd
 from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
 
@@ -42,6 +42,7 @@ def all_reduce_by(algorithm):
 COLLECTIVES = {
     **{name: all_reduce_by(algorithm) for name, algorithm in ALGORITHMS.items()},
     "gtopk": gtopk,
+    "gathered_topk": gathered_topk,
     "all_gather": lambda stream, comm, k: sparcel.all_gather(stream, comm),
     "reduce_scatter": lambda stream, comm, k: sparcel.reduce_scatter(stream, group=comm),
     "broadcast": lambda stream, comm, k: sparcel.broadcast(stream, 0, comm),
@@ -75,6 +76,8 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "dense": dense,
         "quantized": lambda n: 40 + up(4 * ceil(n / 1024)) + up(ceil(n * bits / 8)),
         "most": lambda k, n: min(sparse(k), dense(n) + 8),
+        "shared": lambda t: 2 ** (t - 1) + ceil((ranks - powers) * 2 ** (t - 1) / powers),
+        "ceil": ceil,
         "total": lambda f, a, b: sum(map(f, range(a, b))),
         "log2": lambda number: number.bit_length() - 1,
         "min": min,
@@ -86,14 +89,12 @@ def test_the_page_has_a_row_for_every_collective():
     assert set(COSTS) == set(COLLECTIVES)
 
 
-def evenly(layout, ranks, per_region, region):
-    """Return each rank's indices: the same number in every region, identical or disjoint ones."""
-
-    def indices(rank):
-        places = torch.arange(per_region) * ranks + (rank if layout == "disjoint" else 0)
-        return (places + torch.arange(ranks)[:, None] * region).flatten()
-
-    return [indices(rank) for rank in range(ranks)]
+def evenly(layout, ranks, count, spacing):
+    """Return each rank's indices, ``count`` at equal distances, identical or disjoint ones."""
+    return [
+        torch.arange(count) * spacing + (rank if layout == "disjoint" else 0)
+        for rank in range(ranks)
+    ]
 
 
 def measured(name, streams, count):
@@ -113,12 +114,12 @@ def measured(name, streams, count):
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_rounds_messages_and_bytes_are_those_of_the_page(name, layout, ranks):
-    per_region, dtype = 3, torch.float16 if ranks % 2 else torch.float32
-    region, count = 4 * ranks * per_region, ranks * per_region
-    size = ranks * region
+    dtype = torch.float16 if ranks % 2 else torch.float32
+    count, spacing = 3 * lcm(ranks, 1 << (ranks.bit_length() - 1)), 4 * ranks
+    size = count * spacing
     streams = [
         make_stream(indices, rank, size, dtype)
-        for rank, indices in enumerate(evenly(layout, ranks, per_region, region))
+        for rank, indices in enumerate(evenly(layout, ranks, count, spacing))
     ]
     for stream in streams:  # no zeros, which gtopk would drop
         stream.values = 1 + torch.arange(count, dtype=dtype) % 5
@@ -135,7 +136,7 @@ def test_a_dense_second_phase_costs_what_the_page_says(phase, ranks):
     region = 2 * ranks
     streams = [
         make_stream(indices, rank, ranks * region)
-        for rank, indices in enumerate(evenly("disjoint", ranks, 2, region))
+        for rank, indices in enumerate(evenly("disjoint", ranks, region, ranks))
     ]
 
     def on_rank(comm):

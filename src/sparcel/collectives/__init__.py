@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from sparcel.collectives.allgather import allgather
 from sparcel.collectives.dense import dense
-from sparcel.collectives.gtopk import GlobalTopk, gtopk
+from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gtopk
+from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.collectives.oktopk import Estimates, oktopk, oktopk_reuse
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.collectives.ring import ring
 from sparcel.collectives.split_allgather import (
@@ -22,11 +24,15 @@ from sparcel.stream import SparseStream
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Estimates",
     "GlobalTopk",
     "Quantized",
     "all_reduce",
     "check_algorithm",
+    "gathered_topk",
     "gtopk",
+    "oktopk",
+    "oktopk_reuse",
     "quantized_split_allgather",
 ]
 
@@ -40,6 +46,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dense": dense,
     "allgather": allgather,
     "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
     "split_allgather": split_allgather,
     "ring": ring,
 }
@@ -70,10 +77,10 @@ def _choose(size: int, ranks: int, max_nnz: int | None) -> str:
 
 def check_algorithm(name: str, op: Op = SUM) -> None:
     """Raise `InputError` unless ``name`` is "auto" or in the table, and takes ``op``."""
-    if name == "gtopk":
+    if name in ("gtopk", "oktopk"):
         raise InputError(
-            "gtopk keeps only the k largest coordinates, so it is no all_reduce; call"
-            " sparcel.collectives.gtopk(stream, comm, k), or train with the scheme 'gtopk'"
+            f"{name} keeps only the k largest coordinates, so it is no all_reduce; call"
+            f" sparcel.collectives.{name}(stream, comm, k), or train with the scheme {name!r}"
         )
     known(name, ["auto", *ALGORITHMS], "algorithm")
     if name == "dense" and op.name is None:

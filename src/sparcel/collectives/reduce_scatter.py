@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sparcel.collectives._transfer import exchange_streams, region_boundaries
 from sparcel.comm import Communicator
 from sparcel.ops import SUM, Op
@@ -20,7 +22,19 @@ def reduce_scatter(
     Rounds: P−1. Words a rank: at most 2k sent.
     Source: SparCML, section 5.3.2 (the split phase).
     """
-    parts = stream.compact(op).split(region_boundaries(stream.size, comm.size))
+    boundaries = region_boundaries(stream.size, comm.size)
+    return reduce_regions(stream.compact(op), boundaries, comm, op, max_nnz)
+
+
+def reduce_regions(
+    stream: SparseStream,
+    boundaries: Sequence[int],
+    comm: Communicator,
+    op: Op = SUM,
+    max_nnz: int | None = None,
+) -> SparseStream:
+    """Do the same for the regions between any P+1 ``boundaries``, equal on all ranks."""
+    parts = stream.split(boundaries)
     own = parts[comm.rank]
     others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
     arrived = exchange_streams(

@@ -9,7 +9,7 @@ the work. The device of the tensors decides: callers choose nothing.
 
 from sparcel.kernels.qsgd import dequantize, quantize
 from sparcel.kernels.reduce import check_indices, merge, scatter, scatter_reduce
-from sparcel.kernels.reference import index_dtype
+from sparcel.kernels.reference import index_dtype, magnitude_bits
 from sparcel.kernels.select import (
     accumulate_topk,
     magnitude_histogram,
@@ -23,6 +23,7 @@ __all__ = [
     "check_indices",
     "dequantize",
     "index_dtype",
+    "magnitude_bits",
     "magnitude_histogram",
     "merge",
     "quantize",

@@ -1,0 +1,57 @@
+"""Counts that the ranks decide by: summed, or gathered."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparcel import formats
+from sparcel.collectives._transfer import gather_messages
+from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.collectives.recursive_doubling import recursive_doubling
+from sparcel.comm import Communicator
+from sparcel.stream import SparseStream
+
+_FEW_RANKS = 16
+"""Up to here half the rounds are worth ⌈log₂P⌉ instead of 2 times the bytes, some KB."""
+
+
+def sum_counts(
+    counts: Tensor, comm: Communicator, limit: int, finite: bool = True
+) -> tuple[Tensor, bool]:
+    """Sum the ranks' counts, and tell whether all ranks said ``finite``.
+
+    Parameters
+    ----------
+    counts
+        int64 ``[m]``; sent as int32 where ``limit``, the most that a sum can be and the same on
+        all ranks, allows it, and sparse where that is smaller.
+    """
+    dtype = torch.int32 if limit < 1 << 31 else torch.int64
+    stream = SparseStream.from_dense(counts.to(comm.device, dtype))
+    stream.finite = finite
+    add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
+    total = add(stream, comm)
+    return total.to_dense().to("cpu", torch.int64), total.finite
+
+
+def gather_numbers(
+    numbers: Tensor, comm: Communicator, at_most: int, finite: bool = True
+) -> tuple[list[Tensor], bool]:
+    """Give every rank each rank's integers, and tell whether all ranks said ``finite``.
+
+    Parameters
+    ----------
+    numbers
+        int32 or int64, alike on all ranks, ``[m]`` with m up to ``at_most``.
+
+    Returns
+    -------
+    int64 on the CPU, by rank.
+    """
+    own = SparseStream.unchecked(None, numbers.to(comm.device), numbers.numel(), finite)
+    longest = formats.max_bytes(at_most, numbers.dtype, None)
+    messages = gather_messages(formats.encode(own), comm, longest)
+    streams = [formats.decode(message) for message in messages]
+    finite = all(stream.finite for stream in streams)
+    return [stream.values.to("cpu", torch.int64) for stream in streams], finite

@@ -1,0 +1,139 @@
+"""How many of the globally largest magnitudes each rank holds, without gathering them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel._checks import all_finite
+from sparcel.collectives._counts import gather_numbers, sum_counts
+from sparcel.comm import Communicator
+
+_FIRST_BITS, _MORE_BITS = 11, 10
+"""Bits of the magnitude that a histogram tells: of a float32 three serve to the last bit."""
+
+FEW = 1024
+"""Candidates that are gathered at once: their values take no more than another histogram would."""
+
+
+@dataclass(frozen=True)
+class Winners:
+    """Who holds the k largest magnitudes.
+
+    Attributes
+    ----------
+    counts
+        How many of the winners each rank holds, int64 ``[P]`` on the CPU, the same on all ranks;
+        they are that rank's largest, ties won by the lowest index.
+    threshold
+        Magnitudes from here on win, but for ties; all others lose. 0 where all are zeros.
+    finite
+        Whether the values of all ranks were finite; nobody wins where they were not.
+    """
+
+    counts: Tensor
+    threshold: float
+    finite: bool
+
+
+@dataclass(frozen=True)
+class _Bin:
+    """The magnitudes that the k-th largest is among: those whose bits begin with ``prefix``.
+
+    ``shift`` bits follow the prefix. ``inside`` magnitudes are in the bin; all larger ones win,
+    and ``needed`` of these.
+    """
+
+    prefix: int
+    shift: int
+    inside: int
+    needed: int
+
+
+def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: bool) -> Winners:
+    """Find the k largest magnitudes of all ranks' values, by a radix select over the ranks.
+
+    Ranks sum histograms of the leading bits until few candidates share a bin with the k-th
+    largest. The candidates are then gathered, together with the counts of what is larger.
+
+    Parameters
+    ----------
+    values
+        ``[m]`` float, any m; lower ranks' values are at lower indices. Zeros never win.
+    k
+        How many win: min(k, nonzero values).
+    limit
+        The most values that all ranks together can have, the same on all.
+    finite
+        False where this rank's values are void.
+    """
+    finite = finite and all_finite(values)
+    width = 8 * values.element_size() - 1
+    counts, finite = _histogram(values, comm, limit, width, None, finite)
+    found = _locate(counts, 0, width, min(k, int(counts.sum())))
+    while finite and found.needed < found.inside and found.inside > FEW and found.shift:
+        counts, _ = _histogram(values, comm, limit, found.shift, found.prefix, True)
+        found = _locate(counts, found.prefix, found.shift, found.needed)
+    if not finite:
+        return Winners(torch.zeros(comm.size, dtype=torch.int64), 0.0, False)
+    return _share_out(found, values, comm, limit)
+
+
+def _histogram(
+    values: Tensor, comm: Communicator, limit: int, shift: int, prefix: int | None, finite: bool
+) -> tuple[Tensor, bool]:
+    """Sum over the ranks how often the next bits of the magnitudes take each value."""
+    bits = min(shift, _FIRST_BITS if prefix is None else _MORE_BITS)
+    counts = kernels.magnitude_histogram(values, shift - bits, 1 << bits, prefix)
+    return sum_counts(counts, comm, limit, finite)
+
+
+def _locate(counts: Tensor, prefix: int, shift: int, needed: int) -> _Bin:
+    """Find the bin that the ``needed``-th largest magnitude is in."""
+    largest_first = counts.flip(0).cumsum(0)
+    place = int(torch.searchsorted(largest_first, needed))
+    bits = counts.numel().bit_length() - 1
+    field = counts.numel() - 1 - place
+    inside = int(counts[field])
+    larger = int(largest_first[place]) - inside
+    return _Bin(prefix << bits | field, shift - bits, inside, needed - larger)
+
+
+def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> Winners:
+    """Gather the candidates, and the counts of what is larger, and count each rank's winners."""
+    bits = kernels.magnitude_bits(values)
+    leading = bits >> found.shift
+    larger = int((leading > found.prefix).sum())
+    candidates = bits[(leading == found.prefix) & (bits != 0)] - (found.prefix << found.shift)
+    # Where all candidates win, or none differs from another, their number is enough.
+    listed = found.shift > 0 and found.inside <= FEW
+    own = [torch.tensor([larger, candidates.numel()]), candidates.cpu()]
+    dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
+    numbers = torch.cat(own[: 1 + listed]).to(dtype)
+    gathered, _ = gather_numbers(numbers, comm, 2 + found.inside * listed)
+
+    counts = torch.stack([numbers[:2] for numbers in gathered])  # [P, 2]
+    if listed:
+        rests = torch.cat([numbers[2:] for numbers in gathered])
+        owners = torch.arange(comm.size).repeat_interleave(counts[:, 1])
+        copies = torch.ones_like(rests)
+    else:
+        rests, owners, copies = torch.zeros(comm.size), torch.arange(comm.size), counts[:, 1]
+    # The sort is stable, so ties go to the lower ranks, whose indices are lower.
+    rests, order = rests.sort(descending=True, stable=True)
+    ahead = copies[order].cumsum(0) - copies[order]
+    winning = torch.minimum((found.needed - ahead).clamp(min=0), copies[order])
+    won = counts[:, 0].index_add(0, owners[order], winning)
+    if not found.needed:
+        return Winners(won, 0.0, True)
+    threshold = (found.prefix << found.shift) + int(rests[winning > 0][-1])
+    return Winners(won, _magnitude(threshold, values.dtype), True)
+
+
+def _magnitude(bits: int, dtype: torch.dtype) -> float:
+    """Return the value whose bits these are."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return torch.tensor([bits], dtype=integers).view(dtype).item()

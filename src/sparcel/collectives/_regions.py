@@ -1,0 +1,90 @@
+"""Boundaries of regions that hold equal shares of what the ranks send."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparcel.collectives._counts import sum_counts
+from sparcel.collectives._transfer import region_boundaries
+from sparcel.comm import Communicator
+from sparcel.stream import SparseStream
+
+TOLERANCE = 512
+"""Entries by which a region may exceed its share; P where that is more (see below)."""
+
+
+def balanced_boundaries(
+    stream: SparseStream, comm: Communicator, max_nnz: int | None
+) -> tuple[list[int], bool]:
+    """Part the coordinates into regions so that owners receive alike, whatever the distribution.
+
+    Parameters
+    ----------
+    stream
+        Sparse: what this rank will send, at most ``max_nnz`` entries.
+
+    Returns
+    -------
+    boundaries
+        P+1, the same on all ranks: region r is ``[boundaries[r], boundaries[r + 1])``. The ranks'
+        entries in a region are at most ⌈all entries / P⌉ + max(P, TOLERANCE).
+    finite
+        Whether the streams of all ranks are.
+
+    Notes
+    -----
+    The ranks sum how many of their entries lie below each of about a thousand edges. Where too
+    many lie between the two edges around a boundary's due place, new edges are put there alone.
+    One coordinate cannot be split, but no more than P entries are at one.
+    Source: Ok-Topk, section 3.1.1, which averages the ranks' own boundaries instead.
+    """
+    assert stream.indices is not None, "the caller made it sparse"
+    indices, size, ranks = stream.indices, stream.size, comm.size
+    tolerance = max(ranks, TOLERANCE)
+    counters = max(1024, 4 * ranks)
+    limit = ranks * (size if max_nnz is None else max_nnz)
+
+    def count_below(edges: Tensor) -> tuple[Tensor, bool]:
+        local = torch.searchsorted(indices, edges.to(indices))
+        return sum_counts(local, comm, limit, stream.finite)
+
+    edges = _subdivide(torch.tensor([0]), torch.tensor([size]), counters)
+    edges = torch.cat((edges, torch.tensor([size])))
+    below, finite = count_below(edges)
+    edges, below = (torch.cat((torch.tensor([0]), known)) for known in (edges, below))
+    due = torch.arange(1, ranks) * below[-1] // ranks
+    while True:
+        # The last cell that begins with no more entries below it than are due.
+        cell = (torch.searchsorted(below, due, right=True) - 1).clamp(max=edges.numel() - 2)
+        crowded = (below.diff()[cell] > tolerance).nonzero().squeeze(1)
+        if not finite or not crowded.numel():
+            break
+        crowded = cell[crowded].unique()
+        new = _subdivide(edges[crowded], edges[crowded + 1], counters // crowded.numel())
+        edges, order = torch.cat((edges, new)).sort()
+        below = torch.cat((below, count_below(new)[0]))[order]
+    after = 2 * (due - below[cell]) > below.diff()[cell]  # the nearer of the two edges
+    return [0, *edges[cell + after.long()].tolist(), size], finite
+
+
+def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:
+    """Average the boundaries that would part each rank's own entries evenly.
+
+    Source: Ok-Topk, section 3.1.1; in integers here, which all ranks divide alike.
+    """
+    assert stream.indices is not None, "the caller made it sparse"
+    ranks, size = comm.size, stream.size
+    if stream.nnz:
+        own = stream.indices[torch.arange(1, ranks) * stream.nnz // ranks].long()
+    else:
+        own = torch.tensor(region_boundaries(size, ranks)[1:-1], dtype=torch.int64)
+    total, _ = sum_counts(own, comm, ranks * size)
+    return [0, *(total // ranks).tolist(), size]
+
+
+def _subdivide(starts: Tensor, stops: Tensor, parts: int) -> Tensor:
+    """Return the sorted edges that cut each ``[start, stop)`` into about ``parts`` parts."""
+    widths = (-(-(stops - starts) // parts)).clamp(min=1)
+    edges = starts[:, None] + widths[:, None] * torch.arange(1, parts)
+    return edges[edges < stops[:, None]]

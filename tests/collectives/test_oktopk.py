@@ -1,0 +1,198 @@
+"""Ok-Topk gives the bits of its oracle, which gathers everything, on the simulated cluster."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import SparseStream, simulate
+from sparcel.collectives import gathered_topk, oktopk
+from sparcel.errors import InputError
+from tests.strategies import (
+    FLOATS,
+    case_of,
+    floats,
+    full,
+    layouts,
+    parts_of,
+    same_bits,
+    same_stream,
+)
+
+LAYOUTS = ("uniform", "identical", "disjoint", "in one region", "moving", "one rank", "uneven")
+VALUES = ("normal", "few distinct", "equal", "ternary", "wide", "zeros")
+
+
+def indices_of(layout, rank, world, size, count, generator):
+    """Lay out a rank's indices in the way that ``layout`` names."""
+    area, start = size, 0
+    match layout:
+        case "identical":
+            return (torch.arange(count) * size) // max(count, 1)
+        case "disjoint":
+            return torch.arange(rank, size, world)[:count]
+        case "in one region":
+            area = min(size, max(count, size // (4 * world)))
+        case "moving":
+            area = min(size, max(count, size // 4))
+            start = rank * (size - area) // world
+        case "one rank":
+            count = count if rank == world // 2 else 0
+        case "uneven":
+            count = min(size, count * rank // max(world - 1, 1))
+    return start + torch.randperm(area, generator=generator)[:count].sort().values
+
+
+def values_of(kind, count, dtype, generator):
+    """Draw values of a kind."""
+    normal = torch.randn(count, generator=generator)
+    match kind:
+        case "few distinct":
+            normal = (2 * normal).round()
+        case "equal":
+            normal = torch.ones(count)
+        case "ternary":
+            normal = normal.sign() * (normal.abs() > 0.6)
+        case "wide":  # magnitudes from the subnormal to the largest
+            normal = normal.sign() * torch.exp2(30 * torch.randn(count, generator=generator))
+            normal = normal.clamp(-100, 100)
+        case "zeros":
+            normal = torch.zeros(count)
+    return normal.to(dtype)
+
+
+def streams_of(layout, kind, world, size, count, dtype=torch.float32, seed=0):
+    """Return each rank's stream of at most ``count`` entries."""
+    generator = torch.Generator().manual_seed(seed)
+    streams = []
+    for rank in range(world):
+        indices = indices_of(layout, rank, world, size, min(count, size), generator)
+        values = values_of(kind, indices.numel(), dtype, generator)
+        streams.append(SparseStream(indices, values, size))
+    return streams
+
+
+def run(streams, k, max_nnz=None):
+    return simulate(len(streams), lambda comm: oktopk(streams[comm.rank], comm, k, max_nnz)).results
+
+
+def oracle(streams, k):
+    return simulate(len(streams), lambda comm: gathered_topk(streams[comm.rank], comm, k)).results[
+        0
+    ]
+
+
+def check(streams, k, max_nnz=None):
+    before = [parts_of(stream) for stream in streams]
+    expected = oracle(streams, k)
+    for result in run(streams, k, max_nnz):
+        assert same_stream(result, expected)
+    for stream, (indices, values, _, finite) in zip(streams, before, strict=True):
+        assert same_bits(stream.indices, indices)
+        assert same_bits(stream.values, values)
+        assert stream.finite == finite
+    return expected
+
+
+@given(
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(VALUES),
+    st.integers(1, 17),
+    st.integers(0, 400),
+    st.integers(0, 60),
+    st.integers(1, 60),
+    floats,
+    st.integers(0, 99),
+    st.booleans(),
+)
+def test_it_has_the_bits_of_the_oracle(layout, kind, world, size, count, k, dtype, seed, bounded):
+    streams = streams_of(layout, kind, world, size, count, dtype, seed)
+    check(streams, k, count if bounded else None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_it_has_the_bits_of_the_oracle_where_histograms_are_refined(layout, world):
+    for kind in VALUES:
+        for dtype in FLOATS:
+            streams = streams_of(layout, kind, world, 40_000, 9_000, dtype)
+            check(streams, 3000, 9_000)
+
+
+@given(layouts, st.integers(1, 17), st.integers(0, 70), st.integers(1, 80), floats)
+def test_dense_streams_and_small_integers(layout, world, size, k, dtype):
+    case = case_of(layout, world, size, dtype)
+    check(case.streams, k)
+
+
+def test_the_oracle_is_the_topk_of_the_sum():
+    streams = streams_of("uniform", "few distinct", 5, 100, 30)
+    total = sum(full(stream) for stream in streams)
+    ranking = sorted(range(100), key=lambda i: (-abs(float(total[i])), i))[:12]
+    kept = torch.zeros(100)
+    kept[ranking] = total[ranking]
+    for k in (12, 12 + int((total == 0).sum())):
+        result = oracle(streams, k)
+        assert not result.is_dense
+        if k == 12:
+            assert torch.equal(full(result), kept)
+        assert result.nnz == min(k, int((total != 0).sum()))
+
+
+def test_fewer_nonzeros_than_k_all_win():
+    result = check(streams_of("uniform", "ternary", 7, 300, 20), 2000)
+    assert 0 < result.nnz < 2000
+    assert bool((result.values != 0).all())
+
+
+def test_more_equal_values_than_are_ever_gathered():
+    """All bits are used up, and ties are still many: they go to the lowest indices."""
+    streams = streams_of("disjoint", "equal", 4, 40_000, 10_000)
+    assert check(streams, 12_345).indices.tolist() == list(range(12_345))
+
+
+def test_indices_above_what_float32_and_int32_can_count():
+    for size in (2**24 + 77, 2**31 - 1, 2**31, 2**40 + 3):
+        last = torch.arange(size - 40, size)
+        streams = [
+            SparseStream(last[rank::2], torch.arange(1.0, 1 + last[rank::2].numel()), size)
+            for rank in range(5)
+        ]
+        result = check(streams, 25, 20)
+        assert result.nnz == 25
+        assert int(result.indices[-1]) == size - 1
+
+
+@pytest.mark.parametrize("world", range(1, 10))
+def test_the_flag_of_any_rank_reaches_every_rank(world):
+    for culprit in range(world):
+        streams = streams_of("uniform", "normal", world, 200, 20)
+        streams[culprit].finite = False
+        for result in run(streams, 20):
+            assert not result.finite
+            assert result.nnz == 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_a_sum_that_is_not_finite_is_nobodys(world, poison):
+    for culprit in range(world):
+        streams = streams_of("uniform", "normal", world, 200, 20)
+        streams[culprit].values[7] = poison
+        for result in run(streams, 20):
+            assert not result.finite
+            assert result.nnz == 0
+
+
+def test_a_sum_that_overflows_is_not_finite():
+    streams = [SparseStream(torch.arange(4), torch.full((4,), 3e38), 20) for _ in range(3)]
+    assert not any(result.finite for result in run(streams, 2))
+    assert not oracle(streams, 2).finite
+
+
+@pytest.mark.parametrize("call", [oktopk, gathered_topk])
+def test_integers_and_rows_are_refused(call):
+    for values in (torch.ones(3, dtype=torch.int32), torch.ones(3, 2)):
+        stream = SparseStream(torch.arange(3), values, 20)
+        with pytest.raises(InputError, match="scalar float values"):
+            simulate(2, lambda comm: call(stream, comm, 3))  # noqa: B023
