@@ -18,6 +18,11 @@ SCHEMES = {
     "sparcml 4 bits": partial(sparcel.scheme, "sparcml", density=0.4, bits=4),
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
+    "oktopk": partial(sparcel.scheme, "oktopk", density=0.1),
+    "oktopk dense": partial(sparcel.scheme, "oktopk", density=0.7),
+    "oktopk reuse": partial(
+        sparcel.scheme, "oktopk", density=0.1, threshold="reuse", threshold_steps=2
+    ),
     "scalecom": partial(sparcel.scheme, "scalecom", density=0.1),
     "scalecom filtered": partial(sparcel.scheme, "scalecom", density=0.1, beta=0.5, beta_steps=2),
     "hitopk": partial(sparcel.scheme, "hitopk", density=0.1),

@@ -11,6 +11,7 @@ from sparcel.schemes.base import Cost, Layer, Scheme
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.hierarchical import Hierarchical
+from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.presets import dgc, gaussiank, hitopk, mstopk, torus2d
 from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.sparcml import SparCML
@@ -24,6 +25,7 @@ __all__ = [
     "GTopK",
     "Hierarchical",
     "Layer",
+    "OkTopK",
     "ScaleCom",
     "Scheme",
     "SparCML",
@@ -37,6 +39,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "topk": TopK,
     "sparcml": SparCML,
     "gtopk": GTopK,
+    "oktopk": OkTopK,
     "scalecom": ScaleCom,
     "hitopk": hitopk,
     "torus2d": torus2d,
