@@ -79,6 +79,23 @@ def test_it_is_the_papers_alternating_sum(setting: tuple[int, int, int]) -> None
     assert expected_nnz(size, k, ranks) == pytest.approx(float(papers), rel=1e-13)
 
 
+@pytest.mark.parametrize(("size", "k", "ranks"), [(10**6, 10**4, 64), (10**7, 10**5, 2)])
+def test_the_variance_of_large_vectors(size: int, k: int, ranks: int) -> None:
+    absent = Fraction(size - k, size) ** ranks
+    both = Fraction((size - k) * (size - k - 1), size * (size - 1)) ** ranks
+    exact = size * absent + size * (size - 1) * both - (size * absent) ** 2
+    assert nnz_variance(size, k, ranks) == pytest.approx(float(exact), rel=1e-9)
+
+
+@given(st.lists(st.fractions(0, 1), min_size=1, max_size=20), st.integers(1, 30))
+def test_no_distribution_fills_in_faster_than_uniform(shares: list[Fraction], ranks: int) -> None:
+    size, k = len(shares), sum(shares)
+    # Selections of whole k, so that both expect as many coordinates of a rank.
+    shares = [share * Fraction(math.floor(k), 1) / k if k else share for share in shares]
+    expected = float(sum(1 - (1 - share) ** ranks for share in shares))
+    assert expected <= expected_nnz(size, math.floor(k), ranks) * (1 + 1e-12) + 1e-12
+
+
 @given(st.integers(1, 10**18), st.data(), st.integers(1, 10**12))
 def test_it_is_bounded_and_grows_with_ranks_and_k(size: int, data: st.DataObject, p: int) -> None:
     k = data.draw(st.integers(0, size))

@@ -48,7 +48,7 @@ def expected_nnz(size: int, k: int, ranks: int) -> float:
     useless in floating point: for P = 100 at k/n = 0.9 its terms reach 10²⁷.
     """
     _check(size, k, ranks)
-    return expected_union(size, [k]) if ranks == 1 else -size * _expm1_absent(size, k, ranks)
+    return size * _present(size, k, ranks)
 
 
 def nnz_variance(size: int, k: int, ranks: int) -> float:
@@ -78,11 +78,11 @@ def nnz_variance(size: int, k: int, ranks: int) -> float:
     if k in (0, size) or ranks == 1:
         return 0.0
     absent = math.exp(ranks * _log_absent(size, k))
-    # q₂/q² = (1 − c)^P: that another coordinate is absent makes one more likely to be present.
+    # q₂ = q²·(1 − c)^P: where a coordinate is absent, every other one is likelier to be present.
     c = k / ((size - k) * (size - 1))
-    alone = -_expm1_absent(size, k, ranks)
-    drop = -math.expm1(ranks * math.log1p(-c)) if c < 1 else 1.0
-    return max(0.0, size * absent * (alone - (size - 1) * absent * drop))
+    likelier = -math.expm1(ranks * math.log1p(-c)) if c < 1 else 1.0
+    spread = _present(size, k, ranks) - (size - 1) * absent * likelier
+    return max(0.0, size * absent * spread)
 
 
 def delta(size: int, dtype: torch.dtype = torch.float32) -> int:
@@ -166,9 +166,9 @@ def _log_absent(size: int, k: int) -> float:
     return math.log1p(-k / size) if 2 * k < size else math.log((size - k) / size)
 
 
-def _expm1_absent(size: int, k: int, ranks: int) -> float:
-    """Return (1 − k/n)^P − 1."""
-    return -1.0 if k == size else math.expm1(ranks * _log_absent(size, k))
+def _present(size: int, k: int, ranks: int) -> float:
+    """Return 1 − (1 − k/n)^P, the probability that some rank selected a coordinate."""
+    return 1.0 if k == size else -math.expm1(ranks * _log_absent(size, k))
 
 
 def _check(size: int, k: int, ranks: int) -> None:
