@@ -1,0 +1,191 @@
+"""Two levels: what travels on which links, whose memory it is, and any scheme between nodes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparcel
+from sparcel import simulate
+from sparcel.errors import InputError
+from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, ScaleCom, SparCML, TopK
+from tests.schemes.steps import INTEGERS, copy_of, integers, normal, owed_by, total
+from tests.strategies import same_bits
+
+INNER = {
+    "topk": lambda: TopK(0.1, algorithm="allgather"),
+    "sparcml 4 bits": lambda: SparCML(0.4, bits=4),
+    "gtopk": lambda: GTopK(0.1),
+    "oktopk": lambda: OkTopK(0.1),
+    "scalecom": lambda: ScaleCom(0.1, beta=0.5),
+    "random-k": lambda: TopK(0.2, selector="randomk"),
+    "momentum": lambda: TopK(0.1, warmup=[1], warmup_steps=1),
+    "dense": Dense,
+    "three levels": lambda: Hierarchical(GTopK(0.1), 1),
+}
+grids = st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 4), (4, 2), (2, 4), (8, 2), (4, 4)])
+inners = pytest.mark.parametrize("make", INNER.values(), ids=INNER)
+
+
+def shards(size, per_node):
+    cuts = [place * size // per_node for place in range(per_node + 1)]
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+@inners
+@given(grid=grids, size=st.integers(0, 300), gradient=st.sampled_from(INTEGERS))
+def test_any_scheme_between_nodes_loses_nothing(make, grid, size, gradient):
+    nodes, per_node = grid
+
+    def on_rank(comm):
+        scheme = Hierarchical(make(), per_node)
+        updates = [scheme.step(gradient(comm.rank, step, size), comm) for step in range(3)]
+        return updates, owed_by(scheme)
+
+    results = simulate(nodes * per_node, on_rank).results
+    for updates, _ in results:
+        assert all(map(same_bits, updates, results[0][0]))
+    ranks = nodes * per_node
+    came_out = ranks * total(results[0][0]) + total(owed for _, owed in results)
+    went_in = total(gradient(rank, step, size) for rank in range(ranks) for step in range(3))
+    inexact = isinstance(make(), SparCML)
+    torch.testing.assert_close(came_out, went_in, rtol=0, atol=1e-4 if inexact else 0)
+
+
+@inners
+@given(grid=grids, size=st.integers(1, 300))
+def test_the_shards_get_what_the_inner_scheme_makes_of_the_nodes_sums(make, grid, size):
+    """Each shard's update is that of the inner scheme among as many ranks as there are nodes."""
+    nodes, per_node = grid
+
+    def on_rank(comm):
+        scheme = Hierarchical(make(), per_node)
+        return scheme.step(integers(comm.rank, 0, size), comm), copy_of(scheme.memory)
+
+    results = simulate(nodes * per_node, on_rank).results
+    sums = [
+        sum(integers(node * per_node + place, 0, size) for place in range(per_node))
+        for node in range(nodes)
+    ]
+    for place, (start, stop) in enumerate(shards(size, per_node)):
+
+        def on_node(comm):
+            scheme = make()
+            return scheme.step(sums[comm.rank][start:stop].clone(), comm), copy_of(scheme.memory)  # noqa: B023
+
+        for node, (update, memory) in enumerate(simulate(nodes, on_node).results):
+            whole, kept = results[node * per_node + place]
+            assert torch.equal(whole[start:stop] * per_node, update)
+            assert (kept is None) == (memory is None)
+            if kept is not None:
+                assert torch.equal(kept[start:stop], memory)
+                assert not kept[:start].any()
+                assert not kept[stop:].any()
+
+
+def test_a_2d_torus_is_the_dense_average():
+    def on_rank(comm):
+        return sparcel.scheme("torus2d").step(integers(comm.rank, 0, 101), comm)
+
+    for update in simulate(8, on_rank, ranks_per_node=4).results:
+        assert torch.equal(update, (total(integers(r, 0, 101) for r in range(8)) / 8).float())
+
+
+def test_links_between_nodes_carry_the_shards_selection_only():
+    """Between nodes 2(k/g)(m−1) words a rank; inside n(g−1)/g and at most 2mk(g−1)/g."""
+    size, nodes, per_node, k = 8000, 4, 5, 80
+
+    def on_rank(comm):
+        scheme = sparcel.scheme("hitopk", density=k / size)
+        scheme.step(normal(comm.rank, 0, size), comm)  # makes the groups, too
+        before = comm.traffic.bytes_sent
+        scheme.step(normal(comm.rank, 1, size), comm)
+        return comm.traffic.bytes_sent - before
+
+    report = simulate(nodes * per_node, on_rank, ranks_per_node=per_node)
+    headers = 48 * nodes * per_node
+    inside = 4 * size * (per_node - 1) // per_node + 8 * nodes * k * (per_node - 1) // per_node
+    between = 8 * (k // per_node) * (nodes - 1)
+    for rank, sent in enumerate(report.results):
+        assert sent <= inside + between + headers
+        crossed = report.between_nodes[rank].bytes_sent
+        grid = 2 * 8 * nodes * per_node  # the numbers that make the groups
+        assert crossed <= 2 * (between + 48 * nodes) + grid
+
+
+@pytest.mark.parametrize("name", ["topk", "momentum", "gtopk"])
+@pytest.mark.parametrize("moved", [1, 5])
+def test_memory_finds_its_shard_wherever_it_is_loaded(name, moved):
+    """A state of whole vectors is summed over the node, so nothing that was owed is lost."""
+
+    def on_rank(comm):
+        first = Hierarchical(INNER[name](), 4)
+        for step in range(2):
+            first.step(integers(comm.rank, step, 203), comm)
+        owed, state = owed_by(first), first.state_dict()
+        state["memory"] = state["memory"].roll(moved)
+        second = first.fresh()
+        second.load_state_dict(state)
+        assert same_bits(second.memory, state["memory"])
+        update = second.step(torch.zeros(203), comm)
+        return owed.roll(moved), update, owed_by(second)
+
+    results = simulate(8, on_rank).results
+    came_out = 8 * results[0][1].double() + total(after for *_, after in results)
+    assert torch.equal(came_out, total(before for before, *_ in results))
+
+
+def test_layers_and_withheld_ranges_are_cut_to_the_shard():
+    def on_rank(comm):
+        scheme = Hierarchical(TopK(0.1), 2)
+        scheme.divide([(0, 20, 0.5), (20, 60, 0.05), (60, 100, None)])
+        scheme.step(normal(comm.rank, 0, 100), comm)
+        before = copy_of(scheme.memory)
+        gradient = normal(comm.rank, 1, 100)
+        gradient[40:70] = 0
+        scheme.withhold([(40, 70)])
+        update = scheme.step(gradient, comm)
+        assert not update[40:70].any()
+        assert torch.equal(scheme.memory[40:70], before[40:70])
+        return update[:20].count_nonzero().item()
+
+    assert all(10 <= count <= 20 for count in simulate(4, on_rank).results)
+
+
+def test_another_ranks_gradient_lifts_what_is_withheld():
+    def on_rank(comm):
+        scheme = Hierarchical(TopK(1 / 40), 2)
+        gradient = torch.zeros(40)
+        gradient[3] = comm.rank  # zero on rank 0, which serves the shard
+        if comm.rank == 0:
+            scheme.withhold([(0, 10)])
+        return scheme.step(gradient, comm)
+
+    for update in simulate(2, on_rank).results:
+        assert update[3] == 0.5
+
+
+def test_uneven_nodes_are_refused_on_all_ranks():
+    refused = []
+
+    def on_rank(comm):
+        try:
+            sparcel.scheme("hitopk", ranks_per_node=3).step(torch.ones(8), comm)
+        except InputError as error:
+            refused.append(str(error))
+
+    simulate(8, on_rank)
+    assert len(refused) == 8
+    assert all("nodes must have equally many ranks, got [3, 3, 2]" in text for text in refused)
+
+
+def test_a_scheme_serves_one_vector_but_a_dense_one_any():
+    def on_rank(comm):
+        sparse, dense = sparcel.scheme("hitopk"), sparcel.scheme("torus2d")
+        for size in (20, 21):
+            dense.step(torch.ones(size), comm)
+        sparse.step(torch.ones(20), comm)
+        with pytest.raises(InputError, match="remembers a vector of 20 coordinates"):
+            sparse.step(torch.ones(21), comm)
+
+    simulate(4, on_rank, ranks_per_node=2)
