@@ -169,13 +169,16 @@ class SparseStream:
                 for lo, hi in ranges
             ]
         cuts = torch.searchsorted(self.indices, torch.tensor(boundaries, device=self.device))
-        parts = []
-        for (lo, hi), (first, last) in zip(ranges, pairwise(cuts.tolist()), strict=True):
-            indices = (self.indices[first:last] - lo).to(kernels.index_dtype(hi - lo))
-            parts.append(
-                SparseStream.unchecked(indices, self.values[first:last], hi - lo, self.finite)
+        counts = cuts.diff().tolist()
+        first, last = (cuts[0], cuts[-1]) if counts else (0, 0)
+        indices = self.indices[first:last].split(counts)
+        values = self.values[first:last].split(counts)
+        return [
+            SparseStream.unchecked(
+                (part - lo).to(kernels.index_dtype(hi - lo)), stored, hi - lo, self.finite
             )
-        return parts
+            for (lo, hi), part, stored in zip(ranges, indices, values, strict=True)
+        ]
 
     def topk(self, k: int) -> tuple[SparseStream, SparseStream]:
         """Part the stream into its ``k`` largest magnitudes and the rest, both sparse.

@@ -184,7 +184,7 @@ def forged(stream, **changes):
     """Return the stream's message with other header fields."""
     message = formats.encode(stream)
     header = Header.parse(message)
-    Header(**(vars(header) | changes)).pack_into(message)
+    header._replace(**changes).pack_into(message)
     return message
 
 

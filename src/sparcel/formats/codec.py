@@ -43,7 +43,8 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
                 *(f"size {s}, {d}, width {w}" for s, d, w in (found, expected))
             )
         )
-    message = message[: header.length]
+    if message.numel() > header.length:
+        message = message[: header.length]
     if message.storage_offset() % ALIGNMENT or message.data_ptr() % ALIGNMENT:
         message = message.clone()
     return _DECODERS[header.kind](message, header)
@@ -52,8 +53,10 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
 def decode_all(buffer: Tensor) -> list[Tensor]:
     """Cut a buffer of messages that follow each other into the messages."""
     messages = []
-    while buffer.numel():
+    while left := buffer.numel():
         length = Header.parse(buffer).length
+        if length == left:
+            return [*messages, buffer]
         messages.append(buffer[:length])
         buffer = buffer[length:]
     return messages

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.errors import FormatError
-from sparcel.formats.header import HEADER_BYTES, Header, padded
+from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header, padded
 from sparcel.stream import SparseStream
 
 KIND = 0
@@ -36,13 +36,10 @@ def encode(stream: SparseStream) -> Tensor:
         wide_indices=kernels.index_dtype(stream.size) == torch.int64,
         length=length,
     )
-    message = torch.empty(length, dtype=torch.uint8, device=stream.device)
-    header.pack_into(message)
-    values, indices = _parts(message, header)
-    values.copy_(stream.values)
+    parts = [header.pack().to(stream.device), *_aligned(stream.values)]
     if stream.indices is not None:
-        indices.copy_(stream.indices)
-    return message
+        parts += _aligned(stream.indices.to(torch.int64 if header.wide_indices else torch.int32))
+    return torch.cat(parts)
 
 
 def decode(message: Tensor, header: Header) -> SparseStream:
@@ -72,6 +69,14 @@ def decode(message: Tensor, header: Header) -> SparseStream:
             f" order or outside [0, {header.size})"
         )
     return SparseStream.unchecked(indices, values, header.size, header.finite)
+
+
+def _aligned(part: Tensor) -> list[Tensor]:
+    """Return the bytes of a tensor, and those that pad it."""
+    part = part.contiguous()
+    content = (part if part.ndim == 1 else part.view(-1)).view(torch.uint8)
+    padding = -content.numel() % ALIGNMENT
+    return [content, content.new_zeros(padding)] if padding else [content]
 
 
 def _parts(message: Tensor, header: Header) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What a message says of itself.
 
     ``length`` counts the bytes of the whole message, header included; ``detail`` belongs to the
@@ -55,8 +53,8 @@ class Header:
     length: int
     detail: int = 0
 
-    def pack_into(self, message: Tensor) -> None:
-        """Write the header to the first bytes of ``message`` (uint8, any device)."""
+    def pack(self) -> Tensor:
+        """Return the header's bytes, uint8 ``[HEADER_BYTES]``, in main memory."""
         flags = (
             _DENSE * self.dense
             | _NON_FINITE * (not self.finite)
@@ -75,7 +73,11 @@ class Header:
             self.nnz,
             self.length,
         )
-        message[:HEADER_BYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def pack_into(self, message: Tensor) -> None:
+        """Write the header to the first bytes of ``message`` (uint8, any device)."""
+        message[:HEADER_BYTES] = self.pack()
 
     @classmethod
     def parse(cls, message: Tensor) -> Self:
@@ -90,7 +92,8 @@ class Header:
             raise FormatError(
                 f"message of {message.numel()} bytes is shorter than a header ({HEADER_BYTES})"
             )
-        fields = _LAYOUT.unpack(message[:HEADER_BYTES].cpu().numpy().tobytes())
+        start = message if message.is_cpu else message[:HEADER_BYTES].cpu()
+        fields = _LAYOUT.unpack_from(start.numpy())
         magic, version, kind, code, flags, width, detail, size, nnz, length = fields
         if magic != _MAGIC:
             raise FormatError(f"not a sparcel message: it begins with {magic!r}, not {_MAGIC!r}")
