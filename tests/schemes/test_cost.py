@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparcel
 from sparcel import simulate
+from sparcel.selectors import SELECTORS
 from tests.collectives.test_traffic import COSTS, evaluate
 from tests.schemes.steps import integers, normal
 
@@ -101,14 +102,21 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-SPARSE_WORK = ["allgather", "recursive_doubling", "split_allgather", "ring", "gtopk", "sparcml"]
+SPARSE_WORK = {
+    **{name: SETTINGS[name] for name in SETTINGS if "bits" not in name},
+    "oktopk": ("oktopk", {}),
+    "oktopk reuse": ("oktopk", {"threshold": "reuse", "threshold_steps": 2}),
+    "scalecom": ("scalecom", {"beta": 0.5}),
+    "momentum": ("gtopk", {"momentum": 0.5, "clip": 1.0}),
+    **{name: ("topk", {"selector": name}) for name in SELECTORS},
+}
 
 
 @pytest.mark.parametrize("setting", SPARSE_WORK)
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_the_steady_state_makes_nothing_as_large_as_the_vector(setting, world):
     """But for the update, where no ``out`` is given. Not even a mask of a byte a coordinate."""
-    size, (name, settings) = 200_000, SETTINGS[setting]
+    size, (name, settings) = 200_000, SPARSE_WORK[setting]
 
     def on_rank(comm):
         scheme = sparcel.scheme(name, **(settings | {"density": 0.002}))
