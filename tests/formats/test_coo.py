@@ -53,6 +53,20 @@ def test_values_travel_bit_for_bit(special):
     assert same_stream(formats.decode(formats.encode(stream)), stream)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("width", [None, 1, 2])
+def test_any_stride_is_encoded(count, width):
+    shape = (count,) if width is None else (count, width)
+    wide = torch.arange(7.0 * 3 * 8).view(7, 3, 8)
+    values = wide[:count, 0, 5] if width is None else wide[:count, :width, 5]
+    indices = torch.arange(20, dtype=torch.int32)[::7][:count]
+    stream = SparseStream.unchecked(indices, values, 40)
+    decoded = formats.decode(formats.encode(stream))
+    assert decoded.values.shape == shape
+    assert torch.equal(decoded.values, values)
+    assert torch.equal(decoded.indices, indices)
+
+
 @given(streams())
 def test_a_message_has_the_length_that_the_documentation_gives(stream):
     columns = 1 if stream.width is None else stream.width

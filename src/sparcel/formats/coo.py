@@ -73,8 +73,10 @@ def decode(message: Tensor, header: Header) -> SparseStream:
 
 def _aligned(part: Tensor) -> list[Tensor]:
     """Return the bytes of a tensor, and those that pad it."""
-    part = part.contiguous()
-    content = (part if part.ndim == 1 else part.view(-1)).view(torch.uint8)
+    flat = part if part.ndim == 1 else part.reshape(-1)
+    if flat.stride(0) != 1:  # a lone entry may have any stride and count as contiguous
+        flat = flat.new_empty(flat.numel()).copy_(flat)
+    content = flat.view(torch.uint8)
     padding = -content.numel() % ALIGNMENT
     return [content, content.new_zeros(padding)] if padding else [content]
 

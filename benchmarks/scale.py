@@ -1,0 +1,140 @@
+"""What each collective costs on simulated clusters of up to a thousand ranks and more.
+
+Every run is a process of its own, so that its peak of memory is its own. Streams hold k random
+coordinates each, drawn by rank. Run it as
+
+    python benchmarks/scale.py --output benchmarks/results/scale.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparcel import SparseStream, simulate
+from sparcel.collectives import ALGORITHMS, gtopk
+from sparcel.comm import Communicator, Network
+from sparcel.ops import SUM
+
+NETWORKS = {
+    "seconds at 1 Gbit/s": Network(latency_s=50e-6, bandwidth=125e6),
+    "seconds at 8 ranks a node": Network(
+        50e-6, 1.25e9, 8, node_latency_s=2e-6, node_bandwidth=2e10
+    ),
+}
+NAMES = (*ALGORITHMS, "gtopk")
+
+
+def draw(rank: int, size: int, count: int) -> SparseStream:
+    """Make a rank's stream of small integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randint(size, (count + count // 20 + 8,), generator=generator)
+    while (indices := indices.unique()).numel() < count:
+        indices = torch.cat((indices, torch.randint(size, (count,), generator=generator)))
+    chosen = indices[torch.randperm(indices.numel(), generator=generator)[:count]].sort().values
+    values = torch.randint(1, 9, (count,), generator=generator).float()
+    return SparseStream(chosen, values, size)
+
+
+def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
+    """Run one collective once, in this process."""
+
+    def on_rank(comm: Communicator) -> tuple[int, float]:
+        stream = draw(comm.rank, size, count)
+        if name == "gtopk":
+            total = gtopk(stream, comm, count).total
+        else:
+            total = ALGORITHMS[name](stream, comm, SUM, count)
+        return total.nnz, float(total.values.double().sum())
+
+    start = time.perf_counter()
+    report = simulate(ranks, on_rank, latency_s=1)
+    wall_s = time.perf_counter() - start
+    if len(set(report.results)) > 1:
+        raise SystemExit(f"{name}: ranks disagree: {set(report.results)}")
+    expected = sum(float(draw(rank, size, count).values.sum()) for rank in range(ranks))
+    if name != "gtopk" and report.results[0][1] != expected:
+        raise SystemExit(f"{name}: the sum is {report.results[0][1]}, not {expected}")
+    return {
+        "algorithm": name,
+        "ranks": ranks,
+        "wall_s": round(wall_s, 2),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "rounds": report.seconds,
+        "messages": max(traffic.messages_sent for traffic in report.traffic),
+        "bytes": max(traffic.volume for traffic in report.traffic),
+        "nnz": report.results[0][0],
+        **{key: round(report.seconds_on(network), 6) for key, network in NETWORKS.items()},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Describe where this runs."""
+    info = Path("/proc/cpuinfo")
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": len(models),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024])
+    parser.add_argument("--size", type=int, default=1_000_000, help="coordinates of the vector")
+    parser.add_argument("--count", type=int, default=10_000, help="coordinates of a rank's stream")
+    parser.add_argument("--algorithms", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--alone", action="store_true", help="one run in this process, as JSON")
+    arguments = parser.parse_args()
+    size, count = arguments.size, arguments.count
+    if arguments.alone:
+        print(json.dumps(measure(arguments.algorithms[0], arguments.ranks[0], size, count)))
+        return
+    print(f"# {json.dumps(machine())}")
+    print(f"# n = {size}, k = {count}; time and memory are the simulation's own")
+    print(f"# {'algorithm':20}{'ranks':>6}{'wall s':>9}{'RSS MB':>8}{'rounds':>8}{'bytes':>12}")
+    rows = []
+    for ranks in arguments.ranks:
+        for name in arguments.algorithms:
+            command = [sys.executable, __file__, "--alone", "--algorithms", name]
+            command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            row = json.loads(answer.stdout)
+            rows.append(row)
+            print(
+                f"  {name:20}{ranks:6}{row['wall_s']:9.2f}{row['peak_rss_mb']:8}"
+                f"{row['rounds']:8.0f}{row['bytes']:12}",
+                flush=True,
+            )
+    if arguments.output:
+        content = {"machine": machine(), "size": size, "count": count, "rows": rows}
+        arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
