@@ -1,12 +1,15 @@
 """Ok-Topk gives the bits of its oracle, which gathers everything, on the simulated cluster."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import gathered_topk, oktopk
+from sparcel.collectives import Estimates, gathered_topk, oktopk, oktopk_reuse
+from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.errors import InputError
 from tests.strategies import (
     FLOATS,
@@ -30,7 +33,7 @@ def indices_of(layout, rank, world, size, count, generator):
         case "identical":
             return (torch.arange(count) * size) // max(count, 1)
         case "disjoint":
-            return torch.arange(rank, size, world)[:count]
+            return torch.arange(size)[rank::world][:count]
         case "in one region":
             area = min(size, max(count, size // (4 * world)))
         case "moving":
@@ -72,8 +75,8 @@ def streams_of(layout, kind, world, size, count, dtype=torch.float32, seed=0):
     return streams
 
 
-def run(streams, k, max_nnz=None):
-    return simulate(len(streams), lambda comm: oktopk(streams[comm.rank], comm, k, max_nnz)).results
+def run(streams, k, max_nnz=None, call=topk_by_regions):
+    return simulate(len(streams), lambda comm: call(streams[comm.rank], comm, k, max_nnz)).results
 
 
 def oracle(streams, k):
@@ -85,7 +88,7 @@ def oracle(streams, k):
 def check(streams, k, max_nnz=None):
     before = [parts_of(stream) for stream in streams]
     expected = oracle(streams, k)
-    for result in run(streams, k, max_nnz):
+    for result in run(streams, k, max_nnz) + run(streams, k, max_nnz, oktopk):
         assert same_stream(result, expected)
     for stream, (indices, values, _, finite) in zip(streams, before, strict=True):
         assert same_bits(stream.indices, indices)
@@ -111,18 +114,19 @@ def test_it_has_the_bits_of_the_oracle(layout, kind, world, size, count, k, dtyp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_it_has_the_bits_of_the_oracle_where_histograms_are_refined(layout, world):
-    for kind in VALUES:
-        for dtype in FLOATS:
-            streams = streams_of(layout, kind, world, 40_000, 9_000, dtype)
-            check(streams, 3000, 9_000)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_it_has_the_bits_of_the_oracle_where_histograms_are_refined(layout, dtype):
+    for world, kind in zip((2, 3, 5, 8, 3, 2), VALUES, strict=True):
+        streams = streams_of(layout, kind, world, 20_000, 5_000, dtype)
+        check(streams, 1_500, 5_000)
 
 
 @given(layouts, st.integers(1, 17), st.integers(0, 70), st.integers(1, 80), floats)
 def test_dense_streams_and_small_integers(layout, world, size, k, dtype):
     case = case_of(layout, world, size, dtype)
-    check(case.streams, k)
+    expected = oracle(case.streams, k)
+    for result in run(case.streams, k, call=oktopk):
+        assert same_stream(result, expected)
 
 
 def test_the_oracle_is_the_topk_of_the_sum():
@@ -196,3 +200,95 @@ def test_integers_and_rows_are_refused(call):
         stream = SparseStream(torch.arange(3), values, 20)
         with pytest.raises(InputError, match="scalar float values"):
             simulate(2, lambda comm: call(stream, comm, 3))  # noqa: B023
+
+
+def reuse(streams, k, estimates, boundaries=False, threshold=False, max_nnz=None):
+    """Return the total and the estimates, the same on all ranks."""
+
+    def on_rank(comm):
+        stream = streams[comm.rank]
+        return oktopk_reuse(stream, comm, k, estimates, boundaries, threshold, max_nnz)
+
+    results = simulate(len(streams), on_rank).results
+    assert all(same_stream(total, results[0][0]) for total, _ in results)
+    assert all(learnt == results[0][1] for _, learnt in results)
+    return results[0]
+
+
+UNKNOWN = Estimates(None, None)
+
+
+@given(
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(VALUES),
+    st.integers(1, 17),
+    st.integers(0, 400),
+    st.integers(0, 60),
+    st.integers(1, 60),
+    floats,
+    st.integers(0, 99),
+)
+def test_with_estimates_it_keeps_the_largest_sums_from_the_threshold_on(
+    layout, kind, world, size, count, k, dtype, seed
+):
+    first = streams_of(layout, kind, world, size, count, dtype, seed)
+    total, estimates = reuse(first, k, UNKNOWN, max_nnz=count)
+    assert same_stream(total, oracle(first, k))  # what is unknown is found exactly
+    bounds = estimates.boundaries
+    assert bounds == sorted(bounds)
+    assert (len(bounds), bounds[0], bounds[-1]) == (world + 1, 0, size)
+
+    later = streams_of(layout, kind, world, size, count, dtype, seed + 1)
+    total, kept = reuse(later, k, estimates, max_nnz=count)
+    assert kept == estimates
+    every = full(oracle(later, size))
+    above = (every.abs() >= estimates.threshold) & (every != 0)
+    assert total.nnz == min(int(above.sum()), -(-4 * k // 3))
+    indices = total.indices.long()
+    assert same_bits(total.values, every[indices])
+    assert bool(above[indices].all())
+    for start, stop in pairwise(bounds):  # of each region the largest
+        won = total.slice(start, stop)
+        assert same_stream(
+            won, SparseStream.unchecked(None, every[start:stop], stop - start).topk(won.nnz)[0]
+        )
+
+
+def test_estimates_are_renewed_when_asked_for_and_where_they_do_not_fit():
+    old = Estimates([0, 1, 2, 100], 1.5)
+    streams = streams_of("uniform", "normal", 3, 100, 30)
+    _, same = reuse(streams, 10, old)
+    assert same == old
+    _, edges = reuse(streams, 10, old, boundaries=True)
+    assert edges.boundaries != old.boundaries
+    assert edges.threshold == 1.5
+    total, limit = reuse(streams, 10, old, threshold=True)
+    assert limit.boundaries == old.boundaries
+    assert limit.threshold == float(total.values.abs().min())
+    for unfit in ([0, 1, 100], [0, 1, 2, 99]):
+        _, fitting = reuse(streams, 10, Estimates(unfit, 1.5))
+        assert fitting == edges
+
+
+def test_boundaries_are_averaged_in_integers():
+    size = 2**40 + 3
+    streams = [
+        SparseStream(size - 40 + torch.arange(8) + rank, torch.ones(8), size) for rank in (0, 1)
+    ]
+    _, estimates = reuse(streams, 4, UNKNOWN)
+    assert estimates.boundaries == [0, size - 36, size]  # of size − 36 and size − 35, rounded down
+
+
+def test_estimates_stay_where_the_sum_is_not_finite():
+    old = Estimates([0, 50, 80, 100], 1.5)
+    for renew in (False, True):
+        for poison in ("flag", float("nan"), float("inf")):
+            streams = streams_of("uniform", "normal", 3, 100, 30)
+            if poison == "flag":
+                streams[1].finite = False
+            else:
+                streams[1].values[3] = poison
+            total, estimates = reuse(streams, 10, old, renew, renew)
+            assert not total.finite
+            assert total.nnz == 0
+            assert estimates == old

@@ -35,6 +35,11 @@ def sum_counts(
     return total.to_dense().to("cpu", torch.int64), total.finite
 
 
+def counting_bytes(counts: int, ranks: int) -> int:
+    """Return about how many bytes a rank sends in `sum_counts` of that many."""
+    return 4 * counts * ((ranks - 1).bit_length() if ranks <= _FEW_RANKS else 2)
+
+
 def gather_numbers(
     numbers: Tensor, comm: Communicator, at_most: int, finite: bool = True
 ) -> tuple[list[Tensor], bool]:

@@ -42,7 +42,7 @@ def balanced_boundaries(
     assert stream.indices is not None, "the caller made it sparse"
     indices, size, ranks = stream.indices, stream.size, comm.size
     tolerance = max(ranks, TOLERANCE)
-    counters = max(1024, 4 * ranks)
+    counters = counters_for(ranks)
     limit = ranks * (size if max_nnz is None else max_nnz)
 
     def count_below(edges: Tensor) -> tuple[Tensor, bool]:
@@ -66,6 +66,11 @@ def balanced_boundaries(
         below = torch.cat((below, count_below(new)[0]))[order]
     after = 2 * (due - below[cell]) > below.diff()[cell]  # the nearer of the two edges
     return [0, *edges[cell + after.long()].tolist(), size], finite
+
+
+def counters_for(ranks: int) -> int:
+    """Return how many edges are counted at a time: several for every boundary."""
+    return max(1024, 4 * ranks)
 
 
 def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:

@@ -64,16 +64,18 @@ def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
     return GlobalTopk(total, reduce(dropped))
 
 
-def gathered_topk(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
+def gathered_topk(
+    stream: SparseStream, comm: Communicator, k: int, max_nnz: int | None = None
+) -> SparseStream:
     """Gather every rank's stream, sum in the order of the ranks, and keep the k largest.
 
     The result is the exact global top-k, which `oktopk` finds without gathering; sparse, empty
-    and not ``finite`` where an input or the sum was not.
+    and not ``finite`` where an input or the sum was not. ``max_nnz`` bounds every rank's entries.
 
     Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.
     """
-    total = allgather(stream, comm)
+    total = allgather(stream, comm, max_nnz=max_nnz)
     if not (total.finite and all_finite(total.values)):
         void = stream.empty_like()
         void.finite = False
