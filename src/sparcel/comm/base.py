@@ -72,7 +72,7 @@ class Communicator(ABC):
     device
         Where messages live: the CPU, or the engine's device.
     traffic
-        What this rank sent and received so far.
+        What this rank sent and received so far, parts that were split from this included.
     """
 
     rank: int

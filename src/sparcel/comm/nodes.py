@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sparcel.comm.base import Communicator
 from sparcel.comm.simulated import SimulatedCommunicator
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MismatchError
 
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """Where torchrun, Open MPI, MPICH and Slurm say which of its node's ranks a process is."""
@@ -41,6 +41,8 @@ def grid(comm: Communicator, ranks_per_node: int | None = None) -> Grid:
     ------
     InputError
         When nodes have different numbers of ranks.
+    MismatchError
+        When this rank's node came out otherwise, since others gave another ``ranks_per_node``.
     """
     known: dict[int | None, Grid] = vars(comm).setdefault("_grids", {})
     if ranks_per_node not in known:
@@ -52,7 +54,15 @@ def grid(comm: Communicator, ranks_per_node: int | None = None) -> Grid:
                 " ranks_per_node, or start as many processes on each"
             )
         place = nodes[: comm.rank].count(nodes[comm.rank])
-        known[ranks_per_node] = Grid(comm.split(nodes[comm.rank]), comm.split(place))
+        made = Grid(comm.split(nodes[comm.rank]), comm.split(place))
+        expected = sizes[nodes[comm.rank]], len(sizes)
+        if (made.node.size, made.across.size) != expected:
+            raise MismatchError(
+                f"ranks divide into nodes differently: rank {comm.rank} has {expected[1]} nodes of"
+                f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
+                " ranks_per_node"
+            )
+        known[ranks_per_node] = made
     return known[ranks_per_node]
 
 
@@ -68,9 +78,10 @@ def _nodes(comm: Communicator, ranks_per_node: int | None) -> list[int]:
     counted = [
         rank - max((s for s in starts if s <= rank), default=rank) for rank in range(comm.size)
     ]
-    if starts and local == counted:
+    if any(local) and local == counted:
         return [sum(start <= rank for start in starts) - 1 for rank in range(comm.size)]
-    # No launcher said it for all, or the ranks of nodes are not consecutive.
+    # No launcher said it for all, or the ranks of nodes are not consecutive. Where all are a node's
+    # first they may be children of one process, whose number they inherited.
     hosts = [answer % (1 << _HOST_BITS) for answer in answers]
     return [sorted(set(hosts), key=hosts.index).index(host) for host in hosts]
 

@@ -44,7 +44,9 @@ class TorchCommunicator(Communicator):
     def __init__(self, meeting: Meeting, parent: TorchCommunicator | None = None) -> None:
         self.meeting = meeting
         self.rank, self.size = meeting.rank, len(meeting.members)
-        self.timeout, self.traffic = meeting.timeout, Traffic()
+        self.timeout = meeting.timeout
+        # A part's messages are its rank's messages.
+        self.traffic = Traffic() if parent is None else parent.traffic
         self.closed = False
         self.engine = meeting.engine()
         self.device = self.engine.device

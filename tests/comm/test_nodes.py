@@ -1,0 +1,182 @@
+"""Which ranks form a node: as given, as the launcher's local ranks, or the hostnames, say."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.comm.nodes import grid
+from sparcel.errors import CommunicationError, InputError, MismatchError
+
+Members = tuple[list[int], list[int]]
+
+
+def members(comm: Communicator, ranks_per_node: int | None = None) -> Members:
+    """Return the ranks of this one's node, and those of its place."""
+    ranks = grid(comm, ranks_per_node)
+    return ranks.node.gather_numbers(comm.rank), ranks.across.gather_numbers(comm.rank)
+
+
+def blocks(world: int, per_node: int) -> list[Members]:
+    """Return what `members` should return, by rank, where nodes have consecutive ranks."""
+    return [
+        (
+            [r for r in range(world) if r // per_node == rank // per_node],
+            [r for r in range(world) if r % per_node == rank % per_node],
+        )
+        for rank in range(world)
+    ]
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_given_ranks_form_nodes_whatever_the_topology_is(nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    report = simulate(world, lambda comm: members(comm, per_node), ranks_per_node=world)
+    assert report.results == blocks(world, per_node)
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_a_simulated_cluster_knows_its_nodes(nodes: int, per_node: int) -> None:
+    world = nodes * per_node
+    assert simulate(world, members, ranks_per_node=per_node).results == blocks(world, per_node)
+
+
+def test_parts_of_a_simulated_cluster_keep_its_nodes() -> None:
+    def on_rank(comm: Communicator) -> list[int]:
+        part = comm.split(comm.rank % 2)  # half of each of two nodes of four
+        return grid(part).node.gather_numbers(comm.rank)
+
+    expected = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert simulate(8, on_rank, ranks_per_node=4).results == expected
+
+
+def test_groups_are_made_once_for_a_communicator() -> None:
+    def on_rank(comm: Communicator) -> None:
+        first, before = grid(comm), comm.traffic.messages_sent
+        assert grid(comm) is first
+        assert comm.traffic.messages_sent == before
+        assert grid(comm, 4) is not first
+        assert grid(comm) is first
+
+    simulate(4, on_rank, ranks_per_node=2)
+
+
+def test_fewer_ranks_than_a_node_has_are_one_node() -> None:
+    assert simulate(3, lambda comm: members(comm, 8)).results == blocks(3, 3)
+
+
+@given(st.integers(2, 17), st.integers(2, 17))
+def test_uneven_nodes_are_refused_on_all_ranks(world: int, per_node: int) -> None:
+    assume(world > per_node and world % per_node)
+
+    def on_rank(comm: Communicator) -> str:
+        with pytest.raises(InputError) as refused:
+            grid(comm, per_node)
+        return str(refused.value)
+
+    sizes = [per_node] * (world // per_node) + [world % per_node]
+    for said in simulate(world, on_rank).results:
+        assert said.startswith(f"nodes must have equally many ranks, got {sizes}; give another")
+
+
+@pytest.mark.parametrize("one", [1, 4, 8])
+def test_ranks_that_give_different_numbers_are_told(one: int) -> None:
+    with pytest.raises((MismatchError, CommunicationError, InputError)) as told:
+        simulate(4, lambda comm: members(comm, one if comm.rank == 1 else 2))
+    assert "divide into nodes differently" in str(told.value)
+
+
+# What follows needs processes, each with an environment and a hostname of its own.
+
+VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+Places = Sequence[int | None] | None
+
+
+def found(comm: Communicator, hosts: str, local: Places, variable: str) -> Members | str:
+    """Return a fresh communicator's nodes where the ranks have these hosts and local ranks.
+
+    Where it is refused, return what was said.
+    """
+    part = comm.split(0)
+    given_here = {} if local is None or local[comm.rank] is None else {variable: local[comm.rank]}
+    with (
+        patch.object(socket, "gethostname", lambda: f"host {hosts[comm.rank]}"),
+        patch.dict("os.environ", {name: str(number) for name, number in given_here.items()}),
+    ):
+        try:
+            return members(part)
+        except InputError as refused:
+            return str(refused)
+        finally:
+            part.close()
+
+
+def all_found(
+    comm: Communicator, cases: Sequence[tuple[str, Places]], variable: str = "LOCAL_RANK"
+) -> list[Members | str]:
+    return [found(comm, hosts, local, variable) for hosts, local in cases]
+
+
+PAIRS = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+CYCLIC = [([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])]
+TOGETHER = blocks(4, 4)
+APART = blocks(4, 1)
+
+CASES: dict[str, tuple[str, Places, list[Members]]] = {
+    "hostnames": ("aabb", None, PAIRS),
+    "hostnames of cyclic placement": ("abab", None, CYCLIC),
+    "one host": ("aaaa", None, TOGETHER),
+    "a host each": ("abcd", None, APART),
+    "local ranks": ("aabb", [0, 1, 0, 1], PAIRS),
+    "local ranks of two launchers on one host": ("aaaa", [0, 1, 0, 1], PAIRS),
+    "one launcher, hosts named apart": ("abcd", [0, 1, 2, 3], TOGETHER),
+    "local ranks of cyclic placement": ("abab", [0, 0, 1, 1], CYCLIC),
+    "a launcher that numbers one a node": ("abcd", [0, 0, 0, 0], APART),
+    "a local rank that all inherited": ("aabb", [0, 0, 0, 0], PAIRS),
+    "local ranks that only some have": ("aabb", [0, 1, None, None], PAIRS),
+    "local ranks that do not count": ("aabb", [1, 3, 1, 3], PAIRS),
+}
+
+
+@pytest.mark.processes
+def test_nodes_are_found_as_they_are(run_on) -> None:
+    cases = [(hosts, local) for hosts, local, _ in CASES.values()]
+    by_rank = run_on(4, all_found, cases)
+    for case, (name, (_, _, expected)) in enumerate(CASES.items()):
+        assert [nodes[case] for nodes in by_rank] == expected, name
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("variable", VARIABLES[1:])
+def test_other_launchers_are_understood(run_on, variable: str) -> None:
+    by_rank = run_on(4, all_found, [("aaaa", [0, 1, 0, 1])], variable)
+    assert [nodes[0] for nodes in by_rank] == PAIRS
+
+
+@pytest.mark.processes
+def test_uneven_hosts_are_refused_on_all_ranks(run_on) -> None:
+    for hosts, launched in run_on(4, all_found, [("aaab", None), ("aaaa", [0, 1, 2, 0])]):
+        for said in (hosts, launched):
+            assert "equally many ranks, got [3, 1]; give another ranks_per_node" in said
+
+
+def use_of_groups(comm: Communicator) -> tuple[list[int], int, int]:
+    """Return how many messages and bytes groups sent that the communicator counted."""
+    ranks = grid(comm, 2)
+    before = comm.traffic.messages_sent, comm.traffic.bytes_sent
+    numbers = ranks.node.gather_numbers(comm.rank) + ranks.across.gather_numbers(comm.rank)
+    return numbers, comm.traffic.messages_sent - before[0], comm.traffic.bytes_sent - before[1]
+
+
+@pytest.mark.processes
+def test_groups_count_in_their_ranks_own_traffic(run_on) -> None:
+    by_rank = run_on(4, use_of_groups)
+    assert by_rank == simulate(4, use_of_groups).results
+    assert by_rank == [(node + across, 2, 16) for node, across in PAIRS]
