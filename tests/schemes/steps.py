@@ -101,10 +101,14 @@ def run(make, world, steps, size, gradient=integers, dtype=torch.float32, kept=m
     return [updates for updates, _ in results], [memories for _, memories in results]
 
 
+def ranks_per_node(world):
+    """Return the smallest divisor of ``world`` above 1."""
+    return next((g for g in range(2, world + 1) if world % g == 0), 1)
+
+
 def simulate_nodes(world, on_rank):
-    """Simulate nodes of as many ranks as the smallest divisor of ``world`` above 1 says."""
-    per_node = next((g for g in range(2, world + 1) if world % g == 0), 1)
-    return simulate(world, on_rank, ranks_per_node=per_node)
+    """Simulate nodes of so many ranks."""
+    return simulate(world, on_rank, ranks_per_node=ranks_per_node(world))
 
 
 def copy_of(tensor):

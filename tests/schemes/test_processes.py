@@ -1,26 +1,61 @@
 """The same schemes on real processes over Gloo give the simulated cluster's bits."""
 
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from sparcel import simulate
+import sparcel
+from sparcel.comm import Communicator, TorchCommunicator
 from sparcel.errors import CommunicationError, MismatchError
-from tests.schemes.steps import EXACT, SCHEMES, copy_of, integers, normal, total
+from sparcel.schemes import Hierarchical, OkTopK
+from tests.schemes.steps import (
+    EXACT,
+    SCHEMES,
+    copy_of,
+    integers,
+    normal,
+    owed_by,
+    ranks_per_node,
+    simulate_nodes,
+    total,
+)
 from tests.strategies import same_bits
-from tests.workers import WORLD_SIZES
+from tests.workers import WORLD_SIZES, run_apart
 
 pytestmark = pytest.mark.processes
 schemes = pytest.mark.parametrize("name", SCHEMES)
 
+BETWEEN_NODES = ["hitopk", "torus2d", "gtopk between nodes", "scalecom between nodes"]
+
+SUMMED_BY_THE_ENGINE = ["dense", "torus2d", "warm-up"]
+"""Whose sums are in the engine's own order in some step at least."""
+
+
+@contextmanager
+def launched(comm: Communicator) -> Iterator[None]:
+    """Let a launcher have started as many ranks on each node as the simulated cluster has."""
+    local = comm.rank % ranks_per_node(comm.size)
+    with patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
+        yield
+
 
 def several_steps(comm, name, gradient):
-    """Do three steps, the second of them poisoned; return the updates and the memories."""
+    """Do three steps, the second of them poisoned; return the updates and what is owed."""
     scheme, outcomes = SCHEMES[name](), []
     for step in range(3):
         vector = gradient(comm.rank, step, 700)
         if step == 1 and comm.rank == comm.size - 1:
             vector[99] = float("nan")
-        outcomes += [scheme.step(vector, comm), copy_of(scheme.memory)]
+        with launched(comm):
+            outcomes += [scheme.step(vector, comm), owed_by(scheme)]
     return outcomes
 
 
@@ -29,10 +64,13 @@ def several_steps(comm, name, gradient):
 def test_steps_give_what_the_simulated_cluster_gives(run_on, world_size, name):
     for gradient in (integers, normal):
         by_rank = run_on(world_size, several_steps, name, gradient)
-        simulated = simulate(world_size, lambda comm: several_steps(comm, name, gradient)).results  # noqa: B023
+        simulated = simulate_nodes(
+            world_size,
+            lambda comm: several_steps(comm, name, gradient),  # noqa: B023
+        ).results
         for outcomes, references in zip(by_rank, simulated, strict=True):
             assert all(map(same_bits, outcomes[::2], by_rank[0][::2]))
-            if name == "dense":  # whose order of summation is the engine's
+            if name in SUMMED_BY_THE_ENGINE:
                 torch.testing.assert_close(outcomes, references, equal_nan=True)
             else:
                 assert all(map(same_bits, outcomes, references))
@@ -41,6 +79,26 @@ def test_steps_give_what_the_simulated_cluster_gives(run_on, world_size, name):
             kept = total(outcomes[5] for outcomes in by_rank)
             went_in = total(integers(r, s, 700) for r in range(world_size) for s in (0, 2))
             assert torch.equal(came_out + kept, went_in)
+
+
+def counted(comm, name):
+    """Return the messages and bytes of a step, and of the one before, which makes groups."""
+    scheme, counts = SCHEMES[name](), []
+    for step in range(2):
+        before = vars(comm.traffic).copy()
+        with launched(comm):
+            scheme.step(integers(comm.rank, step, 600), comm)
+        counts.append({kind: count - before[kind] for kind, count in vars(comm.traffic).items()})
+    return counts
+
+
+@pytest.mark.parametrize("name", BETWEEN_NODES)
+def test_all_that_travels_between_nodes_and_inside_them_is_counted(run_on, name):
+    simulated = simulate_nodes(4, lambda comm: counted(comm, name)).results
+    real = run_on(4, counted, name)
+    # The tests before may have made the groups, in the first step only.
+    assert [steps[1] for steps in real] == [steps[1] for steps in simulated]
+    assert all(steps[1]["bytes_sent"] > 0 for steps in real)
 
 
 @pytest.fixture
@@ -54,11 +112,12 @@ def nothing(comm):
     """Do nothing."""
 
 
-def mismatched(comm, name):
-    """Return what each rank met when one had another size, and the memory it was left with."""
+def mismatched(comm, name, longer):
+    """Return what each rank met when some had another size, and the memory it was left with."""
     scheme = SCHEMES[name]()
     try:
-        scheme.step(integers(comm.rank, 0, 300 + (comm.rank == 1)), comm)
+        with launched(comm):
+            scheme.step(integers(comm.rank, 0, 300 + (comm.rank in longer)), comm)
     except (MismatchError, CommunicationError) as error:
         return error, scheme.memory
     return None
@@ -67,7 +126,16 @@ def mismatched(comm, name):
 @pytest.mark.usefixtures("new_world_after")
 @schemes
 def test_gradients_that_differ_in_size_are_named_on_every_rank(run_on, name):
-    for error, memory in run_on(3, mismatched, name):
+    for error, memory in run_on(3, mismatched, name, [1]):
+        assert "sent rank" in str(error) or "bytes" in str(error)
+        assert memory is None
+
+
+@pytest.mark.usefixtures("new_world_after")
+@pytest.mark.parametrize("name", BETWEEN_NODES)
+@pytest.mark.parametrize("longer", [[2], [2, 3]], ids=["a rank", "a node"])
+def test_nodes_whose_gradients_differ_in_size_are_named_on_every_rank(run_on, name, longer):
+    for error, memory in run_on(4, mismatched, name, longer):
         assert "sent rank" in str(error) or "bytes" in str(error)
         assert memory is None
 
@@ -75,22 +143,20 @@ def test_gradients_that_differ_in_size_are_named_on_every_rank(run_on, name):
 def fails_in_its_second_step(comm, name):
     """Return each rank's error, and whether its memory is that of the last step that counted."""
     scheme = SCHEMES[name]()
-    exchange, before = comm.exchange, None
+    exchange, before = TorchCommunicator.exchange, None
 
-    def failing(sends, receives):
+    def failing(part, sends, receives):
         if scheme.steps == 1 and comm.rank == 1:
             raise OSError("the disk is full")
-        return exchange(sends, receives)
+        return exchange(part, sends, receives)
 
-    comm.exchange = failing
-    try:
-        for step in range(2):
-            before = copy_of(scheme.memory)
-            scheme.step(integers(comm.rank, step, 300), comm)
-    except (OSError, CommunicationError) as error:
-        return error, same_bits(scheme.memory, before)
-    finally:
-        comm.exchange = exchange
+    with launched(comm), patch.object(TorchCommunicator, "exchange", failing):
+        try:
+            for step in range(2):
+                before = copy_of(scheme.memory)
+                scheme.step(integers(comm.rank, step, 300), comm)
+        except (OSError, CommunicationError) as error:
+            return error, same_bits(scheme.memory, before)
     return None
 
 
@@ -101,3 +167,55 @@ def test_a_rank_that_fails_in_a_step_fails_it_everywhere_with_memory_as_before(r
     for error, memory_stayed in run_on(4, fails_in_its_second_step, name):
         assert "rank 1 failed" in str(error) or isinstance(error, OSError)
         assert memory_stayed
+
+
+TIMEOUT = 20.0
+
+
+def hitopk():
+    return sparcel.scheme("hitopk", density=0.1)
+
+
+def oktopk_between_nodes():
+    return Hierarchical(OkTopK(0.1))
+
+
+def killed_in_a_step(comm, make, exchanges):
+    """Step until rank 2 dies before it has done so many exchanges of a step.
+
+    Return the error, whether memory is that of the last step that counted, and the seconds that
+    the last step took.
+    """
+    scheme, done = make(), 0
+    exchange = TorchCommunicator.exchange
+
+    def mortal(part, sends, receives):
+        nonlocal done
+        done += scheme.steps == 2
+        if comm.rank == 2 and done == exchanges:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(part, sends, receives)
+
+    with launched(comm), patch.object(TorchCommunicator, "exchange", mortal):
+        while True:
+            before, start = copy_of(scheme.memory), time.monotonic()
+            try:
+                scheme.step(integers(comm.rank, scheme.steps, 300), comm)
+            except CommunicationError as error:
+                seconds = time.monotonic() - start
+                return str(error), same_bits(scheme.memory, before), scheme.steps, seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [hitopk, oktopk_between_nodes])
+@pytest.mark.parametrize("exchanges", [1, 2, 3], ids=["summing", "between nodes", "later"])
+def test_a_rank_that_dies_between_nodes_is_named_on_all(make: Callable[[], None], exchanges: int):
+    outcomes = run_apart(4, killed_in_a_step, make, exchanges, timeout=TIMEOUT)
+    assert outcomes.pop(2).died == -signal.SIGKILL
+    for outcome in outcomes:
+        text, memory_stayed, steps, seconds = outcome.result
+        assert "lost its connection to rank 2" in text
+        assert memory_stayed
+        # Whether the other node was done with the step when the rank died is chance.
+        assert steps in ((2,) if exchanges == 1 else (2, 3))
+        assert seconds < TIMEOUT / 2
