@@ -142,9 +142,11 @@ class Communicator(ABC):
         """Queue ``job`` and return at once."""
 
     def gather_numbers(self, number: int) -> list[int]:
-        """Return the number (64-bit) that each rank gave, by rank."""
-        message = torch.tensor([number]).view(torch.uint8).to(self.device)
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        received = self.exchange(dict.fromkeys(others, message), dict.fromkeys(reversed(others), 8))
-        received[self.rank] = message
-        return [int(received[rank].view(torch.int64)) for rank in range(self.size)]
+        """Return the number (64-bit) that each rank gave, by rank, after ⌈log₂P⌉ rounds."""
+        held = torch.tensor([number], device=self.device)  # those of the ranks from this one on
+        while (distance := held.numel()) < self.size:
+            below, above = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            leaving = held[: self.size - distance].view(torch.uint8)
+            arrived = self.exchange({below: leaving}, {above: leaving.numel()})[above]
+            held = torch.cat((held, arrived.view(torch.int64)))
+        return held.roll(self.rank).tolist()
