@@ -113,7 +113,7 @@ def test_links_between_nodes_carry_the_shards_selection_only():
         assert crossed <= 2 * (between + 48 * nodes) + grid
 
 
-@pytest.mark.parametrize("name", ["topk", "momentum", "gtopk"])
+@pytest.mark.parametrize("name", ["topk", "momentum", "gtopk", "scalecom"])
 @pytest.mark.parametrize("moved", [1, 5])
 def test_memory_finds_its_shard_wherever_it_is_loaded(name, moved):
     """A state of whole vectors is summed over the node, so nothing that was owed is lost."""
@@ -127,6 +127,7 @@ def test_memory_finds_its_shard_wherever_it_is_loaded(name, moved):
         second = first.fresh()
         second.load_state_dict(state)
         assert same_bits(second.memory, state["memory"])
+        assert same_bits(second.owed, owed.roll(moved))
         update = second.step(torch.zeros(203), comm)
         return owed.roll(moved), update, owed_by(second)
 

@@ -77,8 +77,14 @@ class Scheme(ABC):
 
     @property
     def owed(self) -> Tensor | None:
-        """What this rank still owes to the updates: the memory, but where a filter scales it."""
-        return self.memory
+        """What this rank still owes to the updates: the memory, or memory/β where a filter is."""
+        memory = self.memory
+        return memory if memory is None or self.filter == 1 else memory / self.filter
+
+    @property
+    def filter(self) -> float:
+        """The memory's low-pass filter β (ScaleCom) in the next step; 1 is none."""
+        return 1.0
 
     @property
     def remembers(self) -> tuple[str, ...]:

@@ -59,10 +59,9 @@ class Hierarchical(Scheme):
         return self.coordinates().get("memory")
 
     @property
-    def owed(self) -> Tensor | None:
-        """See `Scheme.owed`; here a copy, zero outside the shard that this rank serves."""
-        owed = self.inner.owed
-        return None if owed is None else self._whole(owed)
+    def filter(self) -> float:
+        """See `Scheme.filter`."""
+        return self.inner.filter
 
     @property
     def remembers(self) -> tuple[str, ...]:
@@ -120,9 +119,9 @@ class Hierarchical(Scheme):
             name: part.clone() if isinstance(part, Tensor) else part
             for name, part in present.items()
         }
-        self._size = max(
-            (len(present[name]) for name in self.remembers if name in present), default=0
-        )
+        parts = [present.pop(name) for name in self.remembers if name in present]
+        self._size = max(map(len, parts), default=0)
+        self.inner.load_state_dict(present)
 
     def _check(self, gradient: Tensor) -> None:
         super()._check(gradient)

@@ -41,11 +41,6 @@ class ScaleCom(Sparsifier):
             raise InputError(f"beta must lie in (0, 1], got {self.beta:g}; 1 filters nothing")
         super().__post_init__()
 
-    @property
-    def owed(self) -> Tensor | None:
-        """See `Scheme.owed`: the memory divided by β."""
-        return None if self.memory is None else self.memory / self._memory.beta
-
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
         leader = self.steps % comm.size
         if comm.rank == leader:

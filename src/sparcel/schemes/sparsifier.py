@@ -68,6 +68,11 @@ class Sparsifier(Scheme):
         return self._memory.residual
 
     @property
+    def filter(self) -> float:
+        """See `Scheme.filter`."""
+        return self._memory.beta
+
+    @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
