@@ -22,17 +22,21 @@ from typing import Any
 import torch
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, gtopk
+from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.comm import Communicator, Network
 from sparcel.ops import SUM
 
-NETWORKS = {
-    "seconds at 1 Gbit/s": Network(latency_s=50e-6, bandwidth=125e6),
-    "seconds at 8 ranks a node": Network(
-        50e-6, 1.25e9, 8, node_latency_s=2e-6, node_bandwidth=2e10
-    ),
+# A second of latency and no limit on bandwidth count rounds.
+ROUNDS = Network(latency_s=1)
+ETHERNET = Network(latency_s=50e-6, bandwidth=125e6)
+NODES = Network(
+    latency_s=5e-6, bandwidth=12.5e9, ranks_per_node=8, node_latency_s=1e-6, node_bandwidth=100e9
+)
+SELECTING = {
+    "gtopk": lambda stream, comm, k: gtopk(stream, comm, k).total,
+    "oktopk": lambda stream, comm, k: oktopk(stream, comm, k, k),
 }
-NAMES = (*ALGORITHMS, "gtopk")
+NAMES = (*ALGORITHMS, *SELECTING)
 
 
 def draw(rank: int, size: int, count: int) -> SparseStream:
@@ -51,30 +55,32 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
 
     def on_rank(comm: Communicator) -> tuple[int, float]:
         stream = draw(comm.rank, size, count)
-        if name == "gtopk":
-            total = gtopk(stream, comm, count).total
+        if name in SELECTING:
+            total = SELECTING[name](stream, comm, count)
         else:
             total = ALGORITHMS[name](stream, comm, SUM, count)
         return total.nnz, float(total.values.double().sum())
 
     start = time.perf_counter()
-    report = simulate(ranks, on_rank, latency_s=1)
+    report = simulate(ranks, on_rank, **vars(NODES))
     wall_s = time.perf_counter() - start
     if len(set(report.results)) > 1:
         raise SystemExit(f"{name}: ranks disagree: {set(report.results)}")
     expected = sum(float(draw(rank, size, count).values.sum()) for rank in range(ranks))
-    if name != "gtopk" and report.results[0][1] != expected:
+    if name not in SELECTING and report.results[0][1] != expected:
         raise SystemExit(f"{name}: the sum is {report.results[0][1]}, not {expected}")
     return {
         "algorithm": name,
         "ranks": ranks,
         "wall_s": round(wall_s, 2),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "rounds": report.seconds,
+        "rounds": report.seconds_on(ROUNDS),
         "messages": max(traffic.messages_sent for traffic in report.traffic),
         "bytes": max(traffic.volume for traffic in report.traffic),
+        "bytes_between_nodes": sum(traffic.bytes_sent for traffic in report.between_nodes),
         "nnz": report.results[0][0],
-        **{key: round(report.seconds_on(network), 6) for key, network in NETWORKS.items()},
+        "ethernet_s": round(report.seconds_on(ETHERNET), 6),
+        "nodes_s": round(report.seconds, 6),
     }
 
 
@@ -117,7 +123,10 @@ def main() -> None:
         return
     print(f"# {json.dumps(machine())}")
     print(f"# n = {size}, k = {count}; time and memory are the simulation's own")
-    print(f"# {'algorithm':20}{'ranks':>6}{'wall s':>9}{'RSS MB':>8}{'rounds':>8}{'bytes':>12}")
+    print(
+        f"# {'algorithm':20}{'ranks':>6}{'wall s':>9}{'RSS MB':>8}{'rounds':>8}{'bytes':>12}"
+        f"{'1 Gbit/s':>11}{'8 a node':>11}"
+    )
     rows = []
     for ranks in arguments.ranks:
         for name in arguments.algorithms:
@@ -128,11 +137,14 @@ def main() -> None:
             rows.append(row)
             print(
                 f"  {name:20}{ranks:6}{row['wall_s']:9.2f}{row['peak_rss_mb']:8}"
-                f"{row['rounds']:8.0f}{row['bytes']:12}",
+                f"{row['rounds']:8.0f}{row['bytes']:12}"
+                f"{row['ethernet_s']:9.4f} s{row['nodes_s']:9.4f} s",
                 flush=True,
             )
     if arguments.output:
-        content = {"machine": machine(), "size": size, "count": count, "rows": rows}
+        networks = {"ethernet": vars(ETHERNET), "nodes": vars(NODES)}
+        content = {"machine": machine(), "size": size, "count": count, "networks": networks}
+        content["rows"] = rows
         arguments.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

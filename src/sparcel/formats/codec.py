@@ -52,7 +52,7 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
 
 def decode_all(buffer: Tensor) -> list[Tensor]:
     """Cut a buffer of messages that follow each other into the messages."""
-    messages = []
+    messages: list[Tensor] = []
     while left := buffer.numel():
         length = Header.parse(buffer).length
         if length == left:

@@ -93,7 +93,7 @@ class Header(NamedTuple):
                 f"message of {message.numel()} bytes is shorter than a header ({HEADER_BYTES})"
             )
         start = message if message.is_cpu else message[:HEADER_BYTES].cpu()
-        fields = _LAYOUT.unpack_from(start.numpy())
+        fields = _LAYOUT.unpack_from(start.numpy().data)
         magic, version, kind, code, flags, width, detail, size, nnz, length = fields
         if magic != _MAGIC:
             raise FormatError(f"not a sparcel message: it begins with {magic!r}, not {_MAGIC!r}")
