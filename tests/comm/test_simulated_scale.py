@@ -1,5 +1,7 @@
 """The simulated cluster with many ranks: messages in parts, exact repetition, all collectives."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -129,3 +131,23 @@ def test_every_collective_works_on_hundreds_of_ranks(name):
         assert 0 < torch.tensor(results[0]).count_nonzero() <= 100
     else:
         assert results[0] == exact.tolist()
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
+def test_sums_are_freed_as_ranks_are_done_with_them(name):
+    case, alive = case_of("disjoint", 64, 2000, count=9), weakref.WeakSet()
+    most = 0
+
+    def on_rank(comm):
+        nonlocal most
+        stream = case.streams[comm.rank]
+        if name == "gtopk":
+            total = gtopk(stream, comm, case.max_nnz).total
+        else:
+            total = ALGORITHMS[name](stream, comm, SUM, case.max_nnz)
+        alive.add(total.values)
+        most = max(most, len(alive))
+        return total.nnz
+
+    simulate(64, on_rank)
+    assert most == 1
