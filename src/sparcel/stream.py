@@ -168,11 +168,11 @@ class SparseStream:
                 SparseStream.unchecked(None, self.values[lo:hi], hi - lo, self.finite)
                 for lo, hi in ranges
             ]
-        cuts = torch.searchsorted(self.indices, torch.tensor(boundaries, device=self.device))
-        counts = cuts.diff().tolist()
-        first, last = (cuts[0], cuts[-1]) if counts else (0, 0)
-        indices = self.indices[first:last].split(counts)
-        values = self.values[first:last].split(counts)
+        bounds = torch.tensor(boundaries, device=self.device)
+        cuts = torch.searchsorted(self.indices, bounds).tolist()
+        counts = [last - first for first, last in pairwise(cuts)]
+        indices = self.indices[cuts[0] : cuts[-1]].split(counts)
+        values = self.values[cuts[0] : cuts[-1]].split(counts)
         return [
             SparseStream.unchecked(
                 (part - lo).to(kernels.index_dtype(hi - lo)), stored, hi - lo, self.finite

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, all_reduce, gtopk
+from sparcel.collectives import ALGORITHMS, all_reduce, gathered_topk, gtopk
 from sparcel.collectives.all_gather import all_gather
+from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.errors import CommunicationError, MismatchError
 from tests.strategies import SUM, case_of, dense_reference, full, make_stream
@@ -17,6 +18,8 @@ COLLECTIVES = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "gtopk": lambda stream, comm: gtopk(stream, comm, 6),
+    "gathered_topk": lambda stream, comm: gathered_topk(stream, comm, 6),
+    "oktopk": lambda stream, comm: topk_by_regions(stream, comm, 6),
 }
 
 collectives = pytest.mark.parametrize("name", COLLECTIVES)
@@ -60,14 +63,14 @@ def outcomes(world, culprit, call, function):
 
     def on_rank(comm):
         if comm.rank == culprit:
-            exchange, calls = comm.exchange, iter(range(10**6))
+            exchange, calls = comm.exchange_parts, iter(range(10**6))
 
             def failing(sends, receives):
                 if next(calls) == call:
                     raise DiskError("the disk is full")
                 return exchange(sends, receives)
 
-            comm.exchange = failing
+            comm.exchange_parts = failing
         try:
             return comm.run(lambda: function(comm))
         except Exception as error:

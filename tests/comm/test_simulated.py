@@ -61,13 +61,13 @@ def test_a_run_repeats_exactly(world, seed):
         order = []
 
         def on_rank(comm):
-            exchange = comm.exchange
+            exchange = comm.exchange_parts
 
             def noting(sends, receives):
                 order.append((comm.rank, len(sends), len(receives)))
                 return exchange(sends, receives)
 
-            comm.exchange = noting
+            comm.exchange_parts = noting
             return sparcel.all_reduce(case.streams[comm.rank], group=comm)
 
         report = simulate(world, on_rank, latency_s=1e-3, bandwidth=1e6)
