@@ -26,7 +26,7 @@ LAYOUTS = ("uniform", "identical", "disjoint", "in one region", "moving", "one r
 VALUES = ("normal", "few distinct", "equal", "ternary", "wide", "zeros")
 
 
-def indices_of(layout, rank, world, size, count, generator):
+def indices_of(layout, rank, world, size, count, generator, seed):
     """Lay out a rank's indices in the way that ``layout`` names."""
     area, start = size, 0
     match layout:
@@ -36,6 +36,7 @@ def indices_of(layout, rank, world, size, count, generator):
             return torch.arange(size)[rank::world][:count]
         case "in one region":
             area = min(size, max(count, size // (4 * world)))
+            start = (size - area) * (seed % 4) // 3
         case "moving":
             area = min(size, max(count, size // 4))
             start = rank * (size - area) // world
@@ -69,7 +70,7 @@ def streams_of(layout, kind, world, size, count, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     streams = []
     for rank in range(world):
-        indices = indices_of(layout, rank, world, size, min(count, size), generator)
+        indices = indices_of(layout, rank, world, size, min(count, size), generator, seed)
         values = values_of(kind, indices.numel(), dtype, generator)
         streams.append(SparseStream(indices, values, size))
     return streams

@@ -5,7 +5,17 @@ import torch
 
 import sparcel
 from sparcel import simulate
-from sparcel.collectives import ALGORITHMS, all_reduce, gtopk, quantized_split_allgather
+from sparcel.collectives import (
+    ALGORITHMS,
+    Estimates,
+    all_reduce,
+    gathered_topk,
+    gtopk,
+    oktopk,
+    oktopk_reuse,
+    quantized_split_allgather,
+)
+from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.formats import Qsgd
 from tests.strategies import (
@@ -82,6 +92,10 @@ def run_everything(comm, seed):
         quantized.total,
         selected.total,
         selected.dropped,
+        oktopk(stream, comm, 25),
+        topk_by_regions(stream, comm, 25),
+        oktopk_reuse(stream, comm, 25, Estimates(None, None), True, True)[0],
+        gathered_topk(stream, comm, 25),
         all_reduce(voided, comm, SUM, "split_allgather"),
     ]
 

@@ -49,6 +49,14 @@ COLLECTIVES = {
 }
 
 
+def levels(ranks, size):
+    """Return how many sums the boundaries take, at most."""
+    cell, counters, sums = ceil(size / max(1024, 4 * ranks)), max(1024, 4 * ranks), 1
+    while cell > 1 and ranks > 1:
+        cell, sums = ceil(cell / (counters // (ranks - 1))), sums + 1
+    return sums
+
+
 def evaluate(expression, ranks, size, count, value_bytes, bits=4):
     """Compute a cost; the names are those of the page's table of symbols."""
 
@@ -62,6 +70,7 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         return 40 + up(value_bytes * n)
 
     powers = 1 << (ranks.bit_length() - 1)
+    adding = "recursive_doubling" if ranks <= 16 else "halving_doubling"
     names = {
         "P": ranks,
         "Q": powers,
@@ -78,6 +87,12 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "most": lambda k, n: min(sparse(k), dense(n) + 8),
         "shared": lambda t: 2 ** (t - 1) + ceil((ranks - powers) * 2 ** (t - 1) / powers),
         "ceil": ceil,
+        "max": max,
+        "C": max(1024, 4 * ranks),
+        "h": ceil((8 * value_bytes - 12) / 10),
+        "levels": levels(ranks, size),
+        "counting": (1 + (ranks > 16)) * (powers.bit_length() - 1) + (ranks > powers),
+        "counts": lambda m: evaluate(COSTS[adding]["bytes, at most"], ranks, m, m, 4),
         "total": lambda f, a, b: sum(map(f, range(a, b))),
         "log2": lambda number: number.bit_length() - 1,
         "min": min,

@@ -40,9 +40,8 @@ def oktopk(
     SparseStream
         Sparse, the same on all ranks; empty and not ``finite`` where an input or a sum was not.
 
-    Where gathering every stream takes no more bytes, as among up to three ranks or for little
-    data, `gathered_topk` does it in fewer rounds and with the same bits; `topk_by_regions`
-    elsewhere.
+    Where gathering every stream takes no more bytes, as between two ranks or for little data,
+    `gathered_topk` does it, in fewer rounds and with the same bits; elsewhere `topk_by_regions`.
     Source: Ok-Topk, Algorithm 1. Boundaries and threshold are exact, and renewed in every call.
     """
     own = _sparse(stream)
@@ -71,13 +70,16 @@ def topk_by_regions(
 
 
 def _gathering_is_cheaper(like: SparseStream, ranks: int, k: int, max_nnz: int | None) -> bool:
-    """Compare bounds that all ranks know alike; no message without a header, and one sum."""
+    """Compare what all ranks know alike: all streams, and the least that regions take.
+
+    The least is 4k(P−1)/P words where nothing is balanced, the headers, and a sum for boundaries.
+    """
     entries = like.size if max_nnz is None else min(max_nnz, like.size)
     entry_bytes = like.dtype.itemsize + kernels.index_dtype(like.size).itemsize
-    splitting = entries * entry_bytes + counting_bytes(counters_for(ranks), ranks)
-    sharing = 2 * min(k, like.size) * entry_bytes * (ranks - 1) // ranks
+    words = (entries + min(k, like.size)) * entry_bytes * (ranks - 1) // ranks
     headers = 3 * HEADER_BYTES * (ranks - 1)
-    return (ranks - 1) * stream_bytes(like, max_nnz) <= splitting + sharing + headers
+    counts = counting_bytes(counters_for(ranks), ranks)
+    return (ranks - 1) * stream_bytes(like, max_nnz) <= words + headers + counts
 
 
 @dataclass(frozen=True)
