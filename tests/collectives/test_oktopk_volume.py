@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.collectives import gathered_topk, oktopk
-from sparcel.collectives._blocks import Pieces
+from sparcel.collectives._blocks import (
+    Pieces,
+    direct_bytes,
+    evened_bytes,
+    gather_direct,
+    gather_evened,
+    placed,
+)
 from sparcel.collectives._regions import balanced_boundaries
 from sparcel.collectives.oktopk import topk_by_regions
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
 from tests.collectives.test_traffic import evaluate, table
-from tests.strategies import floats
+from tests.strategies import floats, same_stream
 
 PARTS = table(["part of `oktopk`", "messages", "bytes, at most"])
 STEPS = 4
@@ -156,3 +163,26 @@ def test_pieces_even_out_what_ranks_hold(counts):
             for entry in range(start, stop)
         ]
         assert due == list(range(rank * total // ranks, (rank + 1) * total // ranks))
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=17), floats, st.integers(0, 60))
+def test_what_balancing_saves_is_known_beforehand(counts, dtype, room):
+    """Both ways bring the same winners, for the bytes that were computed."""
+    boundaries = [0]
+    for count in counts:
+        boundaries.append(boundaries[-1] + count + room)
+    blocks = [
+        streams_of("uniform", "equal", 1, count + room, count, dtype, seed=room)[0]
+        for count in counts
+    ]
+    wholes = [
+        placed(block, start, boundaries[-1])
+        for block, start in zip(blocks, boundaries[:-1], strict=True)
+    ]
+    held, ranks = torch.tensor(counts), len(counts)
+    direct = simulate(ranks, lambda comm: gather_direct(blocks[comm.rank], boundaries, comm))
+    evened = simulate(ranks, lambda comm: gather_evened(wholes[comm.rank], held, comm))
+    for result in direct.results + evened.results:
+        assert same_stream(result, direct.results[0])
+    volumes = [max(traffic.volume for traffic in run.traffic) for run in (direct, evened)]
+    assert volumes == [direct_bytes(held, boundaries, dtype), evened_bytes(held, wholes[0])]

@@ -115,17 +115,14 @@ def _at_most(nnz: int, like: SparseStream) -> int:
     return coo.message_bytes(nnz, like.size, like.dtype, None)
 
 
-def evening_pays(counts: Tensor, sizes: Tensor, like: SparseStream) -> bool:
-    """Tell whether `gather_evened` costs the worst rank fewer bytes than `gather_direct`.
+def direct_bytes(counts: Tensor, boundaries: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the worst rank's volume in `gather_direct` of ``counts`` entries a rank, ``[P]``."""
+    sizes = torch.tensor(boundaries).diff()
+    return int(torch.maximum(*_gathering_bytes(_compact_bytes(counts, sizes, dtype))).max())
 
-    Parameters
-    ----------
-    counts, sizes
-        int64 ``[P]``: each rank's entries, and the coordinates of its region.
-    like
-        A stream of the whole vector's size and of the values' dtype.
-    """
-    direct = _gathering_bytes(_compact_bytes(counts, sizes, like.dtype))
+
+def evened_bytes(counts: Tensor, like: SparseStream) -> int:
+    """Return the worst rank's volume in `gather_evened`, for a vector like ``like``."""
     pieces = Pieces.evening(counts)
     lengths = pieces.stop - pieces.start
     shares = torch.zeros_like(counts).index_add(0, pieces.target, lengths)
@@ -133,7 +130,7 @@ def evening_pays(counts: Tensor, sizes: Tensor, like: SparseStream) -> bool:
     sent, received = _gathering_bytes(_sparse_bytes(shares, like))
     sent = sent.index_add(0, pieces.owner, moved)
     received = received.index_add(0, pieces.target, moved)
-    return int(torch.maximum(sent, received).max()) < int(torch.maximum(*direct).max())
+    return int(torch.maximum(sent, received).max())
 
 
 def _gathering_bytes(blocks: Tensor) -> tuple[Tensor, Tensor]:

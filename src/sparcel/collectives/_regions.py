@@ -41,7 +41,6 @@ def balanced_boundaries(
     """
     assert stream.indices is not None, "the caller made it sparse"
     indices, size, ranks = stream.indices, stream.size, comm.size
-    tolerance = max(ranks, TOLERANCE)
     counters = counters_for(ranks)
     limit = ranks * (size if max_nnz is None else max_nnz)
 
@@ -49,23 +48,33 @@ def balanced_boundaries(
         local = torch.searchsorted(indices, edges.to(indices))
         return sum_counts(local, comm, limit, stream.finite)
 
-    edges = _subdivide(torch.tensor([0]), torch.tensor([size]), counters)
-    edges = torch.cat((edges, torch.tensor([size])))
+    start, stop = torch.tensor([0]), torch.tensor([size])
+    edges = torch.cat((_subdivide(start, stop, counters), stop))
     below, finite = count_below(edges)
-    edges, below = (torch.cat((torch.tensor([0]), known)) for known in (edges, below))
+    edges, below = torch.cat((start, edges)), torch.cat((start, below))
     due = torch.arange(1, ranks) * below[-1] // ranks
-    while True:
-        # The last cell that begins with no more entries below it than are due.
-        cell = (torch.searchsorted(below, due, right=True) - 1).clamp(max=edges.numel() - 2)
-        crowded = (below.diff()[cell] > tolerance).nonzero().squeeze(1)
-        if not finite or not crowded.numel():
-            break
-        crowded = cell[crowded].unique()
+    while finite and (crowded := _crowded(below, due, max(ranks, TOLERANCE))).numel():
         new = _subdivide(edges[crowded], edges[crowded + 1], counters // crowded.numel())
         edges, order = torch.cat((edges, new)).sort()
         below = torch.cat((below, count_below(new)[0]))[order]
-    after = 2 * (due - below[cell]) > below.diff()[cell]  # the nearer of the two edges
-    return [0, *edges[cell + after.long()].tolist(), size], finite
+    cell = _cells(below, due)
+    nearer = cell + (2 * (due - below[cell]) > below.diff()[cell]).long()
+    return [0, *edges[nearer].tolist(), size], finite
+
+
+def _cells(below: Tensor, due: Tensor) -> Tensor:
+    """Return the last cell with no more entries below it than are due, for each boundary.
+
+    Cell j is between edges j and j + 1, with ``below[j]`` entries below it.
+    """
+    cells = torch.searchsorted(below, due, right=True) - 1
+    return cells.clamp(max=below.numel() - 2)
+
+
+def _crowded(below: Tensor, due: Tensor, tolerance: int) -> Tensor:
+    """Return those of the boundaries' cells that hold more entries than ``tolerance``."""
+    cells: Tensor = _cells(below, due).unique()
+    return cells[below.diff()[cells] > tolerance]
 
 
 def counters_for(ranks: int) -> int:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import all_finite
-from sparcel.collectives._blocks import evening_pays, gather_direct, gather_evened, placed
+from sparcel.collectives._blocks import (
+    direct_bytes,
+    evened_bytes,
+    gather_direct,
+    gather_evened,
+    placed,
+)
 from sparcel.collectives._counts import counting_bytes, gather_numbers
 from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives._regions import average_boundaries, balanced_boundaries, counters_for
@@ -65,7 +71,8 @@ def topk_by_regions(
     winners = global_topk(region.values, comm, k, own.size, region.finite)
     if not winners.finite:
         return _void(own)
-    evened = evening_pays(winners.counts, torch.tensor(boundaries).diff(), own)
+    direct = direct_bytes(winners.counts, boundaries, own.dtype)
+    evened = evened_bytes(winners.counts, own) < direct
     return _gather(region, winners.counts, boundaries, comm, evened)
 
 
