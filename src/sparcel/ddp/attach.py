@@ -93,7 +93,7 @@ def attach(
     }
     # A dense scheme serves small tensors as well as large ones, and has nothing to remember.
     sparse = bool(template.remembers)
-    given = own_densities(densities or {}, trained) if sparse else {}
+    given = own_densities(densities or {}, trained)
     small = {
         name
         for name, p in trained.items()

@@ -77,15 +77,19 @@ class Residuals:
         if name not in self._vectors:
             return self._loaded.get(name, {})
         vector, piece = self._vectors[name]
-        return {
-            kind: part[piece.start : piece.stop]
-            for kind, part in vector.scheme.coordinates().items()
-        }
+        return vector.scheme.coordinates_in(piece.start, piece.stop)
 
     def load(self, residuals: dict[str, dict[str, Tensor]], steps: int) -> None:
-        """Forget everything, and go on from these residuals by parameter name."""
+        """Forget everything, and go on from these residuals by parameter name.
+
+        What the scheme does not remember, such as a velocity where there is no momentum any more,
+        is passed over.
+        """
         self._vectors.clear()
-        self._loaded = residuals
+        self._loaded = {
+            name: {kind: part for kind, part in parts.items() if kind in self.kinds}
+            for name, parts in residuals.items()
+        }
         self.steps = steps
 
     def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> dict[str, Tensor]:

@@ -171,6 +171,10 @@ class Scheme(ABC):
         """Return what is remembered of every coordinate, by name, ``[size]`` each; not copies."""
         return {}
 
+    def coordinates_in(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return what is remembered of the coordinates ``[start, stop)``, by name."""
+        return {name: part[start:stop] for name, part in self.coordinates().items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to go on, copies: the residual, the steps done."""
         copies = {name: part.clone() for name, part in self.coordinates().items()}

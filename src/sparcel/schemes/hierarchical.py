@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparcel import formats
@@ -75,7 +74,7 @@ class Hierarchical(Scheme):
         self._size = gradient.numel()
         self._shard = boundaries[ranks.node.rank], boundaries[ranks.node.rank + 1]
         with self.cost.communicating():
-            self._bring_loaded(ranks.node)
+            self._bring_loaded(gradient, ranks.node)
             shard = reduce_scatter(_stream(gradient), ranks.node).to_dense()
         self._prepare_inner(shard)
         total, divisor = self.inner.reduce(shard, ranks.across)
@@ -103,7 +102,14 @@ class Hierarchical(Scheme):
         """See `Scheme.coordinates`; copies, zero outside the shard that this rank serves."""
         if self._loaded is not None:
             return {name: self._loaded[name] for name in self.remembers if name in self._loaded}
-        return {name: self._whole(part) for name, part in self.inner.coordinates().items()}
+        return self.coordinates_in(0, self._size)
+
+    def coordinates_in(self, start: int, stop: int) -> dict[str, Tensor]:
+        """See `Scheme.coordinates_in`; copies, zero outside the shard that this rank serves."""
+        if self._loaded is not None:
+            return super().coordinates_in(start, stop)
+        shards = self.inner.coordinates()
+        return {name: self._placed(shard, start, stop) for name, shard in shards.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
@@ -135,13 +141,15 @@ class Hierarchical(Scheme):
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         self.inner._agree(gradient, comm)
 
-    def _whole(self, part: Tensor) -> Tensor:
-        """Return a vector that is ``part`` in the shard and zero elsewhere."""
-        whole = part.new_zeros(self._size)
-        whole[slice(*self._shard)] = part
-        return whole
+    def _placed(self, shard: Tensor, start: int, stop: int) -> Tensor:
+        """Return the coordinates ``[start, stop)`` of what is the shard, and zero elsewhere."""
+        first, last = self._shard
+        lower, upper = max(first, start), max(first, start, min(last, stop))
+        placed = shard.new_zeros(stop - start)
+        placed[lower - start : upper - start] = shard[lower - first : upper - first]
+        return placed
 
-    def _bring_loaded(self, node: Communicator) -> None:
+    def _bring_loaded(self, gradient: Tensor, node: Communicator) -> None:
         """Give the inner scheme the shard's part of a loaded state, summed over the node."""
         if self._loaded is None:
             return
@@ -149,7 +157,7 @@ class Hierarchical(Scheme):
         for name in self.remembers:
             part = state.get(name)
             if part is None:  # on this rank; others may have something
-                part = torch.zeros(self._size)
+                part = gradient.new_zeros(self._size, dtype=wide_dtype(gradient.dtype))
             state[name] = reduce_scatter(SparseStream.from_dense(part), node).to_dense()
         self.inner.load_state_dict(state)
 
