@@ -110,7 +110,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
     parser.add_argument("--size", type=int, default=1_000_000, help="coordinates of the vector")
     parser.add_argument("--count", type=int, default=10_000, help="coordinates of a rank's stream")
     parser.add_argument("--algorithms", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
