@@ -86,8 +86,9 @@ def observe(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     }
 
 
-def residuals_of(handle: sparcel.ddp.Handle, rank: int) -> dict[str, Tensor]:
-    prefix = f"rank{rank}."
+def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> dict[str, Tensor]:
+    """Return what this rank remembers, by name: residuals, or with ``"velocity"`` those."""
+    prefix = f"{kind}{rank}."
     return {
         key.removeprefix(prefix): owed.double()
         for key, owed in handle.state_dict().items()

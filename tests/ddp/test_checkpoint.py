@@ -25,12 +25,12 @@ Residuals = dict[str, Tensor]
 class Training:
     """A model with momentum whose gradients are no integers, and depend on its weights."""
 
-    def __init__(self, comm: Communicator, scheme: str, **wrap: Any) -> None:
+    def __init__(self, comm: Communicator, method: dict[str, Any], **wrap: Any) -> None:
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Linear(60, 40), nn.LayerNorm(40))
         self.rank = comm.rank
         self.ddp = DistributedDataParallel(layers, **wrap)
-        self.handle = sparcel.attach(self.ddp, scheme, density=0.05)
+        self.handle = sparcel.attach(self.ddp, density=0.05, **method)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
 
     def train(self, steps: range) -> None:
@@ -60,14 +60,14 @@ class Training:
 
 
 def interrupt(
-    comm: Communicator, folder: Path, scheme: str, kind: str, wrap: dict[str, Any]
+    comm: Communicator, folder: Path, method: dict[str, Any], kind: str, wrap: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
     """Return the weights of a training that went through, and of one that was interrupted."""
-    through = Training(comm, scheme, **wrap)
+    through = Training(comm, method, **wrap)
     through.train(range(6))
-    first = Training(comm, scheme, **wrap)
+    first = Training(comm, method, **wrap)
     first.train(range(3))
-    second = Training(comm, scheme, **wrap)
+    second = Training(comm, method, **wrap)
     second.train(range(1))  # the optimizer has its state then, and the checkpoint room for it
     if kind == "dcp":
         dcp.save(first.state(), checkpoint_id=folder)
@@ -89,16 +89,26 @@ def interrupt(
 NEVER_REBUILT = {**MANY_BUCKETS, "find_unused_parameters": True}
 
 
-@pytest.mark.parametrize("scheme", ["topk", "gtopk", "sparcml"])
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"scheme_or_name": name} for name in ("topk", "gtopk", "sparcml", "oktopk")},
+    "scalecom": {"scheme_or_name": "scalecom", "beta": 0.3},
+    "hitopk": {"scheme_or_name": "hitopk", "ranks_per_node": 2},
+    "momentum": {"scheme_or_name": "gtopk", "momentum": 0.9, "clip": 2.0},
+    "warm-up": {"scheme_or_name": "oktopk", "warmup": [0.5, 0.2], "warmup_steps": 2},
+    "random": {"scheme_or_name": "topk", "selector": "randomk"},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", ["dcp", "torch.save"])
 @pytest.mark.parametrize("wrap", [{}, NEVER_REBUILT], ids=["one bucket", "many buckets"])
 def test_interrupted_training_goes_on_bit_by_bit(
-    run_on: Any, tmp_path: Path, scheme: str, kind: str, wrap: dict[str, Any]
+    run_on: Any, tmp_path: Path, name: str, kind: str, wrap: dict[str, Any]
 ) -> None:
-    for through, interrupted in run_on(2, interrupt, tmp_path, scheme, kind, wrap):
+    for through, interrupted in run_on(2, interrupt, tmp_path, METHODS[name], kind, wrap):
         assert through.keys() == interrupted.keys()
-        for name in through:
-            assert torch.equal(through[name], interrupted[name]), name
+        for parameter in through:
+            assert torch.equal(through[parameter], interrupted[parameter]), parameter
 
 
 def owe(comm: Communicator, steps: int, folder: Path, gathered: bool = False) -> Residuals:

@@ -66,7 +66,7 @@ def attach(
         For a model that is not DDP, has a hook already, or uses DDP's ``mixed_precision`` or the
         Python reducer; for a scheme or a setting that does not exist; for a group of other ranks.
     MismatchError
-        When the ranks' schemes, settings, policies or parameters differ.
+        When the ranks' schemes, settings, policies, densities or parameters differ.
 
     Notes
     -----
@@ -191,7 +191,7 @@ def _check_alike(
         raise MismatchError(
             f"ranks {others} attach something else than rank {comm.rank}, which has {template}"
             f" for {len(trained)} parameters, {len(small)} of them small; give every rank the same"
-            " scheme, settings, policy and model, and a scaler to all or to none"
+            " scheme, settings, policy, densities and model, and a scaler to all or to none"
         )
 
 
