@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparcel
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError
-from sparcel.schemes import TopK
+from sparcel.schemes import Hierarchical, OkTopK, Scheme, TopK
 from tests.ddp.models import (
     LARGE,
     MANY_BUCKETS,
@@ -41,11 +41,13 @@ class Broken:
     error: Exception | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
+    velocity_stayed: bool = True
     steps: int = 0
 
 
 def assert_memory_kept(broken: Broken) -> None:
     assert broken.steps == 2
+    assert broken.velocity_stayed
     assert broken.before.keys() == broken.after.keys() == set(LARGE)
     for name in LARGE:
         assert broken.before[name].any()
@@ -67,12 +69,15 @@ def attempt(
         ddp.zero_grad()
         ddp(comm.rank, step).backward()
     broken = Broken(before=residuals_of(handle, comm.rank))
+    velocity = residuals_of(handle, comm.rank, "velocity")
     ddp.module.get_parameter(place).register_hook(lambda gradient: trouble())
     try:
         ddp(comm.rank, 2).backward()
     except Exception as error:
         broken.error = error
     broken.after, broken.steps = residuals_of(handle, comm.rank), handle.stats().steps
+    later = residuals_of(handle, comm.rank, "velocity")
+    broken.velocity_stayed = all(torch.equal(velocity[name], later[name]) for name in velocity)
     return broken
 
 
@@ -92,7 +97,7 @@ def train_with_trouble(
     comm: Communicator,
     trouble: Callable[[], None],
     rank: int,
-    scheme: str = "topk",
+    scheme: str | Scheme = "topk",
     place: str = "second",
 ) -> Broken:
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
@@ -100,12 +105,20 @@ def train_with_trouble(
     return attempt(comm, ddp, handle, trouble if comm.rank == rank else no_trouble, place)
 
 
-@pytest.mark.parametrize("scheme", ["topk", "gtopk"])
-def test_survivors_of_a_killed_rank_raise_and_keep_their_memory(scheme: str) -> None:
-    outcomes = run_apart(3, train_with_trouble, killed, 1, scheme, timeout=30)
-    assert outcomes[1].died == -signal.SIGKILL
-    for rank in (0, 2):
-        broken = outcomes[rank].result
+KILLED = {
+    "topk": (3, "topk"),
+    "gtopk": (3, "gtopk"),
+    "oktopk between nodes": (4, Hierarchical(OkTopK(momentum=0.5), 2)),
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_survivors_of_a_killed_rank_raise_and_keep_their_memory(name: str) -> None:
+    ranks, scheme = KILLED[name]
+    outcomes = run_apart(ranks, train_with_trouble, killed, 1, scheme, timeout=30)
+    assert outcomes.pop(1).died == -signal.SIGKILL
+    for outcome in outcomes:
+        broken = outcome.result
         assert type(broken.error) is CommunicationError
         assert "rank 1" in str(broken.error)
         assert_memory_kept(broken)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel.comm import Communicator
+from sparcel.schemes import GTopK, Hierarchical
 from tests.ddp.models import MANY_BUCKETS, Linear, Poison, observe, residuals_of
 
 pytestmark = pytest.mark.processes
@@ -24,16 +25,16 @@ def train_scaled(
     poison: Poison | None = None,
     poisoned_step: int | None = None,
     growth_interval: int = 2,
-    scheme: str = "topk",
+    **method: Any,
 ) -> dict[str, Any]:
     """Train on the given steps' gradients, with a loss scaled by ``scale`` or not at all."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     scaler = None
     if scale is not None:
         scaler = torch.amp.GradScaler("cpu", scale, growth_interval=growth_interval)
-    handle = sparcel.attach(ddp, scheme, scaler=scaler)
+    handle = sparcel.attach(ddp, **{"scheme_or_name": "topk", **method}, scaler=scaler)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.5)
-    scales, residuals = [], []
+    scales, residuals, velocities = [], [], []
     for step in steps:
         optimizer.zero_grad()
         poisoned = step == poisoned_step and comm.rank == 1
@@ -47,9 +48,15 @@ def train_scaled(
             scaler.update()
             scales.append(scaler.get_scale())
         residuals.append(residuals_of(handle, comm.rank))
+        velocities.append(residuals_of(handle, comm.rank, "velocity"))
     handle.close()
     weights = {name: parameter.detach() for name, parameter in ddp.module.named_parameters()}
-    return {"weights": weights, "scales": scales, "residuals": residuals}
+    return {
+        "weights": weights,
+        "scales": scales,
+        "residuals": residuals,
+        "velocities": velocities,
+    }
 
 
 def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -58,31 +65,48 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(mine[name], theirs[name]), name
 
 
-@pytest.mark.parametrize("scheme", ["topk", "sparcml", "gtopk", "dense"])
-def test_a_scale_that_grows_changes_nothing(run_on: Any, scheme: str) -> None:
-    program = partial(train_scaled, steps=[0, 1, 2, 3, 4], scheme=scheme)
+METHODS: dict[str, dict[str, Any]] = {
+    **{
+        name: {"scheme_or_name": name}
+        for name in ("topk", "sparcml", "gtopk", "oktopk", "scalecom", "hitopk", "dense")
+    },
+    "momentum": {"scheme_or_name": "topk", "momentum": 0.5},
+    "momentum between nodes": {"scheme_or_name": Hierarchical(GTopK(momentum=0.5), 2)},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_scale_that_grows_changes_nothing(run_on: Any, name: str) -> None:
+    program = partial(train_scaled, steps=[0, 1, 2, 3, 4], **METHODS[name])
     plain = run_on(2, partial(program, scale=None))
     scaled = run_on(2, partial(program, scale=1024.0))
     for mine, theirs in zip(scaled, plain, strict=True):
         assert mine["scales"] == [1024.0, 2048.0, 2048.0, 4096.0, 4096.0]
         assert_equal(mine["weights"], theirs["weights"])
-        for residuals, reference in zip(mine["residuals"], theirs["residuals"], strict=True):
-            assert_equal(residuals, reference)
+        for kind in ("residuals", "velocities"):
+            for parts, reference in zip(mine[kind], theirs[kind], strict=True):
+                assert_equal(parts, reference)
+        assert any(mine["velocities"][0]) == ("momentum" in name)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["second", "bias"])
-def test_inf_on_one_rank_skips_the_step_on_all(run_on: Any, name: str, value: float) -> None:
-    without = run_on(2, partial(train_scaled, steps=[0, 1, 3, 4], scale=None))
-    program = partial(train_scaled, growth_interval=100, scale=1024.0)
+@pytest.mark.parametrize("method", ["topk", "momentum", "momentum between nodes"])
+def test_inf_on_one_rank_skips_the_step_on_all(
+    run_on: Any, name: str, value: float, method: str
+) -> None:
+    program = partial(train_scaled, **METHODS[method])
+    without = run_on(2, partial(program, steps=[0, 1, 3, 4], scale=None))
+    program = partial(program, growth_interval=100, scale=1024.0)
     ranks = run_on(
         2, partial(program, steps=[0, 1, 2, 3, 4], poison=(name, value), poisoned_step=2)
     )
     for mine, theirs in zip(ranks, without, strict=True):
         assert mine["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0]
-        assert_equal(mine["residuals"][2], mine["residuals"][1])
         assert_equal(mine["weights"], theirs["weights"])
-        assert_equal(mine["residuals"][-1], theirs["residuals"][-1])
+        for kind in ("residuals", "velocities"):
+            assert_equal(mine[kind][2], mine[kind][1])
+            assert_equal(mine[kind][-1], theirs[kind][-1])
 
 
 def poisoned_updates(comm: Communicator, poison: Poison) -> dict[str, Any]:
