@@ -78,6 +78,11 @@ def refuse(
         (wrapped, "topkk", {}, "scheme must be one of .* did you mean 'topk'"),
         (wrapped, "topk", {"densty": 0.1}, "did you mean 'density'"),
         (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
+        (wrapped, "oktopkk", {}, "did you mean 'oktopk'"),
+        (wrapped, "hitopk", {"ranks_pernode": 2}, "did you mean 'ranks_per_node'"),
+        (wrapped, "hitopk", {"ranks_per_node": 0}, "must be at least 1, got 0"),
+        (wrapped, "topk", {"warmup": [0.1]}, "needs warmup_steps"),
+        (wrapped, "topk", {"momentum": 1}, "momentum must lie in"),
         (wrapped, "topk", {"algorithm": "rings"}, "did you mean 'ring'"),
         (wrapped, sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
         (wrapped, "topk", {"group": "world"}, "group must be a torch.distributed process group"),
@@ -102,6 +107,16 @@ def attach_to_fewer(comm: Communicator) -> str:
 def test_a_group_of_other_ranks_is_refused(run_on: Any) -> None:
     for said in run_on(2, attach_to_fewer):
         assert "wrapped for 2 ranks, group has 1" in said
+
+
+def attach_to_uneven_nodes(comm: Communicator) -> tuple[str, int]:
+    return refuse(comm, wrapped, "hitopk", {"ranks_per_node": 2})
+
+
+def test_uneven_nodes_are_refused_before_the_first_step(run_on: Any) -> None:
+    for said, threads in run_on(3, attach_to_uneven_nodes):
+        assert "nodes must have equally many ranks, got [2, 1]" in said
+        assert threads == 0
 
 
 def attach_differently(comm: Communicator, what: str) -> str:
@@ -198,10 +213,13 @@ def test_models_share_no_memory(run_on: Any) -> None:
                 assert torch.equal(owed[number][name], alone[number][rank][name])
 
 
-def train_after_close(comm: Communicator) -> tuple[str, int]:
+both = pytest.mark.parametrize("scheme", ["topk", "hitopk"])
+
+
+def train_after_close(comm: Communicator, scheme: str) -> tuple[str, int]:
     threads = threading.active_count()
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, "topk")
+    handle = sparcel.attach(ddp, scheme)
     ddp(comm.rank, 0).backward()
     handle.close()
     handle.close()
@@ -210,16 +228,17 @@ def train_after_close(comm: Communicator) -> tuple[str, int]:
     return str(raised.value), threading.active_count() - threads
 
 
-def test_a_closed_handle_leaves_no_thread_and_says_so(run_on: Any) -> None:
-    for said, threads in run_on(2, train_after_close):
+@both
+def test_a_closed_handle_leaves_no_thread_and_says_so(run_on: Any, scheme: str) -> None:
+    for said, threads in run_on(2, train_after_close, scheme):
         assert "the handle was closed" in said
         assert threads <= 0
 
 
-def forget(comm: Communicator) -> list[bool]:
+def forget(comm: Communicator, scheme: str) -> list[bool]:
     threads = set(threading.enumerate())
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, "topk")
+    handle = sparcel.attach(ddp, scheme)
     ddp(comm.rank, 0).backward()
     new = [thread for thread in threading.enumerate() if thread not in threads]
     assert [thread.name for thread in new] == ["sparcel"]
@@ -229,5 +248,6 @@ def forget(comm: Communicator) -> list[bool]:
     return [thread.is_alive() for thread in new]
 
 
-def test_a_model_that_is_forgotten_leaves_no_thread(run_on: Any) -> None:
-    assert run_on(2, forget) == [[False]] * 2
+@both
+def test_a_model_that_is_forgotten_leaves_no_thread(run_on: Any, scheme: str) -> None:
+    assert run_on(2, forget, scheme) == [[False]] * 2

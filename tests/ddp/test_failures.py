@@ -156,7 +156,7 @@ def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
 
     weights = Linear()
     ddp = DistributedDataParallel(weights, **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk")
+    handle = sparcel.attach(ddp, "topk" if isinstance(scheme, Broke) else scheme)
     handle.load_state_dict(state)
     ddp(comm.rank, 2).backward()
     after = residuals_of(handle, comm.rank)
@@ -196,8 +196,8 @@ def test_the_first_step_can_fail_as_well(run_on: Any, wrap: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("trouble", "scheme"),
-    [(raise_error, "topk"), (no_trouble, Broke())],
-    ids=["the backward pass", "a scheme"],
+    [(raise_error, "topk"), (no_trouble, Broke()), (raise_error, Hierarchical(OkTopK(), 2))],
+    ids=["the backward pass", "a scheme", "a node's backward pass"],
 )
 def test_what_broke_off_can_be_taken_up_again(run_on: Any, trouble: Any, scheme: Any) -> None:
     ranks = run_on(2, partial(recover, trouble=trouble, scheme=scheme))
@@ -227,7 +227,7 @@ import sparcel
 
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 model = DistributedDataParallel(torch.nn.Linear(40, 40))
-handle = sparcel.attach(model, "topk")
+handle = sparcel.attach(model, sys.argv[4])
 for _ in range(3):
     model(torch.ones(2, 40)).sum().backward()
 if sys.argv[3] == "close":
@@ -239,14 +239,16 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("how", ["close", "destroy", "leave"])
-def test_processes_end_cleanly(tmp_path: Any, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "scheme"), [("close", "topk"), ("destroy", "hitopk"), ("leave", "hitopk")]
+)
+def test_processes_end_cleanly(tmp_path: Any, how: str, scheme: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     meeting = f"file://{tmp_path / 'meeting'}"
     processes = [
         subprocess.Popen(
-            [sys.executable, script, meeting, str(rank), how],
+            [sys.executable, script, meeting, str(rank), how, scheme],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

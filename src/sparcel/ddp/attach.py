@@ -64,7 +64,8 @@ def attach(
     ------
     InputError
         For a model that is not DDP, has a hook already, or uses DDP's ``mixed_precision`` or the
-        Python reducer; for a scheme or a setting that does not exist; for a group of other ranks.
+        Python reducer; for a scheme or a setting that does not exist; for a group of other ranks;
+        for nodes with different numbers of ranks.
     MismatchError
         When the ranks' schemes, settings, policies, densities or parameters differ.
 
@@ -109,6 +110,7 @@ def attach(
     try:
         _check_ranks(model, comm)
         _check_alike(comm, template, scaler is not None, trained, small, given)
+        comm.run(lambda: template.prepare(comm))
     except Exception:
         if owned is not None:
             owned.close()

@@ -127,6 +127,12 @@ class Scheme(ABC):
         self.commit()
         return update
 
+    def prepare(self, comm: Communicator) -> None:  # noqa: B027
+        """Do, inside a job of ``comm``, what is done once for all steps and all schemes like this.
+
+        Otherwise the first step does it.
+        """
+
     def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
         """Do the step but for `commit`, inside a job of ``comm``.
 

@@ -67,6 +67,11 @@ class Hierarchical(Scheme):
         """See `Scheme.remembers`."""
         return self.inner.remembers
 
+    def prepare(self, comm: Communicator) -> None:
+        """See `Scheme.prepare`: connect the ranks of each node, and those of each shard."""
+        ranks = grid(comm, self.ranks_per_node)
+        self.inner.prepare(ranks.across)
+
     def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
         ranks = grid(comm, self.ranks_per_node)
