@@ -1,0 +1,230 @@
+"""Training on a simulated cluster: one run of one method, and what it measures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparcel
+from sparcel.analysis import xi
+from sparcel.comm import Communicator
+from sparcel.ddp.policy import stays_dense
+from sparcel.demo.data import Dataset, batch_order, load
+from sparcel.schemes import Scheme
+from sparcel.schemes.sparsifier import count_for
+
+PIXELS = 28
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all methods share. ``batch`` is that of all ranks together; lr rises in ``ramp`` steps
+    to ``lr`` and falls linearly to 0."""
+
+    data: str
+    ranks: int = 8
+    batch: int = 256
+    epochs: int = 3
+    lr: float = 0.05
+    ramp: int = 50
+    density: float = 0.01
+    xi_every: int = 20
+
+    def lr_at(self, step: int, steps: int) -> float:
+        return self.lr * min((step + 1) / self.ramp, (steps - step) / max(1, steps - self.ramp))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A scheme with settings. ``sums_k``: its result is to have k coordinates."""
+
+    label: str
+    scheme: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sums_k: bool = False
+
+    def make(self, density: float) -> Scheme:
+        sparse = self.scheme not in ("dense", "torus2d")
+        given = {"density": density} if sparse else {}
+        return sparcel.scheme(self.scheme, **given, **self.settings)
+
+    @property
+    def corrects_momentum(self) -> bool:
+        return self.scheme == "dgc"
+
+    @property
+    def has_xi(self) -> bool:
+        """Whether each rank's memory + gradient is what its selection is made of."""
+        return self.scheme not in ("dense", "torus2d", "hitopk", "dgc")
+
+
+def network() -> nn.Module:
+    """Return a CNN of 206 922 parameters."""
+    layers = (
+        nn.Unflatten(1, (1, PIXELS, PIXELS)),
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * (PIXELS // 4) ** 2, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+class Tally:
+    """Adds up what the steps of all ranks selected and sent."""
+
+    def __init__(self) -> None:
+        self.asked_ratios: list[float] = []
+        self.result_ratios: list[float] = []
+        self.result_densities: list[float] = []
+        self.volumes: list[int] = []
+        self.xis: list[float] = []
+        self._before: list[tuple[int, int, int, int]] = []
+
+    def begin(self, schemes: list[Scheme]) -> None:
+        self._before = [_counts(scheme) for scheme in schemes]
+
+    def end(self, schemes: list[Scheme], volume: int) -> None:
+        self.volumes.append(volume)
+        for scheme, before in zip(schemes, self._before, strict=True):
+            counts = zip(_counts(scheme), before, strict=True)
+            asked, selected, reduced, coordinates = (now - then for now, then in counts)
+            self.result_densities.append(reduced / coordinates)
+            if 0 < asked < coordinates:
+                self.asked_ratios.append(selected / asked)
+                self.result_ratios.append(reduced / asked)
+
+    def summary(self, sums_k: bool) -> dict[str, Any]:
+        return {
+            "result_density": mean(self.result_densities),
+            "selected": deviation(self.asked_ratios),
+            "result": deviation(self.result_ratios) if sums_k else None,
+            "xi_mean": mean(self.xis) if self.xis else None,
+            "xi_largest": max(self.xis, default=None),
+            "bytes_a_step": mean(self.volumes),
+        }
+
+
+def deviation(ratios: list[float]) -> dict[str, float] | None:
+    """Return how far counts are from those asked for, as shares of the latter."""
+    if not ratios:
+        return None
+    return {
+        "over_asked": mean(ratios),
+        "deviation_mean": mean(abs(ratio - 1) for ratio in ratios),
+        "deviation_largest": max(abs(ratio - 1) for ratio in ratios),
+    }
+
+
+def _counts(scheme: Scheme) -> tuple[int, int, int, int]:
+    cost = scheme.cost
+    return cost.asked, cost.selected, cost.reduced, cost.coordinates
+
+
+def train(plan: Plan, method: Method, seed: int) -> dict[str, Any]:
+    """Train once and return the row of results."""
+    torch.set_num_threads(1)
+    start, data = time.perf_counter(), dataset(plan.data)
+    torch.manual_seed(seed)
+    trainer = Trainer(plan, method)
+    steps = plan.epochs * (len(data.y_train) // plan.batch)
+    for step, batch in enumerate(batch_order(len(data.y_train), plan.batch, steps, seed)):
+        trainer.step(data.x_train[batch], data.y_train[batch], step, steps)
+    return {
+        "method": method.label,
+        "scheme": method.scheme,
+        "settings": dict(method.settings),
+        "seed": seed,
+        "steps": steps,
+        "accuracy": trainer.accuracy(data.x_test, data.y_test),
+        **trainer.tally.summary(method.sums_k),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+@cache
+def dataset(path: str) -> Dataset:
+    return load(path)
+
+
+class Trainer:
+    """One model, which stands for those of all ranks: they get the same updates, which is checked.
+
+    Tensors that `sparcel.attach` leaves dense, it leaves dense too.
+    """
+
+    def __init__(self, plan: Plan, method: Method) -> None:
+        self.plan, self.method, self.model = plan, method, network()
+        named = list(self.model.named_parameters())
+        self.small = [parameter for name, parameter in named if stays_dense(name, parameter)]
+        self.large = [parameter for name, parameter in named if not stays_dense(name, parameter)]
+        self.schemes = [method.make(plan.density) for _ in range(plan.ranks)]
+        self.dense = [sparcel.scheme("dense") for _ in range(plan.ranks)]
+        # Where the scheme corrects momentum, the optimiser has none.
+        of_large = 0.0 if method.corrects_momentum else MOMENTUM
+        self.optimizer = torch.optim.SGD(
+            [{"params": self.small}, {"params": self.large, "momentum": of_large}],
+            lr=plan.lr,
+            momentum=MOMENTUM,
+        )
+        self.tally = Tally()
+
+    def step(self, x: Tensor, y: Tensor, step: int, steps: int) -> None:
+        """Let every rank compute on its part of the batch, and all exchange."""
+        parts = zip(x.chunk(self.plan.ranks), y.chunk(self.plan.ranks), strict=True)
+        gradients = [self._gradients(*part) for part in parts]
+        if self.method.has_xi and step % self.plan.xi_every == self.plan.xi_every - 1:
+            self.tally.xis.append(self._xi([large for _, large in gradients]))
+        self.tally.begin(self.schemes)
+        report = sparcel.simulate(self.plan.ranks, partial(self._exchange, gradients))
+        volume = max(max(t.bytes_sent, t.bytes_received) for t in report.traffic)
+        self.tally.end(self.schemes, volume)
+        for updates in report.results[1:]:
+            assert all(map(torch.equal, updates, report.results[0])), "ranks parted"
+        for parameters, update in zip((self.small, self.large), report.results[0], strict=True):
+            unflatten(update, parameters)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.lr_at(step, steps)
+        self.optimizer.step()
+
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
+        with torch.no_grad():
+            predicted = torch.cat([self.model(part).argmax(1) for part in x.split(1000)])
+        return float((predicted == y).double().mean())
+
+    def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one rank's gradient, of small tensors and of the others, ``[size]`` each."""
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        gradients = torch.autograd.grad(loss, [*self.small, *self.large])
+        flat = [gradient.reshape(-1) for gradient in gradients]
+        return torch.cat(flat[: len(self.small)]), torch.cat(flat[len(self.small) :])
+
+    def _exchange(
+        self, gradients: list[tuple[Tensor, Tensor]], comm: Communicator
+    ) -> tuple[Tensor, Tensor]:
+        small, large = gradients[comm.rank]
+        update = self.schemes[comm.rank].step(large, comm)
+        return self.dense[comm.rank].step(small, comm), update
+
+    def _xi(self, gradients: list[Tensor]) -> float:
+        memories = [scheme.memory for scheme in self.schemes]
+        accumulated = [
+            gradient if memory is None else memory + gradient
+            for memory, gradient in zip(memories, gradients, strict=True)
+        ]
+        k = count_for(self.plan.density, gradients[0].numel())
+        return xi(accumulated, gradients, k)
+
+
+def unflatten(vector: Tensor, parameters: list[nn.Parameter]) -> None:
+    """Make the parts of a vector the parameters' gradients."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, vector.split(sizes), strict=True):
+        parameter.grad = part.view(parameter.shape)
