@@ -117,6 +117,37 @@ def test_momentum_is_corrected_as_dgc_writes_it(run_on: Any) -> None:
         assert torch.equal(torch.cat([velocity[name] for name in LARGE]), u)
 
 
+def weights_of(comm: Communicator, corrected: bool) -> Named:
+    """Train with momentum, the optimiser's for all or the scheme's for what it makes sparse."""
+    ddp, momentum = DistributedDataParallel(Linear(), **MANY_BUCKETS), 0.5
+    handle, sparse = None, frozenset[str]()
+    if corrected:
+        handle = sparcel.attach(ddp, "topk", density=1.0, momentum=momentum)
+        sparse = handle.sparse
+    optimizer = torch.optim.SGD(
+        [
+            {"params": parameter, "momentum": 0 if name in sparse else momentum}
+            for name, parameter in ddp.module.named_parameters()
+        ],
+        lr=0.25,
+    )
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(comm.rank, step).backward()
+        optimizer.step()
+    if handle is not None:
+        assert sparse == set(LARGE)
+        handle.close()
+    return {name: parameter.detach() for name, parameter in ddp.module.named_parameters()}
+
+
+def test_momentum_of_all_coordinates_is_the_optimisers(run_on: Any) -> None:
+    plain, corrected = run_on(4, weights_of, False), run_on(4, weights_of, True)
+    for mine, theirs in zip(corrected, plain, strict=True):
+        for name in theirs:
+            assert torch.equal(mine[name], theirs[name]), name
+
+
 DENSITIES = {"second": 0.5, "s*": 0.9, "*ir*": 1, "bias": 0.25}
 """Of which "first" and "third" match only the third pattern, and "second" two."""
 

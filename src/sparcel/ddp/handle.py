@@ -50,6 +50,14 @@ class Handle:
         self._hook, self._residuals, self._remembered = hook, residuals, remembered
         self._cost, self._traffic_before = cost, replace(comm.traffic)
 
+    @property
+    def sparse(self) -> frozenset[str]:
+        """Names of the parameters whose gradients are made sparse.
+
+        Under momentum correction the optimiser's own momentum is for the others alone.
+        """
+        return frozenset(self._remembered)
+
     def stats(self) -> Stats:
         """Return what training cost so far; the counts are this rank's."""
         cost, traffic, before = self._cost, self._comm.traffic, self._traffic_before
@@ -66,7 +74,7 @@ class Handle:
         )
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
-        """Return a copy of this rank's residuals, for `torch.distributed.checkpoint` and others.
+        """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.
 
         Parameters
         ----------
@@ -77,8 +85,10 @@ class Handle:
         Returns
         -------
         dict
-            ``rank{r}.{name}``: what rank r owes to a parameter, float32 or float64, flat, in the
-            order of DDP's bucket; zeros before the first step. ``steps`` and ``world_size``.
+            ``rank{r}.{name}``: the memory that rank r has of a parameter, float32 or float64, flat,
+            in the order of DDP's bucket; zeros before the first step, and outside of the shard
+            that the rank serves in its node. ``velocity{r}.{name}``, under momentum correction,
+            likewise. ``steps`` and ``world_size``.
         """
         saved_by = self._comm.size if saved_by is None else saved_by
         return checkpoint.collect(
@@ -88,8 +98,9 @@ class Handle:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, here or on another number of ranks.
 
-        Rank r takes over the residuals of all old ranks r, r+P, r+2P, …; nothing that was owed is
-        lost. Entries of other ranks are passed over, so that gathered states may be given whole.
+        Rank r takes over what all old ranks r, r+P, r+2P, … remember; nothing that was owed is
+        lost. Entries of other ranks are passed over, so that gathered states may be given whole. A
+        velocity that was not saved begins anew.
 
         Raises
         ------
@@ -101,7 +112,8 @@ class Handle:
         -----
         Training goes on bit by bit as if it had not been interrupted where the buckets are the
         same. A new DDP object lays all out in one bucket for its first step, in which the largest
-        are then selected from other vectors; what is owed stays right.
+        are then selected from other vectors; what is owed stays right. Thresholds and boundaries
+        that were reused (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
         residuals = checkpoint.take_over(state, self._remembered, self._comm.rank, self._comm.size)
         self._residuals.load(residuals, int(state["steps"]))
