@@ -123,3 +123,26 @@ def test_statistics_count_what_travels_in_nodes_and_between(run_on: Any, name: s
     inside = 4 * coordinates // 2  # half of a rank's gradient is for the other rank of its node
     for sent in run_on(4, bytes_in_a_step, name):
         assert inside < sent[3] - sent[2] < (4 if name == "torus2d" else 1.2) * inside
+
+
+IN_EVERY_PASS = ["oktopk", "scalecom", "hitopk", "oktopk between nodes", "warm-up"]
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "static graph": {"wrap": {"static_graph": True}},
+    "accumulated": {"micro_steps": 2},
+    "accumulated in views": {"micro_steps": 2, "wrap": {"gradient_as_bucket_view": True}},
+}
+
+
+def train_in_unusual_passes(comm: Communicator, passes: str) -> list[Trained]:
+    how = {**UNUSUAL[passes], "wrap": {**MANY_BUCKETS, **UNUSUAL[passes].get("wrap", {})}}
+    return [train(comm, **how, **METHODS[name]) for name in IN_EVERY_PASS]
+
+
+@pytest.mark.parametrize("passes", UNUSUAL)
+def test_passes_that_are_not_plain_ones(run_on: Any, passes: str) -> None:
+    count = 4 * UNUSUAL[passes].get("micro_steps", 1)
+    for ranks in zip(*run_on(4, train_in_unusual_passes, passes), strict=True):
+        assert_agreed(list(ranks))
+        assert_conserved(list(ranks), gradient_sums(4, passes=count))

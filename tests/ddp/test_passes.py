@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparcel
 from sparcel.comm import Communicator
-from sparcel.schemes import Dense
+from sparcel.schemes import Dense, Hierarchical, OkTopK, Scheme
 from tests.ddp.models import (
     MANY_BUCKETS,
     Linear,
@@ -141,10 +141,10 @@ def test_reentrant_checkpointing(run_on: Any) -> None:
     assert_conserved(ranks, gradient_sums(2, passes=4))
 
 
-def train_uneven(comm: Communicator, wrap: dict[str, Any]) -> Trained:
+def train_uneven(comm: Communicator, wrap: dict[str, Any], scheme: str | Scheme) -> Trained:
     """Rank 0 has two inputs, the others have four."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
-    handle = sparcel.attach(ddp, "topk")
+    handle = sparcel.attach(ddp, scheme)
     seen = Trained()
     with ddp.join():
         for step in range(2 if comm.rank == 0 else 4):
@@ -159,12 +159,19 @@ def train_uneven(comm: Communicator, wrap: dict[str, Any]) -> Trained:
 
 
 @pytest.mark.parametrize("wrap", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
-def test_ranks_that_run_out_of_data_keep_up(run_on: Any, wrap: dict[str, Any]) -> None:
-    ranks = run_on(3, train_uneven, wrap)
+@pytest.mark.parametrize(
+    ("world_size", "scheme"),
+    [(3, "topk"), (3, "scalecom"), (4, Hierarchical(OkTopK(), 2))],
+    ids=["topk", "scalecom", "oktopk between nodes"],
+)
+def test_ranks_that_run_out_of_data_keep_up(
+    run_on: Any, wrap: dict[str, Any], world_size: int, scheme: str | Scheme
+) -> None:
+    ranks = run_on(world_size, train_uneven, wrap, scheme)
     gradients = {
         name: sum(
             known_gradient(name, parameter, rank, step).double().flatten()
-            for rank in range(3)
+            for rank in range(world_size)
             for step in range(2 if rank == 0 else 4)
         )
         for name, parameter in Linear().named_parameters()
