@@ -38,11 +38,14 @@ def velocity_of(handle: sparcel.ddp.Handle, rank: int) -> Named:
     return residuals_of(handle, rank, "velocity")
 
 
-def train_with_momentum(comm: Communicator, scheme: Any, steps: int = 5, **settings: Any) -> Named:
+def train_with_momentum(
+    comm: Communicator, scheme: Any, unused_by: int | None = None, steps: int = 5, **settings: Any
+) -> Named:
     """Return by name what entered the memory in all steps, less what came out and what is owed.
 
-    Summed over the ranks that is nothing.
+    Summed over the ranks that is nothing. The rank ``unused_by`` does not use "second".
     """
+    unused = ["second"] if comm.rank == unused_by else []
     wrap = {**MANY_BUCKETS, **settings.pop("wrap", {})}
     ddp = DistributedDataParallel(Linear(), **wrap)
     handle = sparcel.attach(ddp, scheme, **settings)
@@ -50,11 +53,12 @@ def train_with_momentum(comm: Communicator, scheme: Any, steps: int = 5, **setti
     for step in range(steps):
         velocity = velocity_of(handle, comm.rank)
         ddp.zero_grad()
-        ddp(comm.rank, step).backward()
+        ddp(comm.rank, step, unused).backward()
         update = observe(ddp)
         for name, parameter in Linear().named_parameters():
             if name in LARGE:
                 gradient = known_gradient(name, parameter, comm.rank, step).double().flatten()
+                gradient *= name not in unused
                 left[name] += 0.5 * velocity[name] + gradient - update[name]
     owed = residuals_of(handle, comm.rank)
     assert any(velocity_of(handle, comm.rank)[name].any() for name in LARGE)
@@ -77,6 +81,14 @@ WITH_MOMENTUM: dict[str, dict[str, Any]] = {
 )
 def test_velocity_follows_its_parameter(run_on: Any, name: str, wrap: dict[str, bool]) -> None:
     ranks = run_on(4, partial(train_with_momentum, wrap=wrap, **WITH_MOMENTUM[name]))
+    for parameter in LARGE:
+        assert not torch.stack([left[parameter] for left in ranks]).sum(0).any()
+
+
+def test_velocity_of_a_parameter_that_one_rank_of_a_node_does_not_use(run_on: Any) -> None:
+    scheme = Hierarchical(OkTopK(momentum=0.5), 2)
+    wrap = {"find_unused_parameters": True}
+    ranks = run_on(4, partial(train_with_momentum, scheme=scheme, unused_by=1, wrap=wrap))
     for parameter in LARGE:
         assert not torch.stack([left[parameter] for left in ranks]).sum(0).any()
 
