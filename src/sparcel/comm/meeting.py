@@ -34,6 +34,9 @@ class Meeting:
         Seconds after which an exchange that hangs raises.
     backend
         ``"gloo"`` or ``"nccl"``.
+    device
+        The GPU that was current where the group was taken over, or the CPU. Parts are split off on
+        another thread, which begins on the first GPU.
     """
 
     store: Store
@@ -41,6 +44,7 @@ class Meeting:
     rank: int
     timeout: float
     backend: str
+    device: torch.device
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
@@ -59,13 +63,17 @@ class Meeting:
         with _meeting(members[group.rank()], members):
             dist.broadcast_object_list(name, group=group, group_src=0)
         backend = _backend(group)
-        engine = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu"))
+        device = torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        engine = group._get_backend(device)
         return cls(
             PrefixStore(f"sparcel/{name[0]}", group.get_group_store()),
             members,
             group.rank(),
             engine.options._timeout.total_seconds(),
             backend,
+            device,
         )
 
     @property
@@ -83,7 +91,7 @@ class Meeting:
         """
         with _meeting(self.name, self.members):
             if self.backend == "nccl":
-                return NcclEngine(self.members, self.rank, self.timeout)
+                return NcclEngine(self.members, self.rank, self.timeout, self.device)
             store = PrefixStore("gloo", self.store)
             return GlooEngine(store, self.members, self.rank, self.timeout)
 

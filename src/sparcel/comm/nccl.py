@@ -29,11 +29,13 @@ class NcclEngine:
         This process's rank.
     timeout
         Seconds until NCCL's watchdog gives up on a transfer.
+    device
+        This process's GPU.
     """
 
-    def __init__(self, members: list[int], rank: int, timeout: float) -> None:
+    def __init__(self, members: list[int], rank: int, timeout: float, device: torch.device) -> None:
         self.names, self.rank, self.waiting = members, rank, False
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         self._group = dist.new_group(
             members,
             timeout=timedelta(seconds=timeout),
