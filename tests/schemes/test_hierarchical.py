@@ -1,5 +1,7 @@
 """Two levels: what travels on which links, whose memory it is, and any scheme between nodes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -29,7 +31,7 @@ inners = pytest.mark.parametrize("make", INNER.values(), ids=INNER)
 
 def shards(size, per_node):
     cuts = [place * size // per_node for place in range(per_node + 1)]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(pairwise(cuts))
 
 
 @inners
