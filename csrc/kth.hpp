@@ -27,7 +27,8 @@ Key kth_of_few(const Key* keys, size_t count, size_t k, Key mask) {
         for (size_t j = 0; j < count; j += 8) {
             for (size_t lane = 0; lane < 8; ++lane) above += magnitudes[j + lane] > magnitudes[i];
         }
-        if (above < k) kth = std::min(kth, magnitudes[i]);
+        const Key rejected = Key{0} - Key(above >= k);  // all ones, so that nothing branches
+        kth = std::min<Key>(kth, magnitudes[i] | rejected);
     }
     return kth;
 }

@@ -6,8 +6,12 @@
 namespace sparcel {
 namespace detail {
 
-// Longer chunks than this are sampled; shorter ones learn their threshold from those before.
+// Longer chunks than this are sampled. Of shorter ones, few are selected in two passes, the second
+// of which finds them in the cache; for many, the threshold is learnt from the chunks before.
 constexpr size_t kSampledChunk = size_t{1} << 16;
+
+// Entries, in whole chunks, whose sums are made before any is selected: so few stay in the cache.
+constexpr size_t kSettled = size_t{1} << 11;
 
 // Chunks that are sampled once their predecessors have misled.
 constexpr int kSampledChunks = 16;
@@ -91,6 +95,62 @@ bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin,
     return repeated;
 }
 
+// Selects from chunk after chunk, and writes what it selects one after another.
+template <class Index, class Storage>
+class ChunkSelector {
+  public:
+    using Key = typename Bits<Storage>::Key;
+
+    Survivors<Storage> survivors;
+    size_t written = 0;
+
+    ChunkSelector(size_t k, Key step, Index* indices, Storage* values)
+        : k_(k), step_(step), follower_(k, step), indices_(indices), values_(values) {}
+
+    // Selects 1 to kFew entries: as fast on any data, but for ties.
+    void select_few(const Storage* x, size_t begin, size_t end) {
+        const auto& readers = kernels().readers<Storage>();
+        if (k_ == 1) {
+            const size_t at = begin + readers.first_largest(x + begin, end - begin);
+            indices_[written] = Index(at);
+            values_[written] = x[at];
+            written += (x[at] & Bits<Storage>::magnitude) > 0;
+            return;
+        }
+        survivors.restart(begin, 1);
+        survivors.reserve(end - begin);
+        Key floor;
+        survivors.count = readers.few_largest(x + begin, end - begin, k_, survivors.tail(), &floor);
+        write(survivors.find_cut_above(floor, k_));
+    }
+
+    // Selects any number. What `first` reads once must be readable from `again` afterwards.
+    template <class Source>
+    void select(const Source& first, const Vector<Storage>& again, size_t begin, size_t end) {
+        const bool sampled = end - begin > kSampledChunk;
+        const Key guess = sampled ? guess_threshold(first, begin, end, k_, 1).threshold
+                                  : follower_.guess(first, begin, end);
+        const bool repeated =
+            scan_chunk(first, again, begin, end, k_, guess, step_, follower_.sampling(), survivors);
+        const size_t survived = survivors.count;
+        const Cut<Key> cut = survivors.find_cut(k_);
+        follower_.learn(survived, end - begin, cut, repeated);
+        write(cut);
+    }
+
+  private:
+    void write(Cut<Key> cut) {
+        const size_t room = std::min(k_, survivors.count);
+        written += survivors.write(cut, indices_ + written, values_ + written, room);
+    }
+
+    size_t k_;
+    Key step_;
+    Follower<Key> follower_;
+    Index* indices_;
+    Storage* values_;
+};
+
 }  // namespace detail
 
 // Selects the min(k, nnz) largest magnitudes of every `chunk` consecutive entries of [0, n).
@@ -103,31 +163,32 @@ Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storag
     const size_t chunks = (n + chunk - 1) / chunk;
     const size_t per_chunk = std::min(k, chunk);
     const size_t tasks = std::min(useful_threads(n, threads), std::max<size_t>(chunks, 1));
+    const bool few = per_chunk > 0 && per_chunk <= kFew && chunk <= detail::kSampledChunk;
+    const size_t together = few ? std::max<size_t>(detail::kSettled / chunk, 1) * chunk : chunk;
     Selection<Index, Storage> result(std::min(n, chunks * per_chunk));
     std::vector<size_t> counts(tasks, 0);
     std::vector<Key> met(tasks, 0);
     parallel(tasks, [&](size_t task) {
-        Survivors<Storage> survivors;
-        detail::Follower<Key> follower(k, step);
         const size_t start = split_point(chunks, task, tasks);
-        Index* indices = result.indices.data() + start * per_chunk;
-        Storage* values = result.values.data() + start * per_chunk;
-        for (size_t c = start; c < split_point(chunks, task + 1, tasks); ++c) {
-            const size_t begin = c * chunk;
-            const size_t end = std::min(n, begin + chunk);
-            const Key guess = chunk > detail::kSampledChunk
-                                  ? detail::guess_threshold(first, begin, end, k, 1).threshold
-                                  : follower.guess(first, begin, end);
-            const bool repeated = detail::scan_chunk(first, again, begin, end, k, guess, step,
-                                                     follower.sampling(), survivors);
-            const size_t survived = survivors.count;
-            auto cut = survivors.find_cut(k);
-            follower.learn(survived, end - begin, cut, repeated);
-            const size_t room = std::min(k, survivors.count);
-            counts[task] +=
-                survivors.write(cut, indices + counts[task], values + counts[task], room);
+        const size_t stop = std::min(n, split_point(chunks, task + 1, tasks) * chunk);
+        detail::ChunkSelector<Index, Storage> selector(per_chunk, step,
+                                                       result.indices.data() + start * per_chunk,
+                                                       result.values.data() + start * per_chunk);
+        for (size_t from = start * chunk; from < stop; from += together) {
+            const size_t to = std::min(stop, from + together);
+            if (!few) {
+                selector.select(first, again, from, to);
+                continue;
+            }
+            first.settle(from, to, selector.survivors);
+            for (size_t begin = from; begin < to; begin += chunk) {
+                const size_t end = std::min(to, begin + chunk);
+                first.fetch(std::min(stop, begin + together), std::min(stop, end + together));
+                selector.select_few(again.x, begin, end);
+            }
         }
-        met[task] = survivors.largest;
+        counts[task] = selector.written;
+        met[task] = selector.survivors.largest;
     });
     // Chunks with fewer than k nonzeros leave gaps between what the tasks wrote.
     for (size_t task = 0; task < tasks; ++task) {

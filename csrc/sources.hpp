@@ -21,15 +21,13 @@ struct Vector {
     // Lets block [i, i + n) pass, n <= kBlock, into the room that the survivors have.
     void pass(size_t i, size_t n, Survivors<Storage>& survivors) const {
         const auto base = uint32_t(i - survivors.begin);
-        survivors.count += compact()(x + i, n, base, survivors.threshold, survivors.tail());
+        const auto compact = kernels().readers<Storage>().compact;
+        survivors.count += compact(x + i, n, base, survivors.threshold, survivors.tail());
     }
 
-  private:
-    static Compact<Storage> compact() {
-        if constexpr (sizeof(Storage) == 2) return kernels().compact16;
-        if constexpr (sizeof(Storage) == 4) return kernels().compact32;
-        if constexpr (sizeof(Storage) == 8) return kernels().compact64;
-    }
+    // There is nothing to do before entries can be read, and one stream needs no help.
+    void settle(size_t, size_t, Survivors<Storage>&) const {}
+    void fetch(size_t, size_t) const {}
 };
 
 template <class Float, class Gradient>
@@ -51,6 +49,24 @@ struct Sum {
         survivors.count +=
             accumulate()(memory + i, addend, scratch + i, n, base, survivors.threshold,
                          survivors.tail(), &survivors.largest, stream);
+    }
+
+    // Calls for what settling [begin, end) will read and write, so that memory works meanwhile.
+    void fetch(size_t begin, size_t end) const {
+        for (size_t i = begin; i < end; i += 64 / sizeof(Float)) {
+            __builtin_prefetch(memory + i);
+            __builtin_prefetch(gradient + i);
+            __builtin_prefetch(scratch + i, 1);
+        }
+    }
+
+    // Writes [begin, end) of the sum, of which nothing is to survive.
+    void settle(size_t begin, size_t end, Survivors<Word>& survivors) const {
+        survivors.restart(begin, Survivors<Word>::mask + 1);
+        for (size_t i = begin; i < end; i += kBlock) {
+            survivors.make_room(0);
+            pass(i, std::min(kBlock, end - i), survivors);
+        }
     }
 
   private:

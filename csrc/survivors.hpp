@@ -86,6 +86,16 @@ class Survivors {
         return cut_of(keys(), count, k, spare_);
     }
 
+    // The same where none is less than `floor`, which a crowd may well equal.
+    Cut<Key> find_cut_above(Key floor, size_t k) {
+        if (count > detail::kCompareAll) {
+            size_t above = 0;
+            for (size_t i = 0; i < count; ++i) above += (keys_[i] & mask) > floor;
+            if (above < k && k < count) return {floor, k - above};
+        }
+        return find_cut(k);
+    }
+
     static Cut<Key> cut_of(const Key* keys, size_t count, size_t k, Buffer<Key>& spare) {
         if (count <= k) return {0, 0};
         const Key kth = kth_magnitude(keys, count, k, mask, spare);

@@ -11,6 +11,12 @@ namespace sparcel {
 // Passes write whole registers: this many entries past the last survivor must be writable.
 constexpr size_t kSlack = 16;
 
+// Groups that a pass tells the maxima of: as many as the widest registers have lanes.
+constexpr size_t kGroups = 16;
+
+// Up to this k, the k-th largest of them is reached by less than twice as many.
+constexpr size_t kFew = 10;
+
 // Where a pass puts the entries that reach its threshold: their bits and their positions.
 template <class Key>
 struct Sink {
@@ -25,6 +31,18 @@ using Compact = size_t (*)(const Storage* x, size_t n, uint32_t base,
                            typename Bits<Storage>::Key threshold,
                            Sink<typename Bits<Storage>::Key> sink);
 
+// The position of the first entry of x[0, n), n > 0, that no other exceeds in magnitude.
+template <class Storage>
+using FirstLargest = size_t (*)(const Storage* x, size_t n);
+
+// Puts the min(k, nnz) largest magnitudes of x[0, n), 1 <= k <= kFew, into the sink, in order, and
+// returns how many. Where that is not settled among kGroups entries, those that reach `floor` > 0
+// are put there instead: more than k, and at most n, for which there must be room.
+template <class Storage>
+using FewLargest = size_t (*)(const Storage* x, size_t n, size_t k,
+                              Sink<typename Bits<Storage>::Key> sink,
+                              typename Bits<Storage>::Key* floor);
+
 // Like Compact over scratch = memory + gradient, which it writes; raises `largest` to the largest
 // magnitude that it met. `stream` asks for stores that bypass the cache.
 template <class Float, class Key>
@@ -37,14 +55,29 @@ using Accumulate = size_t (*)(const Float* memory, const Float* gradient, Float*
 using QuantizeBucket = float (*)(const float* x, size_t n, int bits, uint64_t seed, uint64_t offset,
                                  uint8_t* codes);
 
+// The passes that read a vector as it is stored.
+template <class Storage>
+struct Readers {
+    Compact<Storage> compact;
+    FirstLargest<Storage> first_largest;
+    FewLargest<Storage> few_largest;
+};
+
 struct Kernels {
     const char* name;
-    Compact<uint16_t> compact16;
-    Compact<uint32_t> compact32;
-    Compact<uint64_t> compact64;
+    Readers<uint16_t> of16;
+    Readers<uint32_t> of32;
+    Readers<uint64_t> of64;
     Accumulate<float, uint32_t> accumulate32;
     Accumulate<double, uint64_t> accumulate64;
     QuantizeBucket quantize_bucket;
+
+    template <class Storage>
+    const Readers<Storage>& readers() const {
+        if constexpr (sizeof(Storage) == 2) return of16;
+        if constexpr (sizeof(Storage) == 4) return of32;
+        if constexpr (sizeof(Storage) == 8) return of64;
+    }
 };
 
 extern const Kernels portable_kernels;

@@ -6,9 +6,9 @@ namespace sparcel {
 
 const Kernels avx2_kernels = {
     "avx2",
-    Passes<Vector16>::compact,
-    Passes<Vector32>::compact,
-    Passes<Vector64>::compact,
+    Passes<Vector16>::readers,
+    Passes<Vector32>::readers,
+    Passes<Vector64>::readers,
     FloatPasses<Vector32>::accumulate,
     FloatPasses<Vector64>::accumulate,
     quantize_bucket,

@@ -1,20 +1,28 @@
 // The passes, written once over the vector types that each instruction set provides.
 //
 // A vector type has `lanes`, `load`, `reaching` (a mask of lanes), `any`, `emit` (append the masked
-// lanes to a sink), and for floats `add`, `store`, `stream`, `larger`.
+// lanes to a sink), `larger` and `keep_larger` (running maxima of each lane), and for floats `add`,
+// `store`, `stream`; where it can, `load_first`, which reads less than a whole register.
 #pragma once
+
+#include <cstring>
+#include <type_traits>
 
 #include "kernels.hpp"
 
 namespace sparcel {
 namespace {
 
-// The tail that fills no register goes through one that is padded with zeros: they never survive.
+// The tail that fills no register is padded with zeros: they never survive.
 template <class Vector, class Storage>
 Vector load_partial(const Storage* x, size_t n) {
-    Storage padded[Vector::lanes] = {};
-    for (size_t i = 0; i < n; ++i) padded[i] = x[i];
-    return Vector::load(padded);
+    if constexpr (requires { Vector::load_first(x, n); }) {
+        return Vector::load_first(x, n);
+    } else {
+        Storage padded[Vector::lanes] = {};
+        for (size_t i = 0; i < n; ++i) padded[i] = x[i];
+        return Vector::load(padded);
+    }
 }
 
 template <class Vector>
@@ -42,6 +50,97 @@ struct Passes {
             found += emit_one(v, limit, base + uint32_t(i), sink, found);
         }
         return found;
+    }
+
+    // Every lane remembers where it met its largest, so that nothing branches on the data.
+    static size_t first_largest(const Storage* x, size_t n) {
+        auto most = Vector::broadcast(0), place = Vector::broadcast(0);
+        each_vector(x, n, [&](Vector v, size_t i) {
+            v.keep_larger(most, place, Vector::broadcast(Key(i)));
+        });
+        Key magnitudes[lanes], places[lanes];
+        std::memcpy(magnitudes, &most, sizeof most);
+        std::memcpy(places, &place, sizeof place);
+        const Key largest = Vector::largest_lane(most);
+        Key first = ~Key{0};
+        for (size_t lane = 0; lane < lanes; ++lane) {
+            const Key smaller = Key{0} - Key(magnitudes[lane] != largest);  // all ones, or 0
+            const Key at = (places[lane] + Key(lane)) | smaller;
+            first = at < first ? at : first;
+        }
+        return first;
+    }
+
+    // Entry i belongs to group i % kGroups. The k-th largest of the groups' maxima is reached by k
+    // entries at least, whatever the data, and by few more unless they tie or keep to few groups.
+    static size_t few_largest(const Storage* x, size_t n, size_t k, Sink<Key> sink, Key* floor) {
+        Key most[kGroups], ranks[kGroups];
+        maxima(x, n, most);
+        rank(most, ranks);
+        Key kth = 0;
+        for (size_t i = 0; i < kGroups; ++i) kth |= most[i] & (Key{0} - Key(ranks[i] == k - 1));
+        *floor = kth > 0 ? kth : 1;
+        const size_t found = compact(x, n, 0, *floor, sink);
+        return found > kGroups ? found : keep_largest(found, k, sink);
+    }
+
+    static void maxima(const Storage* x, size_t n, Key (&most)[kGroups]) {
+        typename Vector::Register largest[kGroups / lanes];
+        for (auto& each : largest) each = Vector::broadcast(0);
+        size_t i = 0;
+        for (; i + kGroups <= n; i += kGroups) {
+            for (size_t j = 0; j < kGroups / lanes; ++j) {
+                largest[j] = Vector::load(x + i + j * lanes).larger(largest[j]);
+            }
+        }
+        for (size_t j = 0; i < n; ++j, i += lanes) {
+            const bool whole = i + lanes <= n;
+            const Vector v = whole ? Vector::load(x + i) : load_partial<Vector>(x + i, n - i);
+            largest[j] = v.larger(largest[j]);
+        }
+        std::memcpy(most, largest, sizeof most);
+    }
+
+    // How many come before each: those that are larger, and those that tie and have come earlier.
+    static void rank(const Key (&magnitudes)[kGroups], Key (&ranks)[kGroups]) {
+        using Signed = std::make_signed_t<Key>;
+        using Lanes [[gnu::vector_size(lanes * sizeof(Key))]] = Signed;
+        for (size_t first = 0; first < kGroups; first += lanes) {
+            Lanes own, place, before = {};
+            std::memcpy(&own, magnitudes + first, sizeof own);
+            for (size_t lane = 0; lane < lanes; ++lane) place[lane] = Signed(first + lane);
+            for (size_t other = 0; other < kGroups; ++other) {
+                // What is true of a lane is -1 there: one less is enough to yield to earlier ties.
+                const Lanes earlier = place > Lanes{} + Signed(other);
+                before -= Lanes{} + Signed(magnitudes[other]) > own + earlier;
+            }
+            std::memcpy(ranks + first, &before, sizeof before);
+        }
+    }
+
+    // Cuts the `found` <= kGroups entries of the sink down to the k largest.
+    static size_t keep_largest(size_t found, size_t k, Sink<Key> sink) {
+        Key magnitudes[kGroups], ranks[kGroups];
+        for (size_t i = 0; i < kGroups; ++i) {
+            magnitudes[i] = sink.keys[i] & (i < found ? Bits<Storage>::magnitude : 0);
+        }
+        rank(magnitudes, ranks);
+        size_t kept = 0;
+        for (size_t i = 0; i < found; ++i) {
+            sink.keys[kept] = sink.keys[i];
+            sink.positions[kept] = sink.positions[i];
+            kept += ranks[i] < k;
+        }
+        return kept;
+    }
+
+    static constexpr Readers<Storage> readers = {compact, first_largest, few_largest};
+
+    template <class Visit>
+    static void each_vector(const Storage* x, size_t n, const Visit& visit) {
+        size_t i = 0;
+        for (; i + lanes <= n; i += lanes) visit(Vector::load(x + i), i);
+        if (i < n) visit(load_partial<Vector>(x + i, n - i), i);
     }
 
     template <class Limit>

@@ -77,6 +77,20 @@ struct Avx2Words {
                             _mm256_add_epi32(order, _mm256_set1_epi32(int(base))));
         return size_t(__builtin_popcount(which));
     }
+
+    Register larger(Register most) const { return _mm256_max_epi32(most, magnitude()); }
+    static Key largest_lane(Register most) {
+        alignas(32) Key key[lanes];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(key), most);
+        Key largest = 0;
+        for (Key each : key) largest = each > largest ? each : largest;
+        return largest;
+    }
+    void keep_larger(Register& most, Register& place, Register here) const {
+        const Mask more = _mm256_cmpgt_epi32(magnitude(), most);
+        most = _mm256_blendv_epi8(most, magnitude(), more);
+        place = _mm256_blendv_epi8(place, here, more);
+    }
 };
 
 struct Vector16 : Avx2Words<uint16_t> {
@@ -102,14 +116,6 @@ struct Vector32 : Avx2Words<uint32_t> {
     void store(float* x) const { _mm256_storeu_ps(x, _mm256_castsi256_ps(bits)); }
     void stream(float* x) const { _mm256_stream_ps(x, _mm256_castsi256_ps(bits)); }
     static void fence() { _mm_sfence(); }
-    Register larger(Register most) const { return _mm256_max_epi32(most, magnitude()); }
-    static Key largest_lane(Register most) {
-        alignas(32) Key key[lanes];
-        _mm256_store_si256(reinterpret_cast<__m256i*>(key), most);
-        Key largest = 0;
-        for (Key each : key) largest = each > largest ? each : largest;
-        return largest;
-    }
 };
 
 struct Vector64 {
@@ -157,6 +163,11 @@ struct Vector64 {
     Register larger(Register most) const {
         const Register m = magnitude();
         return _mm256_blendv_epi8(most, m, _mm256_cmpgt_epi64(m, most));
+    }
+    void keep_larger(Register& most, Register& place, Register here) const {
+        const Mask more = _mm256_cmpgt_epi64(magnitude(), most);
+        most = _mm256_blendv_epi8(most, magnitude(), more);
+        place = _mm256_blendv_epi8(place, here, more);
     }
     static Key largest_lane(Register most) {
         alignas(32) Key key[lanes];

@@ -37,6 +37,14 @@ struct Avx512Words {
         _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(mask, position));
         return size_t(__builtin_popcount(mask));
     }
+
+    Register larger(Register most) const { return _mm512_max_epu32(most, magnitude()); }
+    static Key largest_lane(Register most) { return _mm512_reduce_max_epu32(most); }
+    void keep_larger(Register& most, Register& place, Register here) const {
+        const Mask more = _mm512_cmpgt_epu32_mask(magnitude(), most);
+        most = _mm512_mask_mov_epi32(most, more, magnitude());
+        place = _mm512_mask_mov_epi32(place, more, here);
+    }
 };
 
 struct Vector16 : Avx512Words<uint16_t> {
@@ -44,12 +52,18 @@ struct Vector16 : Avx512Words<uint16_t> {
         const auto* address = reinterpret_cast<const __m256i*>(x);
         return {{_mm512_cvtepu16_epi32(_mm256_loadu_si256(address))}};
     }
+    static Vector16 load_first(const uint16_t* x, size_t n) {
+        return {{_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(Mask((1u << n) - 1), x))}};
+    }
 };
 
 struct Vector32 : Avx512Words<uint32_t> {
     using Float = float;
 
     static Vector32 load(const uint32_t* x) { return {{_mm512_loadu_si512(x)}}; }
+    static Vector32 load_first(const uint32_t* x, size_t n) {
+        return {{_mm512_maskz_loadu_epi32(Mask((1u << n) - 1), x)}};
+    }
     static Vector32 load_float(const float* x) { return {{_mm512_loadu_si512(x)}}; }
     static Vector32 add(Vector32 a, Vector32 b) {
         const __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(a.bits), _mm512_castsi512_ps(b.bits));
@@ -58,8 +72,6 @@ struct Vector32 : Avx512Words<uint32_t> {
     void store(float* x) const { _mm512_storeu_si512(x, bits); }
     void stream(float* x) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(x), bits); }
     static void fence() { _mm_sfence(); }
-    Register larger(Register most) const { return _mm512_max_epu32(most, magnitude()); }
-    static Key largest_lane(Register most) { return _mm512_reduce_max_epu32(most); }
 };
 
 struct Vector64 {
@@ -75,6 +87,9 @@ struct Vector64 {
     static Register broadcast(Key key) { return _mm512_set1_epi64(static_cast<long long>(key)); }
     static Register limit(Key threshold) { return broadcast(threshold); }
     static Vector64 load(const uint64_t* x) { return {_mm512_loadu_si512(x)}; }
+    static Vector64 load_first(const uint64_t* x, size_t n) {
+        return {_mm512_maskz_loadu_epi64(Mask((1u << n) - 1), x)};
+    }
     static Vector64 load_float(const double* x) { return {_mm512_loadu_si512(x)}; }
     Register magnitude() const {
         return _mm512_and_si512(bits, broadcast(Bits<Storage>::magnitude));
@@ -100,6 +115,11 @@ struct Vector64 {
     static void fence() { _mm_sfence(); }
     Register larger(Register most) const { return _mm512_max_epu64(most, magnitude()); }
     static Key largest_lane(Register most) { return _mm512_reduce_max_epu64(most); }
+    void keep_larger(Register& most, Register& place, Register here) const {
+        const Mask more = _mm512_cmpgt_epu64_mask(magnitude(), most);
+        most = _mm512_mask_mov_epi64(most, more, magnitude());
+        place = _mm512_mask_mov_epi64(place, more, here);
+    }
 };
 
 }  // namespace

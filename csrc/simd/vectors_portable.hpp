@@ -65,6 +65,11 @@ struct PortableVector {
         const Register m = magnitude();
         return m > most ? m : most;
     }
+    void keep_larger(Register& most, Register& place, Register here) const {
+        const Register m = magnitude();
+        place = m > most ? here : place;
+        most = m > most ? m : most;
+    }
     static Key largest_lane(Register most) {
         SignedKey largest = 0;
         for (size_t lane = 0; lane < lanes; ++lane) {

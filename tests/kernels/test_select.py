@@ -94,7 +94,8 @@ def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> N
     with using(isa, threads):
         for k in (1, 800, 8000):
             assert_same(kernels.topk(x, k), reference.topk(x, k))
-        assert_same(kernels.topk_chunked(x, 5, 512), reference.topk_chunked(x, 5, 512))
+        for k, chunk in ((1, 100), (5, 512), (51, 512)):
+            assert_same(kernels.topk_chunked(x, k, chunk), reference.topk_chunked(x, k, chunk))
         long = 200_001  # chunks that are sampled one by one
         assert_same(kernels.topk_chunked(x, 777, long), reference.topk_chunked(x, 777, long))
         selected = kernels.threshold_select(x, 0.7)
@@ -114,7 +115,21 @@ def test_samples_that_see_too_much_or_too_little(run: int, start: int) -> None:
 def test_tiny_values_after_huge_ones_lower_the_threshold() -> None:
     # The threshold that a chunk hands to the next is wrong by 60 powers of two.
     x = torch.cat([torch.full((512,), 2.0**60), torch.randn(512), torch.full((512,), 2.0**-60)])
-    assert_same(kernels.topk_chunked(x, 7, 512), reference.topk_chunked(x, 7, 512))
+    assert_same(kernels.topk_chunked(x, 20, 512), reference.topk_chunked(x, 20, 512))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("period", [8, 16, 32])
+def test_large_entries_that_share_a_group_of_a_chunk(
+    isa: str, dtype: torch.dtype, period: int
+) -> None:
+    # The groups' maxima tell next to nothing of these: all of a chunk may reach the k-th of them.
+    x = Case("normal", 3001, dtype, seed=3).vector() / 64
+    x[5::period] *= 64
+    with using(isa):
+        for k in (2, 5, 10):
+            assert_same(kernels.topk_chunked(x, k, 300), reference.topk_chunked(x, k, 300))
 
 
 def test_a_vector_that_requires_grad_is_read() -> None:
