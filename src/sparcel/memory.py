@@ -51,8 +51,9 @@ class Memory:
         Source: Deep Gradient Compression (Lin et al. 2018), momentum correction and factor
         masking.
     clip
-        The largest norm of the whole batch's gradient; a rank's own is scaled down to
-        ``clip/√P`` before it enters. Source: the same, local gradient clipping.
+        The largest norm of the average over the ranks; a rank's gradient is scaled down to a norm
+        of ``clip·√P`` before it enters, which is the average's if the ranks' are uncorrelated.
+        Source: the same, local gradient clipping; it has clip/√P for gradients divided by P.
     """
 
     def __init__(self, beta: float = 1.0, momentum: float = 0.0, clip: float | None = None) -> None:
@@ -216,7 +217,7 @@ class Memory:
         entering = self._entering.copy_(gradient)
         if self.clip is not None:
             norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-            limit = self.clip / math.sqrt(ranks)
+            limit = self.clip * math.sqrt(ranks)
             if norm > limit:
                 entering.mul_(limit / norm)
         if self.velocity is not None:

@@ -103,7 +103,7 @@ def test_a_long_gradient_enters_with_its_share_of_the_norm(world, clip, seed):
         scheme = sparcel.scheme("topk", density=0.1, clip=clip)
         gradient = normal(comm.rank, seed, 100)
         update = scheme.step(gradient, comm)
-        factor = min(1.0, clip / world**0.5 / float(gradient.double().norm()))
+        factor = min(1.0, clip * world**0.5 / float(gradient.double().norm()))
         return gradient.double() * factor, update, copy_of(scheme.memory)
 
     results = simulate_nodes(world, on_rank).results
