@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -53,6 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="folder of the four IDX files")
     parser.add_argument("--seeds", type=int, default=3, help="how many, counted from 0")
     parser.add_argument("--epochs", type=int, default=defaults.epochs)
+    parser.add_argument("--warmup-epochs", type=int, default=defaults.warmup_epochs)
     parser.add_argument("--lr", type=float, default=defaults.lr)
     parser.add_argument("--schemes", nargs="+", metavar="NAME", help="rows to run; default: all")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -62,24 +64,26 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = _arguments()
-    plan = Plan(str(arguments.data.resolve()), epochs=arguments.epochs, lr=arguments.lr)
+    plan = Plan(
+        str(arguments.data.resolve()),
+        epochs=arguments.epochs,
+        warmup_epochs=arguments.warmup_epochs,
+        lr=arguments.lr,
+    )
     name = dataset(plan.data).name
     methods = [m for m in METHODS if arguments.schemes is None or m.label in arguments.schemes]
     output = arguments.output
     if output is None and arguments.schemes is None:
         output = Path(__file__).parent / "results" / f"training_{name}.json"
-    console, rows = Console(highlight=False), []
+    console, rows, origin = Console(highlight=False), [], provenance(plan, name)
     for row in runs(plan, methods, range(arguments.seeds), arguments.processes):
         rows.append(row)
         console.print(f"{row['method']}, seed {row['seed']}: {row['accuracy']:.2%}")
-    rows.sort(key=lambda row: ([m.label for m in methods].index(row["method"]), row["seed"]))
-    summaries = [summarise([row for row in rows if row["method"] == m.label]) for m in methods]
-    compare(summaries)
+        summaries = summarise(methods, rows)
+        if output is not None:  # what is there, should the machine not wait for the rest
+            document = {**origin, "summary": summaries, "rows": rows}
+            output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     console.print(table(summaries))
-    if output is not None:
-        document = {**provenance(plan, name), "summary": summaries, "rows": rows}
-        output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"Results: {output}")
 
 
 def runs(
@@ -92,11 +96,22 @@ def runs(
             yield job.result()
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarise(methods: Sequence[Method], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort the rows, and return what each method with rows has over its seeds."""
+    labels = [method.label for method in methods]
+    rows.sort(key=lambda row: (labels.index(row["method"]), row["seed"]))
+    grouped = [list(group) for _, group in groupby(rows, key=lambda row: row["method"])]
+    summaries = [over_all_seeds(group) for group in grouped]
+    compare(summaries)
+    return summaries
+
+
+def over_all_seeds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the means over a method's seeds, the largest of what is a largest, the spread."""
     accuracies = [row["accuracy"] for row in rows]
     return {
         "method": rows[0]["method"],
+        "seeds": len(rows),
         "accuracy": mean(accuracies),
         "accuracy_lowest": min(accuracies),
         "accuracy_highest": max(accuracies),
@@ -119,7 +134,9 @@ def over_seeds(key: str, values: Sequence[Any]) -> Any:
 def compare(summaries: Sequence[dict[str, Any]]) -> None:
     """Add to each summary how it stands to dense training, where that is among them."""
     dense = next((one for one in summaries if one["method"] == "dense"), None)
-    for one in summaries if dense else ():
+    if dense is None:
+        return
+    for one in summaries:
         one["points_above_dense"] = round(100 * (one["accuracy"] - dense["accuracy"]), 6)
         one["bytes_below_dense"] = dense["bytes_a_step"] / one["bytes_a_step"]
 

@@ -33,14 +33,18 @@ def torus2d(ranks_per_node: int | None = None, wire: str | None = None) -> Schem
     return Hierarchical(Dense(wire), ranks_per_node)
 
 
-def mstopk(density: float = 0.01) -> Scheme:
+def mstopk(
+    density: float = 0.01, warmup: Sequence[float] = (), warmup_steps: int | None = None
+) -> Scheme:
     """All-gather of MSTopK's selections. Source: CommLib, Algorithm 1 and section 5.5."""
-    return TopK(density, selector="mstopk", algorithm="allgather")
+    return TopK(density, "mstopk", warmup, warmup_steps, algorithm="allgather")
 
 
-def gaussiank(density: float = 0.01) -> Scheme:
+def gaussiank(
+    density: float = 0.01, warmup: Sequence[float] = (), warmup_steps: int | None = None
+) -> Scheme:
     """All-gather of Gaussian-k's selections. Source: Shi et al. 2019; Ok-Topk, table 1."""
-    return TopK(density, selector="gaussiank", algorithm="allgather")
+    return TopK(density, "gaussiank", warmup, warmup_steps, algorithm="allgather")
 
 
 def dgc(
