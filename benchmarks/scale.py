@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
+from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.collectives.index_broadcast import index_broadcast
 from sparcel.comm import Communicator, Network
 from sparcel.ops import SUM
+from sparcel.schemes import Dense, Hierarchical, Scheme, TopK
 
 # A second of latency and no limit on bandwidth count rounds.
 ROUNDS = Network(latency_s=1)
@@ -32,9 +35,32 @@ ETHERNET = Network(latency_s=50e-6, bandwidth=125e6)
 NODES = Network(
     latency_s=5e-6, bandwidth=12.5e9, ranks_per_node=8, node_latency_s=1e-6, node_bandwidth=100e9
 )
+
+
+def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
+    """Do what a step of ScaleCom sends: rank 0's indices, and everybody's values there."""
+    chosen = index_broadcast(stream, comm, 0, k)
+    ones = SparseStream(None, torch.ones(chosen.nnz), chosen.nnz)
+    sums = halving_doubling(ones, comm)
+    return SparseStream.unchecked(chosen.indices, sums.values, stream.size)
+
+
+def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
+    """Do a step of a scheme between nodes of 8 ranks, or of half the ranks."""
+
+    def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
+        scheme = Hierarchical(inner(k / stream.size), min(8, max(1, comm.size // 2)))
+        return scheme.reduce(stream.to_dense(), comm)[0]
+
+    return step
+
+
 SELECTING = {
     "gtopk": lambda stream, comm, k: gtopk(stream, comm, k).total,
     "oktopk": lambda stream, comm, k: oktopk(stream, comm, k, k),
+    "scalecom": scalecom,
+    "hitopk": two_levels(lambda density: TopK(density, algorithm="allgather")),
+    "torus2d": two_levels(lambda density: Dense()),
 }
 NAMES = (*ALGORITHMS, *SELECTING)
 
@@ -81,29 +107,6 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
         "nnz": report.results[0][0],
         "ethernet_s": round(report.seconds_on(ETHERNET), 6),
         "nodes_s": round(report.seconds, 6),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """Describe where this runs."""
-    info = Path("/proc/cpuinfo")
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": len(models),
-        "system": platform.platform(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 from torch import Tensor
 
 from sparcel import _cpu, kernels
@@ -180,29 +177,6 @@ def print_selectors(row: dict[str, Any]) -> None:
             f"  {each['selector']:44}{each['k']:8}{each['selected']:10}{each['overlap']:9.4f}"
             f"{each['select_ms']:11.2f}{each['take_ms']:9.2f}"
         )
-
-
-def machine() -> dict[str, Any]:
-    """Describe where this runs."""
-    info = Path("/proc/cpuinfo")
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": len(models),
-        "system": platform.platform(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def print_row(row: dict[str, Any], isas: list[str]) -> None:

@@ -1,0 +1,136 @@
+"""Write the table of docs/algorithms.md from what `scale.py` measured, beside the papers' forms.
+
+python benchmarks/scale.py --output benchmarks/results/scale.json
+python benchmarks/algorithms_table.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from math import log2
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
+PAGE = ROOT / "docs" / "algorithms.md"
+BEGIN, END = "<!-- from benchmarks/results/scale.json -->\n", "<!-- end -->\n"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a paper says that an algorithm costs, for P ranks, k of n coordinates.
+
+    ``rounds`` and ``words`` are the latency and the bandwidth term of its closed form, in words of
+    4 bytes; of an interval the end for indices that hardly overlap.
+    """
+
+    source: str
+    rounds: Callable[[float], float]
+    words: Callable[[float, float, float], float]
+
+
+PAPERS = {
+    "dense": Paper("Ok-Topk, table 1", lambda p: 2 * log2(p), lambda p, n, k: 2 * n * (p - 1) / p),
+    "allgather": Paper("Ok-Topk, table 1", log2, lambda p, n, k: 2 * k * (p - 1)),
+    "recursive_doubling": Paper("SparCML, section 5.3.1", log2, lambda p, n, k: 2 * k * (p - 1)),
+    "split_allgather": Paper(
+        "Ok-Topk, table 1", lambda p: p + 2 * log2(p), lambda p, n, k: (2 * k + n) * (p - 1) / p
+    ),
+    "gtopk": Paper("Ok-Topk, table 1", lambda p: 2 * log2(p), lambda p, n, k: 2 * k * log2(p)),
+    "oktopk": Paper(
+        "Ok-Topk, table 1", lambda p: 2 * p + 2 * log2(p), lambda p, n, k: 6 * k * (p - 1) / p
+    ),
+    "hitopk": Paper(
+        "CommLib, equations 7, 9 and 10",
+        lambda p: group(p) - 1 + log2(p / group(p)) + log2(group(p)),
+        lambda p, n, k: (
+            ((group(p) - 1) * n + (p / group(p) - 1) * k + (group(p) - 1) * p / group(p) * k)
+            / group(p)
+        ),
+    ),
+}
+
+
+def group(p: float) -> float:
+    """Return how many ranks a node has in `scale.py`."""
+    return min(8, p // 2)
+
+
+def page_table(results: dict[str, Any]) -> str:
+    """Return the tables, for the results of `scale.py`."""
+    size, count, networks = results["size"], results["count"], results["networks"]
+    by_name = {
+        name: {row["ranks"]: row for row in rows}
+        for name, rows in groupby(
+            sorted(results["rows"], key=lambda row: row["algorithm"]),
+            key=lambda row: row["algorithm"],
+        )
+    }
+    order = list(dict.fromkeys(row["algorithm"] for row in results["rows"]))
+    ranks = sorted({row["ranks"] for row in results["rows"]})
+
+    def rounds(name: str, p: int) -> str:
+        return compared(by_name[name][p]["rounds"], name in PAPERS and PAPERS[name].rounds(p), 0)
+
+    def words(name: str, p: int) -> str:
+        paper = name in PAPERS and PAPERS[name].words(p, size, count) / count
+        return compared(by_name[name][p]["bytes"] / 4 / count, paper, 1)
+
+    def milliseconds(key: str) -> Callable[[str, int], str]:
+        return lambda name, p: f"{1000 * by_name[name][p][key]:.3g}"
+
+    tables = [
+        ("Rounds", rounds),
+        ("Words a rank, in multiples of k", words),
+        (f"Milliseconds, {described(networks['ethernet'])}", milliseconds("ethernet_s")),
+        (f"Milliseconds, {described(networks['nodes'])}", milliseconds("nodes_s")),
+    ]
+    parts = []
+    for title, cell in tables:
+        lines = [f"{title}:", "", "| | " + " | ".join(f"P = {p}" for p in ranks) + " |"]
+        lines.append("|---" * (len(ranks) + 1) + "|")
+        for name in order:
+            cells = [cell(name, p) if p in by_name[name] else "" for p in ranks]
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def described(network: dict[str, float]) -> str:
+    """Say what a network's links are."""
+    text = "{:g} Gbit/s and {:g} µs a message".format(
+        network["bandwidth"] * 8 / 1e9, network["latency_s"] * 1e6
+    )
+    if network["ranks_per_node"] == 1:
+        return text
+    return "{:g} ranks a node: {} between nodes, {:g} Gbit/s and {:g} µs inside".format(
+        network["ranks_per_node"],
+        text,
+        network["node_bandwidth"] * 8 / 1e9,
+        network["node_latency_s"] * 1e6,
+    )
+
+
+def compared(ours: float, paper: float | bool, digits: int) -> str:
+    """Format ours with the paper's in brackets, ours in bold where it is lower."""
+    text, other = f"{ours:.{digits}f}", f"{paper:.{digits}f}"
+    if paper is False:
+        return text
+    return f"{f'**{text}**' if float(text) < float(other) else text} ({other})"
+
+
+def main() -> None:
+    """Replace the tables on the page."""
+    page = PAGE.read_text()
+    head, rest = page.split(BEGIN)
+    _, tail = rest.split(END)
+    tables = page_table(json.loads(RESULTS.read_text()))
+    PAGE.write_text(head + BEGIN + "\n" + tables + "\n" + END + tail)
+
+
+if __name__ == "__main__":
+    main()
