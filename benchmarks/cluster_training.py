@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from math import isfinite
 from statistics import mean
 from typing import Any
 
@@ -114,7 +115,8 @@ class Tally:
             "result_density": mean(self.result_densities),
             "selected": deviation(self.asked_ratios),
             "result": deviation(self.result_ratios) if sums_k else None,
-            "xi_mean": mean(self.xis) if self.xis else None,
+            # NaN, which JSON has no word for, where training came to nothing
+            "xi_mean": mean(self.xis) if self.xis and all(map(isfinite, self.xis)) else None,
             "xi_largest": max(self.xis, default=None),
             "bytes_a_step": mean(self.volumes),
         }

@@ -124,7 +124,7 @@ MEASURED = ("result_density", "selected", "result", "xi_mean", "xi_largest", "by
 
 def over_seeds(key: str, values: Sequence[Any]) -> Any:
     """Join what several seeds measured, number by number."""
-    if values[0] is None:
+    if any(value is None for value in values):
         return None
     if isinstance(values[0], dict):
         return {part: over_seeds(part, [value[part] for value in values]) for part in values[0]}
