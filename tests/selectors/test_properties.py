@@ -82,9 +82,10 @@ def name_of(s: Selector) -> str:
     return next(name for name, kind in SELECTORS.items() if type(s) is kind)
 
 
-@given(st.data(), variants, vectors(), steps)
+@pytest.mark.parametrize("variant", VARIANTS, ids=repr)
+@given(st.data(), vectors(), steps)
 def test_a_selection_is_sorted_true_to_the_vector_and_within_its_bounds(
-    data: st.DataObject, variant: Selector, x: Tensor, step: int
+    variant: Selector, data: st.DataObject, x: Tensor, step: int
 ) -> None:
     k = data.draw(ks(x.numel()))
     before = x.clone()

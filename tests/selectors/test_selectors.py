@@ -107,6 +107,15 @@ def test_mstopk_is_nearly_exact() -> None:
     assert overlap(MSTopK(samplings=1).select(x, 2000), exact) < 0.9
 
 
+def test_mstopk_takes_its_run_across_blocks() -> None:
+    x = torch.ones(100_000)
+    for step in range(3):
+        indices = MSTopK().select(x, 50_000, step).indices
+        assert indices.numel() == int(indices[-1] - indices[0]) + 1 == 50_000
+    assert MSTopK().select(x, 99_999, 1).nnz == 99_999
+    assert MSTopK().select(x, 100_000, 1).nnz == 100_000
+
+
 # Gaussian-k
 
 
@@ -173,7 +182,8 @@ def test_a_threshold_is_reused_until_the_period_is_over() -> None:
 def test_the_largest_are_taken_where_too_many_reach_a_reused_threshold() -> None:
     s, x = ThresholdReuse(), torch.arange(1.0, 101)
     s.select(x, 10, 0)
-    assert s.select(x + 50, 10, 1).indices.tolist() == [*range(100 - 14, 100)]
+    for more in (10, 50):  # 20 reach it, and 60
+        assert s.select(x + more, 10, 1).indices.tolist() == [*range(100 - 14, 100)]
     assert s.most(10, 100) == 14
 
 

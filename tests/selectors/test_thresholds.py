@@ -75,6 +75,11 @@ def test_each_set_is_equally_likely(count: int) -> None:
     assert all(140 < times < 260 for times in seen.values())
 
 
+def test_steps_have_sequences_of_their_own() -> None:
+    drawn = torch.cat([integers(1000, 2**62, 0, step, CPU) for step in range(3)])
+    assert drawn.unique().numel() == 3000
+
+
 def test_a_longer_sequence_begins_with_the_shorter() -> None:
     for count in range(8):
         assert (

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-import torch
 from torch import Tensor
 
 from sparcel.selectors.base import Selector, check_setting, stream_of
@@ -46,9 +45,8 @@ class GaussianK(Selector):
         if x.numel() == 0:
             return stream_of(*largest(k, x, 0), x)
         mean, deviation, _ = moments(x)
-        k = min(k, x.numel())
-        z = -NormalDist().inv_cdf(k / x.numel() / 2)
-        threshold = min(abs(mean) + z * deviation, torch.finfo(x.dtype).max)
+        z = -NormalDist().inv_cdf(min(k / x.numel(), 1) / 2)
+        threshold = abs(mean) + z * deviation
         counts = Counts(x)
         if not counts.more_than(3 * k // 4, 0):
             threshold = 0.0
