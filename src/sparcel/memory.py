@@ -175,9 +175,14 @@ class Memory:
         return {name: part for name, part in parts.items() if part is not None}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over copies of what `coordinates` returned; what is missing or None is forgotten."""
+        """Take over copies of what `coordinates` returned; what is missing or None is forgotten.
+
+        ``state["beta"]`` is the filter under which the memory was left; without it, the present.
+        """
         memory, velocity = state.get("memory"), state.get("velocity")
-        self.residual = None if memory is None else memory.clone()
+        # What is owed stays, whatever the filter was.
+        rescaled = self.beta / state.get("beta", self.beta)
+        self.residual = None if memory is None else memory.clone().mul_(rescaled)
         self.velocity = None if velocity is None else velocity.clone()
         self._scratch = self._before = self._entering = None
 
@@ -218,7 +223,9 @@ class Memory:
         if self.clip is not None:
             norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
             limit = self.clip * math.sqrt(ranks)
-            if norm > limit:
+            if math.isinf(norm):  # beyond what can be scaled: the step is void
+                entering.fill_(math.nan)
+            elif norm > limit:
                 entering.mul_(limit / norm)
         if self.velocity is not None:
             entering.add_(self.velocity, alpha=self.momentum)

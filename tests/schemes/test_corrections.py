@@ -220,7 +220,52 @@ def test_a_state_holds_all_that_the_next_steps_need(make, world):
     simulate_nodes(world, on_rank)
 
 
+def test_what_is_owed_stays_when_the_filter_of_a_state_differs():
+    def on_rank(comm):
+        scheme = sparcel.scheme("scalecom", density=0.05, beta=0.25)
+        scheme.step(integers(comm.rank, 0, 400), comm)
+        other = sparcel.scheme("scalecom", density=0.05)
+        other.load_state_dict(scheme.state_dict())
+        assert torch.equal(other.owed, scheme.owed)
+        assert torch.equal(other.memory, 4 * scheme.memory)
+
+    simulate_nodes(4, on_rank)
+
+
+def test_layers_change_nothing_of_an_uncompressed_warm_up():
+    def on_rank(comm):
+        updates = []
+        for layers in ([], [(0, 50, None), (50, 100, 0.5)]):
+            scheme = sparcel.scheme("topk", momentum=0.5, warmup=[1], warmup_steps=4)
+            scheme.divide(layers)
+            updates.append([scheme.step(torch.ones(100), comm)[60].item() for _ in range(4)])
+        return updates
+
+    plain, layered = simulate_nodes(2, on_rank).results[0]
+    assert plain == layered == [1, 1.5, 1.75, 1.875]
+
+
+def test_reused_thresholds_follow_the_warm_up():
+    """The count that comes back is the density's in every step that changes it."""
+
+    def on_rank(comm):
+        scheme = sparcel.scheme(
+            "oktopk", density=0.01, threshold="reuse", warmup=[0.25, 0.05], warmup_steps=5
+        )
+        counts = []
+        for step in range(15):
+            before = scheme.cost.reduced
+            scheme.step(normal(comm.rank, step, 2000), comm)
+            counts.append(scheme.cost.reduced - before)
+        return counts
+
+    counts = simulate_nodes(4, on_rank).results[0]
+    assert [counts[step] for step in (0, 5, 10)] == [500, 100, 20]
+
+
 BAD = [
+    ({"warmup": 0.25, "warmup_steps": 5}, r"warmup must be a list of densities, got 0.25"),
+    ({"warmup": [0.25], "warmup_steps": 2.5}, r"needs warmup_steps.*got 2.5"),
     ({"momentum": 1}, r"momentum must lie in \[0, 1\), got 1"),
     ({"clip": 0}, r"clip must be a positive norm, got 0; None clips nothing"),
     ({"warmup": [0.25, 0.1]}, r"needs warmup_steps.*warmup_steps=len\(loader\)"),

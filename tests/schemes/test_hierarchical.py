@@ -93,6 +93,25 @@ def test_a_2d_torus_is_the_dense_average():
         assert torch.equal(update, (total(integers(r, 0, 101) for r in range(8)) / 8).float())
 
 
+def test_a_half_precision_torus_sends_averages_of_all_ranks():
+    """40000 fits float16; the sum over a node does not."""
+
+    def on_rank(comm):
+        return sparcel.scheme("torus2d", wire="float16").step(torch.full((9,), 4e4), comm)
+
+    for update in simulate(8, on_rank, ranks_per_node=4).results:
+        torch.testing.assert_close(update, torch.full((9,), 4e4), rtol=1e-2, atol=0)
+
+
+def test_clipping_means_the_average_over_all_ranks():
+    def on_rank(comm):
+        scheme = Hierarchical(TopK(1, clip=1.0), 4)
+        return scheme.step(normal(comm.rank, 0, 10_000), comm).norm()
+
+    for norm in simulate(8, on_rank).results:
+        assert 0.9 < norm < 1.1
+
+
 def test_links_between_nodes_carry_the_shards_selection_only():
     """Between nodes 2(k/g)(m−1) words a rank; inside n(g−1)/g and at most 2mk(g−1)/g."""
     size, nodes, per_node, k = 8000, 4, 5, 80

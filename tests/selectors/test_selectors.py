@@ -223,3 +223,10 @@ def test_overlap_is_the_share_of_the_exact_set() -> None:
     assert overlap(topk(x, 5), topk(x, 10)) == 0.5
     assert overlap(topk(x, 10), topk(x, 5)) == 1
     assert overlap(topk(x, 3), topk(torch.zeros(10), 3)) == 1
+
+
+def test_a_threshold_is_renewed_though_its_selector_serves_one_step_in_four():
+    """As a rank's does that leads in turns: in the first step that it serves of each period."""
+    reuse, x = selector("reuse"), torch.arange(1.0, 101)
+    counts = {step: reuse.select(x / step, 10, step).nnz for step in range(1, 70, 4)}
+    assert [step for step, count in counts.items() if count == 10] == [1, 33, 65]

@@ -94,11 +94,12 @@ class Estimates:
     """What `oktopk_reuse` learnt in one call and uses in later ones.
 
     ``boundaries`` are the P+1 of the regions; ``threshold`` is the magnitude from which a sum
-    wins. None: unknown.
+    wins, made to let ``k`` through. None: unknown.
     """
 
     boundaries: list[int] | None
     threshold: float | None
+    k: int = 0
 
 
 def oktopk_reuse(
@@ -135,7 +136,7 @@ def oktopk_reuse(
     if renew_boundaries or boundaries is None or not fits:
         boundaries = average_boundaries(own, comm)
     region = reduce_regions(own, boundaries, comm, max_nnz=max_nnz)
-    if renew_threshold or threshold is None:
+    if renew_threshold or not threshold or estimates.k != k:
         winners = global_topk(region.values, comm, k, own.size, region.finite)
         counts, threshold, finite = winners.counts, winners.threshold, winners.finite
     else:
@@ -144,7 +145,7 @@ def oktopk_reuse(
     if not finite:
         return _void(own), estimates
     evened = comm.size * int(counts.max()) > 4 * int(counts.sum())
-    return _gather(region, counts, boundaries, comm, evened), Estimates(boundaries, threshold)
+    return _gather(region, counts, boundaries, comm, evened), Estimates(boundaries, threshold, k)
 
 
 def _count_from(threshold: float, region: SparseStream, comm: Communicator) -> tuple[Tensor, bool]:

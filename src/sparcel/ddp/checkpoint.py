@@ -26,6 +26,7 @@ def collect(
     state = {
         "steps": torch.tensor(residuals.steps),
         "world_size": torch.tensor(saved_by),
+        "filter": torch.tensor(residuals.filter, dtype=torch.float64),
     }
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, parameter in remembered.items():
@@ -51,7 +52,7 @@ def take_over(
     residuals: dict[str, dict[str, Tensor]] = {}
     found: set[int] = set()
     for key, part in state.items():
-        if key in ("steps", "world_size"):
+        if key in ("steps", "world_size", "filter"):
             continue
         kind, old_rank, name = _checked(key, part, remembered)
         if old_rank in inherited:

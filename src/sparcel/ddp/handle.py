@@ -98,9 +98,9 @@ class Handle:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, here or on another number of ranks.
 
-        Rank r takes over what all old ranks r, r+P, r+2P, … remember; nothing that was owed is
-        lost. Entries of other ranks are passed over, so that gathered states may be given whole. A
-        velocity that was not saved begins anew.
+        All ranks load what was saved after the same step. Rank r takes over what all old ranks r,
+        r+P, r+2P, … remember; nothing that was owed is lost. Entries of other ranks are passed
+        over, so that gathered states may be given whole. A velocity that was not saved begins anew.
 
         Raises
         ------
@@ -116,7 +116,8 @@ class Handle:
         that were reused (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
         residuals = checkpoint.take_over(state, self._remembered, self._comm.rank, self._comm.size)
-        self._residuals.load(residuals, int(state["steps"]))
+        beta = float(state["filter"]) if "filter" in state else None
+        self._residuals.load(residuals, int(state["steps"]), beta)
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

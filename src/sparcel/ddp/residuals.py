@@ -52,6 +52,11 @@ class Residuals:
         self.steps = 0
 
     @property
+    def filter(self) -> float:
+        """The memory's low-pass filter, 1 where there is none."""
+        return self._template.filter_at(self.steps)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The names of what is remembered of every parameter."""
         return self._template.remembers
@@ -79,7 +84,9 @@ class Residuals:
         vector, piece = self._vectors[name]
         return vector.scheme.coordinates_in(piece.start, piece.stop)
 
-    def load(self, residuals: dict[str, dict[str, Tensor]], steps: int) -> None:
+    def load(
+        self, residuals: dict[str, dict[str, Tensor]], steps: int, beta: float | None = None
+    ) -> None:
         """Forget everything, and go on from these residuals by parameter name.
 
         What the scheme does not remember, such as a velocity where there is no momentum any more,
@@ -91,6 +98,9 @@ class Residuals:
             for name, parts in residuals.items()
         }
         self.steps = steps
+        if beta is not None and beta != self.filter:  # what is owed stays
+            for parts in self._loaded.values():
+                parts["memory"] = parts["memory"] * (self.filter / beta)
 
     def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> dict[str, Tensor]:
         wide = wide_dtype(gradient.dtype)

@@ -78,12 +78,11 @@ class Scheme(ABC):
     @property
     def owed(self) -> Tensor | None:
         """What this rank still owes to the updates: the memory, or memory/β where a filter is."""
-        memory = self.memory
-        return memory if memory is None or self.filter == 1 else memory / self.filter
+        memory, beta = self.memory, self.filter_at(self.steps)
+        return memory if memory is None or beta == 1 else memory / beta
 
-    @property
-    def filter(self) -> float:
-        """The memory's low-pass filter β (ScaleCom) in the next step; 1 is none."""
+    def filter_at(self, step: int) -> float:
+        """Return the memory's low-pass filter β (ScaleCom) in a step; 1 is none."""
         return 1.0
 
     @property
@@ -146,10 +145,13 @@ class Scheme(ABC):
         return update if self.finite else update.fill_(float("nan"))
 
     @abstractmethod
-    def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
+    def reduce(
+        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+    ) -> tuple[SparseStream, int]:
         """Exchange, and return a sum, the same on all ranks, with the divisor of the average.
 
-        For schemes that are made of other schemes; `commit` is due as after `begin`.
+        For schemes that are made of other schemes; `commit` is due as after `begin`. ``ranks`` is
+        how many the average is over, where ``gradient`` is a sum of several ranks'.
         """
 
     def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027

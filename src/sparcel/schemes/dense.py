@@ -43,16 +43,21 @@ class Dense(Scheme):
         self.cost.coordinates += gradient.numel()
         return update.copy_(average) if self.finite else update.fill_(float("nan"))
 
-    def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
+    def reduce(
+        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+    ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        average = self._average(gradient, comm, torch.empty_like(gradient)).to(gradient.dtype)
+        scratch = torch.empty_like(gradient)
+        average = self._average(gradient, comm, scratch, ranks).to(gradient.dtype)
         finite = all_finite(average)
         return SparseStream.unchecked(None, average, average.numel(), finite), 1
 
-    def _average(self, gradient: Tensor, comm: Communicator, into: Tensor) -> Tensor:
+    def _average(
+        self, gradient: Tensor, comm: Communicator, into: Tensor, ranks: int | None = None
+    ) -> Tensor:
         with self.cost.communicating():
             # An average cannot overflow a half-precision wire where a sum could.
-            average = torch.div(gradient, comm.size, out=into)
+            average = torch.div(gradient, ranks or comm.size, out=into)
             if self.wire is not None:
                 average = average.to(_WIRES[self.wire])
             comm.all_reduce(average)

@@ -36,7 +36,7 @@ class GTopK(Sparsifier):
         known(self.put_back, ["dropped", "own"], "put_back")
 
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient, comm)
+        sent = self._select(gradient)
         with self.cost.communicating():
             outcome = gtopk(sent, comm, self._k)
         if outcome.total.finite:

@@ -48,8 +48,11 @@ class Hierarchical(Scheme):
     """A state of whole vectors, until a step has brought its parts to the ranks they belong to."""
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise InputError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
+        if not isinstance(self.inner, Scheme):
+            raise InputError(f"inner must be a scheme, as sparcel.scheme makes, got {self.inner!r}")
+        given = self.ranks_per_node
+        if given is not None and not (isinstance(given, int) and given >= 1):
+            raise InputError(f"ranks_per_node must be a whole number of at least 1, got {given}")
         self.inner = self.inner.fresh()
 
     @property
@@ -57,10 +60,9 @@ class Hierarchical(Scheme):
         """See `Scheme.memory`; here a copy, zero outside the shard that this rank serves."""
         return self.coordinates().get("memory")
 
-    @property
-    def filter(self) -> float:
-        """See `Scheme.filter`."""
-        return self.inner.filter
+    def filter_at(self, step: int) -> float:
+        """See `Scheme.filter_at`."""
+        return self.inner.filter_at(step)
 
     @property
     def remembers(self) -> tuple[str, ...]:
@@ -72,20 +74,22 @@ class Hierarchical(Scheme):
         ranks = grid(comm, self.ranks_per_node)
         self.inner.prepare(ranks.across)
 
-    def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
+    def reduce(
+        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+    ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        ranks = grid(comm, self.ranks_per_node)
-        boundaries = region_boundaries(gradient.numel(), ranks.node.size)
+        here = grid(comm, self.ranks_per_node)
+        boundaries = region_boundaries(gradient.numel(), here.node.size)
         self._size = gradient.numel()
-        self._shard = boundaries[ranks.node.rank], boundaries[ranks.node.rank + 1]
+        self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
         with self.cost.communicating():
-            self._bring_loaded(gradient, ranks.node)
-            shard = reduce_scatter(_stream(gradient), ranks.node).to_dense()
+            self._bring_loaded(gradient, here.node)
+            shard = reduce_scatter(_stream(gradient), here.node).to_dense()
         self._prepare_inner(shard)
-        total, divisor = self.inner.reduce(shard, ranks.across)
+        total, divisor = self.inner.reduce(shard, here.across, ranks or comm.size)
         with self.cost.communicating():
-            whole = _gather_shards(total, ranks.node, boundaries)
-        return whole, divisor * ranks.node.size
+            whole = _gather_shards(total, here.node, boundaries)
+        return whole, divisor
 
     def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
         """See `Scheme.withhold`."""

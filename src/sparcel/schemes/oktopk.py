@@ -14,7 +14,7 @@ from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
 
-_UNKNOWN = {"boundaries": None, "threshold": None}
+_UNKNOWN: dict[str, Any] = {"boundaries": None, "threshold": None}
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class OkTopK(Sparsifier):
         self._estimates = self._estimated = Estimates(**_UNKNOWN)
 
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient, comm)
+        sent = self._select(gradient)
         with self.cost.communicating():
             if self.threshold == "exact":
                 total = oktopk(sent, comm, self._k, self._most)

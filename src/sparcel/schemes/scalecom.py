@@ -44,10 +44,10 @@ class ScaleCom(Sparsifier):
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
         leader = self.steps % comm.size
         if comm.rank == leader:
-            mine = self._select(gradient, comm)
+            mine = self._select(gradient)
         else:
             with self.cost.selecting():
-                mine = self._memory.accumulate(gradient, comm.size)
+                mine = self._memory.accumulate(gradient, self._ranks)
         with self.cost.communicating():
             chosen = index_broadcast(mine, comm, leader, self._most)
             if not chosen.finite:
@@ -64,5 +64,6 @@ class ScaleCom(Sparsifier):
         self._sent = total
         return total
 
-    def _beta_at(self, step: int) -> float:
+    def filter_at(self, step: int) -> float:
+        """See `Scheme.filter_at`."""
         return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0

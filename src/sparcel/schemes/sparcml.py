@@ -42,7 +42,7 @@ class SparCML(Sparsifier):
         return self._quantizer is None and super()._sends_all()
 
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient, comm)
+        sent = self._select(gradient)
         with self.cost.communicating():
             if self._quantizer is None:
                 return split_allgather(sent, comm, max_nnz=self._most)

@@ -50,6 +50,7 @@ class Sparsifier(Scheme):
     _layers: Sequence[Layer] = field(default=(), init=False, repr=False)
     _shares: list[Share] = field(default_factory=list, init=False, repr=False)
     _sent: SparseStream | None = field(default=None, init=False, repr=False)
+    _ranks: int = field(default=1, init=False, repr=False)
     _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class Sparsifier(Scheme):
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"clip must be a positive norm, got {self.clip:g}; None clips nothing")
         self.selector = make_selector(self.selector)
-        self._memory = Memory(self._beta_at(0), self.momentum, self.clip)
+        self._memory = Memory(self.filter_at(0), self.momentum, self.clip)
 
     @property
     def memory(self) -> Tensor | None:
@@ -68,20 +69,17 @@ class Sparsifier(Scheme):
         return self._memory.residual
 
     @property
-    def filter(self) -> float:
-        """See `Scheme.filter`."""
-        return self._memory.beta
-
-    @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
-    def reduce(self, gradient: Tensor, comm: Communicator) -> tuple[SparseStream, int]:
+    def reduce(
+        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+    ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        self._sent = None
+        self._sent, self._ranks = None, ranks or comm.size
         if self._sends_all():
-            return self._sum_all(gradient, comm), comm.size
+            return self._sum_all(gradient, comm), self._ranks
         self._shares = self._divided(gradient.numel())
         self.cost.asked += self._k
         total = self._sum(gradient, comm)
@@ -89,7 +87,7 @@ class Sparsifier(Scheme):
             applied = self._sent.without(self._sent.without(total))
             assert applied.indices is not None, "parts of a stream are sparse"
             self._memory.forget_velocity(applied.indices)
-        return total, comm.size
+        return total, self._ranks
 
     def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
         """See `Scheme.withhold`."""
@@ -103,7 +101,7 @@ class Sparsifier(Scheme):
         """See `Scheme.commit`."""
         super().commit()
         if self.finite:
-            self._memory.commit(self._beta_at(self.steps))
+            self._memory.commit(self.filter_at(self.steps))
 
     def fresh(self) -> Self:
         """See `Scheme.fresh`."""
@@ -117,12 +115,12 @@ class Sparsifier(Scheme):
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
         selectors = [share.selector.state_dict() for share in self._shares] or self._loaded
-        return super().state_dict() | {"selectors": selectors}
+        return super().state_dict() | {"selectors": selectors, "beta": self._memory.beta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Scheme.load_state_dict`."""
         super().load_state_dict(state)
-        self._memory.beta = self._beta_at(self.steps)
+        self._memory.beta = self.filter_at(self.steps)
         self._memory.load(state)
         self._shares, self._loaded = [], state.get("selectors", [])
 
@@ -136,12 +134,12 @@ class Sparsifier(Scheme):
 
     def _sends_all(self) -> bool:
         """Tell whether this step is uncompressed."""
-        return not self._layers and self._density_at(self.steps) == 1
+        return all(density == 1 for *_, density in self._densities(0))
 
     def _sum_all(self, gradient: Tensor, comm: Communicator) -> SparseStream:
         """Send all of memory and gradient, as training without a scheme does."""
         with self.cost.selecting():
-            everything = self._memory.accumulate(gradient, comm.size)
+            everything = self._memory.accumulate(gradient, self._ranks)
         self.cost.asked += everything.size
         self.cost.selected += everything.size
         with self.cost.communicating():
@@ -149,9 +147,9 @@ class Sparsifier(Scheme):
         self._memory.take_all()
         return total
 
-    def _select(self, gradient: Tensor, comm: Communicator) -> SparseStream:
+    def _select(self, gradient: Tensor) -> SparseStream:
         with self.cost.selecting():
-            sent = self._memory.select(gradient, self._shares, self.steps, comm.size)
+            sent = self._memory.select(gradient, self._shares, self.steps, self._ranks)
         self.cost.selected += sent.nnz
         self._sent = sent
         return sent
@@ -168,33 +166,37 @@ class Sparsifier(Scheme):
 
     def _divided(self, size: int) -> list[Share]:
         """Return what is selected of which coordinates in this step."""
-        density = self._density_at(self.steps)
-        layers = self._layers or [(0, size, None)]
+        layers = self._densities(size)
         selectors = [share.selector for share in self._shares]
         if len(selectors) != len(layers):
             assert isinstance(self.selector, Selector), "made one at the start"
             selectors = [self.selector.fresh() for _ in layers]
             for selector, state in zip(selectors, self._loaded, strict=False):
                 selector.load_state_dict(state)
-        least = density if self.steps < len(self.warmup) * (self.warmup_steps or 0) else 0.0
         return [
-            Share(start, stop, selector, count_for(max(own or density, least), stop - start))
-            for (start, stop, own), selector in zip(layers, selectors, strict=True)
+            Share(start, stop, selector, count_for(density, stop - start))
+            for (start, stop, density), selector in zip(layers, selectors, strict=True)
         ]
+
+    def _densities(self, size: int) -> list[tuple[int, int, float]]:
+        """Return the layers, or the whole vector, with their densities in this step."""
+        density = self._density_at(self.steps)
+        least = density if self.steps < len(self.warmup) * (self.warmup_steps or 0) else 0.0
+        layers = self._layers or [(0, size, None)]
+        return [(start, stop, max(own or density, least)) for start, stop, own in layers]
 
     def _density_at(self, step: int) -> float:
         entry = step // (self.warmup_steps or 1)
         return self.warmup[entry] if entry < len(self.warmup) else self.density
 
-    def _beta_at(self, step: int) -> float:
-        return 1.0
-
 
 def check_schedule(densities: Sequence[float], steps: int | None) -> None:
     """Raise `InputError` unless these are densities that each last so many steps."""
+    if not isinstance(densities, Sequence):
+        raise InputError(f"warmup must be a list of densities, got {densities!r}")
     for density in densities:
         check_density(density)
-    if densities and (steps is None or steps < 1):
+    if densities and not (isinstance(steps, int) and steps >= 1):
         raise InputError(
             f"warmup={list(densities)} needs warmup_steps, the steps that each density lasts, got"
             f" {steps}; for one epoch each pass warmup_steps=len(loader)"

@@ -32,6 +32,6 @@ class TopK(Sparsifier):
         check_algorithm(self.algorithm)
 
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient, comm)
+        sent = self._select(gradient)
         with self.cost.communicating():
             return all_reduce(sent, comm, algorithm=self.algorithm, max_nnz=self._most)

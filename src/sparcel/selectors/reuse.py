@@ -25,8 +25,9 @@ class ThresholdReuse(Selector):
     Parameters
     ----------
     period
-        The threshold is renewed in steps 0, period, 2·period …; also where none is known, and
-        where k is not what it was made for.
+        The threshold is renewed in steps 0, period, 2·period …, or in the first one after, for a
+        selector that does not serve every step; also where none is known, and where k is not what
+        it was made for.
 
     Source: Ok-Topk, section 3.1.3. Deviations: the cap; renewal where k changed.
     """
@@ -47,7 +48,8 @@ class ThresholdReuse(Selector):
         """Renew the threshold or reuse it."""
         threshold = self._threshold
         # A step that renewed and did not commit comes again, and renews again.
-        reusable = self._k == k and self._since < step and step % self.period != 0
+        same_period = step // self.period == self._since // self.period
+        reusable = self._k == k and self._since < step and same_period
         if threshold is not None and reusable:
             return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)
         indices, values = kernels.topk(x, k)
