@@ -94,9 +94,9 @@ def attach(
     }
     # A dense scheme serves small tensors as well as large ones, and has nothing to remember.
     sparse = bool(template.remembers)
-    if densities and not sparse:
-        raise InputError(f"densities are for schemes that select, got {template}, which sends all")
     given = own_densities(densities or {}, trained)
+    if given and not sparse:
+        raise InputError(f"densities are for schemes that select, got {template}, which sends all")
     small = {
         name
         for name, p in trained.items()

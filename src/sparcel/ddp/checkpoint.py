@@ -26,8 +26,9 @@ def collect(
     state = {
         "steps": torch.tensor(residuals.steps),
         "world_size": torch.tensor(saved_by),
-        "filter": torch.tensor(residuals.filter, dtype=torch.float64),
     }
+    if remembered:
+        state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, parameter in remembered.items():
             parts = residuals.of(name) if old_rank == rank else {}
