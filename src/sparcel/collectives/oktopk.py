@@ -136,7 +136,7 @@ def oktopk_reuse(
     if renew_boundaries or boundaries is None or not fits:
         boundaries = average_boundaries(own, comm)
     region = reduce_regions(own, boundaries, comm, max_nnz=max_nnz)
-    if renew_threshold or not threshold or estimates.k != k:
+    if renew_threshold or threshold is None or estimates.k != k:
         winners = global_topk(region.values, comm, k, own.size, region.finite)
         counts, threshold, finite = winners.counts, winners.threshold, winners.finite
     else:
