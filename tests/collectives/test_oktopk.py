@@ -256,7 +256,7 @@ def test_with_estimates_it_keeps_the_largest_sums_from_the_threshold_on(
 
 
 def test_estimates_are_renewed_when_asked_for_and_where_they_do_not_fit():
-    old = Estimates([0, 1, 2, 100], 1.5)
+    old = Estimates([0, 1, 2, 100], 1.5, 10)
     streams = streams_of("uniform", "normal", 3, 100, 30)
     _, same = reuse(streams, 10, old)
     assert same == old
@@ -267,8 +267,10 @@ def test_estimates_are_renewed_when_asked_for_and_where_they_do_not_fit():
     assert limit.boundaries == old.boundaries
     assert limit.threshold == float(total.values.abs().min())
     for unfit in ([0, 1, 100], [0, 1, 2, 99]):
-        _, fitting = reuse(streams, 10, Estimates(unfit, 1.5))
+        _, fitting = reuse(streams, 10, Estimates(unfit, 1.5, 10))
         assert fitting == edges
+    total, other = reuse(streams, 7, old)  # made for another k
+    assert (total.nnz, other.boundaries, other.k) == (7, old.boundaries, 7)
 
 
 def test_boundaries_are_averaged_in_integers():
@@ -281,7 +283,7 @@ def test_boundaries_are_averaged_in_integers():
 
 
 def test_estimates_stay_where_the_sum_is_not_finite():
-    old = Estimates([0, 50, 80, 100], 1.5)
+    old = Estimates([0, 50, 80, 100], 1.5, 10)
     for renew in (False, True):
         for poison in ("flag", float("nan"), float("inf")):
             streams = streams_of("uniform", "normal", 3, 100, 30)
