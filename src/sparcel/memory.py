@@ -144,9 +144,8 @@ class Memory:
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Let the velocity of these coordinates (``[nnz]``, unique) begin anew."""
-        if self.momentum and self._entering is not None:
-            zeros = self._entering.new_zeros(indices.numel())
-            kernels.scatter(self._entering, indices, zeros)
+        assert self._entering is not None, "what enters under momentum is a velocity"
+        kernels.scatter(self._entering, indices, self._entering.new_zeros(indices.numel()))
 
     def commit(self, next_beta: float = 1.0) -> None:
         """Make what the step keeps back the residual.
@@ -180,9 +179,10 @@ class Memory:
         ``state["beta"]`` is the filter under which the memory was left; without it, the present.
         """
         memory, velocity = state.get("memory"), state.get("velocity")
-        # What is owed stays, whatever the filter was.
-        rescaled = self.beta / state.get("beta", self.beta)
-        self.residual = None if memory is None else memory.clone().mul_(rescaled)
+        self.residual = None if memory is None else memory.clone()
+        if self.residual is not None and "beta" in state and state["beta"] != self.beta:
+            # What is owed stays, whatever the filter was.
+            _saturate(self.residual.mul_(self.beta / state["beta"]))
         self.velocity = None if velocity is None else velocity.clone()
         self._scratch = self._before = self._entering = None
 

@@ -97,8 +97,8 @@ class Estimates:
     wins, made to let ``k`` through. None: unknown.
     """
 
-    boundaries: list[int] | None
-    threshold: float | None
+    boundaries: list[int] | None = None
+    threshold: float | None = None
     k: int = 0
 
 

@@ -33,7 +33,10 @@ def reduce_regions(
     op: Op = SUM,
     max_nnz: int | None = None,
 ) -> SparseStream:
-    """Do the same for the regions between any P+1 ``boundaries``, equal on all ranks."""
+    """Return this rank's region as `reduce_scatter` does, of regions of any size.
+
+    Rank r owns ``[boundaries[r], boundaries[r + 1])``; all ranks give the same P+1 boundaries.
+    """
     parts = stream.split(boundaries)
     own = parts[comm.rank]
     others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]

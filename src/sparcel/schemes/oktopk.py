@@ -14,8 +14,6 @@ from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
 
-_UNKNOWN: dict[str, Any] = {"boundaries": None, "threshold": None}
-
 
 @dataclass(eq=False)
 class OkTopK(Sparsifier):
@@ -47,7 +45,7 @@ class OkTopK(Sparsifier):
         if self.threshold == "reuse" and self.selector == "exact":
             self.selector = selector("reuse", period=self.threshold_steps)
         super().__post_init__()
-        self._estimates = self._estimated = Estimates(**_UNKNOWN)
+        self._estimates = self._estimated = Estimates()
 
     def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
         sent = self._select(gradient)
@@ -55,14 +53,13 @@ class OkTopK(Sparsifier):
             if self.threshold == "exact":
                 total = oktopk(sent, comm, self._k, self._most)
             else:
-                known_so_far = self._estimates
                 total, self._estimated = oktopk_reuse(
                     sent,
                     comm,
                     self._k,
-                    known_so_far,
-                    renew_boundaries=self._is_due(known_so_far.boundaries, self.boundary_steps),
-                    renew_threshold=self._is_due(known_so_far.threshold, self.threshold_steps),
+                    self._estimates,
+                    renew_boundaries=self.steps % self.boundary_steps == 0,
+                    renew_threshold=self.steps % self.threshold_steps == 0,
                     max_nnz=self._most,
                 )
         if total.finite:
@@ -83,7 +80,4 @@ class OkTopK(Sparsifier):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Scheme.load_state_dict`."""
         super().load_state_dict(state)
-        self._estimates = self._estimated = Estimates(**state.get("estimates", _UNKNOWN))
-
-    def _is_due(self, estimate: object, period: int) -> bool:
-        return estimate is None or self.steps % period == 0
+        self._estimates = self._estimated = Estimates(**state.get("estimates", {}))
