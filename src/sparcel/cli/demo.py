@@ -1,29 +1,17 @@
-"""The ``sparcel`` command."""
+"""``sparcel demo``: train on a slow network, dense and sparse."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
-from sparcel.errors import InputError, SparcelError
-from sparcel.lab import EmulatedNetwork, Link, WorkerFailedError, open_network, parse_rate
+import typer
+from rich.console import Console
 
-try:
-    import typer
-    from rich.console import Console
-except ModuleNotFoundError as missing:
-    sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[demo]'")
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+from sparcel.errors import InputError
+from sparcel.lab import EmulatedNetwork, Link, open_network, parse_rate
 
 
-@app.callback()
-def _sparcel() -> None:
-    """Sparse collectives for data-parallel training."""
-
-
-@app.command()
 def demo(
     nodes: Annotated[int, typer.Option(min=2, max=64, help="How many machines to emulate.")] = 4,
     rate: Annotated[
@@ -93,47 +81,3 @@ def demo(
     console.print(table(outcome.rows))
     write_json(json, network, dataset.name, settings, outcome)
     console.print(f"Results: {json.resolve()}", soft_wrap=True)
-
-
-@app.command()
-def density(
-    size: Annotated[
-        int, typer.Option(min=1, help="How many coordinates the vector has: a model's parameters.")
-    ],
-    density: Annotated[
-        float,
-        typer.Option(help="The share of them that each machine sends: 0.01 sends 1 %."),
-    ] = 0.01,
-    ranks: Annotated[
-        int, typer.Option(min=2, help="How many machines, or GPUs, there are at most.")
-    ] = 256,
-) -> None:
-    """Tell how many machines it takes for a sum of sparse vectors to become dense.
-
-    Machines (ranks) that each send a few coordinates send different ones, so the sum has more of
-    them than any of its parts. Shows how many more, and what share of a dense exchange is sent, for
-    ranks that choose independently and by chance: the most to expect, since the gradients of one
-    model agree on what is large.
-    """
-    from sparcel.analysis.report import summary, table
-    from sparcel.schemes.sparsifier import check_density, count_for
-
-    check_density(density)
-    k = count_for(density, size)
-    console = Console(highlight=False)
-    console.print(table(size, k, ranks))
-    console.print(summary(size, k))
-
-
-def main() -> None:
-    """Run the command line; a known error ends it with its message and exit status 1."""
-    try:
-        app()
-    except WorkerFailedError as error:
-        sys.exit(f"{error.output}\nsparcel: {error}")
-    except SparcelError as error:
-        sys.exit(f"sparcel: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,35 @@
+"""The ``sparcel`` command; a file a subcommand."""
+
+from __future__ import annotations
+
+import sys
+
+from sparcel.errors import SparcelError
+from sparcel.lab import WorkerFailedError
+
+try:
+    import typer
+
+    from sparcel.cli.demo import demo
+    from sparcel.cli.density import density
+except ModuleNotFoundError as missing:
+    sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[demo]'")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+app.command()(demo)
+app.command()(density)
+
+
+@app.callback()
+def _sparcel() -> None:
+    """Sparse collectives for data-parallel training."""
+
+
+def main() -> None:
+    """Run the command line; a known error ends it with its message and exit status 1."""
+    try:
+        app()
+    except WorkerFailedError as error:
+        sys.exit(f"{error.output}\nsparcel: {error}")
+    except SparcelError as error:
+        sys.exit(f"sparcel: {error}")

@@ -1,0 +1,5 @@
+"""``python -m sparcel.cli`` is the ``sparcel`` command."""
+
+from sparcel.cli import main
+
+main()
