@@ -1,7 +1,7 @@
 """What ranks tell each other beside their messages: why they failed, and that they are done.
 
-It goes through the store that process groups meet at, since a connection that broke carries no
-reasons, and since not every two ranks have one.
+It goes a way of its own, since a connection that broke carries no reasons, and since not every two
+ranks have one: over torch.distributed, through the store that process groups meet at.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -23,8 +23,27 @@ _POLL_SECONDS = 0.005
 """How often to look; the store's own wait prints a warning where nothing comes."""
 
 
-class Fate:
-    """The end of a group, which its ranks share.
+class Fate(Protocol):
+    """The end of a group, which its ranks share."""
+
+    cause: str | None
+
+    def settle(self, cause: str, patience: float = 0.0) -> str:
+        """Publish why the group failed, unless a rank did so before; return the first cause.
+
+        ``patience`` is how many seconds to wait for another rank's cause first, for one that has
+        seen a connection close and knows no more.
+        """
+
+    def learn(self) -> str | None:
+        """Return the cause that a rank has published, or None."""
+
+    def part(self, patience: float) -> bool:
+        """Tell the others that this rank is done, and whether all said so within ``patience``."""
+
+
+class StoreFate:
+    """The end of a group whose ranks have a store.
 
     Parameters
     ----------
@@ -39,22 +58,18 @@ class Fate:
         self.cause: str | None = None
 
     def settle(self, cause: str, patience: float = 0.0) -> str:
-        """Publish why the group failed, unless a rank did so before; return the first cause.
-
-        ``patience`` is how many seconds to wait for another rank's cause first, for one that has
-        seen a connection close and knows no more.
-        """
+        """See `Fate.settle`."""
         if self.cause is None:
             first = _bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
     def learn(self) -> str | None:
-        """Return the cause that a rank has published, or None."""
+        """See `Fate.learn`."""
         return self.cause or _bounded(self._read, _STORE_SECONDS)
 
     def part(self, patience: float) -> bool:
-        """Tell the others that this rank is done, and whether all said so within ``patience``."""
+        """See `Fate.part`."""
         return bool(_bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
 
     def _publish(self, cause: str, patience: float) -> str:

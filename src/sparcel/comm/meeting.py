@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 from uuid import uuid4
 
@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from sparcel.comm.engine import Engine
+from sparcel.comm.fate import StoreFate
 from sparcel.comm.gloo import GlooEngine
 from sparcel.comm.nccl import NcclEngine
 from sparcel.errors import CommunicationError, InputError
 
 
 @dataclass(frozen=True)
-class Meeting:
+class TorchMeeting:
     """Where the ranks of a communicator meet, the same for all but ``rank``.
 
     Attributes
@@ -76,11 +77,6 @@ class Meeting:
             device,
         )
 
-    @property
-    def name(self) -> int:
-        """What the other ranks call this process."""
-        return self.members[self.rank]
-
     def engine(self) -> Engine:
         """Connect to the other ranks.
 
@@ -89,11 +85,24 @@ class Meeting:
         CommunicationError
             When not all ranks came within the timeout.
         """
-        with _meeting(self.name, self.members):
+        with _meeting(self.members[self.rank], self.members):
             if self.backend == "nccl":
                 return NcclEngine(self.members, self.rank, self.timeout, self.device)
             store = PrefixStore("gloo", self.store)
             return GlooEngine(store, self.members, self.rank, self.timeout)
+
+    def fate(self) -> StoreFate:
+        """Return the end that the ranks share."""
+        return StoreFate(self.store, len(self.members))
+
+    def part(self, ranks: list[int], label: str) -> Self:
+        """Return where these ranks meet."""
+        return replace(
+            self,
+            store=PrefixStore(label, self.store),
+            members=[self.members[rank] for rank in ranks],
+            rank=ranks.index(self.rank),
+        )
 
 
 @contextmanager
