@@ -21,10 +21,13 @@ void bind_isa(nb::module_& module) {
 }  // namespace sparcel
 
 NB_MODULE(_cpu, module) {
+    // A thread may be inside a mesh when the interpreter goes: no leak that matters.
+    nanobind::set_leak_warnings(false);
     module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
     sparcel::bind_isa(module);
     sparcel::bind_select(module);
     sparcel::bind_merge(module);
     sparcel::bind_scatter(module);
     sparcel::bind_quantize(module);
+    sparcel::bind_mesh(module);
 }

@@ -30,3 +30,16 @@ def quantize(
 def dequantize(
     packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int, threads: int
 ) -> Tensor: ...
+
+class Mesh:
+    """Connections to peers; `sparcel.comm.mesh` documents it."""
+
+    def __init__(self, sockets: Sequence[int]) -> None: ...
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+        receives: Sequence[tuple[int, int]],
+        seconds: float,
+    ) -> tuple[list[Tensor], int, int, int]: ...
+    def shut(self) -> None: ...
+    def broken(self) -> int: ...

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 
@@ -141,17 +142,48 @@ def test_what_a_job_refers_to_goes_with_it() -> None:
     assert alive() is None
 
 
-def test_abandoned_jobs_fail_now_and_later() -> None:
-    queue, go = JobQueue("jobs"), threading.Event()
-    error, after = CommunicationError("a peer died"), CommunicationError("since a peer died")
-    handles = [queue.submit(go.wait), queue.submit(lambda: 1)]
-    while queue.under_way[0] is None:
-        time.sleep(0.001)
-    queue.abandon(error, after)
-    handles.append(queue.submit(lambda: 2))
-    for handle, expected in zip(handles, (error, after, after), strict=True):
-        with pytest.raises(CommunicationError) as caught:
-            handle.wait()
-        assert str(caught.value) == str(expected)
-    assert queue.join(None)  # without waiting for the thread
-    go.set()
+def test_a_blocking_job_runs_on_the_callers_thread_where_none_is_due() -> None:
+    queue, go, ran = JobQueue("jobs"), threading.Event(), []
+
+    def note(name: str) -> None:
+        ran.append((name, threading.current_thread() is threading.main_thread()))
+
+    queue.run(lambda: note("alone"))
+    queue.submit(lambda: (go.wait(), note("queued")))
+    threading.Timer(0.05, go.set).start()
+    queue.run(lambda: note("behind it"))
+    queue.run(lambda: queue.run(lambda: note("inside")))
+    assert ran == [("alone", True), ("queued", False), ("behind it", False), ("inside", True)]
+
+
+def test_jobs_of_many_threads_run_one_at_a_time_in_each_threads_order() -> None:
+    queue, running, ran = JobQueue("jobs"), [], []
+
+    def job(thread: int, number: int) -> None:
+        assert not running
+        running.append(thread)
+        time.sleep(0.0001)
+        running.pop()
+        ran.append((thread, number))
+
+    def use(thread: int) -> None:
+        for number in range(0, 100, 2):
+            queue.submit(partial(job, thread, number))
+            queue.run(partial(job, thread, number + 1))
+
+    threads = [threading.Thread(target=use, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in range(4):
+        assert [number for owner, number in ran if owner == thread] == list(range(100))
+
+
+def test_a_job_that_raises_on_the_callers_thread_frees_the_queue() -> None:
+    queue = JobQueue("jobs")
+    with pytest.raises(ZeroDivisionError):
+        queue.run(lambda: 1 / 0)
+    assert queue.run(lambda: 1) == 1
+    assert queue.submit(lambda: 2).wait() == 2
+    assert queue.since is None

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from sparcel import ops
 from sparcel.comm import SimulatedCommunicator, TorchCommunicator, resolve, simulate
-from sparcel.comm.gloo import FRAME_BYTES
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.workers import WORLD_SIZES
 
 pytestmark = pytest.mark.processes
+
+MIB = 1 << 20
 
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
@@ -42,9 +43,7 @@ def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
 
 
 @world_sizes
-@pytest.mark.parametrize(
-    "nbytes", [0, 1, 1000, 65536, FRAME_BYTES - 10, FRAME_BYTES, 3 * FRAME_BYTES]
-)
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 16376, 16384, 65536, MIB, 3 * MIB + 5])
 def test_messages_arrive_whole(run_on, world_size: int, nbytes: int) -> None:
     for arrived in run_on(world_size, all_to_all, nbytes):
         assert arrived == [True] * (world_size - 1)
@@ -66,7 +65,7 @@ def many_one_way(comm: TorchCommunicator, sizes: list[int]) -> bool:
 
 
 def test_messages_of_all_sizes_arrive_in_order(run_on) -> None:
-    sizes = [(37 * i) % 11 * FRAME_BYTES // 5 + i for i in range(40)]
+    sizes = [(37 * i) % 11 * MIB // 5 + i for i in range(40)]
     assert run_on(2, many_one_way, sizes) == [True, True]
 
 

@@ -28,10 +28,10 @@ class Traffic:
     messages_received: int = 0
     bytes_received: int = 0
 
-    def count(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Add one exchange."""
+    def count(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Tensor]) -> None:
+        """Add one exchange, of messages that were sent in parts."""
         self.messages_sent += len(sent)
-        self.bytes_sent += sum(message.numel() for message in sent.values())
+        self.bytes_sent += sum(part.numel() for parts in sent.values() for part in parts)
         self.messages_received += len(received)
         self.bytes_received += sum(message.numel() for message in received.values())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -41,9 +41,9 @@ class Engine(Protocol):
         """Whether a thread is inside the engine and waits for a peer."""
 
     def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
-        """See `Communicator.exchange`; raises `LostPeerError`."""
+        """See `Communicator.exchange_parts`; what comes is whole. Raises `LostPeerError`."""
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`; raises `LostPeerError`."""

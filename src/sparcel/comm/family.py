@@ -48,6 +48,10 @@ class Family:
         _alive.add(self)
         _start_watch()
 
+    def run(self, job: Callable[[], T]) -> T:
+        """Run a job in its turn; when it raises, all ranks' families die."""
+        return self.queue.run(lambda: self._perform(job))
+
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue a job; when it raises, all ranks' families die."""
         return self.queue.submit(lambda: self._perform(job))
@@ -85,12 +89,11 @@ class Family:
     def look_after(self) -> None:
         """Find out whether the job under way waits for something that will never come.
 
-        Gloo wakes those who wait when a connection breaks, but for whoever has received, or sent,
-        half a message: that one waits until the timeout, and cannot be woken. So the job is
-        given up, with all after it, and its thread left to the timeout.
+        It may wait for a rank that itself knows nothing of the failure, and Gloo does not wake
+        whoever has received, or sent, half a message when a connection breaks.
         """
-        job, since = self.queue.under_way
-        if job is None or time.monotonic() - since < _WATCH_SECONDS:
+        since = self.queue.since
+        if since is None or time.monotonic() - since < _WATCH_SECONDS:
             return
         cause = self.fate.learn()
         if cause is None:
@@ -100,12 +103,8 @@ class Family:
                         engine.probe()
             except LostPeerError as error:
                 cause = str(error)
-        if cause is None:
-            return
-        cause = self.die(cause, _PATIENCE_SECONDS)
-        time.sleep(_PATIENCE_SECONDS)  # most that wait have been woken now
-        if self.queue.under_way[0] is job and any(engine.waiting for engine in self.engines):
-            self.queue.abandon(CommunicationError(cause), _dead(cause))
+        if cause is not None:
+            self.die(cause, _PATIENCE_SECONDS)
             _alive.discard(self)
 
     def _perform(self, job: Callable[[], T]) -> T:
@@ -117,7 +116,8 @@ class Family:
             patience = 0.0 if error.late else _PATIENCE_SECONDS
             raise CommunicationError(self.die(str(error), patience)) from error
         except BaseException as error:
-            self.die(f"rank {self.me} failed: {type(error).__name__}: {error}")
+            what = ": ".join(filter(None, (type(error).__name__, str(error))))
+            self.die(f"rank {self.me} failed: {what}")
             raise
 
     def _leave_all(self) -> None:

@@ -1,4 +1,4 @@
-"""The queue: one thread that runs jobs in the order of their submission."""
+"""The queue: jobs one at a time, in the order of their submission."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,10 +21,11 @@ _CLOSED = "the communicator was closed"
 
 
 class QueuedHandle(Handle[T]):
-    """A job in a queue."""
+    """A job in a queue, ``expected`` where it was counted as due."""
 
-    def __init__(self, job: Callable[[], T]) -> None:
+    def __init__(self, job: Callable[[], T], expected: bool) -> None:
         super().__init__()
+        self.expected = expected
         self._job: Callable[[], T] | None = job
         self._claim = threading.Lock()
         self._ended = threading.Event()
@@ -60,30 +60,39 @@ class QueuedHandle(Handle[T]):
         return self.future.wait()
 
 
-_Pending: TypeAlias = "SimpleQueue[QueuedHandle[Any] | None]"
-
-
-@dataclass
-class _UnderWay:
-    """The job that runs, since when (on the monotonic clock), and whether none will any more."""
-
-    job: QueuedHandle[Any] | None = None
-    since: float = 0.0
-    over: bool = False
-
-
 class JobQueue:
-    """Runs jobs one at a time on a daemon thread, until it is ended."""
+    """Runs jobs one at a time, on a daemon thread or the caller's, until it is ended."""
 
     def __init__(self, name: str) -> None:
         self._pending: _Pending = SimpleQueue()
-        self._under_way = _UnderWay()
+        self._state = _State()
         self._thread = threading.Thread(
-            target=_work, args=(self._pending, self._under_way), name=name, daemon=True
+            target=_work, args=(self._pending, self._state), name=name, daemon=True
         )
         self._thread.start()
         self.ended = False
-        self._abandoned: Exception | None = None
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Run ``job`` after all jobs submitted before, and return its result.
+
+        It runs on the caller's thread where no other job is due, which saves waking two threads.
+
+        Raises
+        ------
+        CommunicationError
+            When the queue was ended.
+        """
+        if self.is_current():
+            return job()
+        if self.ended:
+            raise CommunicationError(_CLOSED)
+        state = self._state
+        if not state.enter_alone():
+            return self.submit(job).wait()
+        try:
+            return job()
+        finally:
+            state.leave()
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue ``job``; a job that submits another runs it at once, for it may wait for it.
@@ -95,33 +104,24 @@ class JobQueue:
         """
         if self.ended:
             raise CommunicationError(_CLOSED)
-        handle = QueuedHandle(job)
+        handle = QueuedHandle(job, expected=True)
         if self.is_current():
             handle.run()
         else:
+            self._state.expect()
             self._pending.put(handle)
-            if self._abandoned is not None:
-                handle.fail(self._abandoned)
-            elif self._under_way.over:  # the queue was ended since it was asked
+            if self._state.over:  # the queue was ended since it was asked
                 handle.fail(CommunicationError(_CLOSED))
         return handle
 
     def is_current(self) -> bool:
         """Tell whether the caller is a job of this queue."""
-        return threading.current_thread() is self._thread
+        return self._state.runner == threading.get_ident()
 
     @property
-    def under_way(self) -> tuple[QueuedHandle[Any] | None, float]:
-        """The job that runs, and since when (on the monotonic clock)."""
-        return self._under_way.job, self._under_way.since
-
-    def abandon(self, error: Exception, after: Exception) -> None:
-        """Let the job under way fail with ``error``, and all others, now and later, ``after``."""
-        self._abandoned = after
-        if self._under_way.job is not None:
-            self._under_way.job.fail(error)
-        _fail_all(self._pending, after)
-        self._pending.put(None)
+    def since(self) -> float | None:
+        """When the job under way began, on the monotonic clock; None where there is none."""
+        return self._state.since
 
     def end(self, last: Callable[[], object]) -> None:
         """Take no more jobs; after those submitted so far run ``last``, and end the thread.
@@ -130,28 +130,73 @@ class JobQueue:
         """
         if not self.ended:
             self.ended = True
-            self._pending.put(QueuedHandle(last))
+            self._pending.put(QueuedHandle(last, expected=False))
             self._pending.put(None)
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the thread to end, unless its job was abandoned; tell whether it is over."""
-        if self._abandoned is None and not self.is_current():
+        """Wait for the thread to end, and tell whether it has."""
+        if not self.is_current():
             self._thread.join(timeout)
-        return self._abandoned is not None or not self._thread.is_alive()
+        return not self._thread.is_alive()
 
 
-def _work(pending: _Pending, under_way: _UnderWay) -> None:
+_Pending: TypeAlias = "SimpleQueue[QueuedHandle[Any] | None]"
+
+
+class _State:
+    """Whose turn it is: one job at a time, the jobs in the queue before any that comes later."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._counting = threading.Lock()
+        self._due = 0
+        self.runner: int | None = None
+        self.since: float | None = None
+        self.over = False
+
+    def expect(self) -> None:
+        """Count a job that will be run."""
+        with self._counting:
+            self._due += 1
+
+    def enter_alone(self) -> bool:
+        """Begin a job on this thread, unless another is due."""
+        with self._counting:
+            if self._due:
+                return False
+            self._due = 1
+            # Free, but for the last job of an ending queue, which may begin at any time and locks
+            # nothing: the garbage collector may have ended it.
+            if not self._turn.acquire(blocking=False):
+                self._due = 0
+                return False
+        self._begin()
+        return True
+
+    def enter(self) -> None:
+        """Begin a job that was expected, when the one under way has ended."""
+        self._turn.acquire()
+        self._begin()
+
+    def leave(self, expected: bool = True) -> None:
+        """End the job, ``expected`` where it was counted."""
+        self.runner = self.since = None
+        with self._counting:
+            self._due -= expected
+        self._turn.release()
+
+    def _begin(self) -> None:
+        self.since, self.runner = time.monotonic(), threading.get_ident()
+
+
+def _work(pending: _Pending, state: _State) -> None:
     while (handle := pending.get()) is not None:
-        under_way.since, under_way.job = time.monotonic(), handle
+        state.enter()
         handle.run()
-        under_way.job = None
+        state.leave(handle.expected)
         del handle  # or the job's tensors would live until the next
-    under_way.over = True  # what is put from now on, or was since the end, nobody runs
-    _fail_all(pending, CommunicationError(_CLOSED))
-
-
-def _fail_all(pending: _Pending, error: Exception) -> None:
+    state.over = True  # what is put from now on, or was since the end, nobody runs
     with suppress(Empty):
         while True:
-            if (handle := pending.get_nowait()) is not None:
-                handle.fail(error)
+            if (late := pending.get_nowait()) is not None:
+                late.fail(CommunicationError(_CLOSED))

@@ -6,7 +6,7 @@ has not been run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -45,11 +45,12 @@ class NcclEngine:
         )
 
     def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
-        """See `Communicator.exchange`. The host waits for the sizes, and for nothing else."""
+        """See `Engine.exchange`. The host waits for the sizes, and for nothing else."""
         peers = list(dict.fromkeys([*sends, *receives]))
-        sizes = [sends[peer].numel() if peer in sends else 0 for peer in peers]
+        joined = {peer: torch.cat(list(parts)) for peer, parts in sends.items()}
+        sizes = [joined[peer].numel() if peer in joined else 0 for peer in peers]
         leaving = torch.tensor(sizes, device=self.device)
         arriving = torch.empty_like(leaving)
         self._transfer(peers, list(leaving.split(1)), list(arriving.split(1)))
@@ -64,7 +65,7 @@ class NcclEngine:
         # NCCL hangs on a pair of ranks of which one only sends: what is empty is sent as a byte.
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         messages = [
-            sends[peer] if sends.get(peer, nothing[:0]).numel() else nothing for peer in peers
+            joined[peer] if joined.get(peer, nothing[:0]).numel() else nothing for peer in peers
         ]
         buffers = [nothing.new_empty(max(nbytes, 1)) for nbytes in sizes]
         self._transfer(peers, messages, buffers)

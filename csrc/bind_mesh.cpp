@@ -1,0 +1,58 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.hpp"
+#include "mesh.hpp"
+
+namespace sparcel {
+namespace {
+
+using Address = std::pair<uintptr_t, size_t>;
+using Messages = std::vector<std::pair<size_t, std::vector<Address>>>;
+using Bounds = std::vector<std::pair<size_t, uint64_t>>;
+
+// Returns the messages, and how it ended: the fault, the peer, and the length that was too long.
+nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, double seconds) {
+    std::vector<Sending> sends;
+    for (const auto& [peer, parts] : messages) {
+        require(peer < mesh.size(), "no such peer");
+        sends.push_back({peer, {}});
+        for (const auto& [address, size] : parts) {
+            sends.back().parts.push_back({reinterpret_cast<const uint8_t*>(address), size});
+        }
+    }
+    std::vector<Receiving> receives;
+    for (const auto& [peer, at_most] : bounds) {
+        require(peer < mesh.size(), "no such peer");
+        receives.push_back({peer, at_most});
+    }
+    std::vector<Received> received;
+    const Outcome outcome = [&] {
+        nb::gil_scoped_release release;
+        return mesh.exchange(sends, receives, seconds, received, [] {
+            nb::gil_scoped_acquire acquire;
+            if (PyErr_CheckSignals()) throw nb::python_error();
+        });
+    }();
+    nb::list arrived;
+    if (!outcome.fault) {
+        for (Received& message : received) {
+            arrived.append(give(std::move(message.bytes), message.size, dtype_of<uint8_t>()));
+        }
+    }
+    return nb::make_tuple(arrived, int(outcome.fault), outcome.peer, outcome.length);
+}
+
+}  // namespace
+
+void bind_mesh(nb::module_& module) {
+    using namespace nb::literals;
+    nb::class_<Mesh>(module, "Mesh")
+        .def(nb::init<const std::vector<int>&>(), "sockets"_a)
+        .def("exchange", exchange, "sends"_a, "receives"_a, "seconds"_a)
+        .def("shut", &Mesh::shut)
+        .def("broken", &Mesh::broken);
+}
+
+}  // namespace sparcel

@@ -1,0 +1,268 @@
+// Messages of any size over one TCP connection to each peer, all outstanding at once.
+//
+// A message is its length, 8 bytes of the machine's order, and its bytes. Sockets never block:
+// whoever can go on does, and the thread sleeps in poll() while none can. What arrives beyond the
+// message that is due waits in the peer's stage for the next exchange.
+#pragma once
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "buffer.hpp"
+
+namespace sparcel {
+
+struct Part {
+    const uint8_t* data;
+    size_t size;
+};
+
+struct Sending {
+    size_t peer;
+    std::vector<Part> parts;
+};
+
+struct Receiving {
+    size_t peer;
+    uint64_t at_most;
+};
+
+struct Received {
+    Buffer<uint8_t> bytes;
+    size_t size = 0;
+};
+
+// How an exchange ended: well, or with which peer it failed.
+struct Outcome {
+    enum Fault { none = 0, lost = 1, late = 2, too_long = 3 };
+    Fault fault = none;
+    size_t peer = 0;
+    uint64_t length = 0;  // of the message that was too long
+};
+
+class Mesh {
+  public:
+    using Clock = std::chrono::steady_clock;
+
+    // Takes over connected sockets, by rank; -1 where this rank itself is.
+    explicit Mesh(const std::vector<int>& sockets) {
+        for (int socket : sockets) {
+            if (socket >= 0) ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
+            peers_.emplace_back(socket);
+        }
+    }
+    Mesh(const Mesh&) = delete;
+    Mesh& operator=(const Mesh&) = delete;
+    ~Mesh() {
+        for (Peer& peer : peers_) {
+            if (peer.socket >= 0) ::close(peer.socket);
+        }
+    }
+
+    size_t size() const { return peers_.size(); }
+
+    // Ends all connections, from any thread; exchanges under way fail.
+    void shut() {
+        for (Peer& peer : peers_) {
+            if (peer.socket >= 0) ::shutdown(peer.socket, SHUT_RDWR);
+        }
+    }
+
+    // The first peer whose connection has ended, or size(); from any thread.
+    size_t broken() {
+        for (size_t rank = 0; rank < peers_.size(); ++rank) {
+            if (peers_[rank].socket < 0) continue;
+            pollfd state{peers_[rank].socket, POLLRDHUP, 0};
+            if (::poll(&state, 1, 0) > 0 && state.revents & (POLLRDHUP | POLLHUP | POLLERR)) {
+                return rank;
+            }
+        }
+        return peers_.size();
+    }
+
+    // Sends and receives; what came is in `received`, in the order of `receives`. `interrupted` is
+    // asked now and then, and ends the exchange, which cannot be resumed, by throwing.
+    template <class Interrupted>
+    Outcome exchange(const std::vector<Sending>& sends, const std::vector<Receiving>& receives,
+                     double seconds, std::vector<Received>& received,
+                     const Interrupted& interrupted) {
+        std::vector<Departure> departures;
+        for (const Sending& sending : sends) departures.emplace_back(sending);
+        std::vector<Arrival> arrivals;
+        received.resize(receives.size());
+        for (size_t i = 0; i < receives.size(); ++i) {
+            arrivals.push_back({receives[i].peer, receives[i].at_most, &received[i]});
+        }
+        const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                 std::chrono::duration<double>(seconds));
+        while (true) {
+            Outcome outcome;
+            std::erase_if(departures, [&](Departure& d) { return send(d, outcome); });
+            if (!outcome.fault) {
+                std::erase_if(arrivals, [&](Arrival& a) { return receive(a, outcome); });
+            }
+            if (outcome.fault || (departures.empty() && arrivals.empty())) return outcome;
+            while (!wait(departures, arrivals)) {
+                interrupted();
+                if (Clock::now() >= deadline) {
+                    const size_t peer = arrivals.empty() ? departures[0].peer : arrivals[0].peer;
+                    return {Outcome::late, peer};
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr size_t kStageBytes = 16 << 10;
+    static constexpr int kSliceMs = 100;  // how long a signal or the deadline may go unseen
+
+    struct Peer {
+        explicit Peer(int socket_) : socket(socket_) {}
+        int socket;
+        // Bytes [begin, end) of the stage came after the last message.
+        Buffer<uint8_t> stage{kStageBytes};
+        size_t begin = 0, end = 0;
+    };
+
+    struct Departure {
+        explicit Departure(const Sending& sending) : peer(sending.peer) {
+            for (const Part& part : sending.parts) length += part.size;
+            left.push_back({});  // the length, wherever this object is moved
+            for (const Part& part : sending.parts) {
+                if (part.size) left.push_back({const_cast<uint8_t*>(part.data), part.size});
+            }
+        }
+        size_t peer;
+        uint64_t length = 0;
+        size_t length_sent = 0;
+        size_t next = 1;  // the first of `left` that has not gone
+        std::vector<iovec> left;
+    };
+
+    struct Arrival {
+        size_t peer;
+        uint64_t at_most;
+        Received* message;
+        bool begun = false;
+        size_t filled = 0;
+    };
+
+    // Sends what can be sent now; whether all has gone, or the connection failed.
+    bool send(Departure& d, Outcome& outcome) {
+        while (d.length_sent < sizeof d.length || d.next < d.left.size()) {
+            msghdr message{};
+            size_t first = d.next;
+            if (d.length_sent < sizeof d.length) {
+                first = d.next - 1;
+                d.left[first] = {reinterpret_cast<uint8_t*>(&d.length) + d.length_sent,
+                                 sizeof d.length - d.length_sent};
+            }
+            message.msg_iov = &d.left[first];
+            message.msg_iovlen = std::min<size_t>(d.left.size() - first, 64);
+            const ssize_t sent =
+                ::sendmsg(peers_[d.peer].socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+            if (sent < 0) {
+                if (errno == EINTR) continue;
+                if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+                outcome = {Outcome::lost, d.peer};
+                return true;
+            }
+            size_t gone = size_t(sent);
+            const size_t of_length = std::min(gone, sizeof d.length - d.length_sent);
+            d.length_sent += of_length;
+            gone -= of_length;
+            for (; gone; ++d.next) {
+                iovec& part = d.left[d.next];
+                if (gone < part.iov_len) {
+                    part = {static_cast<uint8_t*>(part.iov_base) + gone, part.iov_len - gone};
+                    break;
+                }
+                gone -= part.iov_len;
+            }
+        }
+        return true;
+    }
+
+    // Receives what is there; whether the message is complete, or the exchange failed.
+    bool receive(Arrival& a, Outcome& outcome) {
+        Peer& peer = peers_[a.peer];
+        while (!a.begun) {
+            if (begin(a, peer, outcome)) {
+                if (outcome.fault) return true;
+                break;
+            }
+            const ssize_t came =
+                ::recv(peer.socket, &peer.stage[peer.end], kStageBytes - peer.end, MSG_DONTWAIT);
+            if (!count(came, peer.end, a.peer, outcome)) return outcome.fault;
+        }
+        while (a.filled < a.message->size) {
+            const ssize_t came = ::recv(peer.socket, &a.message->bytes[a.filled],
+                                        a.message->size - a.filled, MSG_DONTWAIT);
+            if (!count(came, a.filled, a.peer, outcome)) return outcome.fault;
+        }
+        return true;
+    }
+
+    // Takes the length, and what the stage has of the message; whether the length is there.
+    bool begin(Arrival& a, Peer& peer, Outcome& outcome) {
+        uint64_t length;
+        if (peer.end - peer.begin < sizeof length) {
+            std::memmove(&peer.stage[0], &peer.stage[peer.begin], peer.end - peer.begin);
+            peer.end -= peer.begin;
+            peer.begin = 0;
+            return false;
+        }
+        std::memcpy(&length, &peer.stage[peer.begin], sizeof length);
+        if (length > a.at_most) {
+            outcome = {Outcome::too_long, a.peer, length};
+            return true;
+        }
+        peer.begin += sizeof length;
+        a.message->size = length;
+        a.message->bytes = Buffer<uint8_t>(length);
+        a.filled = std::min<size_t>(length, peer.end - peer.begin);
+        std::memcpy(a.message->bytes.data(), &peer.stage[peer.begin], a.filled);
+        peer.begin += a.filled;
+        if (peer.begin == peer.end) peer.begin = peer.end = 0;
+        a.begun = true;
+        return true;
+    }
+
+    // Adds what recv() returned; false where nothing came, with a fault where nothing ever will.
+    static bool count(ssize_t came, size_t& total, size_t peer, Outcome& outcome) {
+        if (came > 0) {
+            total += size_t(came);
+            return true;
+        }
+        if (came < 0 && errno == EINTR) return true;
+        if (came == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
+            outcome = {Outcome::lost, peer};
+        }
+        return false;
+    }
+
+    // Sleeps until a connection can go on; false where none could for a while.
+    bool wait(const std::vector<Departure>& departures, const std::vector<Arrival>& arrivals) {
+        polled_.clear();
+        for (const Departure& d : departures)
+            polled_.push_back({peers_[d.peer].socket, POLLOUT, 0});
+        for (const Arrival& a : arrivals) polled_.push_back({peers_[a.peer].socket, POLLIN, 0});
+        return ::poll(polled_.data(), nfds_t(polled_.size()), kSliceMs) > 0;
+    }
+
+    std::vector<Peer> peers_;
+    std::vector<pollfd> polled_;
+};
+
+}  // namespace sparcel
