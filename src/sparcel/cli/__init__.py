@@ -10,6 +10,7 @@ from sparcel.lab import WorkerFailedError
 try:
     import typer
 
+    from sparcel.cli.bench import bench
     from sparcel.cli.demo import demo
     from sparcel.cli.density import density
 except ModuleNotFoundError as missing:
@@ -18,6 +19,7 @@ except ModuleNotFoundError as missing:
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 app.command()(demo)
 app.command()(density)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()

@@ -1,0 +1,1 @@
+"""The benchmark: every algorithm beside dense all-reduce, on the engine and network at hand."""

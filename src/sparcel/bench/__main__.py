@@ -1,0 +1,13 @@
+"""``python -m sparcel.bench SETTINGS``: one rank of a benchmark that was started from outside."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from sparcel.bench.run import run
+from sparcel.bench.settings import Settings
+
+if __name__ == "__main__":
+    run(Settings.from_json(sys.argv[1]), Console(highlight=False))

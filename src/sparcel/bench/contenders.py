@@ -1,0 +1,188 @@
+"""What is timed: each row of the table as something to call, and to check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparcel import collectives
+from sparcel.bench import oracle
+from sparcel.bench.engines import Engine
+from sparcel.bench.inputs import Case
+from sparcel.collectives import ALGORITHMS, gtopk, oktopk
+from sparcel.errors import known
+from sparcel.schemes import SCHEMES, Hierarchical, Scheme, scheme
+
+DENSE = {"dense fp32": torch.float32, "dense bf16": torch.bfloat16}
+"""Baselines that no density matters to."""
+
+SPARSE_COO = "sparse_coo"
+EXCHANGES = ("gtopk", "oktopk")
+STEP = "step:"
+
+_ON_NODES = ("hitopk", "torus2d")
+
+
+@dataclass
+class Contender:
+    """One row: ``run`` is timed, ``reset`` goes ahead of it and is not.
+
+    Attributes
+    ----------
+    wrong
+        How many coordinates of what ``run`` returned are not what they should be.
+    bytes
+        What a rank sends or receives, where the engine itself does not count.
+    """
+
+    run: Callable[[], Any]
+    wrong: Callable[[Any], int]
+    reset: Callable[[], object] = lambda: None
+    bytes: int | None = None
+
+
+def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
+    """Return the rows that ``asked`` means: "all", or names separated by commas.
+
+    Raises
+    ------
+    InputError
+        For a name that does not exist.
+    """
+    on_nodes = _ON_NODES if ranks_per_node > 1 else ()
+    schemes = [name for name in SCHEMES if name not in _ON_NODES or name in on_nodes]
+    every = [*DENSE, SPARSE_COO, "auto", *ALGORITHMS, *EXCHANGES]
+    steps = [STEP + name for name in schemes]
+    if asked == "all":
+        return every + (steps if whole_step else [])
+    chosen = [known(name.strip(), [*every, *steps], "algorithm") for name in asked.split(",")]
+    if whole_step:
+        chosen += [STEP + name for name in chosen if name in SCHEMES]
+    return list(dict.fromkeys(["dense fp32", *chosen]))
+
+
+def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Contender | None:
+    """Return the row ``name`` of a case, or None where the engine has no such thing."""
+    if name in DENSE:
+        return _dense(case, engine, DENSE[name])
+    if name == SPARSE_COO:
+        return _sparse_coo(case, engine) if engine.name == "gloo" else None
+    if name.startswith(STEP):
+        return _step(name.removeprefix(STEP), case, engine, ranks_per_node)
+    comm, k = engine.comm, case.k
+    own = case.streams[comm.rank]
+    if name == "gtopk":
+        return Contender(
+            lambda: comm.run(lambda: gtopk(own, comm, k)).total,
+            lambda result: oracle.count_wrong(result, oracle.tree_largest(case.streams, k)),
+        )
+    if name == "oktopk":
+        return Contender(
+            lambda: comm.run(lambda: oktopk(own, comm, k, k)),
+            lambda result: oracle.count_wrong(result, case.total.largest(k)),
+        )
+    return Contender(
+        lambda: comm.run(lambda: collectives.all_reduce(own, comm, algorithm=name, max_nnz=k)),
+        lambda result: oracle.count_wrong(result, case.total),
+    )
+
+
+def _dense(case: Case, engine: Engine, dtype: torch.dtype) -> Contender | None:
+    """Sum dense tensors, in place, by the engine alone."""
+    if dtype not in engine.dtypes:
+        return None
+    ranks = case.ranks
+    source = case.streams[engine.comm.rank].to_dense()
+    expected = case.total
+    if dtype != torch.float32:  # sums of signs are whole numbers that half precision holds
+        source.sign_()
+        expected = oracle.total([_signs(stream) for stream in case.streams])
+    source = source.to(dtype)
+    tensor = torch.empty_like(source)
+
+    def run() -> Tensor:
+        engine.all_reduce(tensor)
+        return tensor
+
+    return Contender(
+        run,
+        lambda result: oracle.count_wrong(result, expected),
+        reset=lambda: tensor.copy_(source),
+        bytes=2 * (ranks - 1) * source.nbytes // ranks,
+    )
+
+
+def _signs(stream: Any) -> Any:
+    return type(stream).unchecked(stream.indices, stream.values.sign(), stream.size)
+
+
+def _sparse_coo(case: Case, engine: Engine) -> Contender:
+    """Sum sparse COO tensors by Gloo's own sparse all-reduce, which gathers all of them."""
+    own = case.streams[engine.comm.rank]
+    assert own.indices is not None, "selections are sparse"
+    indices = own.indices.long()[None]
+    held: list[Tensor] = []
+
+    def reset() -> None:
+        made = torch.sparse_coo_tensor(indices, own.values, (case.size,), is_coalesced=True)
+        held[:] = [made]
+
+    def run() -> Tensor:
+        engine.all_reduce(held[0])
+        return held[0]
+
+    def wrong(result: Tensor) -> int:
+        sums = result.coalesce()
+        found = type(own)(sums.indices()[0], sums.values(), case.size)
+        return oracle.count_wrong(found, case.total)
+
+    entry_bytes = indices.itemsize + own.values.itemsize
+    return Contender(run, wrong, reset, bytes=(case.ranks - 1) * case.k * entry_bytes)
+
+
+def _step(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Contender:
+    """Take a whole step: accumulate, select, exchange, and update the parameters.
+
+    Every iteration begins with an empty memory, so that what is selected keeps its distribution.
+    """
+    comm = engine.comm
+    settings: dict[str, Any] = {} if name in ("dense", "torus2d") else {"density": case.density}
+    if name in _ON_NODES:
+        settings["ranks_per_node"] = ranks_per_node
+    made = scheme(name, **settings)
+    gradient = case.gradient(comm.rank)
+    update, parameters = torch.empty_like(gradient), torch.zeros_like(gradient)
+
+    def run() -> Tensor:
+        made.step(gradient, comm, out=update)
+        parameters.sub_(update)
+        return update
+
+    return Contender(
+        run,
+        lambda update: _lost(made, gradient, update, engine),
+        reset=lambda: _forget(made),
+    )
+
+
+def _forget(made: Scheme) -> None:
+    inner = made.inner if isinstance(made, Hierarchical) else made
+    for remembered in inner.coordinates().values():
+        remembered.zero_()
+
+
+def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: Engine) -> int:
+    """Count the coordinates where update and memories do not add up to the gradients.
+
+    Ranks that hold different updates find different counts. All values are whole numbers.
+    """
+    balance = gradient.clone()
+    if (owed := made.owed) is not None:
+        balance -= owed
+    engine.all_reduce(balance)
+    # Rounded, for the average is the sum divided by a number that need not be a power of two.
+    return int((balance - (update * engine.comm.size).round_()).count_nonzero())

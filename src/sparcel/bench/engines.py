@@ -1,0 +1,135 @@
+"""The engines of a run: sparcel's communicator on each, beside the engine's own all-reduce."""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparcel.comm import Communicator, resolve
+from sparcel.errors import InputError
+
+ENGINES = ("gloo", "mpi")
+
+_MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+"""What launchers of MPICH, of PMIx and of Open MPI tell a process."""
+
+
+class Engine(ABC):
+    """What carries bytes."""
+
+    name: str
+    comm: Communicator
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    """What `all_reduce` sums."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a dense tensor over all ranks, in place, by the engine's call and nothing of ours."""
+
+    def close(self) -> None:
+        """Disconnect; all ranks call."""
+        close = getattr(self.comm, "close", None)
+        if close is not None:
+            close()
+
+
+class Gloo(Engine):
+    """torch.distributed's default process group."""
+
+    name = "gloo"
+
+    def __init__(self) -> None:
+        self.comm = resolve(None)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Engine.all_reduce`; sparse COO tensors are taken too."""
+        dist.all_reduce(tensor)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        super().close()
+        dist.destroy_process_group()
+
+
+class Mpi(Engine):
+    """MPI's world."""
+
+    name = "mpi"
+    dtypes = (torch.float32,)  # MPI has no bfloat16
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self.comm = resolve(MPI.COMM_WORLD)
+        self._world = MPI.COMM_WORLD.Dup()
+        self._in_place = MPI.IN_PLACE
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Engine.all_reduce`."""
+        self._world.Allreduce(self._in_place, tensor.numpy())
+
+
+def launched() -> tuple[str, ...]:
+    """Return the engines for which this process was launched, as its environment tells."""
+    by_mpi = any(name in os.environ for name in _MPI_RANKS)
+    by_torch = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+    return ("gloo", "mpi") if by_mpi else ("gloo",) if by_torch else ()
+
+
+@contextmanager
+def connected(names: tuple[str, ...]) -> Iterator[list[Engine]]:
+    """Connect the ranks by these engines; all ranks call.
+
+    Raises
+    ------
+    InputError
+        When MPI is asked for and no MPI launcher started this process.
+    """
+    there = launched()
+    for name in names:
+        if name not in there:
+            raise InputError(
+                f"engine {name!r} needs a launcher of its kind, and there is {there or 'none'}:"
+                " start with mpiexec, or with `sparcel lab run --mpi`"
+            )
+    engines: list[Engine] = []
+    try:
+        if "mpi" in names:
+            engines.append(Mpi())
+        if "gloo" in names:
+            _join_gloo()
+            engines.insert(0, Gloo())
+        yield engines
+    finally:
+        for engine in reversed(engines):
+            engine.close()
+
+
+def _join_gloo() -> None:
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        return
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    names = world.allgather(socket.gethostname())
+    alone = len(set(names)) == 1
+    if alone and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Otherwise Gloo looks up the machine's own name, for seconds where no name server answers.
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    host, port, store = "127.0.0.1" if alone else socket.gethostbyname(names[0]), 0, None
+    if world.rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    port = world.bcast(port)
+    meeting: Any = store or dist.TCPStore(host, port, is_master=False)
+    dist.init_process_group("gloo", store=meeting, rank=world.rank, world_size=world.size)

@@ -1,0 +1,146 @@
+"""What the ranks exchange: streams and gradients that every rank can make of every other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.bench import oracle
+from sparcel.errors import InputError
+from sparcel.schemes.sparsifier import count_for
+from sparcel.selectors import draws, topk
+from sparcel.stream import SparseStream
+
+DISTRIBUTIONS = ("uniform", "clustered", "identical", "file")
+
+CLUSTERS = 16
+SPREAD = 4
+"""Clustered indices lie in `CLUSTERS` windows, the same on all ranks, that hold `SPREAD`·k
+coordinates together: ranks overlap by a quarter, and regions of equal length hold unequal counts."""
+
+_LEAST, _MOST = 1 << 10, 1 << 15
+"""Magnitudes of selected values: whole numbers, whose sums over up to 512 ranks are exact."""
+
+_CPU = torch.device("cpu")
+_WHERE, _VALUES, _WINDOWS, _REST = range(4)  # seeds
+
+
+@dataclass(eq=False)
+class Case:
+    """What the ranks exchange in one cell of the table.
+
+    Attributes
+    ----------
+    size, density, distribution
+        Of every rank's stream.
+    ranks
+        How many ranks.
+    gradients
+        ``[rows, size]`` for the distribution ``"file"``: rank r has row r mod rows.
+    """
+
+    size: int
+    density: float
+    distribution: str
+    ranks: int
+    gradients: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def k(self) -> int:
+        """How many coordinates a rank selects."""
+        return count_for(self.density, self.size)
+
+    def stream(self, rank: int) -> SparseStream:
+        """Return what a rank selected: k coordinates, float32, whole numbers."""
+        if self.gradients is not None:
+            return topk(self.gradient(rank), self.k)
+        indices = self._indices(rank)
+        drawn = draws.integers(self.k, 2 * (_MOST - _LEAST), _VALUES, rank, _CPU)
+        sign = 1 - 2 * (drawn % 2)
+        values = (sign * (_LEAST + drawn // 2)).float()
+        return SparseStream.unchecked(indices.to(kernels.index_dtype(self.size)), values, self.size)
+
+    def gradient(self, rank: int) -> Tensor:
+        """Return a dense vector of which the k largest coordinates are those of `stream`.
+
+        The others are whole numbers too, normally distributed, and smaller.
+        """
+        if self.gradients is not None:
+            return _whole(self.gradients[rank % len(self.gradients)], self.ranks)
+        generator = torch.Generator().manual_seed(_REST + 4 * rank)
+        vector = torch.randn(self.size, generator=generator)
+        vector.mul_(_LEAST / 5).round_().clamp_(1 - _LEAST, _LEAST - 1)
+        stream = self.stream(rank)
+        assert stream.indices is not None, "selections are sparse"
+        kernels.scatter(vector, stream.indices, stream.values)
+        return vector
+
+    @cached_property
+    def streams(self) -> list[SparseStream]:
+        """The streams of all ranks, from which each can tell what should come of them."""
+        return [self.stream(rank) for rank in range(self.ranks)]
+
+    @cached_property
+    def total(self) -> oracle.Sum:
+        """The sum of all ranks' streams."""
+        return oracle.total(self.streams)
+
+    def _indices(self, rank: int) -> Tensor:
+        whose = 0 if self.distribution == "identical" else rank
+        if self.distribution == "clustered":
+            width = -(-SPREAD * self.k // CLUSTERS)
+            places = self.size // width
+            if places > CLUSTERS:
+                windows = draws.distinct(CLUSTERS, places, _WINDOWS, 0, _CPU)
+                inside = draws.distinct(self.k, CLUSTERS * width, _WHERE, whose, _CPU)
+                return windows[inside // width] * width + inside % width
+        return draws.distinct(self.k, self.size, _WHERE, whose, _CPU)
+
+
+def load_gradients(path: Path) -> Tensor:
+    """Read gradients, ``[rows, size]`` float32, from a .npy, .npz or .pt file.
+
+    Raises
+    ------
+    InputError
+        When the file is none of these, or holds anything but one vector, ``[size]``, or one a
+        rank, ``[rows, size]``, of finite floats.
+    """
+    if path.suffix in (".npy", ".npz"):
+        loaded: Any = np.load(path)
+        if path.suffix == ".npz":
+            loaded = loaded[_only(list(loaded), path)]
+        tensor = torch.from_numpy(np.asarray(loaded, dtype=np.float32))
+    elif path.suffix == ".pt":
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(loaded, dict):
+            loaded = loaded[_only(list(loaded), path)]
+        tensor = torch.as_tensor(loaded).float()
+    else:
+        raise InputError(f"gradients come in a .npy, .npz or .pt file, got {path}")
+    if tensor.ndim not in (1, 2) or not tensor.numel() or not bool(tensor.isfinite().all()):
+        raise InputError(
+            f"{path} must hold one finite vector [size], or one a rank [ranks, size], got shape"
+            f" {tuple(tensor.shape)}"
+        )
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _only(names: list[str], path: Path) -> str:
+    if len(names) != 1:
+        raise InputError(f"{path} must hold one array, got {len(names)}: {', '.join(names)}")
+    return names[0]
+
+
+def _whole(gradient: Tensor, ranks: int) -> Tensor:
+    """Round to whole numbers, as fine as sums over all ranks stay exact in float32."""
+    most = (1 << 24 - (ranks - 1).bit_length()) - 1
+    largest = float(gradient.abs().max())
+    return (gradient * (most / largest)).round_() if largest else gradient.clone()

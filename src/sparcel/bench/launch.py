@@ -1,0 +1,30 @@
+"""Starting the ranks, where nobody else did."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+
+from sparcel.bench.settings import Settings
+from sparcel.lab import Job, Loopback
+
+
+def start(settings: Settings, ranks: int, console: Console) -> None:
+    """Run the benchmark on processes of this machine, and show what rank 0 prints.
+
+    Raises
+    ------
+    WorkerFailedError
+        As soon as one fails; the others are ended.
+    """
+    argv = [sys.executable, "-m", "sparcel.bench", settings.to_json()]
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    environment = {"OMP_NUM_THREADS": threads, "COLUMNS": str(console.width)}
+    with Loopback(ranks) as network:
+        shown = {"SPARCEL_LAB_DESCRIPTION": network.description}
+        with Job(network, argv, {**environment, **shown}) as job:
+            for rank, line in job.lines():
+                if rank == 0:
+                    console.print(line, markup=False, soft_wrap=True)

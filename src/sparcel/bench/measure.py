@@ -1,0 +1,96 @@
+"""One cell of the table: how long a call takes, where, how many bytes, and whether it is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from sparcel.bench.contenders import Contender
+from sparcel.bench.phases import PHASES, watched
+from sparcel.comm import Communicator, Traffic
+from sparcel.ops import MAX, SUM, Op
+
+_WATCHED_ITERATIONS = 5
+"""At most so many are repeated with a stopwatch on, which the timed ones are without."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks measured of one contender, the same on all ranks.
+
+    Attributes
+    ----------
+    seconds
+        Of each iteration, by the slowest rank.
+    phases
+        Median over iterations of the ranks' mean, seconds by phase.
+    bytes
+        The larger of those sent and received, by the worst rank, in an average iteration.
+    wrong
+        Coordinates of one result that are not what they should be, added up over ranks.
+    """
+
+    seconds: list[float]
+    phases: dict[str, float]
+    bytes: int
+    wrong: int
+
+
+def measure(contender: Contender, comm: Communicator, iterations: int, warmup: int) -> Measured:
+    """Run a contender so many times, each after a barrier; all ranks call."""
+    for _ in range(max(1, warmup)):
+        contender.reset()
+        result = contender.run()
+    wrong = contender.wrong(result)
+    del result
+    seconds, nbytes = [], 0
+    for _ in range(iterations):
+        before = _ready(contender, comm)
+        start = perf_counter()
+        contender.run()
+        seconds.append(perf_counter() - start)
+        nbytes += _since(before, comm.traffic).volume
+    if contender.bytes is not None:
+        nbytes = contender.bytes * iterations
+    slowest = _reduced(torch.tensor(seconds, dtype=torch.float64), comm, MAX)
+    counts = _reduced(torch.tensor([nbytes / iterations], dtype=torch.float64), comm, MAX)
+    return Measured(
+        slowest.tolist(),
+        _phases(contender, comm, min(iterations, _WATCHED_ITERATIONS)),
+        round(float(counts)),
+        int(_reduced(torch.tensor([wrong]), comm, SUM)),
+    )
+
+
+def _phases(contender: Contender, comm: Communicator, iterations: int) -> dict[str, float]:
+    rows = []
+    with watched(comm) as watch:
+        for _ in range(iterations):
+            _ready(contender, comm)
+            watch.restart()
+            contender.run()
+            rows.append([watch.seconds[phase] for phase in PHASES])
+    mean = _reduced(torch.tensor(rows, dtype=torch.float64), comm, SUM) / comm.size
+    return dict(zip(PHASES, mean.median(dim=0).values.tolist(), strict=True))
+
+
+def _ready(contender: Contender, comm: Communicator) -> Traffic:
+    """Prepare an iteration, wait for all ranks, and return the traffic so far."""
+    contender.reset()
+    comm.run(lambda: comm.gather_numbers(0))
+    return replace(comm.traffic)
+
+
+def _since(before: Traffic, now: Traffic) -> Traffic:
+    return Traffic(
+        bytes_sent=now.bytes_sent - before.bytes_sent,
+        bytes_received=now.bytes_received - before.bytes_received,
+    )
+
+
+def _reduced(tensor: Tensor, comm: Communicator, op: Op) -> Tensor:
+    comm.all_reduce(tensor, op)
+    return tensor

@@ -1,0 +1,125 @@
+"""What a run found: cells, as they are shown and kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Self
+
+import torch
+
+from sparcel.errors import InputError
+
+
+@dataclass
+class Cell:
+    """One measurement.
+
+    Attributes
+    ----------
+    density, k, distribution
+        1, the size, and ``"any"`` for dense baselines, to which nothing else matters.
+    seconds
+        ``all`` iterations, each by its slowest rank, their ``median`` and ``p95``.
+    phases
+        Seconds of it that a rank selects, encodes (and decodes), exchanges, reduces.
+    bytes
+        The larger of those sent and received by the worst rank, an iteration.
+    wire_share
+        The time that the bytes alone need on a node's link, as a share of the median; None where
+        the link's rate is not known or several ranks share it.
+    speedup
+        Over the better engine's dense fp32 all-reduce of this size in the same run.
+    wrong
+        Coordinates that are not what they should be, added up over ranks.
+    predicted
+        Seconds, by the cost model; None without rates.
+    """
+
+    engine: str
+    algorithm: str
+    size: int
+    density: float
+    k: int
+    distribution: str
+    dtype: str
+    seconds: dict[str, Any]
+    phases: dict[str, float]
+    bytes: int
+    wire_share: float | None
+    speedup: float | None
+    wrong: int
+    predicted: float | None = None
+
+    @property
+    def median(self) -> float:
+        """The median of the iterations, seconds."""
+        return float(self.seconds["median"])
+
+
+@dataclass
+class Results:
+    """A run: where, of what, and its cells.
+
+    Attributes
+    ----------
+    network
+        ``description``, ``nodes``, ``ranks_per_node``, ``rate_bits_per_s`` (None: unknown).
+    """
+
+    command: str
+    network: dict[str, Any]
+    world_size: int
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    cells: list[Cell] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the results as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        InputError
+            When the file is no such thing.
+        """
+        try:
+            document = json.loads(path.read_text())
+            cells = [Cell(**cell) for cell in document.pop("cells")]
+            return cls(**document, cells=cells)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} holds no results of `sparcel bench`: {error}") from error
+
+
+def summarized(seconds: list[float]) -> dict[str, Any]:
+    """Return median, 95th percentile, and all."""
+    p95 = quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
+    return {"median": median(seconds), "p95": p95, "all": seconds}
+
+
+def machine() -> dict[str, Any]:
+    """Describe where this runs."""
+    info = Path("/proc/cpuinfo")
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sparcel": version("sparcel"),
+    }

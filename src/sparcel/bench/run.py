@@ -1,0 +1,144 @@
+"""The program that every rank runs: all cells, one after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from sparcel.bench import contenders, report
+from sparcel.bench.contenders import DENSE, contender
+from sparcel.bench.engines import Engine, connected, launched
+from sparcel.bench.inputs import Case, load_gradients
+from sparcel.bench.measure import Measured, measure
+from sparcel.bench.results import Cell, Results, summarized
+from sparcel.bench.settings import Settings
+
+_DENSEST = "dense fp32"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which cell: a row's name, on which case, by which engine."""
+
+    algorithm: str
+    case: Case
+    engine: Engine
+
+
+def run(settings: Settings, console: Console) -> Results:
+    """Measure what the settings ask for; every rank calls, rank 0 shows and saves.
+
+    Raises
+    ------
+    InputError
+        For an engine or an algorithm that is not there, or a file that holds no gradients.
+    """
+    with connected(settings.engines or launched()) as engines:
+        comm = engines[0].comm
+        _share_cores(comm.size)
+        results = Results(settings.command, network(settings, comm.size), comm.size)
+        places = list(_places(settings, engines, results.network["ranks_per_node"]))
+        with report.progress(console if comm.rank == 0 else None, len(places)) as show:
+            for place in places:
+                cell = _measured(place, settings, results)
+                if cell is not None:
+                    results.cells.append(cell)
+                show(cell)
+        if comm.rank == 0:
+            console.print(report.table(results))
+            console.print(report.summary(results), soft_wrap=True)
+            if settings.json is not None:
+                results.save(Path(settings.json))
+                console.print(f"Results: {settings.json}", soft_wrap=True)
+        return results
+
+
+def network(settings: Settings, ranks: int) -> dict[str, Any]:
+    """Describe what joins the ranks: what the lab says, or the launcher and the settings."""
+    rate = settings.rate_bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
+    each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE") or 1
+    nodes = _number("SPARCEL_LAB_NODES") or -(-ranks // each)
+    description = os.environ.get("SPARCEL_LAB_DESCRIPTION", f"{ranks} ranks, as launched")
+    return {
+        "description": description,
+        "nodes": nodes,
+        "ranks_per_node": each,
+        "rate_bits_per_s": rate,
+    }
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() else None
+
+
+def _share_cores(ranks: int) -> None:
+    """Leave each rank its share of this machine's cores, unless the environment says otherwise."""
+    here = ranks if "SPARCEL_LAB_NODES" in os.environ else _number("LOCAL_WORLD_SIZE") or ranks
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+
+
+def _places(settings: Settings, engines: list[Engine], ranks_per_node: int) -> Iterator[Place]:
+    """Yield the cells, the dense baselines of each size first, engines side by side."""
+    rows = contenders.names(settings.algorithms, settings.whole_step, ranks_per_node)
+    gradients = None if settings.gradients is None else load_gradients(Path(settings.gradients))
+    ranks = engines[0].comm.size
+    for size in settings.sizes if gradients is None else (gradients.shape[1],):
+        cases = [
+            Case(size, density, distribution, ranks, _rows(gradients, distribution))
+            for distribution in settings.distributions
+            for density in settings.densities
+        ]
+        for name in (name for name in rows if name in DENSE):
+            yield from (Place(name, cases[0], engine) for engine in engines)
+        for case in cases:
+            for name in (name for name in rows if name not in DENSE):
+                yield from (Place(name, case, engine) for engine in engines)
+
+
+def _rows(gradients: Tensor | None, distribution: str) -> Tensor | None:
+    return gradients if distribution == "file" else None
+
+
+def _measured(place: Place, settings: Settings, results: Results) -> Cell | None:
+    network = results.network
+    made = contender(place.algorithm, place.case, place.engine, network["ranks_per_node"])
+    if made is None:
+        return None
+    found = measure(made, place.engine.comm, settings.iterations, settings.warmup)
+    return _cell(place, found, results)
+
+
+def _cell(place: Place, found: Measured, results: Results) -> Cell:
+    case, seconds = place.case, summarized(found.seconds)
+    dense = place.algorithm in DENSE
+    baselines = [
+        cell.median
+        for cell in results.cells
+        if cell.algorithm == _DENSEST and cell.size == case.size
+    ]
+    rate, shared = results.network["rate_bits_per_s"], results.network["ranks_per_node"] > 1
+    wire = None if rate is None or shared else 8 * found.bytes / rate
+    return Cell(
+        engine=place.engine.name,
+        algorithm=place.algorithm,
+        size=case.size,
+        density=1.0 if dense else case.density,
+        k=case.size if dense else case.k,
+        distribution="any" if dense else case.distribution,
+        dtype="bfloat16" if DENSE.get(place.algorithm) == torch.bfloat16 else "float32",
+        seconds=seconds,
+        phases=found.phases,
+        bytes=found.bytes,
+        wire_share=None if wire is None else wire / seconds["median"],
+        speedup=min(baselines) / seconds["median"] if baselines else None,
+        wrong=found.wrong,
+    )

@@ -1,0 +1,76 @@
+"""What is to be measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from sparcel.bench.inputs import DISTRIBUTIONS
+from sparcel.errors import InputError, known
+from sparcel.schemes import check_density
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `sparcel bench` was asked for.
+
+    Attributes
+    ----------
+    engines
+        Empty: those for which the processes were launched.
+    gradients
+        File of real gradients, for the distribution ``"file"``; their length is then the size.
+    rate_bits_per_s
+        What a node's link carries, where the environment does not tell.
+    """
+
+    sizes: tuple[int, ...]
+    densities: tuple[float, ...]
+    distributions: tuple[str, ...]
+    algorithms: str = "all"
+    engines: tuple[str, ...] = ()
+    iterations: int = 20
+    warmup: int = 2
+    whole_step: bool = False
+    gradients: str | None = None
+    rates: str | None = None
+    rate_bits_per_s: int | None = None
+    json: str | None = None
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for density in self.densities:
+            check_density(density)
+        for distribution in self.distributions:
+            known(distribution, DISTRIBUTIONS, "distribution")
+        if "file" in self.distributions and self.gradients is None:
+            raise InputError("the distribution 'file' needs --gradients FILE")
+
+    def to_json(self) -> str:
+        """Return the settings as text, for other processes."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` returned."""
+        fields = json.loads(text)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+
+def parse_size(text: str) -> int:
+    """Read a number of coordinates such as ``1000``, ``16M`` (2^24) or ``64K``.
+
+    Raises
+    ------
+    InputError
+        When it is no whole number, of K (2^10), M (2^20) or G (2^30).
+    """
+    digits, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    if not digits.strip().isdigit() or unit not in ("", *_UNITS) or int(digits) < 1:
+        raise InputError(
+            f"a size is a number of coordinates such as 1000, 64K or 16M, got {text!r}"
+        )
+    return int(digits) * _UNITS.get(unit, 1)

@@ -1,0 +1,119 @@
+"""``sparcel bench``: every algorithm beside dense all-reduce, and plots of it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sparcel.errors import InputError
+from sparcel.lab import parse_rate
+
+bench = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+
+
+@bench.callback()
+def measure(
+    context: typer.Context,
+    sizes: Annotated[
+        str,
+        typer.Option(help="How many coordinates the vectors have: 1000, 64K (2^10), 16M (2^20)."),
+    ] = "1M",
+    densities: Annotated[
+        str, typer.Option(help="Shares of them that each rank sends: 0.01 sends 1 %.")
+    ] = "0.01,0.001",
+    distributions: Annotated[
+        str,
+        typer.Option(
+            help="Where these lie: uniform, clustered (in a few windows), identical on all ranks, "
+            "or file: the largest of --gradients."
+        ),
+    ] = "uniform",
+    algorithms: Annotated[
+        str, typer.Option(help="Which to measure, separated by commas, or all.")
+    ] = "all",
+    engines: Annotated[
+        str,
+        typer.Option(help="gloo, mpi or both; without it, what the processes were started for."),
+    ] = "",
+    whole_step: Annotated[
+        bool,
+        typer.Option(
+            "--whole-step",
+            help="Measure whole training steps too: accumulate, select, exchange, update.",
+        ),
+    ] = False,
+    gradients: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            help="Real gradients: a .npy, .npz or .pt file of one vector, or of one a rank.",
+        ),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="How often it runs before that.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="How many processes to start, where no launcher did.")
+    ] = 4,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="How fast a machine's link is, such as 10gbit; the lab tells by itself."),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="What `sparcel plan` measured, to show predictions beside."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
+) -> None:
+    """Measure what it takes to add up sparse vectors, beside dense all-reduce.
+
+    Times every algorithm on the machines and the engine at hand, checks every result, and tells
+    where the time went and what was sent. Runs alone, on processes of this machine, and under
+    torchrun, mpiexec or `sparcel lab run`: then each process calls it.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from sparcel.bench.engines import launched
+    from sparcel.bench.launch import start
+    from sparcel.bench.run import run
+    from sparcel.bench.settings import Settings, parse_size
+
+    if json is not None and not json.parent.is_dir():
+        raise InputError(f"can't write {json}: there is no folder {json.parent}")
+    settings = Settings(
+        sizes=tuple(parse_size(size) for size in _items(sizes)),
+        densities=tuple(_share(density) for density in _items(densities)),
+        distributions=("file",)
+        if gradients and distributions == "uniform"
+        else _items(distributions),
+        algorithms=algorithms,
+        engines=_items(engines),
+        iterations=iterations,
+        warmup=warmup,
+        whole_step=whole_step,
+        gradients=None if gradients is None else str(gradients.resolve()),
+        rates=None if rates is None else str(rates.resolve()),
+        rate_bits_per_s=None if rate is None else parse_rate(rate),
+        json=None if json is None else str(json.resolve()),
+        command=shlex.join(["sparcel", *sys.argv[1:]]),
+    )
+    console = Console(highlight=False)
+    if launched():
+        run(settings, console)
+    else:
+        start(settings, ranks, console)
+
+
+def _items(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"a density is a share such as 0.01, got {text!r}") from None
