@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import sys
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
@@ -11,6 +12,9 @@ from sparcel.comm.process_group import TorchCommunicator, connect
 from sparcel.comm.simulated import Report, SimulatedCommunicator, simulate
 from sparcel.comm.timing import Network
 from sparcel.errors import InputError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = [
     "Communicator",
@@ -26,7 +30,7 @@ __all__ = [
 ]
 
 
-Group: TypeAlias = "Communicator | dist.ProcessGroup | None"
+Group: TypeAlias = "Communicator | dist.ProcessGroup | MPI.Intracomm | None"
 """What every ``group=`` argument takes; None is torch.distributed's default group."""
 
 
@@ -37,24 +41,31 @@ def resolve(group: Group = None) -> Communicator:
     ----------
     group
         A communicator of sparcel's, which is returned as it is; a torch.distributed process
-        group, whose ranks then all call, or None for the default one. A process group's
-        communicator is made once and kept until it is closed, dead or alive: after a failure
-        all ranks call ``resolve(group).close()``, and the next use connects anew.
+        group, or None for the default one; or an MPI communicator of mpi4py's. All its ranks
+        call. The communicator of a group is made once and kept until it is closed, dead or
+        alive: after a failure all ranks call ``resolve(group).close()``, and the next use connects
+        anew.
 
     Raises
     ------
     InputError
         When ``group`` is something else, or there is no default process group.
     CommunicationError
-        When not all ranks came within the process group's timeout.
+        When not all ranks came within the process group's timeout, or 300 s on MPI.
     """
     if isinstance(group, Communicator):
         return group
     if group is None or isinstance(group, dist.ProcessGroup):
         return connect(group)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    mpi = sys.modules.get("mpi4py.MPI")  # whoever passes a communicator of its has imported it
+    if mpi is not None and isinstance(group, mpi.Comm):
+        from sparcel.comm.mpi import connect as connect_mpi
+
+        return connect_mpi(group)
+    other: object = group
+    if other is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("this process is not in the group; only its members can use it")
     raise InputError(
-        "group must be a torch.distributed process group, None for the default one, or a "
-        f"communicator from sparcel.comm, got {group!r}; MPI communicators are not supported yet"
+        "group must be a torch.distributed process group, None for the default one, an MPI "
+        f"communicator of mpi4py's, or a communicator from sparcel.comm, got {group!r}"
     )
