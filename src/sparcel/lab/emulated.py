@@ -18,6 +18,7 @@ from sparcel.errors import SparcelError
 from sparcel.lab.link import Link
 
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")
+_NEW = ["--net", "--uts", "--ipc", "--mount", "--pid"]
 _SWITCH = Path(__file__).with_name("switch.py")
 
 
@@ -51,7 +52,7 @@ class EmulatedNetwork:
         self.nodes = nodes
         self.link = link
         self.description = f"{nodes} nodes joined by emulated Ethernet of {link}"
-        self._hosts = [str(_SUBNET[node + 1]) for node in range(nodes)]
+        self._names = {f"node{node}": str(_SUBNET[node + 1]) for node in range(nodes)}
         self._namespaces: list[int] = []
         _require_tools()
         # Real root needs no user namespace, and keeps its rights over everybody's files without.
@@ -65,16 +66,16 @@ class EmulatedNetwork:
             self._start()
 
     def _start(self) -> None:
-        """Start the switch and take the descriptors of its namespaces: user, mnt, pid, nets."""
+        """Start the switch; take descriptors of user, mnt, pid, ipc, and each node's net and uts."""
         self._control, theirs = socket.socketpair()
         settings = {
             "socket": theirs.fileno(),
-            "addresses": self._hosts,
+            "names": self._names,
             "prefix": _SUBNET.prefixlen,
             "link": asdict(self.link),
         }
         user = ["--user", "--map-root-user"] if self._user_namespace else []
-        unshare = ["unshare", *user, "--net", "--mount", "--pid", "--mount-proc", "--kill-child"]
+        unshare = ["unshare", *user, *_NEW, "--mount-proc", "--kill-child"]
         switch = [sys.executable, "-P", str(_SWITCH), json.dumps(settings)]
         with theirs:
             self._process = subprocess.Popen(
@@ -86,9 +87,12 @@ class EmulatedNetwork:
                 start_new_session=True,  # out of reach of a terminal's Ctrl-C
             )
         try:
-            message, self._namespaces, _, _ = socket.recv_fds(self._control, 4096, self.nodes + 3)
+            message, self._namespaces, _, _ = socket.recv_fds(self._control, 4096, 4)
             if message != b"ready":
                 raise LabUnavailableError(message.decode() or self._last_words())
+            for _ in range(self.nodes):
+                self._control.sendall(b"n")
+                self._namespaces += socket.recv_fds(self._control, 4, 2)[1]
         except BaseException:
             self.close()
             raise
@@ -100,7 +104,7 @@ class EmulatedNetwork:
 
     def address(self, node: int) -> str:
         """Return the IP address of a node."""
-        return self._hosts[node]
+        return self._names[f"node{node}"]
 
     def free_port(self) -> int:
         """Return a TCP port of node 0 that nobody listens on: any, the nodes are new."""
@@ -112,8 +116,10 @@ class EmulatedNetwork:
         The process must inherit :attr:`descriptors`. As it joins namespaces by their open files,
         it fails, and reaches no other process, when the network is gone meanwhile.
         """
-        user, mount, pid, *nets = (f"/proc/self/fd/{number}" for number in self._namespaces)
-        enter = [f"--mount={mount}", f"--pid={pid}", f"--net={nets[node]}", f"--wd={os.getcwd()}"]
+        user, mount, pid, ipc, *nodes = (f"/proc/self/fd/{number}" for number in self._namespaces)
+        net, uts = nodes[2 * node : 2 * node + 2]
+        enter = [f"--mount={mount}", f"--pid={pid}", f"--net={net}", f"--uts={uts}"]
+        enter += [f"--ipc={ipc}", f"--wd={os.getcwd()}"]
         if self._user_namespace:
             enter += [f"--user={user}", "--preserve-credentials"]
         return ["nsenter", *enter, "--", *argv]
@@ -122,6 +128,19 @@ class EmulatedNetwork:
     def descriptors(self) -> tuple[int, ...]:
         """Open files that a process started by :meth:`command` has to inherit."""
         return tuple(self._namespaces)
+
+    def kill_node(self, node: int) -> None:
+        """Kill every process of a node at once, as a crash of its system would."""
+        self._ask(f"kill {node}")
+
+    def cut_link(self, node: int) -> None:
+        """Let all that a node sends or is sent vanish from now on, with no sign to either end."""
+        self._ask(f"cut {node}")
+
+    def _ask(self, request: str) -> None:
+        self._control.sendall(request.encode())
+        if self._control.recv(4) != b"done":
+            raise SparcelError(f"the lab's switch ended at the request to {request}")
 
     def close(self) -> None:
         """Take the network down, with every process that runs on its nodes."""

@@ -25,7 +25,7 @@ def _kill_when_orphaned() -> None:
 
 def main() -> int:
     """Run the command in the arguments and return its exit status as a shell would."""
-    worker = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+    worker = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, close_fds=False)
     threading.Thread(target=_kill_when_orphaned, daemon=True).start()
     status = worker.wait()
     return status if status >= 0 else 128 - status

@@ -1,4 +1,4 @@
-"""Run one worker on each node of a network, as one job that ends as a whole."""
+"""Run one program on all nodes of a network, as one job that ends as a whole."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import queue
 import signal
 import subprocess
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, Self
 
-from sparcel.errors import SparcelError
+from sparcel.errors import InputError, SparcelError
 from sparcel.lab.network import Network
+from sparcel.lab.pmi import PmiServer
 
 _KEPT_LINES = 60
+_LAST_WORDS_S = 1.0  # how long output may come after its process; a child may hold it open for ever
+_TCP = "tcp,self"
 
 
 class WorkerFailedError(SparcelError):
@@ -38,12 +42,30 @@ class WorkerFailedError(SparcelError):
         super().__init__(f"the worker of rank {rank} failed ({how}): {last[0]}")
 
 
-class Job:
-    """The processes of one distributed program, rank r on node r.
+@dataclass(frozen=True)
+class Line:
+    """A line that a rank has written, to standard error or to standard output."""
 
-    Each gets torch.distributed's variables in its environment (``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR``, ``MASTER_PORT``; ``LOCAL_RANK`` 0) and ``GLOO_SOCKET_IFNAME``, the interface of
-    its node. Standard error is kept and told when a worker fails.
+    rank: int
+    text: str
+    is_error: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a rank's process; the status is negative for a signal."""
+
+    rank: int
+    status: int
+
+
+class Job:
+    """The processes of one distributed program; rank r runs on node r // ranks_per_node.
+
+    Each gets the variables that torchrun sets in its environment (``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``NODE_RANK``, ``MASTER_ADDR``,
+    ``MASTER_PORT``), ``GLOO_SOCKET_IFNAME``, the interface of its node, and ``OMP_NUM_THREADS``
+    1 unless that is set.
 
     Parameters
     ----------
@@ -53,38 +75,77 @@ class Job:
         The command, the same on all nodes.
     environment
         Variables to set besides.
+    ranks_per_node
+        How many processes on each node, at least 1.
+    mpi
+        Make the processes the ranks of ``MPI_COMM_WORLD`` too, as ``mpiexec`` would, for MPICH or
+        another MPI that speaks PMI-1. Unless ``UCX_TLS`` and ``UCX_NET_DEVICES`` are set, UCX is
+        told to use TCP on the node's interface.
+
+    Raises
+    ------
+    InputError
+        When ``ranks_per_node`` is below 1.
     """
 
     def __init__(
-        self, network: Network, argv: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        network: Network,
+        argv: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        ranks_per_node: int = 1,
+        mpi: bool = False,
     ) -> None:
-        self._lines: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
-        self._errors = [deque[str](maxlen=_KEPT_LINES) for _ in range(network.nodes)]
-        self._error_readers: list[threading.Thread] = []
+        if ranks_per_node < 1:
+            raise InputError(f"a node runs at least 1 rank, got ranks_per_node={ranks_per_node}")
+        self._network, self._ranks_per_node = network, ranks_per_node
+        self._events: queue.SimpleQueue[Line | Ended] = queue.SimpleQueue()
+        self._pmi = PmiServer(network.nodes, ranks_per_node) if mpi else None
         self.processes: list[subprocess.Popen[str]] = []
-        shared = {
-            **os.environ,
-            "WORLD_SIZE": str(network.nodes),
-            "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": str(network.free_port()),
-            "LOCAL_RANK": "0",
-            "GLOO_SOCKET_IFNAME": network.interface,
-            **(environment or {}),
-        }
+        shared = self._shared_environment(environment or {})
         try:
-            for rank in range(network.nodes):
-                self._start(network, rank, argv, {**shared, "RANK": str(rank)})
+            for rank in range(network.nodes * ranks_per_node):
+                self._start(rank, argv, {**shared, **self._own_environment(rank)})
         except BaseException:
             self.close()
             raise
 
-    def _start(
-        self, network: Network, rank: int, argv: Sequence[str], environment: dict[str, str]
-    ) -> None:
+    @property
+    def started_mpi(self) -> bool:
+        """Whether any rank has asked for its MPI rank."""
+        return self._pmi is not None and self._pmi.used
+
+    def _shared_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        network = self._network
+        mpi = {"UCX_TLS": _TCP, "UCX_NET_DEVICES": network.interface} if self._pmi else {}
+        return {
+            "OMP_NUM_THREADS": "1",
+            **mpi,
+            **os.environ,
+            "WORLD_SIZE": str(network.nodes * self._ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(self._ranks_per_node),
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(network.free_port()),
+            "GLOO_SOCKET_IFNAME": network.interface,
+            **environment,
+        }
+
+    def _own_environment(self, rank: int) -> dict[str, str]:
+        node, local_rank = divmod(rank, self._ranks_per_node)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(node),
+            "NODE_RANK": str(node),
+            **(self._pmi.environment(rank) if self._pmi else {}),
+        }
+
+    def _start(self, rank: int, argv: Sequence[str], environment: dict[str, str]) -> None:
+        inherited = (self._pmi.descriptor(rank),) if self._pmi else ()
         process = subprocess.Popen(
-            network.command(rank, argv),
+            self._network.command(rank // self._ranks_per_node, argv),
             env=environment,
-            pass_fds=network.descriptors,
+            pass_fds=(*self._network.descriptors, *inherited),
             stdin=subprocess.PIPE,  # held open, never written: a guard takes its end for ours
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -93,46 +154,65 @@ class Job:
             start_new_session=True,  # a terminal's Ctrl-C is for us, who then end the workers
         )
         self.processes.append(process)
+        if self._pmi:
+            self._pmi.started(rank)
         assert process.stdout is not None and process.stderr is not None
-        threading.Thread(target=self._read, args=(rank, process.stdout), daemon=True).start()
-        reader = threading.Thread(target=self._errors[rank].extend, args=(process.stderr,))
-        reader.daemon = True
-        reader.start()
-        self._error_readers.append(reader)
+        readers = [
+            threading.Thread(target=self._read, args=(rank, pipe, is_error), daemon=True)
+            for pipe, is_error in ((process.stdout, False), (process.stderr, True))
+        ]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._wait, args=(rank, process, readers), daemon=True).start()
 
-    def _read(self, rank: int, pipe: IO[str]) -> None:
+    def _read(self, rank: int, pipe: IO[str], is_error: bool) -> None:
         for line in pipe:
-            self._lines.put((rank, line.rstrip("\n")))
-        self._lines.put((rank, None))
+            self._events.put(Line(rank, line.rstrip("\n"), is_error))
+
+    def _wait(
+        self, rank: int, process: subprocess.Popen[str], readers: list[threading.Thread]
+    ) -> None:
+        status = process.wait()
+        for reader in readers:
+            reader.join(_LAST_WORDS_S)
+        self._events.put(Ended(rank, status))
+
+    def events(self) -> Iterator[Line | Ended]:
+        """Yield what the ranks write and how they end, as it comes, until all have ended."""
+        running = len(self.processes)
+        while running:
+            event = self._events.get()
+            running -= isinstance(event, Ended)
+            yield event
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield what the workers print as (rank, line), until all have ended.
+        """Yield what the ranks write to standard output as (rank, line), until all have ended.
 
         Raises
         ------
         WorkerFailedError
             As soon as one ends with an error. The others are left to :meth:`close`.
         """
-        running = len(self.processes)
-        while running:
-            rank, line = self._lines.get()
-            if line is not None:
-                yield rank, line
-                continue
-            running -= 1
-            status = self.processes[rank].wait()
-            if status != 0:
-                self._error_readers[rank].join()
-                raise WorkerFailedError(rank, status, "".join(self._errors[rank]))
+        errors: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_KEPT_LINES))
+        for event in self.events():
+            match event:
+                case Line(rank, text, is_error=False):
+                    yield rank, text
+                case Line(rank, text):
+                    errors[rank].append(text)
+                case Ended(rank, status) if status != 0:
+                    raise WorkerFailedError(rank, status, "\n".join(errors[rank]))
 
     def close(self) -> None:
-        """End all workers that still run, at once."""
+        """End all ranks that still run, at once."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        if self._pmi:
+            self._pmi.close()
 
     def __enter__(self) -> Self:
         return self

@@ -2,9 +2,9 @@
 
 :mod:`sparcel.lab.emulated` starts this file as process 1 of new PID, network and mount namespaces.
 It joins the nodes' network namespaces by a bridge in its own, sends the namespaces' descriptors
-back, and waits for its parent to close the socket or die. Nothing here has a name outside: when
-process 1 goes, for whatever reason, the kernel kills every process of the PID namespace, and the
-network namespaces vanish with the last of their holders.
+back, and obeys its parent until that closes the socket or dies. Nothing here has a name outside:
+when process 1 goes, for whatever reason, the kernel kills every process of the PID namespace, and
+the other namespaces vanish with the last of their holders.
 
 It runs as a file, with nothing of sparcel imported, since that would load torch.
 """
@@ -14,13 +14,17 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
+_MS_BIND = 4096
+_OWN = ("user", "mnt", "pid", "ipc")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,14 +46,32 @@ def _inside(namespace: int) -> Iterator[None]:
         os.close(home)
 
 
-def _new_namespace() -> int:
-    """Make a network namespace and return the descriptor that keeps it alive."""
-    home = os.open("/proc/self/ns/net", os.O_RDONLY)
-    _checked(_libc.unshare(_CLONE_NEWNET), "unshare")
-    namespace = os.open("/proc/self/ns/net", os.O_RDONLY)
-    _checked(_libc.setns(home, _CLONE_NEWNET), "setns")
-    os.close(home)
-    return namespace
+def _new_node(name: str) -> tuple[int, int]:
+    """Make a node's network and host name; return the descriptors that keep the namespaces."""
+    homes = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
+    _checked(_libc.unshare(_CLONE_NEWNET | _CLONE_NEWUTS), "unshare")
+    socket.sethostname(name)
+    net, uts = (os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts"))
+    for home in homes:
+        _checked(_libc.setns(home, 0), "setns")
+        os.close(home)
+    return net, uts
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int = 0) -> None:
+    paths = (source.encode(), target.encode(), None if kind is None else kind.encode())
+    _checked(_libc.mount(*paths, ctypes.c_ulong(flags), None), f"mount {target}")
+
+
+def _own_files(names: dict[str, str]) -> None:
+    """Make the nodes' names known, and keep what they share in memory from the host's files."""
+    _mount("sparcel", "/dev/shm", "tmpfs")
+    hosts = Path("/dev/shm/hosts")
+    lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()]
+    hosts.write_text("".join(lines))
+    if Path("/etc/hosts").exists():  # what is bound outlives its name
+        _mount(str(hosts), "/etc/hosts", None, _MS_BIND)
+    hosts.unlink()
 
 
 def _limit(ip: Any, index: int, link: dict[str, Any]) -> None:
@@ -76,46 +98,91 @@ def _configure_node(namespace: int, address: str, prefix: int, link: dict[str, A
         _limit(ip, index, link)
 
 
-def build(addresses: list[str], prefix: int, link: dict[str, Any]) -> list[int]:
-    """Build the network in this process's namespace.
+def build(names: dict[str, str], prefix: int, link: dict[str, Any]) -> list[tuple[int, int]]:
+    """Build the network in this process's namespaces.
+
+    Parameters
+    ----------
+    names
+        Each node's name, and its address.
+    prefix
+        How many bits of an address tell the network.
+    link
+        The fields of :class:`sparcel.lab.Link`.
 
     Returns
     -------
-    list of int
-        A descriptor of each node's network namespace.
+    list of (int, int)
+        Descriptors of each node's network namespace and of the namespace that has its name.
     """
     from pyroute2 import IPRoute
 
-    namespaces = [_new_namespace() for _ in addresses]
+    _own_files(names)
+    nodes = [_new_node(name) for name in names]
     with IPRoute() as ip:
         ip.link("add", ifname="switch", kind="bridge")
         (bridge,) = ip.link_lookup(ifname="switch")
         ip.link("set", index=bridge, mtu=link["mtu_bytes"], state="up")
-        for node, namespace in enumerate(namespaces):
+        for node, (namespace, _) in enumerate(nodes):
             peer = {"ifname": "eth0", "net_ns_fd": namespace}
             ip.link("add", ifname=f"port{node}", kind="veth", peer=peer)
             (port,) = ip.link_lookup(ifname=f"port{node}")
             ip.link("set", index=port, master=bridge, mtu=link["mtu_bytes"], state="up")
             _limit(ip, port, link)
-    for namespace, address in zip(namespaces, addresses, strict=True):
+    for (namespace, _), address in zip(nodes, names.values(), strict=True):
         _configure_node(namespace, address, prefix, link)
-    return namespaces
+    return nodes
+
+
+def _cut(node: int) -> None:
+    """Take a node's port off the switch: what either side sends vanishes, and nobody is told."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as ip:
+        ip.link("set", index=ip.link_lookup(ifname=f"port{node}")[0], master=0)
+
+
+def _kill(namespace: int) -> None:
+    """Kill every process in a network namespace, also those that appear meanwhile."""
+    wanted = os.fstat(namespace)
+    found = True
+    while found:
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has gone, or is a zombie and in no namespace
+                if os.path.samestat(os.stat(entry / "ns/net"), wanted):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+
+
+def _obey(parent: socket.socket, nodes: list[tuple[int, int]]) -> None:
+    """Do what the parent asks, such as ``cut 2``, until it is gone."""
+    while request := parent.recv(64):
+        what, node = request.decode().split()
+        if what == "cut":
+            _cut(int(node))
+        else:
+            _kill(nodes[int(node)][0])
+        parent.sendall(b"done")
 
 
 def main() -> None:
-    """Build the network that the first argument describes, report it, and wait for the end."""
+    """Build the network that the first argument describes, report it, and serve to the end."""
     settings = json.loads(sys.argv[1])
     with socket.socket(fileno=settings["socket"]) as parent:
         try:
-            nets = build(settings["addresses"], settings["prefix"], settings["link"])
+            nodes = build(settings["names"], settings["prefix"], settings["link"])
         except Exception as error:  # any failure means "not here": the parent tells the user
             parent.sendall(f"{type(error).__name__}: {error}".encode())
             sys.exit(1)
-        own = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("user", "mnt", "pid")]
-        socket.send_fds(parent, [b"ready"], own + nets)
-        for descriptor in own + nets:
+        own = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in _OWN]
+        socket.send_fds(parent, [b"ready"], own)
+        for node in nodes:
+            parent.recv(1)  # so that one message comes at a time
+            socket.send_fds(parent, [b"node"], node)
+        for descriptor in own:
             os.close(descriptor)
-        parent.recv(1)  # nothing ever comes but the end
+        _obey(parent, nodes)
 
 
 if __name__ == "__main__":

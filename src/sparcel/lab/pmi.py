@@ -1,0 +1,139 @@
+"""What an MPI library asks of whoever starts it, so that workers find each other as MPI ranks.
+
+MPICH, and what descends from it (Intel MPI, MVAPICH), speak PMI-1 on a socket that they inherit:
+lines of ``key=value`` by which ranks publish their addresses, wait for each other and read them.
+A launcher such as ``mpiexec`` serves it from a tree of its own processes, and ends all when one
+fails. Here the job serves it itself: its workers stay its children, their output and exit statuses
+reach it as they are, and who survives a failure is left to tell of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+
+_LONGEST = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "4096"}
+_SPACE = "sparcel"
+
+
+class PmiServer:
+    """Answers the ranks of one job until it is closed.
+
+    Parameters
+    ----------
+    nodes, ranks_per_node
+        Rank r runs on node r // ranks_per_node; MPICH shares memory among the ranks of a node.
+
+    Attributes
+    ----------
+    used
+        Whether any rank has asked, as all do that start MPI.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int) -> None:
+        self.used = False
+        self._ranks = nodes * ranks_per_node
+        self._values = {"PMI_process_mapping": f"(vector,(0,{nodes},{ranks_per_node}))"}
+        self._waiting: list[socket.socket] = []
+        self._answers: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
+            "init": self._init,
+            "get_maxes": lambda _: {"cmd": "maxes", **_LONGEST},
+            "get_appnum": lambda _: {"cmd": "appnum", "appnum": "0"},
+            "get_my_kvsname": lambda _: {"cmd": "my_kvsname", "kvsname": _SPACE},
+            "get_universe_size": lambda _: {"cmd": "universe_size", "size": str(self._ranks)},
+            "put": self._put,
+            "get": self._get,
+            "finalize": lambda _: {"cmd": "finalize_ack"},
+        }
+        self._selector = selectors.DefaultSelector()
+        self._ours, theirs = zip(*(socket.socketpair() for _ in range(self._ranks)), strict=True)
+        self._theirs: list[socket.socket] = list(theirs)
+        for end in self._ours:
+            self._selector.register(end, selectors.EVENT_READ, bytearray())
+        self._stop, stopped = socket.socketpair()
+        self._selector.register(stopped, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, args=(stopped,), daemon=True)
+        self._thread.start()
+
+    def descriptor(self, rank: int) -> int:
+        """Return the open file that the rank's process has to inherit."""
+        return self._theirs[rank].fileno()
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables by which the rank's process finds the server."""
+        return {
+            "PMI_FD": str(self.descriptor(rank)),
+            "PMI_RANK": str(rank),
+            "PMI_SIZE": str(self._ranks),
+        }
+
+    def started(self, rank: int) -> None:
+        """Forget the rank's end of the socket, now that its process has it."""
+        self._theirs[rank].close()
+
+    def _serve(self, stopped: socket.socket) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                end = key.fileobj
+                assert isinstance(end, socket.socket)
+                if end is stopped:
+                    stopped.close()
+                    return
+                try:
+                    received = end.recv(4096)
+                except ConnectionError:
+                    received = b""
+                if not received:
+                    self._selector.unregister(end)
+                    continue
+                key.data.extend(received)
+                *lines, rest = bytes(key.data).split(b"\n")
+                key.data[:] = rest
+                for line in lines:
+                    self._reply(end, line.decode(errors="replace"))
+
+    def _reply(self, end: socket.socket, line: str) -> None:
+        self.used = True
+        words = dict(word.partition("=")[::2] for word in line.split())
+        command = words.get("cmd", "")
+        if command == "barrier_in":
+            self._waiting.append(end)
+            if len(self._waiting) == self._ranks:
+                for waiting in self._waiting:
+                    _send(waiting, {"cmd": "barrier_out"})
+                self._waiting = []
+        elif command in self._answers:
+            _send(end, self._answers[command](words))
+        else:  # spawning, publishing names: an error at the rank that wants it
+            _send(end, {"cmd": command, "rc": "-1", "msg": "not_supported_in_the_lab"})
+
+    def _init(self, words: dict[str, str]) -> dict[str, str]:
+        return {"cmd": "response_to_init", "pmi_version": "1", "pmi_subversion": "1"}
+
+    def _put(self, words: dict[str, str]) -> dict[str, str]:
+        self._values[words["key"]] = words["value"]
+        return {"cmd": "put_result", "msg": "success"}
+
+    def _get(self, words: dict[str, str]) -> dict[str, str]:
+        value = self._values.get(words["key"])
+        if value is None:
+            return {"cmd": "get_result", "rc": "-1", "msg": "key_not_found"}
+        return {"cmd": "get_result", "msg": "success", "value": value}
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._stop.close()
+        self._thread.join()
+        self._selector.close()
+        for end in (*self._ours, *self._theirs):
+            end.close()
+
+
+def _send(end: socket.socket, answer: dict[str, str]) -> None:
+    words = {"cmd": answer["cmd"], "rc": "0", **answer}  # some clients want them in this order
+    line = " ".join(f"{key}={value}" for key, value in words.items())
+    with contextlib.suppress(OSError):  # the rank has died; its job hears of it otherwise
+        end.sendall((line + "\n").encode())
