@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-
+from sparcel.bench.report import console
 from sparcel.bench.run import run
 from sparcel.bench.settings import Settings
 
 if __name__ == "__main__":
-    run(Settings.from_json(sys.argv[1]), Console(highlight=False))
+    run(Settings.from_json(sys.argv[1]), console())

@@ -7,7 +7,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,10 +125,9 @@ def _join_gloo() -> None:
         # Otherwise Gloo looks up the machine's own name, for seconds where no name server answers.
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
-    host, port, store = "127.0.0.1" if alone else socket.gethostbyname(names[0]), 0, None
-    if world.rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = store.port
-    port = world.bcast(port)
-    meeting: Any = store or dist.TCPStore(host, port, is_master=False)
-    dist.init_process_group("gloo", store=meeting, rank=world.rank, world_size=world.size)
+    host = "127.0.0.1" if alone else socket.gethostbyname(names[0])
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    address = f"tcp://{host}:{world.bcast(port)}"
+    dist.init_process_group("gloo", init_method=address, rank=world.rank, world_size=world.size)

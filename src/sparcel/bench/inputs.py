@@ -23,7 +23,8 @@ DISTRIBUTIONS = ("uniform", "clustered", "identical", "file")
 CLUSTERS = 16
 SPREAD = 4
 """Clustered indices lie in `CLUSTERS` windows, the same on all ranks, that hold `SPREAD`·k
-coordinates together: ranks overlap by a quarter, and regions of equal length hold unequal counts."""
+coordinates together: two ranks share a quarter of theirs, and regions of equal length hold unequal
+counts."""
 
 _LEAST, _MOST = 1 << 10, 1 << 15
 """Magnitudes of selected values: whole numbers, whose sums over up to 512 ranks are exact."""

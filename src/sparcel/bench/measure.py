@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -55,14 +56,14 @@ def measure(contender: Contender, comm: Communicator, iterations: int, warmup: i
         nbytes += _since(before, comm.traffic).volume
     if contender.bytes is not None:
         nbytes = contender.bytes * iterations
-    slowest = _reduced(torch.tensor(seconds, dtype=torch.float64), comm, MAX)
+    slowest: list[float] = _reduced(torch.tensor(seconds, dtype=torch.float64), comm, MAX).tolist()
     counts = _reduced(torch.tensor([nbytes / iterations], dtype=torch.float64), comm, MAX)
-    return Measured(
-        slowest.tolist(),
-        _phases(contender, comm, min(iterations, _WATCHED_ITERATIONS)),
-        round(float(counts)),
-        int(_reduced(torch.tensor([wrong]), comm, SUM)),
-    )
+    if contender.bytes is None:
+        phases = _phases(contender, comm, min(iterations, _WATCHED_ITERATIONS))
+    else:
+        phases = dict.fromkeys(PHASES, 0.0) | {"exchange": median(slowest)}
+    total_wrong = int(_reduced(torch.tensor([wrong]), comm, SUM))
+    return Measured(slowest, phases, round(float(counts)), total_wrong)
 
 
 def _phases(contender: Contender, comm: Communicator, iterations: int) -> dict[str, float]:

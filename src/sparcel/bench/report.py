@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -15,12 +14,25 @@ from sparcel.bench.results import Cell, Results
 
 Show = Callable[[Cell | None], None]
 
-_LEGEND = (
-    "Times in ms, medians: the slowest rank's, and of it what an average rank spends on each phase. "
-    "MB: sent or received by the busiest rank. wire: the time that these bytes need on the link "
-    "alone, as a share. ×: how many times faster than dense fp32, the better engine's. #wrong: "
-    "coordinates that are not what they should be."
+_WIDTH = 100
+_LEGEND = """
+time: median over iterations of the slowest rank's, and of an average rank's what it selects,
+encodes (and decodes), exchanges and reduces. sent: or received, by the busiest rank. wire: the
+share of the time that these bytes need on the link by themselves. ×: how many times as fast as
+dense fp32 on the better engine. wrong: coordinates that are not what they should be."""
+
+_TITLES = (
+    *("time\nms", "p95\nms", "sel.\nms", "enc.\nms", "exch.\nms", "red.\nms"),
+    *("sent\nMB", "wire\n%", "\n×", "#\nwrong"),
 )
+
+
+def console() -> Console:
+    """Return where a run is shown; what is no terminal is as wide as the tables."""
+    made = Console(highlight=False)
+    if not made.is_terminal:
+        made.width = max(made.width, _WIDTH)
+    return made
 
 
 @contextmanager
@@ -56,32 +68,22 @@ def _line(cell: Cell | None) -> str:
     return f"{cell.engine} {cell.algorithm} {cell.size}{what}: {1000 * cell.median:.3g} ms"
 
 
-def table(results: Results) -> Table:
-    """Return the cells as a table, one section a size, density and distribution."""
-    network = results.network
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-        title=f"{results.world_size} ranks, {network['description']}",
-        title_justify="left",
-        caption=_LEGEND,
-        caption_justify="left",
-    )
-    made.add_column("algorithm", no_wrap=True)
-    made.add_column("engine", no_wrap=True)
+def tables(results: Results) -> Iterator[Table | str]:
+    """Yield the cells as tables, one for each size, density and distribution, and a legend."""
+    yield f"{results.world_size} ranks: {results.network['description']}"
     predicted = any(cell.predicted is not None for cell in results.cells)
-    titles = ["time", "p95", *PHASES, "MB", "wire", "×", "#wrong"]
-    for title in titles + ["predicted"] * predicted:
-        made.add_column(title, justify="right")
-    heading = ""
-    for cell in results.cells:
-        if (now := _heading(cell)) != heading:
-            heading = now
-            made.add_section()
-            made.add_row(f"[bold]{heading}[/bold]")
-        made.add_row(*_row(cell)[: len(titles) + 2 + predicted])
-    return made
+    longest = max((len(cell.algorithm) for cell in results.cells), default=0)
+    for heading in dict.fromkeys(map(_heading, results.cells)):
+        made = Table(box=None, padding=(0, 1, 0, 0), title=f"\n{heading}", title_justify="left")
+        made.add_column("algorithm", no_wrap=True, min_width=longest)
+        made.add_column("on", no_wrap=True, min_width=4)
+        for title in _TITLES + ("predicted\nms",) * predicted:
+            made.add_column(title, justify="right", no_wrap=True, min_width=4)
+        for cell in results.cells:
+            if _heading(cell) == heading:
+                made.add_row(*_row(cell)[: len(_TITLES) + 2 + predicted])
+        yield made
+    yield _LEGEND
 
 
 def _heading(cell: Cell) -> str:
@@ -96,16 +98,19 @@ def _row(cell: Cell) -> list[str]:
         cell.algorithm,
         cell.engine,
         *(_digits(1000 * seconds) for seconds in times),
-        f"{cell.bytes / 1e6:.3f}",
-        "" if cell.wire_share is None else f"{100 * cell.wire_share:.0f} %",
-        "" if cell.speedup is None else f"{cell.speedup:.2f}",
+        _digits(cell.bytes / 1e6),
+        "" if cell.wire_share is None else f"{100 * cell.wire_share:.0f}",
+        "" if cell.speedup is None else _digits(cell.speedup),
         str(cell.wrong) if not cell.wrong else f"[red]{cell.wrong}[/red]",
         "" if cell.predicted is None else _digits(1000 * cell.predicted),
     ]
 
 
 def _digits(number: float) -> str:
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 1 else f"{number:.3f}"
+    if not number:
+        return "0"
+    decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
+    return f"{number:.{decimals}f}"
 
 
 def summary(results: Results) -> str:

@@ -20,7 +20,7 @@ from sparcel.bench.measure import Measured, measure
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
 
-_DENSEST = "dense fp32"
+_BASELINE = "dense fp32"
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ def run(settings: Settings, console: Console) -> Results:
                 if cell is not None:
                     results.cells.append(cell)
                 show(cell)
+        _compare(results)
         if comm.rank == 0:
-            console.print(report.table(results))
+            for part in report.tables(results):
+                console.print(part, soft_wrap=isinstance(part, str))
             console.print(report.summary(results), soft_wrap=True)
             if settings.json is not None:
                 results.save(Path(settings.json))
@@ -120,11 +122,6 @@ def _measured(place: Place, settings: Settings, results: Results) -> Cell | None
 def _cell(place: Place, found: Measured, results: Results) -> Cell:
     case, seconds = place.case, summarized(found.seconds)
     dense = place.algorithm in DENSE
-    baselines = [
-        cell.median
-        for cell in results.cells
-        if cell.algorithm == _DENSEST and cell.size == case.size
-    ]
     rate, shared = results.network["rate_bits_per_s"], results.network["ranks_per_node"] > 1
     wire = None if rate is None or shared else 8 * found.bytes / rate
     return Cell(
@@ -139,6 +136,17 @@ def _cell(place: Place, found: Measured, results: Results) -> Cell:
         phases=found.phases,
         bytes=found.bytes,
         wire_share=None if wire is None else wire / seconds["median"],
-        speedup=min(baselines) / seconds["median"] if baselines else None,
+        speedup=None,
         wrong=found.wrong,
     )
+
+
+def _compare(results: Results) -> None:
+    """Set every cell's speed-up."""
+    for cell in results.cells:
+        baselines = [
+            other.median
+            for other in results.cells
+            if other.algorithm == _BASELINE and other.size == cell.size
+        ]
+        cell.speedup = min(baselines) / cell.median

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 from sparcel.bench.inputs import DISTRIBUTIONS
 from sparcel.errors import InputError, known
@@ -56,8 +56,11 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` returned."""
-        fields = json.loads(text)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        fields: Any = json.loads(text)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        return cls(**fields)
 
 
 def parse_size(text: str) -> int:

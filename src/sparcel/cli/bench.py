@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from sparcel.errors import InputError
 from sparcel.lab import parse_rate
@@ -77,6 +76,7 @@ def measure(
     """
     if context.invoked_subcommand is not None:
         return
+    from sparcel.bench import report
     from sparcel.bench.engines import launched
     from sparcel.bench.launch import start
     from sparcel.bench.run import run
@@ -101,11 +101,10 @@ def measure(
         json=None if json is None else str(json.resolve()),
         command=shlex.join(["sparcel", *sys.argv[1:]]),
     )
-    console = Console(highlight=False)
     if launched():
-        run(settings, console)
+        run(settings, report.console())
     else:
-        start(settings, ranks, console)
+        start(settings, ranks, report.console())
 
 
 def _items(text: str) -> tuple[str, ...]:
