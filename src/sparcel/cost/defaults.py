@@ -1,0 +1,103 @@
+"""Rates where nothing was measured: from a few stated figures, or none."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sparcel.cost.rates import Curve, Rates
+from sparcel.errors import InputError
+
+_WORK = {  # seconds a call, seconds a unit
+    "select": (30e-6, 0.35e-9),
+    "topk": (30e-6, 3e-9),
+    "merge": (15e-6, 2e-9),
+    "merge.many": (20e-6, 4e-9),
+    "scatter": (10e-6, 2e-9),
+    "fill": (5e-6, 0.1e-9),
+    "add": (5e-6, 0.3e-9),
+    "encode": (15e-6, 0.15e-9),
+    "decode": (15e-6, 0.5e-9),
+    "without": (50e-6, 40e-9),
+    "histogram": (20e-6, 1e-9),
+}
+"""Of one core of a server of about 2022; conservative, as all defaults are."""
+
+
+def stated_rates(
+    *,
+    bandwidth: float,
+    latency_s: float,
+    ranks: int,
+    ranks_per_node: int = 1,
+    node_bandwidth: float = 10e9,
+    node_latency_s: float = 10e-6,
+    crowding: float = 1.0,
+    description: str = "",
+) -> Rates:
+    """Return the rates of a cluster of which only a few figures are known.
+
+    Parameters
+    ----------
+    bandwidth, latency_s
+        Of a node's link to the others: bytes a second in each direction, seconds a message.
+    ranks, ranks_per_node
+        Consecutive ranks share a node, and its link.
+    node_bandwidth, node_latency_s
+        Of each rank to others of its node.
+    crowding
+        How many times as long work takes while all ranks of a node are at it.
+
+    What ranks compute is taken from a table of one core's figures.
+    """
+    if not (bandwidth > 0 and node_bandwidth > 0 and latency_s >= 0 and node_latency_s >= 0):
+        raise InputError(
+            f"bandwidths must be positive and latencies not negative, got {bandwidth:g} and"
+            f" {node_bandwidth:g} bytes/s, {latency_s:g} and {node_latency_s:g} s"
+        )
+    here = min(ranks_per_node, ranks)
+    within = Curve.line(node_latency_s, 1 / node_bandwidth)
+    between = within if here == ranks else Curve.line(latency_s, here / bandwidth)
+    curves = dict.fromkeys(("pair", "shift", "tree"), between)
+    curves["rotate"] = _mixed(within, between, ranks, here)
+    curves |= dict.fromkeys(("node.pair", "node.shift", "node.tree", "node.rotate"), within)
+    curves |= {
+        "dense.float32": _engine(latency_s, bandwidth, node_latency_s, node_bandwidth, ranks, here),
+        "dense.bfloat16": _engine(
+            latency_s, bandwidth, node_latency_s, node_bandwidth, ranks, here
+        ),
+    }
+    for name, (start, each) in _WORK.items():
+        curves[name] = Curve.line(start, each * crowding)
+    return Rates(curves, ranks, here, crowding, measured=False, description=description)
+
+
+@lru_cache(maxsize=1)
+def default_rates() -> Rates:
+    """Return the rates that stand for an unknown cluster: Gloo on 1 Gbit/s Ethernet, 100 µs."""
+    return stated_rates(
+        bandwidth=1e9 / 8, latency_s=100e-6, ranks=8, description="1 Gbit/s and 100 µs, assumed"
+    )
+
+
+def _mixed(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
+    """Return the time of one message of a rank's to each other rank: most go elsewhere."""
+    if ranks == 1:
+        return within
+    inner = (here - 1) / (ranks - 1)
+    points = [(a, inner * within(a) + (1 - inner) * between(a)) for a in (0.0, 1e9)]
+    return Curve(tuple(points))
+
+
+def _engine(
+    latency_s: float,
+    bandwidth: float,
+    node_latency_s: float,
+    node_bandwidth: float,
+    ranks: int,
+    here: int,
+) -> Curve:
+    """Return a ring's time by the bytes of the vector; between nodes it crosses each link once."""
+    rounds, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
+    if here == ranks:
+        latency_s, bandwidth = node_latency_s, node_bandwidth
+    return Curve.line(rounds * latency_s, share / bandwidth)

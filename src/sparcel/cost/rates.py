@@ -1,0 +1,155 @@
+"""What a machine and its network are good for: tables of measured times."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Self
+
+from sparcel.errors import InputError, known
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds as a function of an amount, straight between the points that were measured.
+
+    Attributes
+    ----------
+    points
+        ``(amount, seconds)`` at growing amounts, at least one. Below the first the time is that of
+        the first; beyond the last it grows as between the last two, or in proportion.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        amounts = [amount for amount, _ in self.points]
+        if not amounts or sorted(set(amounts)) != amounts or amounts[0] < 0:
+            raise InputError(f"a curve needs points at growing amounts, got amounts {amounts}")
+        if any(not 0 <= seconds < float("inf") for _, seconds in self.points):
+            raise InputError(f"a curve's times must be finite and not negative: {self.points}")
+        # Noise may make more look quicker than less, which no choice should rest on.
+        highest, rising = 0.0, []
+        for amount, seconds in self.points:
+            highest = max(highest, seconds)
+            rising.append((amount, highest))
+        object.__setattr__(self, "points", tuple(rising))
+
+    @classmethod
+    def line(cls, start: float, per_unit: float) -> Self:
+        """Return the curve ``start + per_unit · amount``."""
+        return cls(((0.0, start), (1e9, start + 1e9 * per_unit)))
+
+    def __call__(self, amount: float) -> float:
+        """Return the seconds that ``amount`` takes."""
+        points = self.points
+        if amount <= points[0][0]:
+            return points[0][1]
+        if len(points) == 1:
+            return points[0][1] * amount / max(points[0][0], 1e-300)
+        place = min(bisect_right(points, (amount, float("inf"))), len(points) - 1)
+        (low, start), (high, stop) = points[place - 1 : place + 1]
+        return start + (stop - start) * (amount - low) / (high - low)
+
+
+TRANSFERS = ("pair", "shift", "tree", "rotate")
+"""Patterns of exchange, by the bytes of a message.
+
+``pair``: two ranks exchange messages. ``shift``: each sends to one and receives from another, as
+around a ring. ``tree``: half of the ranks send to the others. ``rotate``: each to all others, all
+messages at once; the seconds are those of one message, of P−1.
+"""
+
+DENSE = ("dense.float32", "dense.bfloat16")
+"""The engine's all-reduce, by the bytes of the vector."""
+
+WORK = {
+    "select": "coordinates",
+    "topk": "entries",
+    "merge": "entries of two streams",
+    "merge.many": "entries of all ranks' streams",
+    "scatter": "entries",
+    "fill": "coordinates",
+    "add": "coordinates",
+    "encode": "bytes",
+    "decode": "entries",
+    "without": "entries",
+    "histogram": "entries",
+}
+"""Work on a rank, and what it is measured in, while all ranks do the same.
+
+``select`` adds a gradient to the memory and takes the largest out; ``topk`` takes the largest
+among entries; ``fill`` makes a dense vector of zeros, ``add`` adds two; ``without`` gives back what
+did not win.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Rates:
+    """Curves by name, the same on all ranks, and what they were measured on.
+
+    Attributes
+    ----------
+    curves
+        Of `TRANSFERS`, `DENSE` and `WORK`; of transfers inside a node under ``"node." + name``.
+    ranks, ranks_per_node
+        How many ranks measured, all at once, so that what they share is in the times.
+    crowding
+        How many times as long work takes while all ranks of a node are at it, as on one alone.
+    measured
+        False for rates that were stated, or are the defaults.
+    """
+
+    curves: Mapping[str, Curve]
+    ranks: int
+    ranks_per_node: int = 1
+    crowding: float = 1.0
+    measured: bool = True
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        for name in (*TRANSFERS, *DENSE, *WORK):
+            if name not in self.curves:
+                raise InputError(f"rates need a curve {name!r}, got {sorted(self.curves)}")
+        for name in self.curves:
+            known(name.removeprefix("node."), [*TRANSFERS, *DENSE, *WORK], "curve")
+        object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
+
+    def __getitem__(self, name: str) -> Curve:
+        return self.curves[name]
+
+    def to_json(self) -> str:
+        """Return the rates as JSON, from which `from_json` makes the same ones."""
+        fields = {
+            "ranks": self.ranks,
+            "ranks_per_node": self.ranks_per_node,
+            "crowding": self.crowding,
+            "measured": self.measured,
+            "description": self.description,
+            "curves": {name: curve.points for name, curve in self.curves.items()},
+        }
+        return json.dumps(fields, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        InputError
+            When the text is something else.
+        """
+        try:
+            fields = json.loads(text)
+            curves = {
+                name: Curve(tuple((float(a), float(s)) for a, s in points))
+                for name, points in fields.pop("curves").items()
+            }
+            return cls(curves=curves, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(
+                f"not rates as `sparcel plan --measure --save FILE` writes them: {error!r}"
+            ) from error

@@ -1,0 +1,111 @@
+"""The steps of the collectives that keep the k largest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from sparcel.cost.problem import Problem
+from sparcel.cost.schedule import allgather, fold, gather, merge_all, recursive_doubling, split
+from sparcel.cost.steps import Exchange, Step, Work
+from sparcel.formats.header import HEADER_BYTES
+
+_BINS = 32
+"""Bins of the first histogram that sums of selected values fall into: a few octaves of eight."""
+
+_TOLERANCE, _FEW, _FEW_RANKS = 512, 1024, 16
+"""Those of the collective: entries a boundary may be off by, candidates that are gathered at once,
+ranks up to which counts are summed by recursive doubling."""
+
+
+def gtopk(problem: Problem) -> Iterator[Step]:
+    """Return the steps of `sparcel.collectives.gtopk`, as its root takes them."""
+    message = problem.message(problem.k)
+    rounds = (problem.ranks - 1).bit_length()
+    yield Work("topk", problem.k)
+    for level in range(rounds):
+        busy = 0.5 ** (level + 1)
+        yield Work("encode", message, busy)
+        yield Exchange("tree", message, distance=1 << level, sends=False)
+        yield Work("decode", problem.k, busy)
+        yield Work("merge", 2 * problem.k, busy)
+        yield Work("topk", problem.union(2), busy)
+    yield Work("encode", message, 1 / problem.ranks)
+    for level in reversed(range(rounds)):
+        yield Exchange("tree", message, distance=1 << level, receives=False)
+    yield Work("decode", problem.k)
+    yield Work("merge", rounds * problem.k, 0.5)
+
+
+def gathered_topk(problem: Problem) -> Iterator[Step]:
+    """Return the steps of `sparcel.collectives.gathered_topk`."""
+    yield from allgather(problem)
+    yield Work("topk", problem.union(problem.ranks))
+
+
+def oktopk(problem: Problem) -> Iterator[Step]:
+    """Return the steps of `sparcel.collectives.oktopk`."""
+    if _gathers(problem):
+        yield from gathered_topk(problem)
+        return
+    ranks, k = problem.ranks, problem.k
+    counters = max(1024, 4 * ranks)
+    for counts in _boundary_sums(problem, counters):
+        yield from sum_counts(problem, counts, counts)
+    yield from split(problem, k / ranks)
+    yield from merge_all(problem, k / ranks, problem.size / ranks)
+    reduced = problem.union(ranks)
+    yield Work("histogram", reduced / ranks)
+    yield from sum_counts(problem, 2048, _BINS)
+    inside = reduced / _BINS
+    while inside > _FEW:
+        yield Work("histogram", reduced / ranks)
+        yield from sum_counts(problem, 1024, min(1024, inside / ranks))
+        inside /= 1024
+    listed = HEADER_BYTES + 4 * (2 + inside / ranks)
+    yield from gather(problem, listed, entries=0)
+    yield Work("topk", reduced / ranks)
+    winners = problem.message(k / ranks)
+    yield Work("encode", winners)
+    yield from gather(problem, winners, k / ranks)
+
+
+def sum_counts(problem: Problem, counts: int, nonzero: float) -> Iterator[Step]:
+    """Return the sum of the ranks' counts, of which so many are not zero."""
+    nonzero = min(max(1, round(nonzero)), counts)
+    # All ranks count much the same bins.
+    part = Problem(counts, nonzero, problem.ranks, problem.ranks_per_node, spread=nonzero)
+    if problem.ranks <= _FEW_RANKS:
+        yield from recursive_doubling(part)
+        return
+    powers = 1 << (problem.ranks.bit_length() - 1)
+    if problem.ranks > powers:
+        yield from fold(part)
+    for distance in (powers >> 1 + level for level in range(powers.bit_length() - 1)):
+        nbytes = part.message(nonzero * distance / powers, counts * distance / powers)
+        yield Exchange("pair", nbytes, distance=distance, times=2)
+        yield Work("merge", 2 * nonzero * distance / powers)
+    if problem.ranks > powers:
+        yield Exchange("tree", part.message(nonzero), distance=powers, receives=False)
+
+
+def _boundary_sums(problem: Problem, counters: int) -> Iterator[int]:
+    """Return how many counts each sum for the boundaries has, for evenly spread entries."""
+    yield counters
+    boundaries = problem.ranks - 1
+    inside = problem.ranks * problem.k / counters
+    while inside > max(problem.ranks, _TOLERANCE):
+        parts = counters // boundaries
+        yield boundaries * (parts - 1)
+        inside /= parts
+
+
+def _gathers(problem: Problem) -> bool:
+    """Tell whether every stream is gathered: the collective's own comparison of bytes."""
+    ranks = problem.ranks
+    words = 2 * problem.k * problem.entry_bytes * (ranks - 1) // ranks
+    rounds = (ranks - 1).bit_length() if ranks <= _FEW_RANKS else 2
+    counts = 4 * max(1024, 4 * ranks) * rounds
+    dense = problem.size * problem.itemsize + HEADER_BYTES + 8
+    message = min(dense, HEADER_BYTES + ceil(problem.k * problem.entry_bytes / 8) * 8)
+    return (ranks - 1) * message <= words + 3 * HEADER_BYTES * (ranks - 1) + counts
