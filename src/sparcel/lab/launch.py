@@ -65,7 +65,8 @@ class Job:
     Each gets the variables that torchrun sets in its environment (``RANK``, ``WORLD_SIZE``,
     ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``NODE_RANK``, ``MASTER_ADDR``,
     ``MASTER_PORT``), ``GLOO_SOCKET_IFNAME``, the interface of its node, and ``OMP_NUM_THREADS``
-    1 unless that is set.
+    1 unless that is set. Benchmarks read ``SPARCEL_LAB_DESCRIPTION``, ``SPARCEL_LAB_NODES``,
+    ``SPARCEL_LAB_RANKS_PER_NODE`` and ``SPARCEL_LAB_RATE_BITS_PER_S``, empty without a limit.
 
     Parameters
     ----------
@@ -127,6 +128,10 @@ class Job:
             "MASTER_ADDR": network.address(0),
             "MASTER_PORT": str(network.free_port()),
             "GLOO_SOCKET_IFNAME": network.interface,
+            "SPARCEL_LAB_DESCRIPTION": network.description,
+            "SPARCEL_LAB_NODES": str(network.nodes),
+            "SPARCEL_LAB_RANKS_PER_NODE": str(self._ranks_per_node),
+            "SPARCEL_LAB_RATE_BITS_PER_S": str(network.link.rate_bits_per_s if network.link else ""),
             **environment,
         }
 
