@@ -118,6 +118,7 @@ class Job:
 
     def _shared_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         network = self._network
+        rate = str(network.link.rate_bits_per_s) if network.link else ""
         mpi = {"UCX_TLS": _TCP, "UCX_NET_DEVICES": network.interface} if self._pmi else {}
         return {
             "OMP_NUM_THREADS": "1",
@@ -131,7 +132,7 @@ class Job:
             "SPARCEL_LAB_DESCRIPTION": network.description,
             "SPARCEL_LAB_NODES": str(network.nodes),
             "SPARCEL_LAB_RANKS_PER_NODE": str(self._ranks_per_node),
-            "SPARCEL_LAB_RATE_BITS_PER_S": str(network.link.rate_bits_per_s if network.link else ""),
+            "SPARCEL_LAB_RATE_BITS_PER_S": rate,
             **environment,
         }
 
