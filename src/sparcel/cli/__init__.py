@@ -13,6 +13,7 @@ try:
     from sparcel.cli.bench import bench
     from sparcel.cli.demo import demo
     from sparcel.cli.density import density
+    from sparcel.cli.lab import lab
 except ModuleNotFoundError as missing:
     sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[demo]'")
 
@@ -20,6 +21,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 app.command()(demo)
 app.command()(density)
 app.add_typer(bench, name="bench")
+app.add_typer(lab, name="lab")
 
 
 @app.callback()

@@ -5,19 +5,25 @@ left behind, however it ends. No traffic leaves the machine.
 """
 
 from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
-from sparcel.lab.launch import Job, WorkerFailedError
+from sparcel.lab.launch import Ended, Job, Line, WorkerFailedError
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
 from sparcel.lab.network import Network, open_network
+from sparcel.lab.run import Faults, parse_duration, run
 
 __all__ = [
     "EmulatedNetwork",
+    "Ended",
+    "Faults",
     "Job",
     "LabUnavailableError",
+    "Line",
     "Link",
     "Loopback",
     "Network",
     "WorkerFailedError",
     "open_network",
+    "parse_duration",
     "parse_rate",
+    "run",
 ]

@@ -66,7 +66,7 @@ class EmulatedNetwork:
             self._start()
 
     def _start(self) -> None:
-        """Start the switch; take descriptors of user, mnt, pid, ipc, and each node's net and uts."""
+        """Start the switch; take descriptors of user, mnt, pid, ipc, and every node's net, uts."""
         self._control, theirs = socket.socketpair()
         settings = {
             "socket": theirs.fileno(),

@@ -1,0 +1,71 @@
+"""``sparcel lab``: programs on an emulated cluster."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+
+from sparcel.errors import InputError
+from sparcel.lab import EmulatedNetwork, Faults, Link, parse_duration, parse_rate, run
+
+lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
+
+
+@lab.callback()
+def _lab() -> None:
+    """Keep ``run`` a command of its own, were it the only one."""
+
+
+@lab.command("run", context_settings={"allow_interspersed_args": False})
+def run_command(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="The program and its arguments, as for torchrun or mpiexec.", show_default=False
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(min=1, max=250, help="How many machines to emulate.")] = 4,
+    rate: Annotated[
+        str, typer.Option(help="How fast each machine's link is: 100mbit, 1gbit, 2.5gbit.")
+    ] = "1gbit",
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="How many processes to run on each machine.")
+    ] = 1,
+    mpi: Annotated[
+        bool, typer.Option("--mpi", help="Make the processes MPI ranks too (MPICH).")
+    ] = False,
+    kill_node: Annotated[
+        int | None, typer.Option(help="Kill all processes of this machine, counted from 0.")
+    ] = None,
+    cut_link: Annotated[
+        int | None, typer.Option(help="Let this machine's link go silent, counted from 0.")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(help="When to kill or cut, from the start: 5s, 500ms.")
+    ] = None,
+) -> None:
+    """Run a program on a small cluster of this computer, on emulated Ethernet.
+
+    Rank r runs on machine r // RANKS_PER_NODE, with the environment that torchrun sets; every line
+    that it prints is shown after its rank. The exit status is that of the rank that failed first.
+    Nothing is left behind, however the run ends. For example:
+
+        sparcel lab run --nodes 8 --rate 1gbit -- python train.py --epochs 3
+    """
+    if after is not None and kill_node is None and cut_link is None:
+        raise InputError(f"--after {after} says when, but not what: add --kill-node or --cut-link")
+    faults = Faults(kill_node, cut_link, parse_duration(after or "0s"))
+    faults.check(nodes)
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        with EmulatedNetwork(nodes, Link(parse_rate(rate))) as network:
+            status = run(network, command, ranks_per_node, mpi, faults)
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    raise typer.Exit(status)
+
+
+def _end(number: int, _: object) -> None:
+    raise SystemExit(128 + number)

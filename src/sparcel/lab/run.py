@@ -1,0 +1,145 @@
+"""Run a program on an emulated network as ``mpiexec`` or ``torchrun`` would, faults included."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sparcel.errors import InputError
+from sparcel.lab.emulated import EmulatedNetwork
+from sparcel.lab.launch import Ended, Job, Line
+
+GRACE_S = 5.0
+"""How long the other ranks may go on once one has failed, to raise and print their own errors."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong during a run, and when.
+
+    Attributes
+    ----------
+    kill_node
+        Whose processes are killed at once.
+    cut_link
+        Whose link carries nothing any more; neither end is told.
+    after_s
+        How long after the start, in seconds.
+    """
+
+    kill_node: int | None = None
+    cut_link: int | None = None
+    after_s: float = 0.0
+
+    def check(self, nodes: int) -> None:
+        """Raise InputError when a node is named that a network of so many hasn't."""
+        for what, node in (("kill", self.kill_node), ("cut", self.cut_link)):
+            if node is not None and not 0 <= node < nodes:
+                raise InputError(f"can't {what} node {node}: the nodes are 0 to {nodes - 1}")
+
+
+def run(
+    network: EmulatedNetwork,
+    argv: Sequence[str],
+    ranks_per_node: int = 1,
+    mpi: bool = False,
+    faults: Faults | None = None,
+) -> int:
+    """Run a program on all nodes and pass on what it prints, each line after its rank.
+
+    When a rank fails, the others have :data:`GRACE_S` to end by themselves, and are then killed.
+
+    Parameters
+    ----------
+    network
+        Where.
+    argv, ranks_per_node, mpi
+        As for :class:`~sparcel.lab.Job`.
+    faults
+        What to provoke.
+
+    Returns
+    -------
+    int
+        0, or the exit status of the rank that failed first, 128 + the number if by a signal. Ranks
+        of a node that was killed on purpose don't count.
+
+    Raises
+    ------
+    InputError
+        When a fault names a node that isn't there.
+    """
+    faults = faults or Faults()
+    faults.check(network.nodes)
+    doomed: set[int] = set()
+    failure: Ended | None = None
+    with contextlib.ExitStack() as timers, Job(network, argv, None, ranks_per_node, mpi) as job:
+
+        def provoke() -> None:
+            if faults.cut_link is not None:
+                _say(f"the link of node {faults.cut_link} is cut")
+                network.cut_link(faults.cut_link)
+            if faults.kill_node is not None:
+                first = faults.kill_node * ranks_per_node
+                doomed.update(range(first, first + ranks_per_node))
+                _say(f"node {faults.kill_node} is killed")
+                network.kill_node(faults.kill_node)
+
+        if faults.kill_node is not None or faults.cut_link is not None:
+            timers.enter_context(_after(faults.after_s, provoke))
+        for event in job.events():
+            if isinstance(event, Line):
+                _pass_on(event)
+            elif event.status != 0 and event.rank not in doomed and failure is None:
+                failure = event
+                _say(f"rank {event.rank} failed: {_how(event.status)}")
+                timers.enter_context(_after(GRACE_S, job.close))
+        if mpi and not job.started_mpi:
+            _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that speak PMI-1")
+    if failure is None:
+        return 0
+    return failure.status if failure.status > 0 else 128 - failure.status
+
+
+@contextlib.contextmanager
+def _after(seconds: float, do: Callable[[], None]) -> Iterator[None]:
+    """Do something later, unless the block ends first."""
+    timer = threading.Timer(seconds, do)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _how(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _pass_on(line: Line) -> None:
+    stream = sys.stderr if line.is_error else sys.stdout
+    stream.write(f"[{line.rank}] {line.text}\n")
+    stream.flush()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"sparcel: {text}\n")
+
+
+def parse_duration(text: str) -> float:
+    """Read a duration such as ``5s`` or ``500ms`` as seconds.
+
+    Raises
+    ------
+    InputError
+        When the text is not a number with the unit s or ms.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|ms)", text.strip().lower())
+    if match is None:
+        raise InputError(f"a duration is a number and s or ms, such as 5s; got {text!r}")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
