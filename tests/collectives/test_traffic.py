@@ -70,12 +70,15 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         return 40 + up(value_bytes * n)
 
     powers = 1 << (ranks.bit_length() - 1)
-    adding = "recursive_doubling" if ranks <= 16 else "halving_doubling"
+    direct, few = ranks <= 8, ranks <= 16
+    adding = "allgather" if direct else "recursive_doubling" if few else "halving_doubling"
+    doubling = (1 + (not few)) * (powers.bit_length() - 1) + (ranks > powers)
     names = {
         "P": ranks,
         "Q": powers,
         "F": ranks - powers,
         "lg": ceil(log2(ranks)),
+        "gather": ranks - 1 if direct else ceil(log2(ranks)),
         "n": size,
         "m": ceil(size / ranks),
         "k": count,
@@ -91,7 +94,7 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "C": max(1024, 4 * ranks),
         "h": ceil((8 * value_bytes - 12) / 10),
         "levels": levels(ranks, size),
-        "counting": (1 + (ranks > 16)) * (powers.bit_length() - 1) + (ranks > powers),
+        "counting": ranks - 1 if direct else doubling,
         "counts": lambda m: evaluate(COSTS[adding]["bytes, at most"], ranks, m, m, 4),
         "total": lambda f, a, b: sum(map(f, range(a, b))),
         "log2": lambda number: number.bit_length() - 1,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
+from sparcel import cost
 from sparcel.collectives.allgather import allgather
 from sparcel.collectives.dense import dense
 from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gtopk
@@ -17,6 +19,7 @@ from sparcel.collectives.split_allgather import (
     split_allgather,
 )
 from sparcel.comm import Communicator
+from sparcel.cost import Rates
 from sparcel.errors import InputError, known
 from sparcel.ops import SUM, Op
 from sparcel.stream import SparseStream
@@ -61,18 +64,39 @@ def all_reduce(
 ) -> SparseStream:
     """Run the all-reduce of that name, inside a job of ``comm``."""
     if algorithm == "auto":
-        algorithm = _choose(stream.size, comm.size, max_nnz)
+        algorithm = _choose(stream, comm, op, max_nnz)
     return ALGORITHMS[algorithm](stream, comm, op, max_nnz)
 
 
-def _choose(size: int, ranks: int, max_nnz: int | None) -> str:
-    """Name the algorithm that "auto" stands for, from what all ranks know alike.
+def _choose(stream: SparseStream, comm: Communicator, op: Op, max_nnz: int | None) -> str:
+    """Name the algorithm that "auto" stands for, from what all ranks know alike."""
+    if comm.size == 1 or stream.size == 0:
+        return "allgather"
+    if max_nnz is None:
+        # ⌈log₂P⌉ rounds of 8 bytes; what is sent in vain without knowing costs more.
+        max_nnz = max(comm.gather_numbers(stream.nnz))
+    width = stream.values.shape[1:].numel()
+    k = min(_rounded(max(1, max_nnz)), stream.size)
+    itemsize = max(1, width * stream.values.element_size())
+    return _fastest(stream.size, k, comm.size, itemsize, op.name is not None, comm.rates)
 
-    Few ranks, or little data, are served best by the fewest rounds; otherwise regions are split,
-    so that the volume does not grow with P where indices overlap.
+
+@lru_cache(maxsize=4096)
+def _fastest(
+    size: int, k: int, ranks: int, itemsize: int, by_engine: bool, rates: Rates | None
+) -> str:
+    """Name the fastest algorithm, as predicted; the engine's own only where it knows the operation.
+
+    Remembered, since a prediction takes longer than a small sum.
     """
-    entries = ranks * (size if max_nnz is None else min(max_nnz, size))
-    return "recursive_doubling" if ranks <= 4 or entries <= 8192 else "split_allgather"
+    names = [name for name in ALGORITHMS if name != "dense" or by_engine]
+    return cost.choose(names, cost.Problem(size, k, ranks, itemsize=itemsize), rates)
+
+
+def _rounded(count: int) -> int:
+    """Round up to 4 significant bits, so that counts about alike are looked up as one."""
+    dropped = max(0, count.bit_length() - 4)
+    return -(-count >> dropped) << dropped
 
 
 def check_algorithm(name: str, op: Op = SUM) -> None:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from sparcel import formats, kernels
-from sparcel.collectives._transfer import decode_from, gather_messages
+from sparcel.collectives._transfer import (
+    DIRECT_BYTES,
+    DIRECT_RANKS,
+    decode_from,
+    gather_messages,
+)
 from sparcel.collectives.all_gather import gather_streams
 from sparcel.comm import Communicator
 from sparcel.formats import coo
@@ -45,11 +50,11 @@ class Pieces:
 
 
 def gather_direct(
-    block: SparseStream, boundaries: Sequence[int], comm: Communicator
+    block: SparseStream, counts: Tensor, boundaries: Sequence[int], comm: Communicator
 ) -> SparseStream:
     """Join the ranks' blocks, each numbered from the start of the region that it is of."""
     sizes = [stop - start for start, stop in pairwise(boundaries)]
-    at_most = formats.max_bytes(max(sizes), block.dtype, None)
+    at_most = int(_compact_bytes(counts, torch.tensor(sizes), block.dtype).max())
     messages = gather_messages(formats.encode(block.compact()), comm, at_most)
     parts = []
     for rank, message in enumerate(messages):
@@ -136,6 +141,8 @@ def evened_bytes(counts: Tensor, like: SparseStream) -> int:
 def _gathering_bytes(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return what each rank sends and receives in `gather_messages` of ``blocks`` bytes each."""
     ranks = blocks.numel()
+    if ranks <= DIRECT_RANKS and int(blocks.max()) <= DIRECT_BYTES:
+        return (ranks - 1) * blocks, blocks.sum() - blocks
     before = torch.cat((torch.tensor([0]), blocks, blocks)).cumsum(0)
     sent = torch.zeros_like(blocks)
     distance = 1

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from sparcel import formats
-from sparcel.collectives._transfer import gather_messages
+from sparcel.collectives._transfer import DIRECT_RANKS, gather_messages
+from sparcel.collectives.allgather import allgather
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.comm import Communicator
 from sparcel.stream import SparseStream
 
 _FEW_RANKS = 16
-"""Up to here half the rounds are worth ⌈log₂P⌉ instead of 2 times the bytes, some KB."""
+"""Up to here half the rounds are worth ⌈log₂P⌉ instead of 2 times the bytes, some KB; up to
+`DIRECT_RANKS`, a single one is worth P−1 times the bytes."""
 
 
 def sum_counts(
@@ -30,14 +32,18 @@ def sum_counts(
     dtype = torch.int32 if limit < 1 << 31 else torch.int64
     stream = SparseStream.from_dense(counts.to(comm.device, dtype))
     stream.finite = finite
-    add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
+    add = halving_doubling
+    if comm.size <= _FEW_RANKS:
+        add = allgather if comm.size <= DIRECT_RANKS else recursive_doubling
     total = add(stream, comm)
     return total.to_dense().to("cpu", torch.int64), total.finite
 
 
 def counting_bytes(counts: int, ranks: int) -> int:
     """Return about how many bytes a rank sends in `sum_counts` of that many."""
-    return 4 * counts * ((ranks - 1).bit_length() if ranks <= _FEW_RANKS else 2)
+    if ranks > _FEW_RANKS:
+        return 8 * counts
+    return 4 * counts * (ranks - 1 if ranks <= DIRECT_RANKS else (ranks - 1).bit_length())
 
 
 def gather_numbers(

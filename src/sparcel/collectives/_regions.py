@@ -10,8 +10,9 @@ from sparcel.collectives._transfer import region_boundaries
 from sparcel.comm import Communicator
 from sparcel.stream import SparseStream
 
-TOLERANCE = 512
-"""Entries by which a region may exceed its share; P where that is more (see below)."""
+TOLERANCE, TOLERATED = 512, 64
+"""By how many entries a region may exceed its share, or by which part of it, if that is more; or
+by P entries (see below)."""
 
 
 def balanced_boundaries(
@@ -28,7 +29,7 @@ def balanced_boundaries(
     -------
     boundaries
         P+1, the same on all ranks: region r is ``[boundaries[r], boundaries[r + 1])``. The ranks'
-        entries in a region are at most ⌈all entries / P⌉ + max(P, TOLERANCE).
+        entries in a region are at most ⌈all entries / P⌉ + max(P, TOLERANCE, all / P / TOLERATED).
     finite
         Whether the streams of all ranks are.
 
@@ -53,7 +54,8 @@ def balanced_boundaries(
     below, finite = count_below(edges)
     edges, below = torch.cat((start, edges)), torch.cat((start, below))
     due = torch.arange(1, ranks) * below[-1] // ranks
-    while finite and (crowded := _crowded(below, due, max(ranks, TOLERANCE))).numel():
+    tolerance = max(ranks, TOLERANCE, int(below[-1]) // (ranks * TOLERATED))
+    while finite and (crowded := _crowded(below, due, tolerance)).numel():
         new = _subdivide(edges[crowded], edges[crowded + 1], counters // crowded.numel())
         edges, order = torch.cat((edges, new)).sort()
         below = torch.cat((below, count_below(new)[0]))[order]

@@ -53,11 +53,29 @@ def exchange_streams(
     }
 
 
+DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
+"""Up to so many ranks, messages of up to so many bytes go straight to everyone."""
+
+
 def gather_messages(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
-    """Give every rank the message of every rank, by rank, in ⌈log₂P⌉ rounds (Bruck et al. 1997).
+    """Give every rank the message of every rank, by rank; ``at_most`` bounds the bytes of each.
+
+    Few ranks send small messages to each other, all at once: to wait once costs less than to send
+    fewer. Otherwise by Bruck's pattern, in ⌈log₂P⌉ rounds.
+    """
+    if comm.size > DIRECT_RANKS or at_most > DIRECT_BYTES:
+        return _gather_in_rounds(message, comm, at_most)
+    others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+    arrived = comm.exchange(dict.fromkeys(others, message), dict.fromkeys(others[::-1], at_most))
+    arrived[comm.rank] = message
+    return [arrived[rank] for rank in range(comm.size)]
+
+
+def _gather_in_rounds(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
+    """Gather by the pattern of Bruck et al. 1997.
 
     Before round t a rank holds the messages of the 2^t ranks from itself upwards; it sends as many
-    as its peer lacks to the rank 2^t below. ``at_most`` bounds the bytes of each.
+    as its peer lacks to the rank 2^t below.
     """
     held = [message]
     distance = 1

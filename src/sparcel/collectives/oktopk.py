@@ -72,7 +72,8 @@ def topk_by_regions(
     if not winners.finite:
         return _void(own)
     direct = direct_bytes(winners.counts, boundaries, own.dtype)
-    evened = evened_bytes(winners.counts, own) < direct
+    # One more round, so it must be worth it.
+    evened = 8 * evened_bytes(winners.counts, own) < 7 * direct
     return _gather(region, winners.counts, boundaries, comm, evened)
 
 
@@ -174,7 +175,7 @@ def _gather(
     """Give every rank the ``counts[rank]`` largest of every rank's region."""
     block, _ = region.topk(int(counts[comm.rank]))
     if not evened:
-        return gather_direct(block, boundaries, comm)
+        return gather_direct(block, counts, boundaries, comm)
     return gather_evened(placed(block, boundaries[comm.rank], boundaries[-1]), counts, comm)
 
 
