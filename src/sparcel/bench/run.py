@@ -17,8 +17,10 @@ from sparcel.bench.contenders import DENSE, contender
 from sparcel.bench.engines import Engine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.measure import Measured, measure
+from sparcel.bench.predicted import load_rates, predicted
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
+from sparcel.cost import Rates
 
 _BASELINE = "dense fp32"
 
@@ -44,10 +46,11 @@ def run(settings: Settings, console: Console) -> Results:
         comm = engines[0].comm
         _share_cores(comm.size)
         results = Results(settings.command, network(settings, comm.size), comm.size)
+        rates = load_rates(settings.rates, [engine.name for engine in engines])
         places = list(_places(settings, engines, results.network["ranks_per_node"]))
         with report.progress(console if comm.rank == 0 else None, len(places)) as show:
             for place in places:
-                cell = _measured(place, settings, results)
+                cell = _measured(place, settings, results, rates.get(place.engine.name))
                 if cell is not None:
                     results.cells.append(cell)
                 show(cell)
@@ -110,13 +113,17 @@ def _rows(gradients: Tensor | None, distribution: str) -> Tensor | None:
     return gradients if distribution == "file" else None
 
 
-def _measured(place: Place, settings: Settings, results: Results) -> Cell | None:
-    network = results.network
-    made = contender(place.algorithm, place.case, place.engine, network["ranks_per_node"])
+def _measured(
+    place: Place, settings: Settings, results: Results, rates: Rates | None
+) -> Cell | None:
+    each = results.network["ranks_per_node"]
+    made = contender(place.algorithm, place.case, place.engine, each)
     if made is None:
         return None
     found = measure(made, place.engine.comm, settings.iterations, settings.warmup)
-    return _cell(place, found, results)
+    cell = _cell(place, found, results)
+    cell.predicted = predicted(place.algorithm, place.case, each, rates)
+    return cell
 
 
 def _cell(place: Place, found: Measured, results: Results) -> Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from sparcel.bench.inputs import DISTRIBUTIONS
@@ -23,6 +23,8 @@ class Settings:
         Empty: those for which the processes were launched.
     gradients
         File of real gradients, for the distribution ``"file"``; their length is then the size.
+    rates
+        Files of what `sparcel plan` measured, by engine; under "" for all others.
     rate_bits_per_s
         What a node's link carries, where the environment does not tell.
     """
@@ -36,10 +38,10 @@ class Settings:
     warmup: int = 2
     whole_step: bool = False
     gradients: str | None = None
-    rates: str | None = None
     rate_bits_per_s: int | None = None
     json: str | None = None
     command: str = ""
+    rates: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for density in self.densities:

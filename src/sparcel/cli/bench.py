@@ -63,9 +63,12 @@ def measure(
         typer.Option(help="How fast a machine's link is, such as 10gbit; the lab tells by itself."),
     ] = None,
     rates: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="What `sparcel plan` measured, to show predictions beside."),
-    ] = None,
+        str,
+        typer.Option(
+            help="What `sparcel plan` measured, to show its predictions beside: a file, or one for "
+            "each engine, gloo=FILE,mpi=FILE."
+        ),
+    ] = "",
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
 ) -> None:
     """Measure what it takes to add up sparse vectors, beside dense all-reduce.
@@ -96,7 +99,7 @@ def measure(
         warmup=warmup,
         whole_step=whole_step,
         gradients=None if gradients is None else str(gradients.resolve()),
-        rates=None if rates is None else str(rates.resolve()),
+        rates=dict(_rates_file(item) for item in _items(rates)),
         rate_bits_per_s=None if rate is None else parse_rate(rate),
         json=None if json is None else str(json.resolve()),
         command=shlex.join(["sparcel", *sys.argv[1:]]),
@@ -116,3 +119,8 @@ def _share(text: str) -> float:
         return float(text)
     except ValueError:
         raise InputError(f"a density is a share such as 0.01, got {text!r}") from None
+
+
+def _rates_file(item: str) -> tuple[str, str]:
+    engine, _, file = item.rpartition("=")
+    return engine, str(Path(file).resolve())

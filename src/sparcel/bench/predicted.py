@@ -1,0 +1,64 @@
+"""What the cost model says of a cell, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparcel.bench.contenders import DENSE
+from sparcel.bench.inputs import CLUSTERS, Case
+from sparcel.cost import NAMES, Problem, Rates, predict
+from sparcel.errors import InputError, known
+
+
+def load_rates(files: Mapping[str, str], engines: list[str]) -> dict[str, Rates]:
+    """Read the rates of engines, by name; those under "" serve all others.
+
+    Raises
+    ------
+    InputError
+        When an engine is not there, or a file holds no rates.
+    """
+    for name in files:
+        if name:
+            known(name, engines, "engine")
+    rates = {}
+    for name in engines:
+        if (file := files.get(name, files.get(""))) is not None:
+            try:
+                rates[name] = Rates.from_json(Path(file).read_text())
+            except OSError as error:
+                raise InputError(f"can't read rates: {error}") from error
+    return rates
+
+
+def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -> float | None:
+    """Return the seconds that the row ``name`` is predicted to take, None where nothing is."""
+    if rates is None or name not in NAMES:
+        return None
+    dense = name in DENSE
+    problem = Problem(
+        size=case.size,
+        k=case.size if dense else case.k,
+        ranks=case.ranks,
+        ranks_per_node=ranks_per_node,
+        spread=None if dense else _spread(case),
+        clusters=CLUSTERS if case.distribution == "clustered" else 0,
+    )
+    return predict(name, problem, rates).seconds
+
+
+def _spread(case: Case) -> int:
+    """Return of how many coordinates independent choices would have as large a union as these.
+
+    Source: SparCML, section 3.1: m streams of k of n coordinates have n(1 − (1 − k/n)^m).
+    """
+    union = case.total.indices.numel()
+    low, high = case.k, case.size
+    while low < high:
+        middle = (low + high) // 2
+        if middle * (1 - (1 - case.k / middle) ** case.ranks) < union:
+            low = middle + 1
+        else:
+            high = middle
+    return low
