@@ -7,6 +7,10 @@ import sys
 from sparcel.bench.report import console
 from sparcel.bench.run import run
 from sparcel.bench.settings import Settings
+from sparcel.errors import SparcelError
 
 if __name__ == "__main__":
-    run(Settings.from_json(sys.argv[1]), console())
+    try:
+        run(Settings.from_json(sys.argv[1]), console())
+    except SparcelError as error:
+        sys.exit(f"sparcel: {error}")

@@ -48,6 +48,8 @@ class Contender:
 def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     """Return the rows that ``asked`` means: "all", or names separated by commas.
 
+    With ``whole_step`` a scheme's name means its step too.
+
     Raises
     ------
     InputError
@@ -59,10 +61,14 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     steps = [STEP + name for name in schemes]
     if asked == "all":
         return every + (steps if whole_step else [])
-    chosen = [known(name.strip(), [*every, *steps], "algorithm") for name in asked.split(",")]
-    if whole_step:
-        chosen += [STEP + name for name in chosen if name in SCHEMES]
-    return list(dict.fromkeys(["dense fp32", *chosen]))
+    chosen = ["dense fp32"]
+    for name in (part.strip() for part in asked.split(",")):
+        step = STEP + name
+        if name in every or step not in steps or not whole_step:
+            chosen.append(known(name, [*every, *steps], "algorithm"))
+        if whole_step and step in steps:
+            chosen.append(step)
+    return list(dict.fromkeys(chosen))
 
 
 def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Contender | None:

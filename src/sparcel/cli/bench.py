@@ -80,6 +80,7 @@ def measure(
     if context.invoked_subcommand is not None:
         return
     from sparcel.bench import report
+    from sparcel.bench.contenders import names
     from sparcel.bench.engines import launched
     from sparcel.bench.launch import start
     from sparcel.bench.run import run
@@ -104,6 +105,7 @@ def measure(
         json=None if json is None else str(json.resolve()),
         command=shlex.join(["sparcel", *sys.argv[1:]]),
     )
+    names(algorithms, whole_step, ranks_per_node=2)  # refuses now what would fail on every rank
     if launched():
         run(settings, report.console())
     else:
