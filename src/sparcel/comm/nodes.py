@@ -95,3 +95,15 @@ def _local_rank() -> int:
 def _host() -> int:
     digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=_HOST_BITS // 8)
     return int.from_bytes(digest.digest())
+
+
+def consecutive_per_node(comm: Communicator) -> int:
+    """Return how many consecutive ranks form a node, as launcher or hostnames say.
+
+    1 where nodes have different numbers of ranks, or ranks that do not follow each other. All ranks
+    call, in a job, and get the same.
+    """
+    nodes = _nodes(comm, None)
+    count = nodes.count(nodes[0])
+    regular = nodes == [rank // count for rank in range(comm.size)]
+    return count if regular else 1

@@ -5,6 +5,7 @@ tables that `measure` makes on the ranks of a communicator.
 """
 
 from sparcel.cost.defaults import default_rates, stated_rates
+from sparcel.cost.measure import measure
 from sparcel.cost.predict import LOSSLESS, NAMES, Prediction, choose, predict
 from sparcel.cost.problem import Problem
 from sparcel.cost.rates import Curve, Rates
@@ -18,6 +19,7 @@ __all__ = [
     "Rates",
     "choose",
     "default_rates",
+    "measure",
     "predict",
     "stated_rates",
 ]

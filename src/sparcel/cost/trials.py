@@ -1,0 +1,186 @@
+"""What is timed to learn the rates: exchanges in each pattern, and work on made-up streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparcel import formats, kernels
+from sparcel.comm import Communicator
+from sparcel.ops import SUM
+from sparcel.stream import SparseStream, reduce
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call to time, of ``rounds`` equal parts that follow each other."""
+
+    run: Run
+    rounds: int = 1
+
+
+def exchanges(
+    comm: Communicator, ranks_per_node: int
+) -> Iterator[tuple[str, Callable[[int], Trial]]]:
+    """Yield each pattern's name, and what makes a trial of messages of so many bytes."""
+    everybody = comm.size
+    here = ranks_per_node if ranks_per_node < everybody else 1
+    yield "pair", lambda nbytes: _in_turn(comm, _partners(comm.rank, here, everybody), nbytes)
+    yield "shift", lambda nbytes: _in_turn(comm, _neighbours(comm.rank, here, everybody), nbytes)
+    yield "tree", lambda nbytes: _broadcast(comm, nbytes, comm.rank // here, here, everybody)
+    yield "rotate", lambda nbytes: _to_all(comm, nbytes, range(everybody))
+    if here > 1:
+        first = comm.rank // here * here
+        place, members = comm.rank - first, range(first, first + here)
+
+        def inside(peers: list[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [(first + to, first + source) for to, source in peers]
+
+        yield "node.pair", lambda nbytes: _in_turn(comm, inside(_partners(place, 1, here)), nbytes)
+        yield (
+            "node.shift",
+            lambda nbytes: _in_turn(comm, inside(_neighbours(place, 1, here)), nbytes),
+        )
+        yield "node.rotate", lambda nbytes: _to_all(comm, nbytes, members)
+
+
+def engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]:
+    """Return what makes a trial of the engine's all-reduce of so many bytes."""
+
+    def trial(nbytes: int) -> Trial:
+        vector = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+        return Trial(lambda: comm.all_reduce(vector))
+
+    return trial
+
+
+def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
+    """Return, for each kind of work, what makes a trial of an amount of it."""
+
+    def of_stream(task: Callable[[SparseStream], object]) -> Callable[[int], Trial]:
+        def trial(amount: int) -> Trial:
+            stream = _stream(amount, seed)
+            return Trial(lambda: task(stream))
+
+        return trial
+
+    return {
+        "select": lambda size: _select(size, seed),
+        "topk": of_stream(lambda stream: stream.topk(-(-stream.nnz // 2))),
+        "merge": lambda entries: _merge(entries, 2, seed),
+        "merge.many": lambda entries: _merge(entries, ranks, seed),
+        "scatter": lambda entries: _scatter(entries, seed),
+        "fill": lambda size: _in_place(size, lambda vector: vector.zero_()),
+        "add": lambda size: _in_place(size, lambda vector: vector.sub_(1.0)),
+        "encode": lambda nbytes: of_stream(formats.encode)(nbytes // 8),
+        "decode": lambda entries: _decode(entries, seed),
+        "without": of_stream(lambda stream: stream.without(stream)),
+        "histogram": of_stream(
+            lambda stream: kernels.magnitude_histogram(stream.values, 20, 1 << 11, None)
+        ),
+    }
+
+
+def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
+    """Return a rank's partner in each round, at doubling distances, as (to, from).
+
+    Ranks beyond a power of two are their own partners.
+    """
+    places, place = ranks // nearest, rank // nearest
+    powers: int = 1 << (places.bit_length() - 1)
+    rounds = range(powers.bit_length() - 1)
+    peers = [(place ^ 1 << level) * nearest + rank % nearest for level in rounds]
+    return [(peer, peer) if place < powers else (rank, rank) for peer in peers]
+
+
+def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
+    """Return whom a rank sends to and receives from in each round of a gather."""
+    distances, distance = [], nearest
+    while distance < ranks:
+        distances.append(distance)
+        distance *= 2
+    return [((rank - far) % ranks, (rank + far) % ranks) for far in distances]
+
+
+def _in_turn(comm: Communicator, peers: list[tuple[int, int]], nbytes: int) -> Trial:
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def run() -> None:
+        for to, source in peers:
+            if to != comm.rank:
+                comm.exchange({to: message}, {source: nbytes})
+
+    return Trial(run, max(1, len(peers)))
+
+
+def _broadcast(comm: Communicator, nbytes: int, place: int, here: int, ranks: int) -> Trial:
+    """Send a message down a binomial tree of the ranks that are first, second … on their node."""
+    held = torch.zeros(nbytes, dtype=torch.uint8)
+    places = ranks // here
+    rounds = (places - 1).bit_length()
+
+    def run() -> None:
+        for level in reversed(range(rounds)):
+            distance = 1 << level
+            if place % (2 * distance) == 0 and place + distance < places:
+                comm.exchange({comm.rank + distance * here: held}, {})
+            elif place % (2 * distance) == distance:
+                comm.exchange({}, {comm.rank - distance * here: nbytes})
+
+    return Trial(run, max(1, rounds))
+
+
+def _to_all(comm: Communicator, nbytes: int, members: range) -> Trial:
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    place, count = comm.rank - members.start, len(members)
+    others = [members[(place + step) % count] for step in range(1, count)]
+
+    def run() -> None:
+        comm.exchange(dict.fromkeys(others, message), dict.fromkeys(reversed(others), nbytes))
+
+    return Trial(run, max(1, len(others)))
+
+
+def _stream(entries: int, seed: int) -> SparseStream:
+    """Return a stream whose density is 1 %, or so."""
+    generator = torch.Generator().manual_seed(seed)
+    gaps = torch.randint(1, 200, (entries,), dtype=torch.int32, generator=generator)
+    indices = gaps.cumsum(0, dtype=torch.int32)
+    values = torch.randn(entries, generator=generator)
+    return SparseStream.unchecked(indices, values, 200 * max(1, entries))
+
+
+def _select(size: int, seed: int) -> Trial:
+    generator = torch.Generator().manual_seed(seed)
+    memory, scratch = torch.zeros(size), torch.empty(size)
+    gradient = torch.randn(size, generator=generator)
+    k = -(-size // 1000)
+    return Trial(lambda: kernels.accumulate_topk(memory, gradient, scratch, k))
+
+
+def _merge(entries: int, streams: int, seed: int) -> Trial:
+    parts = [_stream(-(-entries // streams), seed + part) for part in range(streams)]
+    return Trial(lambda: reduce(parts))
+
+
+def _scatter(entries: int, seed: int) -> Trial:
+    stream = _stream(entries, seed)
+    dense = torch.zeros(stream.size)
+    assert stream.indices is not None, "made of indices"
+    indices = stream.indices
+    return Trial(lambda: kernels.scatter_reduce(dense, indices, stream.values, SUM))
+
+
+def _in_place(size: int, task: Callable[[Tensor], object]) -> Trial:
+    vector = torch.zeros(size)
+    return Trial(lambda: task(vector))
+
+
+def _decode(entries: int, seed: int) -> Trial:
+    message = formats.encode(_stream(entries, seed))
+    return Trial(lambda: formats.decode(message))
