@@ -1,4 +1,4 @@
-// Reduction of sorted streams to one: two in step, more in windows.
+// Reduction of sorted streams to one: two in step, few entries by sorting, others in windows.
 #pragma once
 
 #include <limits>
@@ -16,6 +16,9 @@ struct Match {
 
 // How many matches are collected before they are reduced, while their values are in the cache.
 constexpr size_t kMatches = 256;
+
+// Up to so many entries of all streams together are sorted.
+constexpr size_t kFewEntries = 1 << 12;
 
 // Two streams are merged in step. Which of them comes next is anyone's guess, so nothing branches
 // on it: both cursors advance by comparisons, and what is copied is looked up. Matches copy the
@@ -60,6 +63,42 @@ Merged<Index, Value> merge_two(const StreamView<Index, Value>& a, const StreamVi
     return result;
 }
 
+// Few entries are sorted, stream after stream: a window's bitmap would take longer to clear.
+template <class Op, class Index, class Value>
+Merged<Index, Value> merge_few(std::span<const StreamView<Index, Value>> streams, size_t entries,
+                               size_t width) {
+    struct Entry {
+        Index index;
+        const Value* row;
+    };
+    std::vector<Entry> sorted, merged(entries);
+    sorted.reserve(entries);
+    for (const auto& stream : streams) {
+        const auto middle = sorted.size();
+        for (size_t i = 0; i < stream.count; ++i) {
+            sorted.push_back({stream.indices[i], stream.values + i * width});
+        }
+        // Equal indices keep the order of the streams.
+        std::merge(sorted.begin(), sorted.begin() + middle, sorted.begin() + middle, sorted.end(),
+                   merged.begin(),
+                   [](const Entry& a, const Entry& b) { return a.index < b.index; });
+        std::copy_n(merged.begin(), sorted.size(), sorted.begin());
+    }
+    Merged<Index, Value> result{Buffer<Index>(entries), Buffer<Value>(entries * width), 0};
+    std::vector<typename Wide<Value>::Type> sum(width);
+    for (size_t i = 0; i < entries; ++result.count) {
+        const Index index = sorted[i].index;
+        for (size_t w = 0; w < width; ++w) sum[w] = widen(sorted[i].row[w]);
+        for (++i; i < entries && sorted[i].index == index; ++i) {
+            for (size_t w = 0; w < width; ++w) sum[w] = Op::apply(sum[w], widen(sorted[i].row[w]));
+        }
+        result.indices[result.count] = index;
+        Value* row = result.values.data() + result.count * width;
+        for (size_t w = 0; w < width; ++w) row[w] = narrow<Value>(sum[w]);
+    }
+    return result;
+}
+
 template <class Index, class Value>
 Merged<Index, Value> join(const std::vector<Merged<Index, Value>>& parts, size_t width) {
     Merged<Index, Value> result;
@@ -92,6 +131,9 @@ Merged<Index, Value> merge(std::span<const StreamView<Index, Value>> streams, si
     for (const auto& stream : streams) {
         entries += stream.count;
         if (stream.count > longest->count) longest = &stream;
+    }
+    if (entries <= detail::kFewEntries) {
+        return detail::merge_few<Op>(streams, entries, width);
     }
     // Threads take ranges of indices that the longest stream divides evenly.
     std::vector<Merged<Index, Value>> parts(useful_threads(entries * width, threads));

@@ -6,7 +6,7 @@ import torch
 
 import sparcel
 from sparcel import simulate
-from sparcel.schemes import GTopK, Hierarchical, ScaleCom
+from sparcel.schemes import Auto, GTopK, Hierarchical, ScaleCom
 
 SCHEMES = {
     "dense": partial(sparcel.scheme, "dense"),
@@ -30,6 +30,12 @@ SCHEMES = {
     "gtopk between nodes": lambda: Hierarchical(GTopK(0.1)),
     "scalecom between nodes": lambda: Hierarchical(ScaleCom(0.1, beta=0.5)),
     "warm-up": partial(sparcel.scheme, "topk", density=0.05, warmup=[1, 0.5], warmup_steps=1),
+    "auto": partial(sparcel.scheme, "auto", density=0.1, corrected=False),
+    "auto dense": partial(sparcel.scheme, "auto", candidates=["dense"]),
+    "auto oktopk": partial(sparcel.scheme, "auto", density=0.3, candidates=["oktopk"]),
+    "auto gtopk": partial(sparcel.scheme, "auto", density=0.1, candidates=["gtopk"]),
+    "auto corrected": partial(sparcel.scheme, "auto", density=0.1, momentum=0.9),
+    "auto between nodes": lambda: Hierarchical(Auto(0.1)),
 }
 
 SPARSE = [name for name in SCHEMES if SCHEMES[name]().remembers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,9 @@ class Communicator(ABC):
         Where messages live: the CPU, or the engine's device.
     traffic
         What this rank sent and received so far, parts that were split from this included.
+    rates
+        What `sparcel.cost.measure` found here, for ``algorithm="auto"`` to go by, the same on all
+        ranks; None for the default rates.
     """
 
     rank: int
@@ -80,6 +83,7 @@ class Communicator(ABC):
     timeout: float
     device: torch.device
     traffic: Traffic
+    rates: Any = None
 
     @abstractmethod
     def exchange(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sparcel.errors import known
+from sparcel.schemes.auto import Auto
 from sparcel.schemes.base import Cost, Layer, Scheme
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.gtopk import GTopK
@@ -20,6 +21,7 @@ from sparcel.schemes.topk import TopK
 
 __all__ = [
     "SCHEMES",
+    "Auto",
     "Cost",
     "Dense",
     "GTopK",
@@ -46,6 +48,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "mstopk": mstopk,
     "gaussiank": gaussiank,
     "dgc": dgc,
+    "auto": Auto,
 }
 
 
@@ -57,10 +60,10 @@ def scheme(name: str, **settings: Any) -> Scheme:
     name
         ``"dense"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``, ``"scalecom"``,
         ``"hitopk"`` or ``"torus2d"``; ``"mstopk"``, ``"gaussiank"`` or ``"dgc"`` for top-k with the
-        selectors and rules of other papers.
+        selectors and rules of other papers; ``"auto"`` for whichever is the fastest here.
     settings
-        What the scheme takes: see `Dense`, `TopK`, `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, and
-        `sparcel.schemes.presets`. `Hierarchical` makes two levels of any of them.
+        What the scheme takes: see `Dense`, `TopK`, `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`,
+        `Auto`, and `sparcel.schemes.presets`. `Hierarchical` makes two levels of any of them.
 
     Raises
     ------

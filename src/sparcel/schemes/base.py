@@ -81,6 +81,11 @@ class Scheme(ABC):
         memory, beta = self.memory, self.filter_at(self.steps)
         return memory if memory is None or beta == 1 else memory / beta
 
+    @property
+    def chosen(self) -> str | None:
+        """The method that a scheme which chooses took last; None before, and for the others."""
+        return None
+
     def filter_at(self, step: int) -> float:
         """Return the memory's low-pass filter β (ScaleCom) in a step; 1 is none."""
         return 1.0
