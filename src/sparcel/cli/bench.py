@@ -126,3 +126,18 @@ def _share(text: str) -> float:
 def _rates_file(item: str) -> tuple[str, str]:
     engine, _, file = item.rpartition("=")
     return engine, str(Path(file).resolve())
+
+
+@bench.command("plot")
+def plot_results(
+    files: Annotated[
+        list[Path], typer.Argument(exists=True, help="What --json wrote, of one or more runs.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder for the plots.")] = Path("plots"),
+) -> None:
+    """Draw time against density, ranks and size, and where the time goes, as PNGs."""
+    from sparcel.bench.plot import plot
+    from sparcel.bench.results import Results
+
+    for path in plot([Results.load(file) for file in files], out):
+        typer.echo(path)
