@@ -30,12 +30,10 @@ SCHEMES = {
     "gtopk between nodes": lambda: Hierarchical(GTopK(0.1)),
     "scalecom between nodes": lambda: Hierarchical(ScaleCom(0.1, beta=0.5)),
     "warm-up": partial(sparcel.scheme, "topk", density=0.05, warmup=[1, 0.5], warmup_steps=1),
-    "auto": partial(sparcel.scheme, "auto", density=0.1, corrected=False),
+    "auto": partial(sparcel.scheme, "auto", density=0.1),
     "auto dense": partial(sparcel.scheme, "auto", candidates=["dense"]),
-    "auto oktopk": partial(sparcel.scheme, "auto", density=0.3, candidates=["oktopk"]),
     "auto gtopk": partial(sparcel.scheme, "auto", density=0.1, candidates=["gtopk"]),
-    "auto corrected": partial(sparcel.scheme, "auto", density=0.1, momentum=0.9),
-    "auto between nodes": lambda: Hierarchical(Auto(0.1)),
+    "auto between nodes": lambda: Hierarchical(Auto(0.1, candidates=["oktopk"])),
 }
 
 SPARSE = [name for name in SCHEMES if SCHEMES[name]().remembers]

@@ -35,7 +35,7 @@ schemes = pytest.mark.parametrize("name", SCHEMES)
 
 BETWEEN_NODES = ["hitopk", "torus2d", "gtopk between nodes", "scalecom between nodes"]
 
-SUMMED_BY_THE_ENGINE = ["dense", "torus2d", "warm-up"]
+SUMMED_BY_THE_ENGINE = ["dense", "torus2d", "warm-up", "auto dense"]
 """Whose sums are in the engine's own order in some step at least."""
 
 
