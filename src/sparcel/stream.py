@@ -185,17 +185,25 @@ class SparseStream:
 
         Ties go to the lowest index; zeros are never among the first. Scalar float values only.
         """
-        if self.width is not None or not self.dtype.is_floating_point:
-            raise InputError(f"topk selects among scalar float values, got {self}")
-        positions, _ = kernels.topk(self.values, k)
+        positions = self._largest(k)
         left = torch.ones(self.nnz, dtype=torch.bool, device=self.device)
         left[positions] = False
         return self._at(positions), self._at(left.nonzero().squeeze(1))
+
+    def largest(self, k: int) -> SparseStream:
+        """Return the first part of `topk` alone."""
+        return self._at(self._largest(k))
 
     def without(self, other: SparseStream) -> SparseStream:
         """Return the stored coordinates that sparse ``other`` does not store."""
         left = ~torch.isin(_stored_indices(self), _stored_indices(other))
         return self._at(left.nonzero().squeeze(1))
+
+    def _largest(self, k: int) -> Tensor:
+        if self.width is not None or not self.dtype.is_floating_point:
+            raise InputError(f"topk selects among scalar float values, got {self}")
+        positions, _ = kernels.topk(self.values, k)
+        return positions
 
     def _at(self, positions: Tensor) -> SparseStream:
         indices = _stored_indices(self).index_select(0, positions)

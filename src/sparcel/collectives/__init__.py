@@ -89,8 +89,10 @@ def _fastest(
 
     Remembered, since a prediction takes longer than a small sum.
     """
+    rates = rates or cost.default_rates()
+    here = min(ranks, rates.ranks_per_node)
     names = [name for name in ALGORITHMS if name != "dense" or by_engine]
-    return cost.choose(names, cost.Problem(size, k, ranks, itemsize=itemsize), rates)
+    return cost.choose(names, cost.Problem(size, k, ranks, here, itemsize), rates)
 
 
 def _rounded(count: int) -> int:

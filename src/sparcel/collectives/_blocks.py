@@ -76,7 +76,7 @@ def gather_evened(block: SparseStream, counts: Tensor, comm: Communicator) -> Sp
 def placed(part: SparseStream, start: int, size: int) -> SparseStream:
     """Return the nonzero coordinates of a part, as those from ``start`` on of a whole vector."""
     if part.is_dense:
-        part, _ = part.topk(part.size)
+        part = part.largest(part.size)
     assert part.indices is not None, "topk gives sparse streams"
     indices = part.indices.to(kernels.index_dtype(size)) + start
     return SparseStream.unchecked(indices, part.values, size)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparcel import formats
 from sparcel.collectives._transfer import DIRECT_RANKS, gather_messages
-from sparcel.collectives.allgather import allgather
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.comm import Communicator
@@ -26,17 +26,35 @@ def sum_counts(
     Parameters
     ----------
     counts
-        int64 ``[m]``; sent as int32 where ``limit``, the most that a sum can be and the same on
-        all ranks, allows it, and sparse where that is smaller.
+        int64 ``[m]``, no less than 0; sent as int32 where ``limit``, the most that a sum can be and
+        the same on all ranks, allows it, and without what is zero where that is smaller.
     """
     dtype = torch.int32 if limit < 1 << 31 else torch.int64
+    if comm.size <= DIRECT_RANKS:
+        return _sum_directly(counts.to("cpu", dtype), comm, finite)
     stream = SparseStream.from_dense(counts.to(comm.device, dtype))
     stream.finite = finite
-    add = halving_doubling
-    if comm.size <= _FEW_RANKS:
-        add = allgather if comm.size <= DIRECT_RANKS else recursive_doubling
+    add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
     total = add(stream, comm)
     return total.to_dense().to("cpu", torch.int64), total.finite
+
+
+def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Tensor, bool]:
+    """Sum what few ranks send to everyone: from the first to the last count that is not zero."""
+    own = counts.numpy()
+    occupied = np.flatnonzero(own)
+    start, stop = (occupied[0], occupied[-1] + 1) if occupied.size else (0, 0)
+    numbers, finite = gather_numbers(
+        torch.from_numpy(np.concatenate((own.dtype.type([start]), own[start:stop]))),
+        comm,
+        1 + own.size,
+        finite,
+    )
+    total = np.zeros(own.size, np.int64)
+    for part in numbers:
+        first, rest = int(part[0]), part[1:].numpy()
+        total[first : first + rest.size] += rest
+    return torch.from_numpy(total), finite
 
 
 def counting_bytes(counts: int, ranks: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,13 +105,13 @@ def _locate(counts: Tensor, prefix: int, shift: int, needed: int) -> _Bin:
 
 def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> Winners:
     """Gather the candidates, and the counts of what is larger, and count each rank's winners."""
-    bits = kernels.magnitude_bits(values)
-    leading = bits >> found.shift
-    larger = int((leading > found.prefix).sum())
-    candidates = bits[(leading == found.prefix) & (bits != 0)] - (found.prefix << found.shift)
+    bits = kernels.magnitude_bits(values).cpu().numpy()
+    above = bits - (found.prefix << found.shift)
+    larger = np.count_nonzero(above >= 1 << found.shift)
+    candidates = torch.from_numpy(above[(above >= 0) & (above < 1 << found.shift) & (bits != 0)])
     # Where all candidates win, or none differs from another, their number is enough.
     listed = found.shift > 0 and found.inside <= FEW
-    own = [torch.tensor([larger, candidates.numel()]), candidates.cpu()]
+    own = [torch.tensor([larger, candidates.numel()]), candidates]
     dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
     numbers = torch.cat(own[: 1 + listed]).to(dtype)
     gathered, _ = gather_numbers(numbers, comm, 2 + found.inside * listed)

@@ -60,7 +60,7 @@ def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
     message = broadcast_message(message, comm, 0, stream_bytes(stream, k))
     total = decode_from(0, message, stream, comm)
     if total.is_dense:
-        total, _ = total.topk(k)
+        total = total.largest(k)
     return GlobalTopk(total, reduce(dropped))
 
 
@@ -80,4 +80,4 @@ def gathered_topk(
         void = stream.empty_like()
         void.finite = False
         return void
-    return total.topk(k)[0]
+    return total.largest(k)

@@ -173,7 +173,7 @@ def _gather(
     evened: bool,
 ) -> SparseStream:
     """Give every rank the ``counts[rank]`` largest of every rank's region."""
-    block, _ = region.topk(int(counts[comm.rank]))
+    block = region.largest(int(counts[comm.rank]))
     if not evened:
         return gather_direct(block, counts, boundaries, comm)
     return gather_evened(placed(block, boundaries[comm.rank], boundaries[-1]), counts, comm)
@@ -183,7 +183,7 @@ def _sparse(stream: SparseStream) -> SparseStream:
     """Return the stream itself, or the nonzero coordinates of a dense one."""
     if stream.width is not None or not stream.dtype.is_floating_point:
         raise InputError(f"oktopk selects among scalar float values, got {stream}")
-    return stream.topk(stream.size)[0] if stream.is_dense else stream
+    return stream.largest(stream.size) if stream.is_dense else stream
 
 
 def _void(like: SparseStream) -> SparseStream:
