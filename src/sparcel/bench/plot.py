@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 _LINES = {"gloo": "-", "mpi": "--"}
 _MARKERS = {"gloo": "o", "mpi": "s"}
 _DENSE_COLOURS = {"dense fp32": "black", "dense bf16": "grey"}
+_COLOURS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#994f00"),
+    *("#44bb99", "#7744aa", "#0c7bdc", "#bbcc33", "#ffaabb", "#882255", "#999933"),
+)
 _PHASE_COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#228833", "#bbbbbb")
 _KINDS = ("sums and exchanges", "whole steps")
 
@@ -36,7 +41,7 @@ class Point:
     @property
     def kind(self) -> str:
         """Which of the panels shows it."""
-        return _KINDS[self.cell.algorithm.startswith(STEP)]
+        return _kind(self.cell.algorithm)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def _figures(points: list[Point]) -> Iterator[tuple[str, str, Callable[[Figure],
                 yield (
                     f"{quantity.name}_{_slug(fixed, quantity.name)}",
                     title,
-                    lambda figure, g=group, b=beside, q=quantity: _curves(figure, g, b, q),
+                    partial(_curves, group=group, dense=beside, quantity=quantity),
                 )
     for fixed, group in _grouped(sparse, None).items():
         beside = [point for point in dense if _comparable(point, group, None)]
@@ -117,11 +122,15 @@ def _figures(points: list[Point]) -> Iterator[tuple[str, str, Callable[[Figure],
         yield (
             f"breakdown_{_slug(fixed, None)}",
             title,
-            lambda figure, g=group, b=beside: _breakdown(figure, g, b),
+            partial(_breakdown, group=group, dense=beside),
         )
 
 
 Fixed = tuple[tuple[str, str], ...]
+
+
+def _kind(algorithm: str) -> str:
+    return _KINDS[algorithm.startswith(STEP)]
 
 
 def _grouped(points: list[Point], free: Quantity | None) -> dict[Fixed, list[Point]]:
@@ -164,17 +173,17 @@ def _curves(figure: Figure, group: list[Point], dense: list[Point], quantity: Qu
     kinds = [kind for kind in _KINDS if any(point.kind == kind for point in group)]
     figure.set_size_inches(1.7 + 5.6 * len(kinds), 5)
     names = list(dict.fromkeys(point.cell.algorithm for point in group))
+    methods = list(dict.fromkeys(name.removeprefix(STEP) for name in names))
+    first = None
     for place, kind in enumerate(kinds):
-        axes = figure.add_subplot(1, len(kinds), place + 1)
-        shown = [name for name in names if (name.startswith(STEP)) == (kind == _KINDS[1])]
-        for index, name in enumerate(shown):
-            colour = f"C{index}" if index < 10 else f"#{40 * (index - 9):02x}80c0"
+        first = axes = figure.add_subplot(1, len(kinds), place + 1, sharey=first)
+        for name in (name for name in names if _kind(name) == kind):
+            colour = _COLOURS[methods.index(name.removeprefix(STEP)) % len(_COLOURS)]
             _lines(axes, [p for p in group if p.cell.algorithm == name], quantity, colour)
         for name, colour in _DENSE_COLOURS.items():
             _baseline(axes, [p for p in dense if p.cell.algorithm == name], quantity, colour)
         _finish(axes, kind if len(kinds) > 1 else "", quantity, group)
-    engines = {point.cell.engine for point in group}
-    if len(engines) > 1:
+    if len({point.cell.engine for point in group}) > 1:
         figure.supxlabel("solid: Gloo, dashed: MPI", fontsize=8, x=0.99, ha="right")
 
 
@@ -211,15 +220,26 @@ def _baseline(axes: Axes, points: list[Point], quantity: Quantity, colour: str) 
 
 
 def _finish(axes: Axes, title: str, quantity: Quantity, group: list[Point]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     values = sorted({quantity.of(point) for point in group})
     axes.set(xscale="log", yscale="log", xlabel=quantity.label, ylabel="time, ms", title=title)
-    axes.set_xticks(
-        values, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values]
-    )
-    axes.minorticks_off()
+    axes.set_xticks(values, [_tick(value) for value in values])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3, which="major")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.minorticks_off()
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _tick(value: float) -> str:
+    """Write a number as the command line takes it: 16M for 2^24."""
+    for unit, scale in (("M", 1 << 20), ("K", 1 << 10)):
+        if value >= scale and value % scale == 0:
+            return f"{value / scale:g}{unit}"
+    return f"{value:.4g}"
 
 
 def _breakdown(figure: Figure, group: list[Point], dense: list[Point]) -> None:
