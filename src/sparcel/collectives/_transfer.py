@@ -9,7 +9,8 @@ from torch import Tensor
 from sparcel import formats
 from sparcel.comm import Communicator
 from sparcel.errors import FormatError, MismatchError
-from sparcel.stream import SparseStream
+from sparcel.ops import Op
+from sparcel.stream import SparseStream, reduce
 
 
 def decode_from(
@@ -25,6 +26,20 @@ def decode_from(
         ) from None
     except FormatError as error:
         raise FormatError(f"rank {source} sent rank {comm.rank} a bad message: {error}") from None
+
+
+def reduce_messages(
+    messages: Mapping[int, Tensor], own: SparseStream, comm: Communicator, op: Op
+) -> SparseStream:
+    """Reduce the streams in messages, by rank; ``own`` is the one that this rank's holds."""
+    ranks = sorted(messages)
+    total = formats.reduce_messages([messages[rank] for rank in ranks], own, op)
+    if total is not None:
+        return total
+    streams = [
+        own if rank == comm.rank else decode_from(rank, messages[rank], own, comm) for rank in ranks
+    ]
+    return reduce(streams, op)
 
 
 def stream_bytes(stream: SparseStream, max_nnz: int | None) -> int:

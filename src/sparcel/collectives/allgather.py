@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sparcel.collectives._transfer import stream_bytes
-from sparcel.collectives.all_gather import gather_streams
+from sparcel import formats
+from sparcel.collectives._transfer import gather_messages, reduce_messages, stream_bytes
 from sparcel.comm import Communicator
 from sparcel.ops import SUM, Op
-from sparcel.stream import SparseStream, reduce
+from sparcel.stream import SparseStream
 
 
 def allgather(
@@ -18,4 +18,6 @@ def allgather(
     Source: gTop-k, Algorithm 1 (TopKAllReduce); SparCML, section 5.3, case (1).
     """
     at_most = stream_bytes(stream, max_nnz)
-    return reduce(gather_streams(stream.compact(op), comm, at_most), op)
+    own = stream.compact(op)
+    messages = gather_messages(formats.encode(own), comm, at_most)
+    return reduce_messages(dict(enumerate(messages)), own, comm, op)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparcel.collectives._transfer import exchange_streams
+from sparcel import formats
+from sparcel.collectives._transfer import exchange_streams, reduce_messages, stream_bytes
 from sparcel.comm import Communicator
 from sparcel.ops import SUM, Op
 from sparcel.stream import SparseStream, reduce
@@ -37,10 +38,10 @@ def recursive_doubling(
     distance = 1
     while distance < powers and comm.rank < powers:
         peer = comm.rank ^ distance
-        arrived = exchange_streams({peer: total}, {peer: total}, comm, bound)
-        pair = [total, arrived[peer]]
+        message = formats.encode(total)
+        arrived = comm.exchange({peer: message}, {peer: stream_bytes(total, bound)})
         # Both partners put the lower ranks first, so that both compute the same bits.
-        total = reduce(pair if comm.rank < peer else pair[::-1], op)
+        total = reduce_messages({comm.rank: message, **arrived}, total, comm, op)
         distance *= 2
         bound = None if bound is None else 2 * bound
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparcel.collectives._transfer import exchange_streams, region_boundaries
+from sparcel import formats
+from sparcel.collectives._transfer import reduce_messages, region_boundaries, stream_bytes
 from sparcel.comm import Communicator
 from sparcel.ops import SUM, Op
-from sparcel.stream import SparseStream, reduce
+from sparcel.stream import SparseStream
 
 
 def reduce_scatter(
@@ -40,11 +41,9 @@ def reduce_regions(
     parts = stream.split(boundaries)
     own = parts[comm.rank]
     others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
-    arrived = exchange_streams(
-        {owner: parts[owner].compact(op) for owner in others},
-        dict.fromkeys(reversed(others), own),
-        comm,
-        max_nnz,
+    messages = comm.exchange(
+        {owner: formats.encode(parts[owner].compact(op)) for owner in others},
+        dict.fromkeys(reversed(others), stream_bytes(own, max_nnz)),
     )
-    arrived[comm.rank] = own
-    return reduce([arrived[rank] for rank in range(comm.size)], op).compact(op)
+    messages[comm.rank] = formats.encode(own)
+    return reduce_messages(messages, own, comm, op).compact(op)

@@ -4,7 +4,7 @@ Every message begins with the `header`, which names the format that wrote the re
 message can be decoded by `decode` and several can follow each other in one buffer.
 """
 
-from sparcel.formats.codec import decode, decode_all, encode, max_bytes
+from sparcel.formats.codec import decode, decode_all, encode, max_bytes, reduce_messages
 from sparcel.formats.qsgd import Qsgd
 
-__all__ = ["Qsgd", "decode", "decode_all", "encode", "max_bytes"]
+__all__ = ["Qsgd", "decode", "decode_all", "encode", "max_bytes", "reduce_messages"]

@@ -12,7 +12,7 @@ from sparcel.stream import SparseStream
 
 _DECODERS = {coo.KIND: coo.decode, qsgd.KIND: qsgd.decode}
 
-encode = coo.encode
+encode, reduce_messages = coo.encode, coo.reduce_messages
 
 
 def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import _cpu, kernels
 from sparcel.errors import FormatError
-from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header, padded
+from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
+from sparcel.ops import Op
 from sparcel.stream import SparseStream
 
 KIND = 0
@@ -69,6 +72,23 @@ def decode(message: Tensor, header: Header) -> SparseStream:
             f" order or outside [0, {header.size})"
         )
     return SparseStream.unchecked(indices, values, header.size, header.finite)
+
+
+def reduce_messages(messages: Sequence[Tensor], like: SparseStream, op: Op) -> SparseStream | None:
+    """Reduce the streams of messages in one go, as decoding and `sparcel.stream.reduce` would.
+
+    Returns None where that takes decoding: for messages that are not plain, sparse, of scalars and
+    like ``like``, and for operations of a user's.
+    """
+    if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
+        return None
+    addresses = [(message.data_ptr(), message.numel()) for message in messages]
+    code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
+    merged = _cpu.merge_messages(addresses, like.size, code, op.name, threads)
+    if merged is None:
+        return None
+    indices, values, finite = merged
+    return SparseStream.unchecked(indices, values, like.size, finite).compact(op)
 
 
 def _aligned(part: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ _DTYPES = {
     4: torch.int32,
     5: torch.int64,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LARGEST_SIZE = 2**63 - 1  # indices are int64
 
 HEADER_BYTES = _LAYOUT.size
@@ -65,7 +65,7 @@ class Header(NamedTuple):
             _MAGIC,
             _VERSION,
             self.kind,
-            _CODES[self.dtype],
+            DTYPE_CODES[self.dtype],
             flags,
             self.width or 0,
             self.detail,

@@ -1,0 +1,49 @@
+// Reading plain sparse messages in place: `sparcel.formats.header` and `coo` say how they are laid
+// out, and explain what is wrong with a message that is refused here.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+#include "merge_windows.hpp"
+#include "scatter.hpp"
+
+namespace sparcel {
+
+struct Header {
+    char magic[4];
+    uint8_t version, kind, dtype, flags;
+    uint32_t width, detail;
+    uint64_t size, nnz, length;
+};
+static_assert(sizeof(Header) == 40);
+
+constexpr uint8_t kNonFinite = 2;
+
+// A message of scalars with 4-byte indices, of a vector of `size`; nothing for any other.
+template <class Value>
+std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, size_t bytes,
+                                                      uint64_t size, uint8_t dtype, bool& finite) {
+    static_assert(std::endian::native == std::endian::little);
+    Header header;
+    if (bytes < sizeof header || reinterpret_cast<uintptr_t>(message) % 8) return {};
+    std::memcpy(&header, message, sizeof header);
+    const bool plain = std::memcmp(header.magic, "SPCL", 4) == 0 && header.version == 1 &&
+                       header.kind == 0 && (header.flags & ~kNonFinite) == 0;
+    if (!plain || header.dtype != dtype || header.size != size || size > INT32_MAX ||
+        header.nnz > size) {
+        return {};
+    }
+    const auto padded = [](uint64_t count) { return (count + 7) / 8 * 8; };
+    const uint64_t values = padded(header.nnz * sizeof(Value));
+    const uint64_t length = sizeof header + values + padded(header.nnz * sizeof(int32_t));
+    if (header.length != length || length > bytes) return {};
+    const auto* indices = reinterpret_cast<const int32_t*>(message + sizeof header + values);
+    if (check_indices(indices, header.nnz, int64_t(size)) >= 0) return {};
+    finite = finite && !(header.flags & kNonFinite);
+    return {{indices, reinterpret_cast<const Value*>(message + sizeof header), header.nnz}};
+}
+
+}  // namespace sparcel
