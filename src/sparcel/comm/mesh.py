@@ -53,7 +53,7 @@ class Mesh:
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
-        sockets = _connect(store, rank, len(names), timeout)
+        sockets = connect_all(store, rank, len(names), timeout)
         self._mesh = _cpu.Mesh([-1 if peer is None else peer.detach() for peer in sockets])
 
     def exchange(
@@ -104,7 +104,7 @@ _LOST, _LATE, _TOO_LONG = 1, 2, 3
 """How an exchange fails; `csrc/mesh.hpp` numbers them."""
 
 
-def _connect(store: Store, rank: int, size: int, timeout: float) -> list[socket.socket | None]:
+def connect_all(store: Store, rank: int, size: int, timeout: float) -> list[socket.socket | None]:
     """Return a connected socket for every other rank: lower ranks listen to higher ones."""
     deadline = time.monotonic() + timeout
     if rank == 0:
@@ -135,14 +135,14 @@ def _connect(store: Store, rank: int, size: int, timeout: float) -> list[socket.
 def _listen(store: Store, size: int) -> socket.socket:
     """Listen where the other ranks reach this one."""
     try:
-        address = _own_address(store)
+        address = own_address(store)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=size)
     except OSError:  # such as a host name that means no address of this machine
         return socket.create_server(("127.0.0.1", 0), backlog=size)
 
 
-def _own_address(store: Store) -> str:
+def own_address(store: Store | None = None) -> str:
     """Return the address of the interface that Gloo is told to use, or that leads to the store."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:

@@ -6,17 +6,30 @@ Importing this starts MPI, as ``from mpi4py import MPI`` does.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Self
 
 from mpi4py import MPI
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
 
 from sparcel.comm.connected import ConnectedCommunicator
-from sparcel.comm.mpi_engine import MpiEngine, MpiFate
+from sparcel.comm.fate import StoreFate
+from sparcel.comm.lifeline import Lifeline
+from sparcel.comm.mesh import own_address
+from sparcel.comm.mpi_engine import MpiEngine
 from sparcel.errors import CommunicationError, InputError
 
 TIMEOUT_SECONDS = 300.0
 """What exchanges may take where nothing else is said."""
+
+_PADDED_BYTES = 4096
+"""Messages of at most that many bytes are padded to one length, as MPI's all-gather wants them."""
+
+_ADDRESS_BYTES = 256
 
 _POLL_SECONDS = 0.0005
 """How often to look whether all ranks have come to a meeting."""
@@ -30,21 +43,21 @@ class MpiMeeting:
     ----------
     comm
         An MPI communicator that nothing else uses.
+    store
+        A store under a prefix that no other communicator has, where ranks tell why they failed.
     members
         What errors call the ranks: their numbers in ``MPI.COMM_WORLD``.
     rank
         Index of this process in ``members``.
     timeout
         Seconds after which an exchange that hangs raises.
-    end
-        The end that the family shares.
     """
 
     comm: MPI.Intracomm
+    store: Store
     members: list[int]
     rank: int
     timeout: float
-    end: MpiFate
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, timeout: float) -> Self:
@@ -53,29 +66,43 @@ class MpiMeeting:
         Raises
         ------
         InputError
-            When ``comm`` is null or an intercommunicator, or MPI does not take calls from
-            several threads.
+            When ``comm`` is null or an intercommunicator, ``timeout`` is not positive, or MPI
+            does not take calls from several threads.
         CommunicationError
             When not all ranks came within ``timeout`` seconds.
         """
         _check(comm, timeout)
-        members = [int(name) for name in _names(comm)]
-        own = _duplicate(comm, members, timeout)
-        return cls(own, members, comm.rank, timeout, MpiFate(own, members))
+        members = _names(comm)
+        own, meeting = comm.Idup()
+        with _meeting(comm.rank, members):
+            _await(meeting, timeout)
+            own.Set_errhandler(MPI.ERRORS_RETURN)
+            store = _store(own, timeout)
+        return cls(own, store, members, comm.rank, timeout)
 
     def engine(self) -> MpiEngine:
-        """Return what carries the messages."""
-        return MpiEngine(self.comm, self.members, self.rank, self.timeout, self.end)
+        """Connect to the other ranks.
 
-    def fate(self) -> MpiFate:
+        Raises
+        ------
+        CommunicationError
+            When not all ranks came within the timeout.
+        """
+        with _meeting(self.rank, self.members):
+            store, size = PrefixStore("lifeline", self.store), len(self.members)
+            lifeline = Lifeline(store, self.rank, size, self.timeout)
+        return MpiEngine(self.comm, lifeline, self.members, self.rank, self.timeout)
+
+    def fate(self) -> StoreFate:
         """Return the end that the ranks share."""
-        return self.end if self.end.comm == self.comm else MpiFate(self.comm, self.members)
+        return StoreFate(self.store, len(self.members))
 
     def part(self, ranks: list[int], label: str) -> Self:
-        """Return where these ranks meet; MPI tells parts apart without the ``label``."""
+        """Return where these ranks meet; they have just heard from each other."""
         return replace(
             self,
             comm=self.comm.Create_group(self.comm.group.Incl(ranks)),
+            store=PrefixStore(label, self.store),
             members=[self.members[rank] for rank in ranks],
             rank=ranks.index(self.rank),
         )
@@ -108,6 +135,21 @@ class MpiCommunicator(ConnectedCommunicator):
             When not all ranks came within ``timeout`` seconds.
         """
         return cls(MpiMeeting.of(comm, timeout))
+
+    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+        """See `Communicator.gather`; small messages go by MPI's own all-gather."""
+        if at_most > _PADDED_BYTES:
+            return super().gather(message, at_most)
+
+        def job() -> list[Tensor]:
+            assert isinstance(self.engine, MpiEngine), "as MpiMeeting makes it"
+            messages = self.engine.gather(message, at_most)
+            others = dict(enumerate(messages))
+            del others[self.rank]
+            self.traffic.count({rank: [message] for rank in others}, others)
+            return messages
+
+        return self.run(job)
 
 
 def connect(comm: MPI.Intracomm) -> MpiCommunicator:
@@ -149,16 +191,39 @@ def _names(comm: MPI.Intracomm) -> list[int]:
     return ranks if MPI.UNDEFINED in world else list(world)
 
 
-def _duplicate(comm: MPI.Intracomm, members: list[int], timeout: float) -> MPI.Intracomm:
-    own, meeting = comm.Idup()
+def _await(request: MPI.Request, timeout: float) -> None:
+    """Wait for what all ranks take part in; `TimeoutError` when they do not."""
     deadline = time.monotonic() + timeout
-    while not meeting.Test():
+    while not request.Test():
         if time.monotonic() > deadline:
-            raise CommunicationError(
-                f"rank {members[comm.rank]} waited {timeout:g} s for ranks"
-                f" {[m for m in members if m != members[comm.rank]]} to connect, which must all be"
-                " alive and connect at about the same time"
-            )
+            raise TimeoutError(f"not within {timeout:g} s")
         time.sleep(_POLL_SECONDS)
-    own.Set_errhandler(MPI.ERRORS_RETURN)
-    return own
+
+
+def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
+    """Return a store that rank 0 keeps for the ranks."""
+    limit, store = timedelta(seconds=timeout), None
+    address = bytearray(_ADDRESS_BYTES)
+    if comm.rank == 0:
+        host = own_address()
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        address[:] = f"{host} {store.port}".encode().ljust(_ADDRESS_BYTES)
+    _await(comm.Ibcast([address, MPI.BYTE]), timeout)
+    if store is None:
+        host, port = address.decode().split()
+        store = TCPStore(host, int(port), is_master=False, timeout=limit)
+    return store
+
+
+@contextmanager
+def _meeting(rank: int, members: list[int]) -> Iterator[None]:
+    """Turn what is raised when ranks do not come into `CommunicationError`."""
+    try:
+        yield
+    except (RuntimeError, OSError, MPI.Exception) as error:
+        me = members[rank]
+        others = [member for member in members if member != me]
+        raise CommunicationError(
+            f"rank {me} could not connect to ranks {others}, which must all be alive and connect"
+            f" at about the same time: {error}"
+        ) from error

@@ -1,9 +1,9 @@
-"""Messages of any size over MPI, and how its ranks tell each other why they failed.
+"""Messages of any size over MPI.
 
 A receive is posted with a buffer as large as the message can be; nothing touches the memory that
-the message leaves over, so it costs no more than the message. MPI waits by turning, which keeps
-the core from ranks that share it: here a rank that waits hands the core on, and looks at the
-clock, and whether another rank has sent notice that it failed.
+the message leaves over, so it costs no more than the message. MPI's own waits neither end when a
+process does nor hand the core to ranks that share it. So a rank that waits asks MPI for progress,
+looks after its peers and the clock, and hands the core on, over and over.
 """
 
 from __future__ import annotations
@@ -12,29 +12,25 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from sparcel.comm.engine import LostPeerError
-from sparcel.errors import CommunicationError, MismatchError
+from sparcel.comm.lifeline import Lifeline
+from sparcel.errors import MismatchError
 from sparcel.ops import Op
 
-_MESSAGE, _NOTICE = 0, 1
-"""Tags."""
+_TAG = 0
 
-_NOTICE_BYTES = 4096
-"""How much of a cause the others learn."""
+_LENGTH_BYTES = 8
+"""What goes ahead of a padded message; the payload that follows stays aligned."""
 
-_LOOK_SECONDS = 0.001
-"""How often a rank that waits looks at the clock and for notices."""
+_YIELDS = 50
+"""How often a rank that waits hands its core on before it sleeps in between."""
 
-_SETTLE_SECONDS = 1.0
-"""How long a notice may take to leave."""
-
-_POLL_SECONDS = 0.001
+_NAP_SECONDS = 20e-6
 
 _REDUCE_OPS = {"sum": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -48,70 +44,7 @@ _TYPES = {
 }
 
 _abandoned: list[object] = []
-"""Buffers of transfers that never ended: MPI may still write to them."""
-
-
-class MpiFate:
-    """The end of a group of MPI ranks, told by messages of their own.
-
-    Parameters
-    ----------
-    comm
-        The group's own communicator.
-    names
-        What causes call the ranks, by rank.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, names: list[int]) -> None:
-        self.comm, self.names = comm, names
-        self.cause: str | None = None
-        self._notice = bytearray(_NOTICE_BYTES)
-        self._arrival: MPI.Request | None = None
-        self._stopped = False
-        self._looking = threading.Lock()
-
-    def settle(self, cause: str, patience: float = 0.0) -> str:
-        """See `Fate.settle`; ranks that fail at once may each name their own cause."""
-        _until(lambda: self.learn() is not None, patience)
-        if self.cause is None:
-            self.cause = cause
-            notice = cause.encode()[:_NOTICE_BYTES]
-            others = [rank for rank in range(len(self.names)) if rank != self.comm.rank]
-            leaving = [self.comm.Isend([notice, MPI.BYTE], rank, _NOTICE) for rank in others]
-            if not _until(lambda: MPI.Request.Testall(leaving), _SETTLE_SECONDS):
-                _abandoned.append((leaving, notice))
-        return self.cause
-
-    def learn(self) -> str | None:
-        """See `Fate.learn`."""
-        if self.cause is None and self._looking.acquire(blocking=False):
-            try:
-                self._look()
-            finally:
-                self._looking.release()
-        return self.cause
-
-    def part(self, patience: float) -> bool:
-        """See `Fate.part`."""
-        return _until(self.comm.Ibarrier().Test, patience)
-
-    def stop(self) -> None:
-        """Expect no more notices."""
-        with self._looking:
-            self._stopped = True
-            if self._arrival is not None:
-                _cancel([self._arrival])
-
-    def _look(self) -> None:
-        if self._stopped:
-            return
-        if self._arrival is None:
-            spec = [self._notice, MPI.BYTE]
-            self._arrival = self.comm.Irecv(spec, MPI.ANY_SOURCE, _NOTICE)
-        status = MPI.Status()
-        if self._arrival.Test(status):
-            text = bytes(self._notice[: status.Get_count(MPI.BYTE)])
-            self.cause = text.decode(errors="replace")
+"""What transfers use that never ended: MPI may still write to it."""
 
 
 class MpiEngine:
@@ -121,137 +54,169 @@ class MpiEngine:
     ----------
     comm
         A communicator that nothing else uses.
+    lifeline
+        Tells of processes that end.
     names
         What error messages call the ranks, by rank.
     rank
         This process's rank, an index into ``names``.
     timeout
         Seconds that an exchange may take.
-    end
-        Where ranks of the family send notice when they fail.
     """
 
     device = torch.device("cpu")
 
     def __init__(
-        self, comm: MPI.Intracomm, names: list[int], rank: int, timeout: float, end: MpiFate
+        self, comm: MPI.Intracomm, lifeline: Lifeline, names: list[int], rank: int, timeout: float
     ) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
-        self.waiting = self._aborted = False
-        self._comm, self._end = comm, end
+        self._comm, self._lifeline = comm, lifeline
+        self._busy = threading.Lock()
+        self._aborted = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a thread is inside MPI and waits for a peer."""
+        return self._busy.locked()
 
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
         """See `Communicator.exchange_parts`."""
-        requests, peers = [], [*receives, *sends]
-        buffers = []
-        for peer, at_most in receives.items():
-            buffers.append(buffer := torch.empty(at_most, dtype=torch.uint8))
-            requests.append(self._comm.Irecv([buffer.numpy(), MPI.BYTE], peer, _MESSAGE))
-        messages = []
-        for peer, parts in sends.items():
-            message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-            messages.append(message)
-            requests.append(self._comm.Isend([message.numpy(), MPI.BYTE], peer, _MESSAGE))
-        statuses = [MPI.Status() for _ in requests]
-        self._wait(requests, statuses, peers, (buffers, messages))
+        comm = self._comm
+        buffers = [torch.empty(at_most, dtype=torch.uint8) for at_most in receives.values()]
+        messages = [
+            parts[0] if len(parts) == 1 else torch.cat(list(parts)) for parts in sends.values()
+        ]
+        with self._busy:
+            self._look([*receives, *sends])  # MPICH crashes where it sends to who has ended
+            requests = [
+                comm.Irecv([buffer.numpy(), MPI.BYTE], peer, _TAG)
+                for peer, buffer in zip(receives, buffers, strict=True)
+            ]
+            requests += [
+                comm.Isend([message.numpy(), MPI.BYTE], peer, _TAG)
+                for peer, message in zip(sends, messages, strict=True)
+            ]
+            statuses = [MPI.Status() for _ in requests]
+            self._wait(requests, statuses, [*receives, *sends], (buffers, messages))
         return {
             peer: buffer[: status.Get_count(MPI.BYTE)]
             for peer, buffer, status in zip(receives, buffers, statuses, strict=False)
         }
 
+    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+        """Return the message of every rank, by rank, each padded on the way to ``at_most`` bytes.
+
+        Raises
+        ------
+        MismatchError, LostPeerError
+            As `exchange`.
+        """
+        if message.numel() > at_most:
+            raise MismatchError(
+                f"rank {self.names[self.rank]} has {message.numel()} bytes to send, where"
+                f" at most {at_most} were agreed on"
+            )
+        row_bytes = _LENGTH_BYTES + -(-at_most // _LENGTH_BYTES) * _LENGTH_BYTES
+        padded = torch.empty(len(self.names), row_bytes, dtype=torch.uint8)
+        own = padded[self.rank]
+        own[:_LENGTH_BYTES].view(torch.int64)[0] = message.numel()
+        own[_LENGTH_BYTES : _LENGTH_BYTES + message.numel()] = message
+        with self._busy:
+            self._look([])
+            request = self._comm.Iallgather(MPI.IN_PLACE, [padded.numpy(), MPI.BYTE])
+            self._wait([request], [MPI.Status()], [], padded)
+        lengths = padded[:, :_LENGTH_BYTES].contiguous().view(torch.int64).flatten().tolist()
+        return [
+            row[_LENGTH_BYTES : _LENGTH_BYTES + length]
+            for row, length in zip(padded, lengths, strict=True)
+        ]
+
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`; halves, which MPI does not know, travel as float32."""
         whole = tensor if tensor.dtype in _TYPES else tensor.float()
-        spec: Any = [whole.numpy(), _TYPES[whole.dtype]]
-        request = self._comm.Iallreduce(MPI.IN_PLACE, spec, _REDUCE_OPS[op.name or ""])
-        self._wait([request], [MPI.Status()], [None], whole)
+        with self._busy:
+            self._look([])
+            request = self._comm.Iallreduce(
+                MPI.IN_PLACE, [whole.numpy(), _TYPES[whole.dtype]], _REDUCE_OPS[op.name or ""]
+            )
+            self._wait([request], [MPI.Status()], [], whole)
         if whole is not tensor:
             tensor.copy_(whole)
 
     def probe(self) -> None:
-        """Leave it to the timeout: MPI does not tell of processes that ended."""
+        """Leave it to the thread that waits, which looks after its peers itself."""
 
     def abort(self) -> None:
-        """Let whoever waits in this process stop waiting; from any thread."""
+        """End the connections, from any thread; who waits for this rank stops waiting."""
         self._aborted = True
-        if self._end.comm == self._comm:
-            self._end.stop()
+        self._lifeline.end()
+        # A communicator with transfers that never ended is left alone.
+        if self._busy.acquire(blocking=False) and self._comm != MPI.COMM_NULL:
+            self._comm.Free()
 
     def _wait(
         self,
         requests: list[MPI.Request],
         statuses: list[MPI.Status],
-        peers: Sequence[int | None],
-        buffers: object,
+        peers: list[int],
+        used: object,
     ) -> None:
-        """Wait for all requests; ``peers`` says who each is with, None for everybody."""
-        deadline, self.waiting = time.monotonic() + self.timeout, True
-        look = 0.0
+        """Wait for all requests, those with ``peers``; ``used`` is the memory that they use."""
+        test, deadline = MPI.Request.Testall, time.monotonic() + self.timeout
+        turns = 0
         try:
-            while not MPI.Request.Testall(requests, statuses):
-                os.sched_yield()
-                if (now := time.monotonic()) >= look:
-                    look = now + _LOOK_SECONDS
-                    self._check(requests, peers, now >= deadline)
-        except MPI.Exception as error:
-            _abandoned.append((requests, buffers))
-            raise self._explained(error, statuses, peers) from error
-        except BaseException:
-            _abandoned.append((requests, buffers))
+            while not test(requests, statuses):
+                self._look(peers)
+                if time.monotonic() >= deadline:
+                    raise self._late(requests, peers)
+                turns += 1
+                if turns < _YIELDS:
+                    os.sched_yield()
+                else:
+                    time.sleep(_NAP_SECONDS)
+        except BaseException as error:
+            _abandoned.append((requests, used))
+            if isinstance(error, MPI.Exception):
+                raise self._explained(error, statuses, peers) from error
             raise
-        finally:
-            self.waiting = False
 
-    def _check(self, requests: list[MPI.Request], peers: Sequence[int | None], late: bool) -> None:
-        """Raise when the wait is in vain."""
-        cause = self._end.learn()
-        if cause is not None:
-            raise CommunicationError(cause)
-        me = self.names[self.rank]
-        if self._aborted:
-            raise LostPeerError(f"rank {me} closed its communicator", late=False)
-        if late:
-            silent = [peer for r, peer in zip(requests, peers, strict=True) if not r.Test()]
-            raise LostPeerError(
-                f"rank {me} waited {self.timeout:g} s for {self._called(silent)}", late=True
-            )
-
-    def _explained(
-        self, error: MPI.Exception, statuses: list[MPI.Status], peers: Sequence[int | None]
-    ) -> Exception:
-        """Return what an error of MPI's means."""
-        codes = [status.Get_error() for status in statuses]
-        for peer, code in zip(peers, codes, strict=True):
-            if code and MPI.Get_error_class(code) == MPI.ERR_TRUNCATE:
-                return MismatchError(
-                    f"{self._called([peer])} sent more bytes to rank {self.names[self.rank]} than"
-                    " it expected at most; the ranks' sizes, dtypes or counts differ"
-                )
-        return LostPeerError(
-            f"rank {self.names[self.rank]} lost its connection to {self._called(peers)}: {error}",
+    def _look(self, peers: list[int]) -> None:
+        """Raise when a process has ended, of ``peers`` or of any at all."""
+        ended = self._lifeline.ended()
+        if ended is None and not self._aborted:
+            return
+        whom = "the others" if ended is None else f"rank {self.names[ended]}"
+        raise LostPeerError(
+            f"rank {self.names[self.rank]} lost its connection to {whom}, whose process or"
+            " network failed",
             late=False,
         )
 
-    def _called(self, peers: Sequence[int | None]) -> str:
-        names = sorted({self.names[peer] for peer in peers if peer is not None})
-        if not names:
-            return "the others"
-        return f"rank {names[0]}" if len(names) == 1 else f"ranks {names}"
+    def _late(self, requests: list[MPI.Request], peers: list[int]) -> LostPeerError:
+        silent = [
+            self.names[peer]
+            for request, peer in zip(requests, peers, strict=False)
+            if not request.Test()
+        ]
+        whom = f"rank {silent[0]}" if silent else "the others"
+        text = f"rank {self.names[self.rank]} waited {self.timeout:g} s for {whom}"
+        return LostPeerError(text, late=True)
 
-
-def _cancel(receives: Sequence[MPI.Request]) -> None:
-    """Take back receives that were posted, but for those whose message has begun to arrive."""
-    for receive in receives:
-        if receive != MPI.REQUEST_NULL:
-            receive.Cancel()
-            receive.Test()
-
-
-def _until(done: Any, patience: float) -> bool:
-    """Wait until ``done()``, at most so many seconds, and tell whether it is."""
-    deadline = time.monotonic() + patience
-    while not (ended := bool(done())) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return ended
+    def _explained(
+        self, error: MPI.Exception, statuses: list[MPI.Status], peers: list[int]
+    ) -> Exception:
+        """Return what an error of MPI's means."""
+        me = self.names[self.rank]
+        long = [
+            f"rank {self.names[peer]}"
+            for peer, status in zip(peers, statuses, strict=False)
+            if MPI.Get_error_class(status.Get_error()) == MPI.ERR_TRUNCATE
+        ]
+        if long or error.Get_error_class() == MPI.ERR_TRUNCATE:
+            return MismatchError(
+                f"{', '.join(long) or 'another rank'} sent more bytes to rank {me} than it"
+                " expected at most; the ranks' sizes, dtypes or counts differ"
+            )
+        return LostPeerError(f"rank {me} lost a peer: {error}", late=False)

@@ -38,6 +38,7 @@ class PmiServer:
         self._ranks = nodes * ranks_per_node
         self._values = {"PMI_process_mapping": f"(vector,(0,{nodes},{ranks_per_node}))"}
         self._waiting: list[socket.socket] = []
+        self._gone = 0
         self._answers: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
             "init": self._init,
             "get_maxes": lambda _: {"cmd": "maxes", **_LONGEST},
@@ -88,6 +89,8 @@ class PmiServer:
                     received = b""
                 if not received:
                     self._selector.unregister(end)
+                    self._gone += 1
+                    self._release()
                     continue
                 key.data.extend(received)
                 *lines, rest = bytes(key.data).split(b"\n")
@@ -101,14 +104,21 @@ class PmiServer:
         command = words.get("cmd", "")
         if command == "barrier_in":
             self._waiting.append(end)
-            if len(self._waiting) == self._ranks:
-                for waiting in self._waiting:
-                    _send(waiting, {"cmd": "barrier_out"})
-                self._waiting = []
+            self._release()
         elif command in self._answers:
             _send(end, self._answers[command](words))
         else:  # spawning, publishing names: an error at the rank that wants it
             _send(end, {"cmd": command, "rc": "-1", "msg": "not_supported_in_the_lab"})
+
+    def _release(self) -> None:
+        """Let the ranks go on that wait for each other, once all have come that still can.
+
+        Those that survive others meet no less in `MPI_Finalize`, and would hang there.
+        """
+        if len(self._waiting) + self._gone >= self._ranks:
+            for waiting in self._waiting:
+                _send(waiting, {"cmd": "barrier_out"})
+            self._waiting = []
 
     def _init(self, words: dict[str, str]) -> dict[str, str]:
         return {"cmd": "response_to_init", "pmi_version": "1", "pmi_subversion": "1"}
