@@ -14,7 +14,8 @@ from typing import Self
 
 from mpi4py import MPI
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.comm.fate import StoreFate
