@@ -78,12 +78,9 @@ def gather_messages(message: Tensor, comm: Communicator, at_most: int) -> list[T
     Few ranks send small messages to each other, all at once: to wait once costs less than to send
     fewer. Otherwise by Bruck's pattern, in ⌈log₂P⌉ rounds.
     """
-    if comm.size > DIRECT_RANKS or at_most > DIRECT_BYTES:
-        return _gather_in_rounds(message, comm, at_most)
-    others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
-    arrived = comm.exchange(dict.fromkeys(others, message), dict.fromkeys(others[::-1], at_most))
-    arrived[comm.rank] = message
-    return [arrived[rank] for rank in range(comm.size)]
+    if comm.size <= DIRECT_RANKS and at_most <= DIRECT_BYTES:
+        return comm.gather(message, at_most)
+    return _gather_in_rounds(message, comm, at_most)
 
 
 def _gather_in_rounds(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:

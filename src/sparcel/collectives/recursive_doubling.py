@@ -39,9 +39,9 @@ def recursive_doubling(
     while distance < powers and comm.rank < powers:
         peer = comm.rank ^ distance
         message = formats.encode(total)
-        arrived = comm.exchange({peer: message}, {peer: stream_bytes(total, bound)})
+        messages = comm.exchange({peer: message}, {peer: stream_bytes(total, bound)})
         # Both partners put the lower ranks first, so that both compute the same bits.
-        total = reduce_messages({comm.rank: message, **arrived}, total, comm, op)
+        total = reduce_messages({comm.rank: message, **messages}, total, comm, op)
         distance *= 2
         bound = None if bound is None else 2 * bound
 

@@ -121,6 +121,18 @@ class Communicator(ABC):
         }
         return {rank: [message] for rank, message in self.exchange(joined, receives).items()}
 
+    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+        """Send every other rank a message, and return each rank's, by rank, after one round.
+
+        ``at_most`` bounds the bytes of each, alike on all ranks. Otherwise as `exchange`.
+        """
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        messages = self.exchange(
+            dict.fromkeys(others, message), dict.fromkeys(others[::-1], at_most)
+        )
+        messages[self.rank] = message
+        return [messages[rank] for rank in range(self.size)]
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """Reduce a dense tensor over all ranks in place, by the engine's own algorithm."""
