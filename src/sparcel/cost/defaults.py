@@ -22,6 +22,9 @@ _WORK = {  # seconds a call, seconds a unit
 }
 """Of one core of a server of about 2022; conservative, as all defaults are."""
 
+_CORE_BYTES_PER_S = 10e9
+"""The memory bandwidth of such a core."""
+
 
 def stated_rates(
     *,
@@ -31,7 +34,7 @@ def stated_rates(
     ranks_per_node: int = 1,
     node_bandwidth: float = 10e9,
     node_latency_s: float = 10e-6,
-    crowding: float = 1.0,
+    memory_bandwidth: float = _CORE_BYTES_PER_S,
     description: str = "",
 ) -> Rates:
     """Return the rates of a cluster of which only a few figures are known.
@@ -44,10 +47,9 @@ def stated_rates(
         Consecutive ranks share a node, and its link.
     node_bandwidth, node_latency_s
         Of each rank to others of its node.
-    crowding
-        How many times as long work takes while all ranks of a node are at it.
-
-    What ranks compute is taken from a table of one core's figures.
+    memory_bandwidth
+        Of each rank's device, bytes a second. What ranks compute is taken from a table of the
+        figures of one core with 10 GB/s, in proportion.
     """
     if not (bandwidth > 0 and node_bandwidth > 0 and latency_s >= 0 and node_latency_s >= 0):
         raise InputError(
@@ -57,18 +59,16 @@ def stated_rates(
     here = min(ranks_per_node, ranks)
     within = Curve.line(node_latency_s, 1 / node_bandwidth)
     between = within if here == ranks else Curve.line(latency_s, here / bandwidth)
-    curves = dict.fromkeys(("pair", "shift", "tree"), between)
+    curves = dict.fromkeys(("pair", "shift"), between)
+    # Of a tree's ranks on a node one has a peer elsewhere.
+    curves["tree"] = within if here == ranks else Curve.line(latency_s, 1 / bandwidth)
     curves["rotate"] = _mixed(within, between, ranks, here)
     curves |= dict.fromkeys(("node.pair", "node.shift", "node.tree", "node.rotate"), within)
-    curves |= {
-        "dense.float32": _engine(latency_s, bandwidth, node_latency_s, node_bandwidth, ranks, here),
-        "dense.bfloat16": _engine(
-            latency_s, bandwidth, node_latency_s, node_bandwidth, ranks, here
-        ),
-    }
+    slowest = (node_latency_s, node_bandwidth) if here == ranks else (latency_s, bandwidth)
+    curves |= dict.fromkeys(("dense.float32", "dense.bfloat16"), _engine(*slowest, ranks))
     for name, (start, each) in _WORK.items():
-        curves[name] = Curve.line(start, each * crowding)
-    return Rates(curves, ranks, here, crowding, measured=False, description=description)
+        curves[name] = Curve.line(start, each * _CORE_BYTES_PER_S / memory_bandwidth)
+    return Rates(curves, ranks, here, measured=False, description=description)
 
 
 @lru_cache(maxsize=1)
@@ -88,16 +88,7 @@ def _mixed(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
     return Curve(tuple(points))
 
 
-def _engine(
-    latency_s: float,
-    bandwidth: float,
-    node_latency_s: float,
-    node_bandwidth: float,
-    ranks: int,
-    here: int,
-) -> Curve:
-    """Return a ring's time by the bytes of the vector; between nodes it crosses each link once."""
+def _engine(latency_s: float, bandwidth: float, ranks: int) -> Curve:
+    """Return a ring's time by the bytes of the vector; it crosses each node's link once."""
     rounds, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
-    if here == ranks:
-        latency_s, bandwidth = node_latency_s, node_bandwidth
     return Curve.line(rounds * latency_s, share / bandwidth)

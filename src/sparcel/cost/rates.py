@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
 
@@ -31,17 +31,18 @@ class Curve:
             raise InputError(f"a curve needs points at growing amounts, got amounts {amounts}")
         if any(not 0 <= seconds < float("inf") for _, seconds in self.points):
             raise InputError(f"a curve's times must be finite and not negative: {self.points}")
-        # Noise may make more look quicker than less, which no choice should rest on.
-        highest, rising = 0.0, []
-        for amount, seconds in self.points:
-            highest = max(highest, seconds)
-            rising.append((amount, highest))
-        object.__setattr__(self, "points", tuple(rising))
+        times = _rising([seconds for _, seconds in self.points])
+        object.__setattr__(self, "points", tuple(zip(amounts, times, strict=True)))
 
     @classmethod
     def line(cls, start: float, per_unit: float) -> Self:
         """Return the curve ``start + per_unit · amount``."""
         return cls(((0.0, start), (1e9, start + 1e9 * per_unit)))
+
+    def slower(self, factor: float) -> Curve:
+        """Return the curve of a link with so many times less bandwidth, and the same latency."""
+        start = self.points[0][1]
+        return Curve(tuple((a, start + factor * (s - start)) for a, s in self.points))
 
     def __call__(self, amount: float) -> float:
         """Return the seconds that ``amount`` takes."""
@@ -53,6 +54,20 @@ class Curve:
         place = min(bisect_right(points, (amount, float("inf"))), len(points) - 1)
         (low, start), (high, stop) = points[place - 1 : place + 1]
         return start + (stop - start) * (amount - low) / (high - low)
+
+
+def _rising(times: list[float]) -> list[float]:
+    """Return the nearest times, by least squares, of which none is below the one before.
+
+    Noise may make more look quicker than less, which no choice should rest on.
+    """
+    blocks: list[tuple[float, int]] = []  # mean and length
+    for seconds in times:
+        blocks.append((seconds, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (mean, length), (other, more) = blocks.pop(-2), blocks.pop()
+            blocks.append(((mean * length + other * more) / (length + more), length + more))
+    return [mean for mean, length in blocks for _ in range(length)]
 
 
 TRANSFERS = ("pair", "shift", "tree", "rotate")
@@ -120,6 +135,22 @@ class Rates:
 
     def __getitem__(self, name: str) -> Curve:
         return self.curves[name]
+
+    def slower(self, factor: float) -> Rates:
+        """Return the rates of a network with so many times less bandwidth."""
+        network = (*TRANSFERS, *DENSE)
+        curves = {
+            name: curve.slower(factor) if name in network else curve
+            for name, curve in self.curves.items()
+        }
+        return replace(self, curves=curves)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a node sends, and receives, in long messages between neighbours."""
+        few, many = 1e6, 4e6
+        here = 1 if self.ranks == self.ranks_per_node else self.ranks_per_node
+        return here * (many - few) / (self["shift"](many) - self["shift"](few))
 
     def to_json(self) -> str:
         """Return the rates as JSON, from which `from_json` makes the same ones."""

@@ -8,6 +8,9 @@ from sparcel.cost.problem import Problem
 from sparcel.cost.steps import EngineSum, Exchange, Step, Work
 from sparcel.formats.header import HEADER_BYTES
 
+DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
+"""Those of the collectives: what they gather without a pattern."""
+
 Schedule = Callable[[Problem], Iterator[Step]]
 
 
@@ -73,7 +76,8 @@ def split_allgather(problem: Problem) -> Iterator[Step]:
     block = problem.message(reduced / problem.ranks, region)
     yield Work("encode", problem.message(reduced * most, region))
     largest = problem.message(reduced * most, region)
-    yield from gather(problem, block, reduced / problem.ranks, largest)
+    bound = problem.message(problem.ranks * problem.k, region)
+    yield from gather(problem, block, reduced / problem.ranks, largest, bound)
     yield Work("encode", problem.message(reduced))
 
 
@@ -90,13 +94,31 @@ def ring(problem: Problem) -> Iterator[Step]:
 
 
 def gather(
-    problem: Problem, block: float, entries: float, largest: float = 0.0, inside: bool = False
+    problem: Problem,
+    block: float,
+    entries: float,
+    largest: float = 0.0,
+    at_most: float = 0.0,
+    inside: bool = False,
 ) -> Iterator[Step]:
-    """Return Bruck's pattern over blocks of so many bytes, one of them of ``largest``."""
+    """Return the gathering of every rank's block.
+
+    Parameters
+    ----------
+    block, entries
+        Bytes of a rank's message, and entries in it that are to be decoded.
+    largest, at_most
+        Bytes of the largest message, and the bound that its receivers know, where these are more.
+    """
+    ranks, largest = problem.ranks, max(largest, block)
+    if 1 < ranks <= DIRECT_RANKS and max(largest, at_most) <= DIRECT_BYTES:
+        yield Exchange("rotate", largest, ranks - 1, inside=inside)
+        yield Work("decode", ranks * entries)
+        return
     distance = 1
     while distance < problem.ranks:
         count = min(distance, problem.ranks - distance)
-        nbytes = max(largest, block) + (count - 1) * block
+        nbytes = largest + (count - 1) * block
         yield Exchange("shift", nbytes, distance=distance, inside=inside)
         distance *= 2
     yield Work("decode", problem.ranks * entries)

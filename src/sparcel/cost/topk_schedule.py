@@ -6,16 +6,24 @@ from collections.abc import Iterator
 from math import ceil
 
 from sparcel.cost.problem import Problem
-from sparcel.cost.schedule import allgather, fold, gather, merge_all, recursive_doubling, split
+from sparcel.cost.schedule import (
+    DIRECT_RANKS,
+    allgather,
+    fold,
+    gather,
+    merge_all,
+    recursive_doubling,
+    split,
+)
 from sparcel.cost.steps import Exchange, Step, Work
-from sparcel.formats.header import HEADER_BYTES
+from sparcel.formats.header import HEADER_BYTES, padded
 
-_BINS = 32
+_BINS = 40
 """Bins of the first histogram that sums of selected values fall into: a few octaves of eight."""
 
-_TOLERANCE, _FEW, _FEW_RANKS = 512, 1024, 16
-"""Those of the collective: entries a boundary may be off by, candidates that are gathered at once,
-ranks up to which counts are summed by recursive doubling."""
+_TOLERANCE, _TOLERATED, _FEW, _FEW_RANKS = 512, 64, 1024, 16
+"""Those of the collective: entries, and part of a region, that a boundary may be off by, candidates
+that are gathered at once, ranks up to which counts are summed by recursive doubling."""
 
 
 def gtopk(problem: Problem) -> Iterator[Step]:
@@ -71,8 +79,11 @@ def oktopk(problem: Problem) -> Iterator[Step]:
 
 
 def sum_counts(problem: Problem, counts: int, nonzero: float) -> Iterator[Step]:
-    """Return the sum of the ranks' counts, of which so many are not zero."""
+    """Return the sum of the ranks' counts, of which so many in a row are not zero."""
     nonzero = min(max(1, round(nonzero)), counts)
+    if problem.ranks <= DIRECT_RANKS:
+        yield from gather(problem, HEADER_BYTES + padded(4 * (1 + nonzero)), entries=0)
+        return
     # All ranks count much the same bins.
     part = Problem(counts, nonzero, problem.ranks, problem.ranks_per_node, spread=nonzero)
     if problem.ranks <= _FEW_RANKS:
@@ -94,7 +105,7 @@ def _boundary_sums(problem: Problem, counters: int) -> Iterator[int]:
     yield counters
     boundaries = problem.ranks - 1
     inside = problem.ranks * problem.k / counters
-    while inside > max(problem.ranks, _TOLERANCE):
+    while inside > max(problem.ranks, _TOLERANCE, problem.k // _TOLERATED):
         parts = counters // boundaries
         yield boundaries * (parts - 1)
         inside /= parts
@@ -104,8 +115,8 @@ def _gathers(problem: Problem) -> bool:
     """Tell whether every stream is gathered: the collective's own comparison of bytes."""
     ranks = problem.ranks
     words = 2 * problem.k * problem.entry_bytes * (ranks - 1) // ranks
-    rounds = (ranks - 1).bit_length() if ranks <= _FEW_RANKS else 2
-    counts = 4 * max(1024, 4 * ranks) * rounds
+    times = (ranks - 1).bit_length() if ranks <= _FEW_RANKS else 2
+    counts = 4 * max(1024, 4 * ranks) * (ranks - 1 if ranks <= DIRECT_RANKS else times)
     dense = problem.size * problem.itemsize + HEADER_BYTES + 8
     message = min(dense, HEADER_BYTES + ceil(problem.k * problem.entry_bytes / 8) * 8)
     return (ranks - 1) * message <= words + 3 * HEADER_BYTES * (ranks - 1) + counts

@@ -32,7 +32,7 @@ def exchanges(
     here = ranks_per_node if ranks_per_node < everybody else 1
     yield "pair", lambda nbytes: _in_turn(comm, _partners(comm.rank, here, everybody), nbytes)
     yield "shift", lambda nbytes: _in_turn(comm, _neighbours(comm.rank, here, everybody), nbytes)
-    yield "tree", lambda nbytes: _broadcast(comm, nbytes, comm.rank // here, here, everybody)
+    yield "tree", lambda nbytes: _broadcast(comm, nbytes, here)
     yield "rotate", lambda nbytes: _to_all(comm, nbytes, range(everybody))
     if here > 1:
         first = comm.rank // here * here
@@ -118,14 +118,14 @@ def _in_turn(comm: Communicator, peers: list[tuple[int, int]], nbytes: int) -> T
     return Trial(run, max(1, len(peers)))
 
 
-def _broadcast(comm: Communicator, nbytes: int, place: int, here: int, ranks: int) -> Trial:
-    """Send a message down a binomial tree of the ranks that are first, second … on their node."""
+def _broadcast(comm: Communicator, nbytes: int, here: int) -> Trial:
+    """Send a message down a binomial tree of the ranks that are first on their nodes."""
     held = torch.zeros(nbytes, dtype=torch.uint8)
-    places = ranks // here
+    place, places = comm.rank // here, comm.size // here
     rounds = (places - 1).bit_length()
 
     def run() -> None:
-        for level in reversed(range(rounds)):
+        for level in reversed(range(rounds if comm.rank % here == 0 else 0)):
             distance = 1 << level
             if place % (2 * distance) == 0 and place + distance < places:
                 comm.exchange({comm.rank + distance * here: held}, {})

@@ -1,0 +1,89 @@
+"""Models that people train: how many parameters they have, and what a sample costs to compute."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparcel.errors import InputError, known
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model its exchange and its computation depend on.
+
+    Attributes
+    ----------
+    parameters
+        That are trained: coordinates of the gradient.
+    flops
+        Of a forward and a backward pass over one sample; 0 where unknown.
+    """
+
+    name: str
+    parameters: int
+    flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1:
+            raise InputError(f"a model to plan for has parameters, got {self.parameters}")
+
+
+def _vision(name: str, parameters: int, gigamacs: float) -> Model:
+    """Return a model of images: a multiply-add is 2 FLOPs, a backward pass twice a forward one."""
+    return Model(name, parameters, 6e9 * gigamacs)
+
+
+def _language(name: str, parameters: int, tokens: int) -> Model:
+    """Return a model of texts: 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1)."""
+    return Model(name, parameters, 6.0 * parameters * tokens)
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        # Parameters and multiply-adds at 224 x 224 as torchvision's documentation lists them.
+        _vision("resnet18", 11_689_512, 1.81),
+        _vision("resnet50", 25_557_032, 4.09),
+        _vision("vgg16", 138_357_544, 15.47),
+        _vision("vit-b16", 86_567_656, 17.56),
+        # Devlin et al. 2018, section 3; sequences of 128, as 90 % of the pre-training has them.
+        _language("bert-base", 110_000_000, 128),
+        _language("bert-large", 340_000_000, 128),
+        # The checkpoints of Radford et al. 2019, with tied embeddings.
+        _language("gpt2", 124_439_808, 1024),
+        _language("gpt2-xl", 1_557_611_200, 1024),
+        # Touvron et al. 2023, table 2.
+        _language("llama-7b", 6_738_415_616, 2048),
+    )
+}
+"""Models by name."""
+
+
+def model_of(given: str | int | nn.Module) -> Model:
+    """Return the model that a name, a number of parameters or a module stands for.
+
+    Parameters
+    ----------
+    given
+        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"``; or a module, of
+        which the parameters that are trained count.
+
+    Raises
+    ------
+    InputError
+        When it is none of these, or has no parameters.
+    """
+    if isinstance(given, int):
+        return Model(f"{given:,} parameters", given)
+    if isinstance(given, str):
+        if number := re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", given.strip(), re.IGNORECASE):
+            unit = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[number[2].upper()]
+            return Model(f"{given.strip()} parameters", round(float(number[1]) * unit))
+        return MODELS[known(given, MODELS, "model")]
+    trained = sum(p.numel() for p in given.parameters() if p.requires_grad)
+    return Model(type(given).__name__, trained)

@@ -1,0 +1,229 @@
+"""What a step of training takes with every method, and which of them is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
+from sparcel.errors import InputError
+from sparcel.plan.models import Model, model_of
+from sparcel.plan.server import through_server
+from sparcel.schemes import check_density
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BASELINE = "dense bf16"
+DENSE = ("dense fp32", BASELINE)
+SPARSE = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
+ON_NODES = ("hitopk", "torus2d")
+
+_STEPS = {"dense fp32": "step:dense", BASELINE: "step:dense bf16"}
+
+_BACKWARD = 2 / 3
+"""Share of the computation that is the backward pass, in which gradients become ready evenly."""
+
+WORTH = 1.1
+"""How many times as fast sparse must be for a plan to advise it: predictions are not better than
+that, and error feedback is one thing more that may go wrong."""
+
+_FLIP_FACTORS = (1e-4, 1e4)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and how it is exchanged.
+
+    Attributes
+    ----------
+    compute_s
+        Seconds of a forward and a backward pass.
+    bucket_bytes
+        Gradients (float32) travel in buckets of so many bytes, in order, each as soon as it is
+        ready and the one before has arrived. DDP's default is 25 MB.
+    """
+
+    model: Model
+    density: float
+    compute_s: float
+    bucket_bytes: int = 25 << 20
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        if not self.compute_s >= 0 or self.bucket_bytes < 4:
+            raise InputError(
+                f"computation takes at least 0 s, and a bucket 4 bytes, got {self.compute_s:g} s"
+                f" and {self.bucket_bytes} bytes"
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step with one method; seconds.
+
+    ``select``, ``pack`` (into messages and out of them), ``exchange`` and ``reduce`` are those of
+    all buckets, ``step`` what passes from one step to the next, and ``exposed`` the part of it in
+    which nothing is computed. ``bytes`` are a rank's.
+    """
+
+    method: str
+    step: float
+    select: float
+    pack: float
+    exchange: float
+    reduce: float
+    exposed: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every method's step, the fastest first.
+
+    The advice is the fastest dense method, unless a sparse one is `WORTH` as many times as fast.
+
+    Attributes
+    ----------
+    flip_bytes_per_s
+        The bandwidth of a node's link at which the advice changes, all else equal; None where
+        none from a ten thousandth to ten thousand times as much changes it.
+    """
+
+    workload: Workload
+    rates: Rates
+    rows: tuple[Row, ...]
+    flip_bytes_per_s: float | None
+    topology: str
+
+    @property
+    def advised(self) -> Row:
+        """The method to use."""
+        return _advised(self.rows)
+
+    @property
+    def best_dense(self) -> Row:
+        """The fastest of the methods that send everything."""
+        return _best(self.rows)[0]
+
+    @property
+    def best_sparse(self) -> Row:
+        """The fastest of the others."""
+        return _best(self.rows)[1]
+
+
+def is_dense(method: str) -> bool:
+    """Tell whether a method sends everything."""
+    return method in (*DENSE, "torus2d")
+
+
+def _best(rows: Sequence[Row]) -> tuple[Row, Row]:
+    """Return the fastest dense and the fastest sparse method of sorted rows."""
+    dense = next(row for row in rows if is_dense(row.method))
+    return dense, next(row for row in rows if not is_dense(row.method))
+
+
+def _advised(rows: Sequence[Row]) -> Row:
+    dense, sparse = _best(rows)
+    return sparse if WORTH * sparse.step < dense.step else dense
+
+
+def plan(
+    model: str | int | Model | nn.Module,
+    *,
+    compute_s: float,
+    density: float = 0.01,
+    rates: Rates | None = None,
+    bucket_bytes: int = 25 << 20,
+    topology: str = "all-reduce",
+) -> Plan:
+    """Return what a step of training takes with every method.
+
+    Parameters
+    ----------
+    model
+        A name of `sparcel.plan.MODELS`, a number of parameters, a `Model`, or the module itself.
+    compute_s
+        Seconds that a forward and a backward pass take on a rank.
+    density
+        Share of the coordinates that a rank sends.
+    rates
+        What the cluster is good for: of `sparcel.cost.measure`, `sparcel.cost.stated_rates`, or
+        None for the default ones.
+    bucket_bytes
+        Of the float32 gradients that travel together.
+    topology
+        ``"all-reduce"``, or ``"parameter-server"``: all ranks send to one, and get from it.
+
+    Gradients are assumed to become ready evenly in the last two thirds of the computation, and the
+    ranks' indices to be independent: the most fill-in that there can be.
+    """
+    rates = rates or default_rates()
+    trained = model if isinstance(model, Model) else model_of(model)
+    work = Workload(trained, density, compute_s, bucket_bytes)
+    if topology not in ("all-reduce", "parameter-server"):
+        raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
+
+    def rows(rates: Rates) -> tuple[Row, ...]:
+        nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
+        if topology == "parameter-server":
+            found = [_row(name, work, through_server(name, rates), rates) for name in _SERVED]
+        else:
+            methods = (*DENSE, *SPARSE, *nodes)
+            found = [_row(name, work, _in_ring(name, rates), rates) for name in methods]
+        return tuple(sorted(found, key=lambda row: row.step))
+
+    return Plan(work, rates, rows(rates), _flip(rows, rates), topology)
+
+
+_SERVED = (*DENSE, "topk", "scalecom")
+
+Predict = Callable[[Problem], Prediction]
+
+
+def _in_ring(method: str, rates: Rates) -> Predict:
+    name = _STEPS.get(method, f"step:{method}")
+    return lambda problem: predict(name, problem, rates)
+
+
+def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> Row:
+    """Send the buckets one after the other, each once it is ready."""
+    size = work.model.parameters
+    buckets = ceil(4 * size / work.bucket_bytes)
+    problem = _problem(ceil(size / buckets), work.density, rates)
+    bucket = predicted(problem)
+    sent_until = 0.0
+    for done in range(1, buckets + 1):
+        ready = work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
+        sent_until = max(ready, sent_until) + bucket.seconds
+    return Row(
+        method,
+        step=sent_until,
+        select=buckets * bucket.select,
+        pack=buckets * bucket.encode,
+        exchange=buckets * bucket.exchange,
+        reduce=buckets * bucket.reduce,
+        exposed=sent_until - work.compute_s,
+        bytes=buckets * bucket.bytes,
+    )
+
+
+def _problem(size: int, density: float, rates: Rates) -> Problem:
+    return Problem(size, max(1, ceil(density * size)), rates.ranks, rates.ranks_per_node)
+
+
+def _flip(rows: Callable[[Rates], Sequence[Row]], rates: Rates) -> float | None:
+    """Return the bandwidth at which the advice changes, by bisection."""
+
+    def dense_wins(factor: float) -> bool:
+        return is_dense(_advised(rows(rates.slower(factor))).method)
+
+    fast, slow = _FLIP_FACTORS
+    if not dense_wins(fast) or dense_wins(slow):
+        return None
+    while slow / fast > 1.001:
+        middle = (fast * slow) ** 0.5
+        fast, slow = (middle, slow) if dense_wins(middle) else (fast, middle)
+    return rates.bandwidth / fast

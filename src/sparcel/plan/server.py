@@ -1,0 +1,64 @@
+"""A parameter server: all ranks send to one, which adds up and sends back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sparcel.cost import Prediction, Problem, Rates
+from sparcel.cost.steps import Work
+from sparcel.formats.header import HEADER_BYTES
+
+
+def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]:
+    """Return what predicts an exchange through a server whose link is like a rank's.
+
+    Parameters
+    ----------
+    method
+        ``"dense fp32"``, ``"dense bf16"``, ``"topk"`` (the server sends what all ranks selected) or
+        ``"scalecom"`` (all send what one rank selected, which the server first tells them).
+    """
+
+    def predicted(problem: Problem) -> Prediction:
+        up, down = messages(method, problem)
+        ranks = problem.ranks
+        link = rates["shift"]
+        # The server's link carries the messages of all ranks, one after the other.
+        exchange = ranks * (link(up) + link(down))
+        work = {"select": 0.0, "reduce": 0.0}
+        if method in ("topk", "scalecom"):
+            busy = 1.0 if method == "topk" else 1 / ranks
+            selecting = (Work("select", problem.size, busy), Work("topk", problem.k, busy))
+            work["select"] = sum(step.seconds(problem, rates) for step in selecting)
+            entries = ranks * problem.k
+            updating = (Work("fill", problem.size), Work("scatter", entries), _add(problem))
+            work["reduce"] = sum(step.seconds(problem, rates) for step in updating)
+        else:
+            work["reduce"] = 3 * _add(problem).seconds(problem, rates)
+        return Prediction(
+            exchange + sum(work.values()),
+            select=work["select"],
+            encode=0.0,
+            exchange=exchange,
+            reduce=work["reduce"],
+            bytes=round(max(up, down)),
+            rounds=2 * ranks,
+        )
+
+    return predicted
+
+
+def messages(method: str, problem: Problem) -> tuple[float, float]:
+    """Return the bytes that a rank sends to the server, and that the server sends each rank."""
+    if method.startswith("dense"):
+        whole = HEADER_BYTES + problem.size * (2.0 if method == "dense bf16" else problem.itemsize)
+        return whole, whole
+    if method == "topk":
+        return problem.message(problem.k), problem.message(problem.union(problem.ranks))
+    indices = problem.k * (problem.entry_bytes - problem.itemsize)
+    values = problem.k * problem.itemsize
+    return HEADER_BYTES + values + indices / problem.ranks, 2 * HEADER_BYTES + indices + values
+
+
+def _add(problem: Problem) -> Work:
+    return Work("add", problem.size)
