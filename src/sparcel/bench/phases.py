@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,27 +15,16 @@ from sparcel.comm import Communicator
 
 PHASES = ("select", "encode", "exchange", "reduce")
 
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "select": (
-        kernels.topk,
-        kernels.topk_chunked,
-        kernels.accumulate_topk,
-        kernels.threshold_select,
-        kernels.magnitude_histogram,
-    ),
-    "encode": (formats.encode, formats.decode, formats.decode_all),
-    "reduce": (
-        stream.reduce,
-        stream.concatenate,
-        kernels.merge,
-        kernels.scatter,
-        kernels.scatter_reduce,
-    ),
+_WORDS = {
+    "select": ("topk", "select", "histogram"),
+    "encode": ("encode", "decode", "quantize"),
+    "reduce": ("reduce", "merge", "scatter", "concatenate"),
 }
-_METHODS = {
-    "select": (stream.SparseStream, ("topk",)),
-    "exchange": (Communicator, ("exchange", "exchange_parts", "all_reduce")),
-}
+"""What the names of a phase's functions contain, in the rooms that do the work."""
+
+_ROOMS = (formats, kernels, stream)
+
+_EXCHANGES = ("exchange", "exchange_parts", "all_reduce")
 
 
 class Stopwatch:
@@ -87,26 +77,38 @@ def watched(comm: Communicator) -> Iterator[Stopwatch]:
         setattr(owner, name, _timed(getattr(owner, name), watch, phase))
 
     try:
-        for phase, functions in _FUNCTIONS.items():
-            for module, name in _holders(functions):
+        for function, phase in _functions().items():
+            for module, name in _holders(function):
                 replace(module, name, phase)
-        for phase, (kind, names) in _METHODS.items():
-            for name in names:
-                replace(type(comm) if kind is Communicator else kind, name, phase)
+        replace(stream.SparseStream, "topk", "select")
+        for name in _EXCHANGES:
+            replace(type(comm), name, "exchange")
         yield watch
     finally:
         for step in reversed(undo):
             step()
 
 
-def _holders(functions: tuple[Callable[..., Any], ...]) -> list[tuple[Any, str]]:
-    modules = [module for name, module in sys.modules.items() if name.startswith("sparcel.")]
+def _functions() -> dict[Callable[..., Any], str]:
+    """Return the public functions that do the work, and the phases that they belong to."""
+    return {
+        held: phase
+        for room in _ROOMS
+        for name, held in vars(room).items()
+        if inspect.isfunction(held) and not name.startswith("_")
+        for phase, words in _WORDS.items()
+        if any(word in name for word in words)
+    }
+
+
+def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+    """Return the modules that hold a function, and by which name."""
     return [
         (module, name)
-        for module in modules
-        if module.__name__ != __name__
+        for key, module in list(sys.modules.items())
+        if key.startswith("sparcel.")
         for name, held in list(vars(module).items())
-        if any(held is function for function in functions)
+        if held is function
     ]
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from sparcel.bench.engines import ENGINES
 from sparcel.bench.inputs import DISTRIBUTIONS
 from sparcel.errors import InputError, known
 from sparcel.schemes import check_density
@@ -48,6 +49,8 @@ class Settings:
             check_density(density)
         for distribution in self.distributions:
             known(distribution, DISTRIBUTIONS, "distribution")
+        for engine in self.engines:
+            known(engine, ENGINES, "engine")
         if "file" in self.distributions and self.gradients is None:
             raise InputError("the distribution 'file' needs --gradients FILE")
 

@@ -1,0 +1,152 @@
+"""``sparcel bench`` as people meet it."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparcel.bench.phases import PHASES
+from sparcel.cli import app
+from sparcel.collectives import ALGORITHMS
+from sparcel.cost import Problem, predict, stated_rates
+from sparcel.errors import InputError
+from sparcel.formats.coo import message_bytes
+
+_BENCH = [sys.executable, "-m", "sparcel.cli", "bench"]
+_SIZE, _DENSITY, _K = 4096, 0.01, 41
+_SMALL = ["--sizes", "4K", "--densities", str(_DENSITY), "--iterations", "3"]
+_RATES = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=2)
+_MPIEXEC = Path(sys.executable).with_name("mpiexec")
+
+needs_mpi = pytest.mark.skipif(
+    find_spec("mpi4py") is None or not _MPIEXEC.exists(), reason="no mpi4py, or no MPICH"
+)
+
+
+def _run(folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> tuple[str, dict[str, Any]]:
+    """Run on 2 ranks; return what was printed, and the JSON."""
+    path = folder / "results.json"
+    alone = () if launcher else ("--ranks", "2")
+    done = subprocess.run(
+        [*launcher, *_BENCH, *_SMALL, *alone, "--json", str(path), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"UCX_TLS": "tcp,self", **os.environ, "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout, json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What a run of all rows printed, and its JSON."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "rates.json").write_text(_RATES.to_json())
+    rates = str(folder / "rates.json")
+    return _run(folder, "--whole-step", "--rate", "1gbit", "--rates", rates)
+
+
+@pytest.mark.processes
+def test_every_row_is_right_and_plausible(everything: tuple[str, dict[str, Any]]) -> None:
+    output, results = everything
+    cells = {cell["algorithm"]: cell for cell in results["cells"]}
+    assert {"dense fp32", "dense bf16", "sparse_coo", "auto", "gtopk", "oktopk"} <= set(cells)
+    assert set(ALGORITHMS) <= set(cells)
+    assert {"step:dense", "step:topk", "step:gtopk", "step:oktopk", "step:scalecom"} <= set(cells)
+    assert results["world_size"] == 2
+    assert results["network"]["rate_bits_per_s"] == 10**9
+    assert results["command"].startswith("sparcel bench --sizes 4K")
+    assert {"processor", "cores", "torch"} <= set(results["machine"])
+    baseline = cells["dense fp32"]["seconds"]["median"]
+    for name, cell in cells.items():
+        assert cell["wrong"] == 0, name
+        seconds = cell["seconds"]
+        assert len(seconds["all"]) == 3
+        assert min(seconds["all"]) <= seconds["median"] <= seconds["p95"] <= max(seconds["all"])
+        assert set(cell["phases"]) == set(PHASES)
+        assert cell["wire_share"] == pytest.approx(8 * cell["bytes"] / 1e9 / seconds["median"])
+        assert cell["speedup"] == pytest.approx(baseline / seconds["median"])
+        assert name in output
+    assert "fastest exchange" in output and "fastest whole step" in output
+
+
+@pytest.mark.processes
+def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]]) -> None:
+    cells = {cell["algorithm"]: cell for cell in everything[1]["cells"]}
+    stream = message_bytes(_K, _SIZE, torch.float32, None)
+    expected = {
+        "dense fp32": 4 * _SIZE,
+        "dense bf16": 2 * _SIZE,
+        "sparse_coo": 12 * _K,
+        **dict.fromkeys(["allgather", "recursive_doubling", "gtopk", "step:topk"], stream),
+    }
+    assert {name: cells[name]["bytes"] for name in expected} == expected
+    dense = cells["dense bf16"]
+    assert (dense["k"], dense["density"], dense["distribution"]) == (_SIZE, 1.0, "any")
+    assert (dense["dtype"], cells["allgather"]["dtype"]) == ("bfloat16", "float32")
+
+
+@pytest.mark.processes
+def test_predictions_stand_beside_the_times(everything: tuple[str, dict[str, Any]]) -> None:
+    output, results = everything
+    cells = {cell["algorithm"]: cell for cell in results["cells"]}
+    dense = predict("dense fp32", Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
+    assert cells["dense fp32"]["predicted"] == dense.seconds
+    problem = Problem(size=_SIZE, k=_K, ranks=2)
+    close = pytest.approx(predict("allgather", problem, _RATES).seconds, rel=0.01)
+    assert cells["allgather"]["predicted"] == close
+    assert cells["sparse_coo"]["predicted"] is None
+    assert "predicted" in output
+
+
+@needs_mpi
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher", [(), (str(_MPIEXEC), "-n", "2")], ids=["alone", "mpiexec"])
+def test_both_engines_stand_side_by_side(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    gradients = np.random.default_rng(1).laplace(size=(2, 3000)).astype(np.float32)
+    np.save(tmp_path / "gradients.npy", gradients)
+    options = ["--engines", "gloo,mpi", "--algorithms", "oktopk,dense bf16"]
+    options += ["--gradients", str(tmp_path / "gradients.npy"), "--distributions", "file,identical"]
+    _, results = _run(tmp_path, *options, launcher=launcher)
+    rows = [(cell["algorithm"], cell["engine"], cell["distribution"]) for cell in results["cells"]]
+    assert rows == [
+        ("dense fp32", "gloo", "any"),
+        ("dense fp32", "mpi", "any"),
+        ("dense bf16", "gloo", "any"),  # MPI has no bfloat16
+        ("oktopk", "gloo", "file"),
+        ("oktopk", "mpi", "file"),
+        ("oktopk", "gloo", "identical"),
+        ("oktopk", "mpi", "identical"),
+    ]
+    assert all(cell["size"] == 3000 and cell["wrong"] == 0 for cell in results["cells"])
+    dense = min(cell["seconds"]["median"] for cell in results["cells"][:2])
+    for cell in results["cells"]:
+        assert cell["speedup"] == pytest.approx(dense / cell["seconds"]["median"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--algorithms", "okt"], "did you mean 'oktopk'"),
+        (["--sizes", "4X"], "a size is a number of coordinates"),
+        (["--densities", "1.5"], "density must lie in"),
+        (["--densities", "many"], "a density is a share"),
+        (["--distributions", "normal"], "distribution must be one of"),
+        (["--distributions", "file"], "needs --gradients"),
+        (["--engines", "nccl"], "engine must be one of gloo, mpi"),
+        (["--rate", "fast"], "a rate is a number"),
+        (["--json", "nowhere/x.json"], "there is no folder"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_starts(options: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        CliRunner().invoke(app, ["bench", *options], catch_exceptions=False)

@@ -1,0 +1,103 @@
+"""A cell's time, phases, bytes and verdict."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparcel import formats, kernels, simulate
+from sparcel.bench import phases
+from sparcel.bench.contenders import Contender
+from sparcel.bench.inputs import Case
+from sparcel.bench.measure import Measured, measure
+from sparcel.bench.phases import Stopwatch, watched
+from sparcel.collectives import all_reduce
+from sparcel.comm import Communicator
+from sparcel.formats.coo import message_bytes
+from sparcel.stream import SparseStream
+
+RunOn = Callable[..., list[Any]]
+CASE = Case(1000, 0.05, "uniform", 2)
+
+
+def _measured(comm: Communicator, wrong_on: int = -1) -> Measured:
+    contender = Contender(
+        lambda: all_reduce(CASE.streams[comm.rank], comm, algorithm="allgather", max_nnz=CASE.k),
+        lambda result: 3 if comm.rank == wrong_on else 0,
+    )
+    return measure(contender, comm, iterations=4, warmup=1)
+
+
+@pytest.mark.processes
+def test_ranks_agree_on_what_they_measured(run_on: RunOn) -> None:
+    one, other = run_on(2, _measured)
+    assert one == other
+    assert len(one.seconds) == 4
+    assert all(seconds > 0 for seconds in one.seconds)
+    assert one.bytes == message_bytes(CASE.k, CASE.size, torch.float32, None)
+    assert one.wrong == 0
+    assert set(one.phases) == set(phases.PHASES)
+    assert one.phases["encode"] > 0 and one.phases["exchange"] > 0 and one.phases["reduce"] > 0
+    assert one.phases["select"] == 0
+
+
+@pytest.mark.processes
+def test_wrong_coordinates_of_any_rank_are_told(run_on: RunOn) -> None:
+    for measured in run_on(2, _measured, 1):
+        assert measured.wrong == 3
+
+
+def test_the_engines_own_calls_are_all_exchange() -> None:
+    def job(comm: Communicator) -> Measured:
+        return measure(Contender(lambda: None, lambda _: 0, bytes=7), comm, 3, 1)
+
+    measured = simulate(1, job).results[0]
+    assert measured.bytes == 7
+    assert measured.phases["exchange"] > 0
+    assert measured.phases["select"] == measured.phases["encode"] == measured.phases["reduce"] == 0
+
+
+def test_every_iteration_is_reset_first() -> None:
+    def job(comm: Communicator) -> list[str]:
+        calls: list[str] = []
+        contender = Contender(
+            lambda: calls.append("run"), lambda _: 0, lambda: calls.append("reset")
+        )
+        measure(contender, comm, iterations=2, warmup=3)
+        return calls
+
+    calls = simulate(1, job).results[0]
+    assert calls == ["reset", "run"] * (3 + 2 + 2)  # warm-up, timed, with the stopwatch on
+
+
+def test_phases_exclude_each_other() -> None:
+    watch = Stopwatch()
+    start = time.perf_counter()
+    with watch.phase("reduce"):
+        time.sleep(0.02)
+        with watch.phase("select"):
+            time.sleep(0.03)
+        time.sleep(0.01)
+    whole = time.perf_counter() - start
+    assert watch.seconds["reduce"] >= 0.03
+    assert watch.seconds["select"] >= 0.03
+    assert watch.seconds["reduce"] + watch.seconds["select"] <= whole
+
+
+def test_watching_leaves_nothing_behind() -> None:
+    before = (formats.encode, kernels.topk, SparseStream.topk)
+
+    def job(comm: Communicator) -> tuple[dict[str, float], bool]:
+        exchange = type(comm).exchange
+        with watched(comm) as watch:
+            assert formats.encode is not before[0]
+            assert type(comm).exchange is not exchange
+            kernels.topk(torch.arange(10.0), 3)
+        return watch.seconds, type(comm).exchange is exchange
+
+    seconds, restored = simulate(1, job).results[0]
+    assert restored
+    assert seconds["select"] > 0 and seconds["reduce"] == 0
+    assert (formats.encode, kernels.topk, SparseStream.topk) == before

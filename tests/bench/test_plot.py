@@ -1,0 +1,89 @@
+"""Plots of results."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sparcel.bench.phases import PHASES
+from sparcel.bench.results import Cell, Results, summarized
+from sparcel.cli import app
+from sparcel.errors import InputError
+
+pytest.importorskip("matplotlib")
+
+
+def _cell(algorithm: str, engine: str, density: float, seconds: float) -> Cell:
+    dense = algorithm.startswith("dense")
+    return Cell(
+        engine=engine,
+        algorithm=algorithm,
+        size=1 << 20,
+        density=1.0 if dense else density,
+        k=1000,
+        distribution="any" if dense else "uniform",
+        dtype="float32",
+        seconds=summarized([seconds, 2 * seconds, 3 * seconds]),
+        phases=dict.fromkeys(PHASES, seconds / 10),
+        bytes=8000,
+        wire_share=None,
+        speedup=None,
+        wrong=0,
+    )
+
+
+def _save(path: Path, ranks: int, densities: tuple[float, ...]) -> None:
+    network = {
+        "description": "two cans and a string",
+        "nodes": ranks,
+        "ranks_per_node": 1,
+        "rate_bits_per_s": None,
+    }
+    results = Results("sparcel bench", network, ranks)
+    for engine in ("gloo", "mpi"):
+        results.cells.append(_cell("dense fp32", engine, 1.0, 0.1))
+        for density in densities:
+            results.cells += [
+                _cell(name, engine, density, density) for name in ("oktopk", "step:oktopk")
+            ]
+    results.save(path)
+
+
+def test_what_has_several_values_is_drawn_and_where_time_goes(tmp_path: Path) -> None:
+    _save(tmp_path / "2.json", 2, (0.01, 0.001))
+    _save(tmp_path / "4.json", 4, (0.01,))
+    files = [str(tmp_path / name) for name in ("2.json", "4.json")]
+    done = CliRunner().invoke(app, ["bench", "plot", *files, "--out", str(tmp_path / "plots")])
+    assert done.exit_code == 0
+    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert drawn == {
+        "density_1048576_uniform_2ranks.png",
+        "ranks_1048576_1pct_uniform.png",
+        "breakdown_1048576_1pct_uniform_2ranks.png",
+        "breakdown_1048576_0.1pct_uniform_2ranks.png",
+        "breakdown_1048576_1pct_uniform_4ranks.png",
+    }
+    assert all(name in done.output for name in drawn)
+    for path in (tmp_path / "plots").iterdir():
+        assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_results_survive_a_file(tmp_path: Path) -> None:
+    _save(tmp_path / "a.json", 3, (0.5,))
+    loaded = Results.load(tmp_path / "a.json")
+    loaded.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
+    assert loaded.cells[1].median == 1.0
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"cells": [{"engine": "gloo"}]}', "[]"])
+def test_what_is_no_result_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(InputError, match="holds no results of `sparcel bench`"):
+        Results.load(tmp_path / "x.json")
+
+
+def test_half_the_values_are_below_the_median() -> None:
+    assert summarized([3.0, 1.0, 2.0])["median"] == 2.0
+    assert summarized([5.0])["p95"] == 5.0
+    assert summarized(list(map(float, range(101))))["p95"] == 95.0
