@@ -115,6 +115,7 @@ def test_both_engines_stand_side_by_side(launcher: tuple[str, ...], tmp_path: Pa
     gradients = np.random.default_rng(1).laplace(size=(2, 3000)).astype(np.float32)
     np.save(tmp_path / "gradients.npy", gradients)
     options = ["--engines", "gloo,mpi", "--algorithms", "oktopk,dense bf16"]
+    options += ["--rounds", "2"]
     options += ["--gradients", str(tmp_path / "gradients.npy"), "--distributions", "file,identical"]
     _, results = _run(tmp_path, *options, launcher=launcher)
     rows = [(cell["algorithm"], cell["engine"], cell["distribution"]) for cell in results["cells"]]
@@ -127,6 +128,7 @@ def test_both_engines_stand_side_by_side(launcher: tuple[str, ...], tmp_path: Pa
         ("oktopk", "gloo", "identical"),
         ("oktopk", "mpi", "identical"),
     ]
+    assert all(len(cell["seconds"]["all"]) == 6 for cell in results["cells"])
     assert all(cell["size"] == 3000 and cell["wrong"] == 0 for cell in results["cells"])
     dense = min(cell["seconds"]["median"] for cell in results["cells"][:2])
     for cell in results["cells"]:

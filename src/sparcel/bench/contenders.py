@@ -46,7 +46,7 @@ class Contender:
 
 
 def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
-    """Return the rows that ``asked`` means: "all", or names separated by commas.
+    """Return the rows that ``asked`` means, "all" or names separated by commas; baselines first.
 
     With ``whole_step`` a scheme's name means its step too.
 
@@ -68,7 +68,7 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
             chosen.append(known(name, [*every, *steps], "algorithm"))
         if whole_step and step in steps:
             chosen.append(step)
-    return list(dict.fromkeys(chosen))
+    return sorted(dict.fromkeys(chosen), key=lambda name: name not in DENSE)
 
 
 def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Contender | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -38,6 +39,17 @@ class Measured:
     phases: dict[str, float]
     bytes: int
     wrong: int
+
+
+def merged(parts: Sequence[Measured]) -> Measured:
+    """Return several measurements of one contender as one."""
+    phases = {name: median(part.phases[name] for part in parts) for name in PHASES}
+    return Measured(
+        [seconds for part in parts for seconds in part.seconds],
+        phases,
+        round(sum(part.bytes for part in parts) / len(parts)),
+        sum(part.wrong for part in parts),
+    )
 
 
 def measure(contender: Contender, comm: Communicator, iterations: int, warmup: int) -> Measured:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from sparcel.stream import SparseStream
 
+_DENSE_SHARE = 4
+"""Sorting the entries takes the memory of so many dense vectors."""
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -26,8 +29,16 @@ class Sum:
 
 
 def total(streams: Sequence[SparseStream]) -> Sum:
-    """Return the sum of streams."""
-    return _added([_parts(stream) for stream in streams])
+    """Return the sum of streams; where they hold much, without what adds up to zero."""
+    size = streams[0].size
+    if _DENSE_SHARE * sum(stream.nnz for stream in streams) < size:
+        return _added([_parts(stream) for stream in streams])
+    dense = torch.zeros(size, dtype=torch.float64)
+    for stream in streams:
+        part = _parts(stream)
+        dense.index_add_(0, part.indices, part.values)
+    indices = dense.nonzero().squeeze(1)
+    return Sum(indices, dense[indices])
 
 
 def tree_largest(streams: Sequence[SparseStream], k: int) -> Sum:

@@ -16,7 +16,7 @@ from sparcel.bench import contenders, report
 from sparcel.bench.contenders import DENSE, contender
 from sparcel.bench.engines import Engine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
-from sparcel.bench.measure import Measured, measure
+from sparcel.bench.measure import Measured, measure, merged
 from sparcel.bench.predicted import load_rates, predicted
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
@@ -47,13 +47,12 @@ def run(settings: Settings, console: Console) -> Results:
         _share_cores(comm.size)
         results = Results(settings.command, network(settings, comm.size), comm.size)
         rates = load_rates(settings.rates, [engine.name for engine in engines])
-        places = list(_places(settings, engines, results.network["ranks_per_node"]))
-        with report.progress(console if comm.rank == 0 else None, len(places)) as show:
-            for place in places:
-                cell = _measured(place, settings, results, rates.get(place.engine.name))
-                if cell is not None:
-                    results.cells.append(cell)
-                show(cell)
+        groups = list(_groups(settings, engines, results.network["ranks_per_node"]))
+        runs = settings.rounds * sum(map(len, groups))
+        with report.progress(console if comm.rank == 0 else None, runs) as show:
+            while groups:
+                # Popped, so that the inputs of cases that are done take no memory.
+                results.cells += _cells(groups.pop(0), settings, results.network, rates, show)
         _compare(results)
         if comm.rank == 0:
             for part in report.tables(results):
@@ -91,45 +90,63 @@ def _share_cores(ranks: int) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
 
 
-def _places(settings: Settings, engines: list[Engine], ranks_per_node: int) -> Iterator[Place]:
-    """Yield the cells, the dense baselines of each size first, engines side by side."""
+def _groups(
+    settings: Settings, engines: list[Engine], ranks_per_node: int
+) -> Iterator[list[Place]]:
+    """Yield the cells of each case, engines side by side.
+
+    The dense baselines are measured with the first case of each size.
+    """
     rows = contenders.names(settings.algorithms, settings.whole_step, ranks_per_node)
     gradients = None if settings.gradients is None else load_gradients(Path(settings.gradients))
-    ranks = engines[0].comm.size
     for size in settings.sizes if gradients is None else (gradients.shape[1],):
-        cases = [
-            Case(size, density, distribution, ranks, _rows(gradients, distribution))
-            for distribution in settings.distributions
-            for density in settings.densities
-        ]
-        for name in (name for name in rows if name in DENSE):
-            yield from (Place(name, cases[0], engine) for engine in engines)
-        for case in cases:
-            for name in (name for name in rows if name not in DENSE):
-                yield from (Place(name, case, engine) for engine in engines)
+        names = rows
+        for distribution in settings.distributions:
+            for density in settings.densities:
+                rows_of = _rows(gradients, distribution)
+                case = Case(size, density, distribution, engines[0].comm.size, rows_of)
+                yield [Place(name, case, engine) for name in names for engine in engines]
+                names = [name for name in rows if name not in DENSE]
 
 
 def _rows(gradients: Tensor | None, distribution: str) -> Tensor | None:
     return gradients if distribution == "file" else None
 
 
-def _measured(
-    place: Place, settings: Settings, results: Results, rates: Rates | None
-) -> Cell | None:
-    each = results.network["ranks_per_node"]
-    made = contender(place.algorithm, place.case, place.engine, each)
-    if made is None:
-        return None
-    found = measure(made, place.engine.comm, settings.iterations, settings.warmup)
-    cell = _cell(place, found, results)
-    cell.predicted = predicted(place.algorithm, place.case, each, rates)
-    return cell
+def _cells(
+    group: list[Place],
+    settings: Settings,
+    network: dict[str, Any],
+    rates: dict[str, Rates],
+    show: report.Show,
+) -> list[Cell]:
+    """Measure the cells of one case, in rounds, so that noise that comes and goes meets all."""
+    each = network["ranks_per_node"]
+    found: dict[Place, list[Measured]] = {}
+    for _ in range(settings.rounds):
+        for place in group:
+            made = contender(place.algorithm, place.case, place.engine, each)
+            if made is None:
+                show(None)
+                continue
+            comm = place.engine.comm
+            found.setdefault(place, []).append(
+                measure(made, comm, settings.iterations, settings.warmup)
+            )
+            show(_cell(place, found[place][-1], network))
+    cells = []
+    for place, parts in found.items():
+        cells.append(_cell(place, merged(parts), network))
+        cells[-1].predicted = predicted(
+            place.algorithm, place.case, each, rates.get(place.engine.name)
+        )
+    return cells
 
 
-def _cell(place: Place, found: Measured, results: Results) -> Cell:
+def _cell(place: Place, found: Measured, network: dict[str, Any]) -> Cell:
     case, seconds = place.case, summarized(found.seconds)
     dense = place.algorithm in DENSE
-    rate, shared = results.network["rate_bits_per_s"], results.network["ranks_per_node"] > 1
+    rate, shared = network["rate_bits_per_s"], network["ranks_per_node"] > 1
     wire = None if rate is None or shared else 8 * found.bytes / rate
     return Cell(
         engine=place.engine.name,

@@ -22,6 +22,8 @@ class Settings:
     ----------
     engines
         Empty: those for which the processes were launched.
+    iterations, warmup, rounds
+        How often each row is timed, and runs before that, in a round; how many rounds.
     gradients
         File of real gradients, for the distribution ``"file"``; their length is then the size.
     rates
@@ -37,6 +39,7 @@ class Settings:
     engines: tuple[str, ...] = ()
     iterations: int = 20
     warmup: int = 2
+    rounds: int = 1
     whole_step: bool = False
     gradients: str | None = None
     rate_bits_per_s: int | None = None

@@ -53,8 +53,18 @@ def measure(
             help="Real gradients: a .npy, .npz or .pt file of one vector, or of one a rank.",
         ),
     ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 20,
+    iterations: Annotated[
+        int, typer.Option(min=1, help="How often each is timed in a round.")
+    ] = 20,
     warmup: Annotated[int, typer.Option(min=1, help="How often it runs before that.")] = 2,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="How often to go through all rows, so that what disturbs the machine for a while "
+            "disturbs all of them alike.",
+        ),
+    ] = 1,
     ranks: Annotated[
         int, typer.Option(min=1, help="How many processes to start, where no launcher did.")
     ] = 4,
@@ -98,6 +108,7 @@ def measure(
         engines=_items(engines),
         iterations=iterations,
         warmup=warmup,
+        rounds=rounds,
         whole_step=whole_step,
         gradients=None if gradients is None else str(gradients.resolve()),
         rates=dict(_rates_file(item) for item in _items(rates)),
