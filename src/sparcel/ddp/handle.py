@@ -58,6 +58,14 @@ class Handle:
         """
         return frozenset(self._remembered)
 
+    @property
+    def chosen(self) -> dict[str, str]:
+        """What the scheme ``"auto"`` chose last, by parameter; empty for all other schemes.
+
+        Parameters of one bucket share a choice. Small ones travel apart, unless it is ``"dense"``.
+        """
+        return self._residuals.chosen()
+
     def stats(self) -> Stats:
         """Return what training cost so far; the counts are this rank's."""
         cost, traffic, before = self._cost, self._comm.traffic, self._traffic_before

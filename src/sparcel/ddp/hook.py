@@ -109,13 +109,14 @@ class Hook:
     ) -> None:
         """Turn a bucket's gradient into its update, but for the small tensors, in place."""
         step.deliver(future, gradient)
-        for piece in pieces:
-            if piece.name in self._small:
-                step.take_small(gradient[piece.start : piece.stop])
         large = tuple(piece for piece in pieces if piece.name not in self._small)
-        if not large:
+        vector = self._residuals.vector(large, gradient) if large else None
+        if vector is None or not vector.scheme.sends_whole(gradient, self._comm):
+            for piece in pieces:
+                if piece.name in self._small:
+                    step.take_small(gradient[piece.start : piece.stop])
+        if vector is None:
             return
-        vector = self._residuals.vector(large, gradient)
         if self._may_be_unused:
             # DDP throws the update of a parameter away that no rank used, so none may be sent.
             vector.scheme.withhold(

@@ -84,6 +84,11 @@ class Residuals:
         vector, piece = self._vectors[name]
         return vector.scheme.coordinates_in(piece.start, piece.stop)
 
+    def chosen(self) -> dict[str, str]:
+        """Return by parameter the method that its bucket's scheme chose, where schemes choose."""
+        taken = {name: vector.scheme.chosen for name, (vector, _) in self._vectors.items()}
+        return {name: method for name, method in taken.items() if method is not None}
+
     def load(
         self, residuals: dict[str, dict[str, Tensor]], steps: int, beta: float | None = None
     ) -> None:

@@ -36,19 +36,16 @@ class Auto(Sparsifier):
     ----------
     candidates
         Which methods to choose among: some of ``"dense"``, ``"topk"``, ``"gtopk"``, ``"oktopk"``.
-    rates
-        What the network and the machine are good for, as `sparcel.cost.measure` found it, the same
-        on all ranks; None: what was measured on the communicator, or else the default rates.
     corrected
         Time the steps, try what may be faster, and go by what is measured. Choices then depend on
         the clock, and a rerun may make others; False goes by the prediction alone.
 
-    The others are those of `Sparsifier`. Choices, and the times that they rest on, belong to a
-    communicator: they are no part of the state.
+    The others are those of `Sparsifier`. Predictions rest on the communicator's ``rates``, or on
+    assumed ones where it has none. Choices, and the times behind them, belong to a communicator
+    and are no part of the state.
     """
 
     candidates: Sequence[str] = CANDIDATES
-    rates: cost.Rates | None = field(default=None, repr=False)
     corrected: bool = True
     _contest: Contest | None = field(default=None, init=False, repr=False)
     _terms: tuple[Any, ...] = field(default=(), init=False, repr=False)
@@ -82,6 +79,11 @@ class Auto(Sparsifier):
     def measured(self) -> dict[str, float]:
         """Seconds a step by method, as all ranks agreed, of those that have been timed."""
         return dict(self._contest.measured) if self._contest else {}
+
+    def sends_whole(self, gradient: Tensor, comm: Communicator) -> bool:
+        """See `Scheme.sends_whole`."""
+        self._choose(gradient, comm)
+        return self._went_plain
 
     def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
         """See `Scheme.begin`."""
@@ -120,19 +122,18 @@ class Auto(Sparsifier):
 
     def _check(self, gradient: Tensor) -> None:
         super()._check(gradient)
-        given = (gradient.numel(), gradient.dtype)
-        if self._terms and self._terms[1:3] != given:
+        size, dtype = self._terms[:2] or (gradient.numel(), gradient.dtype)
+        if (size, dtype) != (gradient.numel(), gradient.dtype):
             raise InputError(
-                f"this scheme chose for a vector of {self._terms[1]} coordinates of"
-                f" {self._terms[2]}, got a gradient of {given[0]} of {given[1]}; make one scheme"
-                " for each vector"
+                f"this scheme chose for a vector of {size} coordinates of {dtype}, got a gradient"
+                f" of {gradient.numel()} of {gradient.dtype}; make one scheme for each vector"
             )
 
     def _choose(self, gradient: Tensor, comm: Communicator) -> Contest:
         """Settle what this step does, the same on all ranks; once a step, however often asked."""
         densities = self._densities(gradient.numel())
         k = sum(count_for(density, stop - start) for start, stop, density in densities)
-        terms = (comm, gradient.numel(), gradient.dtype, k)
+        terms = (gradient.numel(), gradient.dtype, k, comm, comm.rates)
         contest = self._contest
         if contest is None or terms != self._terms:
             contest = Contest(self._predict(gradient, comm, k))
@@ -140,33 +141,28 @@ class Auto(Sparsifier):
             self._contest, self._terms = contest, terms
         elif contest.left == 0:
             self._owing = self._account(comm, contest)
-        remembers = self._owing or self.momentum != 0 or self.clip is not None
-        self._went_plain = contest.chosen == "dense" and not remembers
-        self._plain.cost = self.cost
+        self._went_plain = contest.chosen == "dense" and not (self._owing or self._alters)
+        if self._went_plain:
+            self._plain.cost = self.cost
+            self._memory.withheld = ()  # of what is sent as it is, nothing is kept back either
         return contest
 
     def _predict(self, gradient: Tensor, comm: Communicator, k: int) -> dict[str, float]:
         """Return the seconds that a step of each candidate should take; dense alone if all is sent.
 
-        Dense steps send the gradient in its own dtype, but for what they keep under momentum.
+        Dense steps send the gradient in its own dtype, unless it enters a velocity.
         """
-        rates = self.rates or comm.rates
+        rates = comm.rates or cost.default_rates()
+        here = min(comm.size, rates.ranks_per_node)
         wide = wide_dtype(gradient.dtype).itemsize
-        own = wide if self.momentum or self.clip is not None else gradient.element_size()
-        names = ("dense",) if self._sends_everything() else self.candidates
-        return {
-            name: cost.predict(
-                f"step:{name}",
-                cost.Problem(
-                    max(1, gradient.numel()),
-                    k,
-                    comm.size,
-                    itemsize=own if name == "dense" else wide,
-                ),
-                rates,
-            ).seconds
-            for name in names
-        }
+        own = wide if self._alters else gradient.element_size()
+        names = ("dense",) if super()._sends_all() else self.candidates
+        predicted = {}
+        for name in names:
+            itemsize = own if name == "dense" else wide
+            problem = cost.Problem(max(1, gradient.numel()), k, comm.size, here, itemsize)
+            predicted[name] = cost.predict(f"step:{name}", problem, rates).seconds
+        return predicted
 
     def _meet(self, gradient: Tensor, comm: Communicator, contest: Contest) -> bool:
         """Compare what all ranks start from; return whether some rank keeps something back."""
@@ -197,8 +193,10 @@ class Auto(Sparsifier):
         memory = self.memory
         return memory is not None and bool(memory.any())
 
-    def _sends_everything(self) -> bool:
-        return super()._sends_all()
+    @property
+    def _alters(self) -> bool:
+        """Whether something else than the gradient enters the memory."""
+        return self.momentum != 0 or self.clip is not None
 
     def _sends_all(self) -> bool:
         return self.chosen == "dense"

@@ -137,6 +137,14 @@ class Scheme(ABC):
         Otherwise the first step does it.
         """
 
+    def sends_whole(self, gradient: Tensor, comm: Communicator) -> bool:
+        """Settle, inside a job of ``comm``, whether the next step sends ``gradient`` as it is.
+
+        It then selects nothing and remembers nothing, so that drivers may leave in the vector what
+        they would send densely otherwise. All ranks get the same answer.
+        """
+        return False
+
     def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
         """Do the step but for `commit`, inside a job of ``comm``.
 
