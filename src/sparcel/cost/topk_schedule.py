@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, sqrt
 
 from sparcel.cost.problem import Problem
 from sparcel.cost.schedule import (
@@ -68,7 +68,10 @@ def oktopk(problem: Problem) -> Iterator[Step]:
     inside = reduced / _BINS
     while inside > _FEW:
         yield Work("histogram", reduced / ranks)
-        yield from sum_counts(problem, 1024, min(1024, inside / ranks))
+        own = inside / ranks
+        # Few ranks send what lies between the first and the last that is not zero.
+        occupied = 1024 * own / (own + 2) if ranks <= DIRECT_RANKS else min(1024, own)
+        yield from sum_counts(problem, 1024, occupied)
         inside /= 1024
     listed = HEADER_BYTES + 4 * (2 + inside / ranks)
     yield from gather(problem, listed, entries=0)
@@ -105,7 +108,8 @@ def _boundary_sums(problem: Problem, counters: int) -> Iterator[int]:
     yield counters
     boundaries = problem.ranks - 1
     inside = problem.ranks * problem.k / counters
-    while inside > max(problem.ranks, _TOLERANCE, problem.k // _TOLERATED):
+    # Some boundary's cell holds two standard deviations more than the average.
+    while inside + 2 * sqrt(inside) > max(problem.ranks, _TOLERANCE, problem.k // _TOLERATED):
         parts = counters // boundaries
         yield boundaries * (parts - 1)
         inside /= parts
