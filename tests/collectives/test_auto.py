@@ -1,0 +1,100 @@
+"""``algorithm="auto"``: the cost model's choice, the same on all ranks."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import SparseStream, collectives, cost, simulate
+from sparcel.collectives import ALGORITHMS
+from sparcel.ops import SUM
+from tests.strategies import CIRCLE, case_of, dense_reference, full
+
+WORLDS = range(1, 18)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Note which algorithm each rank takes."""
+    names = []
+
+    def noting(name, algorithm):
+        def noted(stream, comm, op, max_nnz):
+            names.append(name)
+            return algorithm(stream, comm, op, max_nnz)
+
+        return noted
+
+    for name, algorithm in ALGORITHMS.items():
+        monkeypatch.setitem(ALGORITHMS, name, noting(name, algorithm))
+    return names
+
+
+def chosen(taken, world, streams, op=SUM, max_nnz=None, rates=None):
+    """Return the one algorithm that all ranks took."""
+    taken.clear()
+
+    def on_rank(comm):
+        comm.rates = rates
+        return collectives.all_reduce(streams[comm.rank], comm, op, max_nnz=max_nnz)
+
+    results = simulate(world, on_rank).results
+    for result in results:
+        assert torch.equal(full(result, op), dense_reference(streams, op))
+    assert len(taken) == world
+    assert len(set(taken)) == 1
+    return taken[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_with_different_counts_choose_alike(taken, world):
+    for layout, size in product(("uneven", "one rank", "dense", "empty"), (1, 50, 9000)):
+        chosen(taken, world, case_of(layout, world, size).streams)
+
+
+@given(size=st.integers(1, 10**8), k=st.integers(1, 10**8), world=st.integers(2, 64))
+def test_the_model_decides(size, k, world):
+    k = min(k, size)
+    name = collectives._fastest(size, k, world, 4, True, None)
+    seconds = {
+        other: cost.predict(other, cost.Problem(size, k, world)).seconds for other in ALGORITHMS
+    }
+    assert seconds[name] == min(seconds.values())
+
+
+def test_a_bound_spares_the_exchange_of_counts():
+    def rounds(max_nnz):
+        def on_rank(comm):
+            stream = SparseStream(torch.tensor([comm.rank]), torch.ones(1), 40)
+            collectives.all_reduce(stream, comm, max_nnz=max_nnz)
+            return comm.traffic.messages_sent
+
+        return simulate(8, on_rank).results
+
+    assert [more - less for more, less in zip(rounds(None), rounds(1), strict=True)] == [3] * 8
+
+
+def test_measured_rates_count(taken):
+    streams = case_of("random", 8, 40_000, count=4000).streams
+    for latency, expected in ((1.0, "allgather"), (1e-9, "split_allgather")):
+        rates = cost.stated_rates(bandwidth=1e7, latency_s=latency, ranks=8)
+        assert chosen(taken, 8, streams, max_nnz=4000, rates=rates) == expected
+
+
+def test_an_operation_that_the_engine_does_not_know_is_never_left_to_it(taken):
+    streams = case_of("dense", 8, 60_000, op=CIRCLE).streams
+    streams = [SparseStream(None, full(stream, CIRCLE), stream.size) for stream in streams]
+    # So slow between ranks, and so fast in the engine, that a sum is the engine's.
+    rates = cost.stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=8)
+    curves = {**rates.curves, "dense.float32": cost.Curve(((1.0, 1e-9),))}
+    rates = cost.Rates(curves, 8)
+    assert chosen(taken, 8, streams, op=CIRCLE, rates=rates) != "dense"
+
+
+@given(st.integers(1, 1 << 40))
+def test_counts_about_alike_are_looked_up_as_one(count):
+    rounded = collectives._rounded(count)
+    assert count <= rounded <= count * 9 / 8
+    assert rounded.bit_length() <= 4 or rounded % (1 << rounded.bit_length() - 5) == 0
