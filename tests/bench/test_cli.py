@@ -86,6 +86,7 @@ def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]])
     expected = {
         "dense fp32": 4 * _SIZE,
         "dense bf16": 2 * _SIZE,
+        "dense 2k": 8 * _K,
         "sparse_coo": 12 * _K,
         **dict.fromkeys(["allgather", "recursive_doubling", "gtopk", "step:topk"], stream),
     }

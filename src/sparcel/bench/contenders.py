@@ -16,9 +16,13 @@ from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.errors import known
 from sparcel.schemes import SCHEMES, Hierarchical, Scheme, scheme
+from sparcel.stream import SparseStream
 
 DENSE = {"dense fp32": torch.float32, "dense bf16": torch.bfloat16}
 """Baselines that no density matters to."""
+
+AS_MANY_BYTES = "dense 2k"
+"""The engine's all-reduce of as many bytes as a stream has: of 2k float32."""
 
 SPARSE_COO = "sparse_coo"
 EXCHANGES = ("gtopk", "oktopk")
@@ -57,7 +61,7 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     """
     on_nodes = _ON_NODES if ranks_per_node > 1 else ()
     schemes = [name for name in SCHEMES if name not in _ON_NODES or name in on_nodes]
-    every = [*DENSE, SPARSE_COO, "auto", *ALGORITHMS, *EXCHANGES]
+    every = [*DENSE, AS_MANY_BYTES, SPARSE_COO, "auto", *ALGORITHMS, *EXCHANGES]
     steps = [STEP + name for name in schemes]
     if asked == "all":
         return every + (steps if whole_step else [])
@@ -75,6 +79,8 @@ def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Con
     """Return the row ``name`` of a case, or None where the engine has no such thing."""
     if name in DENSE:
         return _dense(case, engine, DENSE[name])
+    if name == AS_MANY_BYTES:
+        return _as_many_bytes(case, engine)
     if name == SPARSE_COO:
         return _sparse_coo(case, engine) if engine.name == "gloo" else None
     if name.startswith(STEP):
@@ -98,17 +104,34 @@ def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Con
 
 
 def _dense(case: Case, engine: Engine, dtype: torch.dtype) -> Contender | None:
-    """Sum dense tensors, in place, by the engine alone."""
+    """Sum whole vectors by the engine alone."""
     if dtype not in engine.dtypes:
         return None
-    ranks = case.ranks
     source = case.streams[engine.comm.rank].to_dense()
     expected = case.total
     if dtype != torch.float32:  # sums of signs are whole numbers that half precision holds
         source.sign_()
         expected = oracle.total([_signs(stream) for stream in case.streams])
-    source = source.to(dtype)
-    tensor = torch.empty_like(source)
+    return _by_engine(engine, source.to(dtype), expected)
+
+
+def _signs(stream: SparseStream) -> SparseStream:
+    return SparseStream.unchecked(stream.indices, stream.values.sign(), stream.size)
+
+
+def _as_many_bytes(case: Case, engine: Engine) -> Contender:
+    def vector(rank: int) -> SparseStream:
+        values = torch.zeros(2 * case.k)  # the stream of a real gradient may have fewer than k
+        values[: case.streams[rank].nnz] = case.streams[rank].values
+        return SparseStream.unchecked(None, values, 2 * case.k)
+
+    vectors = [vector(rank) for rank in range(case.ranks)]
+    return _by_engine(engine, vectors[engine.comm.rank].values, oracle.total(vectors))
+
+
+def _by_engine(engine: Engine, source: Tensor, expected: oracle.Sum) -> Contender:
+    """Sum dense tensors, in place, as a program without sparcel does."""
+    tensor, ranks = torch.empty_like(source), engine.comm.size
 
     def run() -> Tensor:
         engine.all_reduce(tensor)
@@ -120,10 +143,6 @@ def _dense(case: Case, engine: Engine, dtype: torch.dtype) -> Contender | None:
         reset=lambda: tensor.copy_(source),
         bytes=2 * (ranks - 1) * source.nbytes // ranks,
     )
-
-
-def _signs(stream: Any) -> Any:
-    return type(stream).unchecked(stream.indices, stream.values.sign(), stream.size)
 
 
 def _sparse_coo(case: Case, engine: Engine) -> Contender:
@@ -144,7 +163,7 @@ def _sparse_coo(case: Case, engine: Engine) -> Contender:
 
     def wrong(result: Tensor) -> int:
         sums = result.coalesce()
-        found = type(own)(sums.indices()[0], sums.values(), case.size)
+        found = SparseStream(sums.indices()[0], sums.values(), case.size)
         return oracle.count_wrong(found, case.total)
 
     entry_bytes = indices.itemsize + own.values.itemsize

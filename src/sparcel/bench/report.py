@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sparcel.bench.contenders import AS_MANY_BYTES, STEP
 from sparcel.bench.phases import PHASES
 from sparcel.bench.results import Cell, Results
 
@@ -118,10 +119,14 @@ def summary(results: Results) -> str:
     lines = []
     headings = dict.fromkeys(_heading(c) for c in results.cells if c.distribution != "any")
     for heading in headings:
-        cells = [cell for cell in results.cells if _heading(cell) == heading and not cell.wrong]
+        cells = [
+            cell
+            for cell in results.cells
+            if _heading(cell) == heading and cell.algorithm != AS_MANY_BYTES and not cell.wrong
+        ]
         for kind, rows in (
-            ("exchange", [c for c in cells if not c.algorithm.startswith("step:")]),
-            ("whole step", [c for c in cells if c.algorithm.startswith("step:")]),
+            ("exchange", [c for c in cells if not c.algorithm.startswith(STEP)]),
+            ("whole step", [c for c in cells if c.algorithm.startswith(STEP)]),
         ):
             if rows:
                 best = min(rows, key=lambda cell: cell.median)
