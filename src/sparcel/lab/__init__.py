@@ -9,7 +9,7 @@ from sparcel.lab.launch import Ended, Job, Line, WorkerFailedError
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
 from sparcel.lab.network import Network, open_network
-from sparcel.lab.run import Faults, parse_duration, run
+from sparcel.lab.program import Faults, parse_duration, run
 
 __all__ = [
     "EmulatedNetwork",

@@ -81,7 +81,7 @@ class Job:
     mpi
         Make the processes the ranks of ``MPI_COMM_WORLD`` too, as ``mpiexec`` would, for MPICH or
         another MPI that speaks PMI-1. Unless ``UCX_TLS`` and ``UCX_NET_DEVICES`` are set, UCX is
-        told to use TCP on the node's interface.
+        told to use TCP, on the node's interface where the network is emulated.
 
     Raises
     ------
@@ -101,7 +101,7 @@ class Job:
             raise InputError(f"a node runs at least 1 rank, got ranks_per_node={ranks_per_node}")
         self._network, self._ranks_per_node = network, ranks_per_node
         self._events: queue.SimpleQueue[Line | Ended] = queue.SimpleQueue()
-        self._pmi = PmiServer(network.nodes, ranks_per_node) if mpi else None
+        self._pmi = _pmi_server(network, ranks_per_node) if mpi else None
         self.processes: list[subprocess.Popen[str]] = []
         shared = self._shared_environment(environment or {})
         try:
@@ -119,7 +119,9 @@ class Job:
     def _shared_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         network = self._network
         rate = str(network.link.rate_bits_per_s) if network.link else ""
-        mpi = {"UCX_TLS": _TCP, "UCX_NET_DEVICES": network.interface} if self._pmi else {}
+        mpi = {"UCX_TLS": _TCP} if self._pmi else {}
+        if self._pmi and network.link is not None:  # UCX refuses loopback where it is all there is
+            mpi["UCX_NET_DEVICES"] = network.interface
         return {
             "OMP_NUM_THREADS": "1",
             **mpi,
@@ -225,3 +227,9 @@ class Job:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _pmi_server(network: Network, ranks_per_node: int) -> PmiServer:
+    if network.link is None:  # one machine, on which MPI needs no network
+        return PmiServer(1, network.nodes * ranks_per_node)
+    return PmiServer(network.nodes, ranks_per_node)

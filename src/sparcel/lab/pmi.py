@@ -13,10 +13,10 @@ import contextlib
 import selectors
 import socket
 import threading
+import uuid
 from collections.abc import Callable
 
 _LONGEST = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "4096"}
-_SPACE = "sparcel"
 
 
 class PmiServer:
@@ -39,11 +39,13 @@ class PmiServer:
         self._values = {"PMI_process_mapping": f"(vector,(0,{nodes},{ranks_per_node}))"}
         self._waiting: list[socket.socket] = []
         self._gone = 0
+        # MPICH derives the names of shared memory from it, which must not meet another job's.
+        space = f"sparcel-{uuid.uuid4()}"
         self._answers: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
             "init": self._init,
             "get_maxes": lambda _: {"cmd": "maxes", **_LONGEST},
             "get_appnum": lambda _: {"cmd": "appnum", "appnum": "0"},
-            "get_my_kvsname": lambda _: {"cmd": "my_kvsname", "kvsname": _SPACE},
+            "get_my_kvsname": lambda _: {"cmd": "my_kvsname", "kvsname": space},
             "get_universe_size": lambda _: {"cmd": "universe_size", "size": str(self._ranks)},
             "put": self._put,
             "get": self._get,

@@ -67,7 +67,9 @@ def _own_files(names: dict[str, str]) -> None:
     """Make the nodes' names known, and keep what they share in memory from the host's files."""
     _mount("sparcel", "/dev/shm", "tmpfs")
     hosts = Path("/dev/shm/hosts")
-    lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()]
+    lines = ["127.0.0.1 localhost\n"]
+    # The second is how a socket for both IPv6 and IPv4 sees the address, and looks it up.
+    lines += [f"{address} {name}\n::ffff:{address} {name}\n" for name, address in names.items()]
     hosts.write_text("".join(lines))
     if Path("/etc/hosts").exists():  # what is bound outlives its name
         _mount(str(hosts), "/etc/hosts", None, _MS_BIND)

@@ -1,0 +1,131 @@
+"""Programs on the lab's nodes as MPI ranks, and what the lab answers their MPI library."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sparcel.lab import EmulatedNetwork, Job, Link, Loopback, run
+from sparcel.lab.pmi import PmiServer
+
+NODES, RANKS_PER_NODE = 2, 2
+
+_PROGRAM = """
+import json, os
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+shared = world.Split_type(MPI.COMM_TYPE_SHARED)
+total = world.allreduce(10**world.rank)
+print(json.dumps([world.rank, int(os.environ["RANK"]), total, shared.size, shared.rank]))
+"""
+
+
+@pytest.mark.network
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["emulated", "loopback"])
+def test_ranks_are_the_same_for_mpi(kind: str, request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("mpi4py")
+    if kind == "emulated":
+        request.getfixturevalue("emulation")
+    network = EmulatedNetwork(NODES, Link()) if kind == "emulated" else Loopback(NODES)
+    share = RANKS_PER_NODE if kind == "emulated" else NODES * RANKS_PER_NODE
+    argv = [sys.executable, "-c", _PROGRAM]
+    with network, Job(network, argv, ranks_per_node=RANKS_PER_NODE, mpi=True) as job:
+        seen = {rank: json.loads(line) for rank, line in job.lines()}
+        assert job.started_mpi
+    assert seen == {rank: [rank, rank, 1111, share, rank % share] for rank in range(4)}
+
+
+@pytest.mark.network
+@pytest.mark.processes
+@pytest.mark.usefixtures("emulation")
+def test_a_program_that_never_becomes_mpi_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with EmulatedNetwork(1, Link()) as network:
+        assert run(network, ["true"], mpi=True) == 0
+    assert "no rank became an MPI rank" in capsys.readouterr().err
+
+
+class Client:
+    """What an MPI library does."""
+
+    def __init__(self, server: PmiServer, rank: int) -> None:
+        self.socket = socket.socket(fileno=socket.dup(server.descriptor(rank)))
+        self.answers = self.socket.makefile("r")
+
+    def say(self, line: str) -> None:
+        self.socket.sendall(f"{line}\n".encode())
+
+    def hear(self) -> str:
+        return self.answers.readline().rstrip("\n")
+
+    def ask(self, line: str) -> str:
+        self.say(line)
+        return self.hear()
+
+    def close(self) -> None:
+        self.answers.close()
+        self.socket.close()
+
+
+@pytest.fixture
+def server() -> Iterator[PmiServer]:
+    server = PmiServer(NODES, RANKS_PER_NODE)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def clients(server: PmiServer) -> Iterator[list[Client]]:
+    clients = [Client(server, rank) for rank in range(NODES * RANKS_PER_NODE)]
+    yield clients
+    for client in clients:
+        client.close()
+
+
+def test_what_a_rank_publishes_the_others_read_after_a_barrier(clients: list[Client]) -> None:
+    for rank, client in enumerate(clients):
+        assert client.ask(f"cmd=put kvsname=sparcel key=card{rank} value=a#{rank}=").startswith(
+            "cmd=put_result rc=0"
+        )
+    for client in clients:
+        client.say("cmd=barrier_in")
+    assert [client.hear() for client in clients] == ["cmd=barrier_out rc=0"] * 4
+    for client in clients:
+        for rank in range(4):
+            answer = client.ask(f"cmd=get kvsname=sparcel key=card{rank}")
+            assert answer == f"cmd=get_result rc=0 msg=success value=a#{rank}="
+
+
+def test_a_barrier_waits_for_all(server: PmiServer, clients: list[Client]) -> None:
+    for client in clients[:3]:
+        client.say("cmd=barrier_in")
+    late = clients[3]
+    assert late.ask("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init")
+    for client in clients[:3]:
+        client.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.socket.recv(1)
+        client.socket.setblocking(True)
+    late.say("cmd=barrier_in")
+    assert {client.hear() for client in clients} == {"cmd=barrier_out rc=0"}
+
+
+def test_ranks_of_a_node_are_told_that_they_share_it(clients: list[Client]) -> None:
+    answer = clients[0].ask("cmd=get kvsname=sparcel key=PMI_process_mapping")
+    assert answer.endswith("value=(vector,(0,2,2))")
+
+
+def test_what_is_not_served_is_an_error_and_not_a_silence(clients: list[Client]) -> None:
+    assert clients[0].ask("cmd=get kvsname=sparcel key=unknown").startswith("cmd=get_result rc=-1")
+    assert clients[0].ask("cmd=lookup_name service=x").startswith("cmd=lookup_name rc=-1")
+
+
+def test_a_rank_that_dies_leaves_the_others_served(clients: list[Client]) -> None:
+    clients[0].say("cmd=get key")  # no such word, and it goes without reading the answer
+    clients[0].socket.shutdown(socket.SHUT_RDWR)
+    for client in clients[1:]:
+        assert client.ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=4"

@@ -1,0 +1,214 @@
+"""``sparcel lab run``: where ranks run, what they are told, what is passed on, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from sparcel.errors import InputError
+from sparcel.lab import EmulatedNetwork, Faults, Job, Link, Loopback, parse_duration, run
+
+pytestmark = [pytest.mark.network, pytest.mark.processes, pytest.mark.usefixtures("emulation")]
+
+NODES, RANKS_PER_NODE = 3, 2
+
+
+def run_python(
+    script: str, nodes: int = NODES, ranks_per_node: int = 1, faults: Faults | None = None
+) -> int:
+    with EmulatedNetwork(nodes, Link()) as network:
+        return run(network, [sys.executable, "-c", script], ranks_per_node, faults=faults)
+
+
+def reports(script: str, ranks_per_node: int = 1) -> dict[int, list[str]]:
+    """Return what each rank prints, as JSON, by rank."""
+    network = EmulatedNetwork(NODES, Link())
+    with network, Job(network, [sys.executable, "-c", script], None, ranks_per_node) as job:
+        return {rank: json.loads(line) for rank, line in job.lines()}
+
+
+def test_ranks_know_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "of another launcher")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"]
+    names += ["MASTER_ADDR", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
+    script = f"import json, os; print(json.dumps([os.environ[name] for name in {names}]))"
+    seen = reports(script, RANKS_PER_NODE)
+    assert len(seen) == NODES * RANKS_PER_NODE
+    for rank, values in seen.items():
+        node, local = divmod(rank, RANKS_PER_NODE)
+        assert [int(value) for value in values[:6]] == [rank, 6, local, 2, node, node]
+        assert values[6:] == ["10.77.0.1", "eth0", "1"]
+
+
+def test_what_the_user_sets_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    script = "import json, os; print(json.dumps([os.environ['OMP_NUM_THREADS']]))"
+    assert set(map(tuple, reports(script).values())) == {("3",)}
+
+
+def test_nodes_know_themselves_and_each_other_by_name() -> None:
+    script = (
+        "import json, socket; name = socket.gethostname();"
+        "others = [socket.gethostbyname(f'node{node}') for node in range(3)];"
+        "back = socket.getnameinfo(('::ffff:10.77.0.3', 80), 0)[0];"
+        "print(json.dumps([name, socket.gethostbyname(name), socket.getfqdn(others[1]), back]))"
+    )
+    for node, seen in reports(script).items():
+        assert seen == [f"node{node}", f"10.77.0.{node + 1}", "node1", "node2"]
+    assert not os.uname().nodename.startswith("node0")
+
+
+def test_shared_memory_is_the_networks_own() -> None:
+    name = f"/dev/shm/{uuid.uuid4()}"
+    script = f"open({name!r}, 'a').close(); import json; print(json.dumps('done'))"
+    assert set(reports(script).values()) == {"done"}
+    assert not Path(name).exists()
+
+
+def test_links_are_fast_inside_a_node_and_slow_between(programs: str) -> None:
+    """The same transfer to rank 0, once from its own node and once from another."""
+    link = Link(rate_bits_per_s=20 * 10**6)
+    seconds = {}
+    for nodes, ranks_per_node in ((1, 2), (2, 1)):
+        argv = [sys.executable, programs, "transfer", "receive", "2000000"]
+        network = EmulatedNetwork(nodes, link)
+        with network, Job(network, argv, ranks_per_node=ranks_per_node) as job:
+            ((_, line),) = job.lines()
+        seconds[nodes] = json.loads(line)["seconds"]
+    assert seconds[2] >= 8 * 2e6 / link.rate_bits_per_s / 1.1
+    assert seconds[1] < seconds[2] / 3
+
+
+def test_lines_come_after_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    script = (
+        "import os, sys; r = os.environ['RANK'];"
+        "print('out', r); print('err', r, file=sys.stderr); print('no newline', end='')"
+    )
+    assert run_python(script) == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(
+        f"[{rank}] {text}" for rank in range(NODES) for text in (f"out {rank}", "no newline")
+    )
+    assert sorted(err.splitlines()) == [f"[{rank}] err {rank}" for rank in range(NODES)]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("None", 0)]
+)
+def test_the_exit_code_is_the_failing_ranks(end: str, code: int) -> None:
+    assert run_python(f"import os, sys\nif os.environ['RANK'] == '1': {end}") == code
+
+
+def test_the_first_to_fail_counts_and_the_others_may_say_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': sys.exit(3)\n"
+        "time.sleep(1); print('lost rank 1', file=sys.stderr); sys.exit(4)"
+    )
+    assert run_python(script) == 3
+    err = capsys.readouterr().err
+    assert "[0] lost rank 1" in err
+    assert "[2] lost rank 1" in err
+    assert "sparcel: rank 1 failed: exit status 3" in err
+
+
+def test_who_waits_for_a_failed_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparcel.lab.program.GRACE_S", 0.1)
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1e6)"
+    assert run_python(script) == 3
+
+
+def test_output_that_a_child_holds_open_delays_nothing() -> None:
+    script = "import subprocess; subprocess.Popen(['sleep', '1000000'], start_new_session=True)"
+    assert run_python(script) == 0
+
+
+def test_a_killed_node_takes_all_its_processes_and_does_not_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also those that left their session; the others go on to their own end."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '1000000'], start_new_session=True)\n"
+        "time.sleep(2); print('alive', child.poll())"
+    )
+    faults = Faults(kill_node=1, after_s=1.0)
+    assert run_python(script, ranks_per_node=RANKS_PER_NODE, faults=faults) == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == [f"[{rank}] alive None" for rank in (0, 1, 4, 5)]
+    assert "sparcel: node 1 is killed" in err
+
+
+def test_only_the_named_node_dies() -> None:
+    script = "import os\nprint(os.getpid(), flush=True)\nimport time; time.sleep(1e6)"
+    network = EmulatedNetwork(NODES, Link())
+    with network, Job(network, [sys.executable, "-c", script]) as job:
+        lines = job.lines()
+        assert {next(lines)[0] for _ in range(NODES)} == set(range(NODES))
+        network.kill_node(2)
+        assert job.processes[2].wait() == -signal.SIGKILL
+        assert [process.poll() for process in job.processes[:2]] == [None, None]
+
+
+_PING = """
+import os, socket, time
+if os.environ["RANK"] == "0":
+    server = socket.create_server(("", 5000))
+    peer = server.accept()[0]
+else:
+    while True:
+        try:
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+peer.settimeout(1.0)
+print("connected", flush=True)
+try:
+    while True:
+        peer.sendall(b"x")
+        peer.recv(1)
+except TimeoutError:
+    print("silence")
+"""
+
+
+def test_a_cut_link_falls_silent_without_a_sign() -> None:
+    network = EmulatedNetwork(2, Link())
+    with network, Job(network, [sys.executable, "-c", _PING]) as job:
+        lines = job.lines()
+        assert [next(lines)[1] for _ in range(2)] == ["connected"] * 2
+        network.cut_link(1)
+        assert [line for _, line in lines] == ["silence"] * 2
+
+
+@pytest.mark.parametrize("faults", [Faults(kill_node=3), Faults(cut_link=-1)])
+def test_a_fault_of_no_node_is_named(faults: Faults) -> None:
+    with pytest.raises(InputError, match="the nodes are 0 to 2"):
+        run_python("", faults=faults)
+
+
+def test_a_job_has_ranks() -> None:
+    with pytest.raises(InputError, match="ranks_per_node=0"):
+        Job(Loopback(1), [sys.executable], ranks_per_node=0)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5s", 5.0), ("500ms", 0.5), (" 1.5 S", 1.5)])
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "-1s", "5m", "1e3s", "nans"])
+def test_what_is_no_duration_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="such as 5s; got") as caught:
+        parse_duration(text)
+    assert repr(text) in str(caught.value)
