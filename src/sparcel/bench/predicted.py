@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sparcel.bench.contenders import DENSE
 from sparcel.bench.inputs import CLUSTERS, Case
-from sparcel.cost import NAMES, Problem, Rates, predict
+from sparcel.bench.results import Cell
+from sparcel.cost import LOSSLESS, NAMES, Problem, Rates, predict
 from sparcel.errors import InputError, known
+
+_CLOSE = 0.25
 
 
 def load_rates(files: Mapping[str, str], engines: list[str]) -> dict[str, Rates]:
@@ -62,3 +67,28 @@ def _spread(case: Case) -> int:
         else:
             high = middle
     return low
+
+
+def verdict(cells: Sequence[Cell]) -> str:
+    """Say how far the predictions are right, and how good a choice by them is; empty without."""
+    ratios = [cell.predicted / cell.median for cell in cells if cell.predicted is not None]
+    if not ratios:
+        return ""
+    close = sum(abs(ratio - 1) <= _CLOSE for ratio in ratios)
+    told = f"{close} of {len(ratios)} predictions within {100 * _CLOSE:.0f} % of the time measured"
+    cases: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        if cell.predicted is not None and cell.algorithm in LOSSLESS:
+            key = (cell.engine, cell.size, cell.density, cell.distribution)
+            cases[key].append(cell)
+    regrets = [
+        min(case, key=lambda cell: cell.predicted or 0.0).median / min(c.median for c in case)
+        for case in cases.values()
+        if len(case) > 1
+    ]
+    if regrets:
+        told += (
+            f"; the sum predicted to be the fastest takes {max(regrets):.2f}× the fastest's time"
+        )
+        told += " at most"
+    return told

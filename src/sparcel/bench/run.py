@@ -17,7 +17,7 @@ from sparcel.bench.contenders import DENSE, contender
 from sparcel.bench.engines import Engine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.measure import Measured, measure, merged
-from sparcel.bench.predicted import load_rates, predicted
+from sparcel.bench.predicted import load_rates, predicted, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
 from sparcel.cost import Rates
@@ -57,7 +57,9 @@ def run(settings: Settings, console: Console) -> Results:
         if comm.rank == 0:
             for part in report.tables(results):
                 console.print(part, soft_wrap=isinstance(part, str))
-            console.print(report.summary(results), soft_wrap=True)
+            for line in (report.summary(results), verdict(results.cells)):
+                if line:
+                    console.print(line, soft_wrap=True)
             if settings.json is not None:
                 results.save(Path(settings.json))
                 console.print(f"Results: {settings.json}", soft_wrap=True)
