@@ -3,65 +3,15 @@
 
 #include <limits>
 
+#include "merge_pair.hpp"
 #include "merge_windows.hpp"
 #include "parallel.hpp"
 
 namespace sparcel {
 namespace detail {
 
-// Where two streams hold one index: its slot in the result, and its position in the second.
-struct Match {
-    size_t slot, second;
-};
-
-// How many matches are collected before they are reduced, while their values are in the cache.
-constexpr size_t kMatches = 256;
-
 // Up to so many entries of all streams together are sorted.
 constexpr size_t kFewEntries = 1 << 12;
-
-// Two streams are merged in step. Which of them comes next is anyone's guess, so nothing branches
-// on it: both cursors advance by comparisons, and what is copied is looked up. Matches copy the
-// first stream's row and are reduced later, so that `Op` is applied to nothing else. `Width` is
-// size_t, or a constant of it.
-template <class Op, class Index, class Value, class Width>
-Merged<Index, Value> merge_two(const StreamView<Index, Value>& a, const StreamView<Index, Value>& b,
-                               Width width) {
-    Merged<Index, Value> result;
-    result.indices.resize(a.count + b.count);
-    result.values.resize((a.count + b.count) * width);
-    Index* indices = result.indices.data();
-    Value* values = result.values.data();
-    Match matches[kMatches];
-    size_t i = 0, j = 0, out = 0;
-    while (i < a.count && j < b.count) {
-        size_t matched = 0;
-        for (; i < a.count && j < b.count && matched < kMatches; ++out) {
-            const Index x = a.indices[i], y = b.indices[j];
-            const bool take_a = x <= y, take_b = y <= x;
-            const Value* rows[] = {b.values + j * width, a.values + i * width};
-            indices[out] = std::min(x, y);
-            std::copy_n(rows[take_a], size_t(width), values + out * width);
-            matches[matched] = {out, j};
-            matched += take_a && take_b;
-            i += take_a;
-            j += take_b;
-        }
-        for (const Match& match : std::span(matches, matched)) {
-            Value* first = values + match.slot * width;
-            const Value* second = b.values + match.second * width;
-            for (size_t w = 0; w < width; ++w) {
-                first[w] = narrow<Value>(Op::apply(widen(first[w]), widen(second[w])));
-            }
-        }
-    }
-    const auto& rest = i < a.count ? a : b;
-    const size_t at = i < a.count ? i : j;
-    std::copy(rest.indices + at, rest.indices + rest.count, indices + out);
-    std::copy(rest.values + at * width, rest.values + rest.count * width, values + out * width);
-    result.count = out + rest.count - at;
-    return result;
-}
 
 // Few entries are sorted, stream after stream: a window's bitmap would take longer to clear.
 template <class Op, class Index, class Value>
@@ -121,11 +71,7 @@ Merged<Index, Value> join(const std::vector<Merged<Index, Value>>& parts, size_t
 template <class Op, class Index, class Value>
 Merged<Index, Value> merge(std::span<const StreamView<Index, Value>> streams, size_t width,
                            int threads) {
-    if (streams.size() == 2) {
-        constexpr std::integral_constant<size_t, 1> scalar;
-        return width == 1 ? detail::merge_two<Op>(streams[0], streams[1], scalar)
-                          : detail::merge_two<Op>(streams[0], streams[1], width);
-    }
+    if (streams.size() == 2) return merge_pair<Op>(streams[0], streams[1], width);
     size_t entries = 0;
     const StreamView<Index, Value>* longest = streams.data();
     for (const auto& stream : streams) {
