@@ -56,9 +56,10 @@ def all_reduce(
         ``"sum"``, ``"product"``, ``"min"``, ``"max"``, or an `Op`. An absent coordinate holds the
         operation's neutral element.
     algorithm
-        ``"dense"``, ``"allgather"``, ``"recursive_doubling"``, ``"split_allgather"``, ``"ring"``,
-        or ``"auto"``: recursive doubling up to 4 ranks or 8192 coordinates in all, else
-        split_allgather.
+        ``"dense"``, ``"allgather"``, ``"recursive_doubling"``, ``"halving_doubling"``,
+        ``"split_allgather"``, ``"ring"``, or ``"auto"``: whichever the cost model predicts to be
+        the fastest for the most entries that a rank has, which the ranks tell each other first. It
+        goes by the communicator's ``rates``, see `sparcel.cost.measure`.
     group
         A torch process group, a sparcel communicator, or None for torch's default group.
     async_op
@@ -67,7 +68,8 @@ def all_reduce(
     Returns
     -------
     SparseStream or Handle
-        Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's);
+        Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's, and
+        which ``"auto"`` may choose);
         dense where that takes fewer bytes; in memory of its own.
 
     Raises

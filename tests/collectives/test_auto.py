@@ -76,11 +76,13 @@ def test_a_bound_spares_the_exchange_of_counts():
     assert [more - less for more, less in zip(rounds(None), rounds(1), strict=True)] == [3] * 8
 
 
-def test_measured_rates_count(taken):
-    streams = case_of("random", 6, 40_000, count=4000).streams
-    for latency, expected in ((1.0, "allgather"), (1e-9, "split_allgather")):
-        rates = cost.stated_rates(bandwidth=1e7, latency_s=latency, ranks=6)
-        assert chosen(taken, 6, streams, max_nnz=4000, rates=rates) == expected
+def test_rates_of_the_communicator_decide(taken):
+    streams, names = case_of("random", 8, 40_000, count=4096).streams, []
+    for latency in (1.0, 1e-9):
+        rates = cost.stated_rates(bandwidth=1e7, latency_s=latency, ranks=8)
+        names.append(chosen(taken, 8, streams, max_nnz=4096, rates=rates))
+        assert names[-1] == cost.choose(tuple(ALGORITHMS), cost.Problem(40_000, 4096, 8), rates)
+    assert names[0] != names[1]
 
 
 def test_an_operation_that_the_engine_does_not_know_is_never_left_to_it(taken):
