@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sparcel.cost.rates import Curve, Rates
+from sparcel.cost.rates import TRANSFERS, Curve, Rates
 from sparcel.errors import InputError
 
 _WORK = {  # seconds a call, seconds a unit
@@ -62,8 +62,9 @@ def stated_rates(
     curves = dict.fromkeys(("pair", "shift"), between)
     # Of a tree's ranks on a node one has a peer elsewhere.
     curves["tree"] = within if here == ranks else Curve.line(latency_s, 1 / bandwidth)
-    curves["rotate"] = _mixed(within, between, ranks, here)
-    curves |= dict.fromkeys(("node.pair", "node.shift", "node.tree", "node.rotate"), within)
+    curves |= dict.fromkeys(("rotate", "gather"), _mixed(within, between, ranks, here))
+    inner = [f"node.{name}" for name in TRANSFERS]
+    curves |= dict.fromkeys(inner, within)
     slowest = (node_latency_s, node_bandwidth) if here == ranks else (latency_s, bandwidth)
     curves |= dict.fromkeys(("dense.float32", "dense.bfloat16"), _engine(*slowest, ranks))
     for name, (start, each) in _WORK.items():

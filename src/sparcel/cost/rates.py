@@ -70,12 +70,13 @@ def _rising(times: list[float]) -> list[float]:
     return [mean for mean, length in blocks for _ in range(length)]
 
 
-TRANSFERS = ("pair", "shift", "tree", "rotate")
+TRANSFERS = ("pair", "shift", "tree", "rotate", "gather")
 """Patterns of exchange, by the bytes of a message.
 
 ``pair``: two ranks exchange messages. ``shift``: each sends to one and receives from another, as
 around a ring. ``tree``: half of the ranks send to the others. ``rotate``: each to all others, all
-messages at once; the seconds are those of one message, of P−1.
+messages at once; the seconds are those of one message, of P−1. ``gather``: the same with the same
+message to all, which the communicator may do in a way of its own.
 """
 
 DENSE = ("dense.float32", "dense.bfloat16")
@@ -84,8 +85,8 @@ DENSE = ("dense.float32", "dense.bfloat16")
 WORK = {
     "select": "coordinates",
     "topk": "entries",
-    "merge": "entries of two streams",
-    "merge.many": "entries of all ranks' streams",
+    "merge": "entries of two messages",
+    "merge.many": "entries of all ranks' messages",
     "scatter": "entries",
     "fill": "coordinates",
     "add": "coordinates",

@@ -25,7 +25,7 @@ def dense(problem: Problem) -> Iterator[Step]:
 def allgather(problem: Problem) -> Iterator[Step]:
     """Return the steps of `sparcel.collectives.allgather`."""
     yield Work("encode", problem.message(problem.k))
-    yield from gather(problem, problem.message(problem.k), problem.k)
+    yield from gather(problem, problem.message(problem.k), entries=0)
     yield from merge_all(problem, problem.k, problem.size)
 
 
@@ -112,7 +112,7 @@ def gather(
     """
     ranks, largest = problem.ranks, max(largest, block)
     if 1 < ranks <= DIRECT_RANKS and max(largest, at_most) <= DIRECT_BYTES:
-        yield Exchange("rotate", largest, ranks - 1, inside=inside)
+        yield Exchange("gather", largest, ranks - 1, inside=inside)
         yield Work("decode", ranks * entries)
         return
     distance = 1
@@ -129,8 +129,7 @@ def split(problem: Problem, entries: float) -> Iterator[Step]:
     if problem.ranks > 1:
         message = problem.message(entries, problem.size / problem.ranks)
         yield Work("encode", problem.message(problem.k))
-        yield Exchange("rotate", message, problem.ranks - 1, distance=problem.ranks // 2)
-        yield Work("decode", problem.ranks * entries)
+        yield Exchange("rotate", message, problem.ranks - 1)
 
 
 def swap(problem: Problem, entries: float, size: float, distance: int) -> Iterator[Step]:
@@ -138,7 +137,6 @@ def swap(problem: Problem, entries: float, size: float, distance: int) -> Iterat
     message = problem.message(entries, size)
     yield Work("encode", message)
     yield Exchange("pair", message, distance=distance)
-    yield Work("decode", 0 if problem.is_dense(entries, size) else entries)
 
 
 def shift(problem: Problem, entries: float, size: float) -> Iterator[Step]:
@@ -146,7 +144,6 @@ def shift(problem: Problem, entries: float, size: float) -> Iterator[Step]:
     message = problem.message(entries, size)
     yield Work("encode", message)
     yield Exchange("shift", message)
-    yield Work("decode", 0 if problem.is_dense(entries, size) else entries)
 
 
 def merge_two(problem: Problem, streams: float, size: float) -> Iterator[Step]:

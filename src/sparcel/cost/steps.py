@@ -20,7 +20,7 @@ class Exchange:
     nbytes
         Of a message of the rank that has most.
     messages
-        How many a rank sends: P−1 for ``rotate``, else 1.
+        How many a rank sends: P−1 for ``rotate`` and ``gather``, else 1.
     distance
         How many ranks apart the two ends of a message are.
     sends, receives
@@ -55,7 +55,7 @@ class Exchange:
         if self.inside:
             return within(self.nbytes)
         here = problem.ranks_per_node
-        if self.pattern == "rotate" or here == 1 or self.distance >= here:
+        if self.pattern in ("rotate", "gather") or here == 1 or self.distance >= here:
             return between(self.nbytes)
         # Of a node's ranks so many have a peer elsewhere, and share the node's link.
         crossing = self.distance / here if self.pattern == "shift" else 0.0

@@ -35,7 +35,6 @@ def gtopk(problem: Problem) -> Iterator[Step]:
         busy = 0.5 ** (level + 1)
         yield Work("encode", message, busy)
         yield Exchange("tree", message, distance=1 << level, sends=False)
-        yield Work("decode", problem.k, busy)
         yield Work("merge", 2 * problem.k, busy)
         yield Work("topk", problem.union(2), busy)
     yield Work("encode", message, 1 / problem.ranks)

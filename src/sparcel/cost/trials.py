@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel import formats, kernels
 from sparcel.comm import Communicator
 from sparcel.ops import SUM
-from sparcel.stream import SparseStream, reduce
+from sparcel.stream import SparseStream
 
 Run = Callable[[], object]
 
@@ -34,6 +34,7 @@ def exchanges(
     yield "shift", lambda nbytes: _in_turn(comm, _neighbours(comm.rank, here, everybody), nbytes)
     yield "tree", lambda nbytes: _broadcast(comm, nbytes, here)
     yield "rotate", lambda nbytes: _to_all(comm, nbytes, range(everybody))
+    yield "gather", lambda nbytes: _gather(comm, nbytes)
     if here > 1:
         first = comm.rank // here * here
         place, members = comm.rank - first, range(first, first + here)
@@ -146,6 +147,11 @@ def _to_all(comm: Communicator, nbytes: int, members: range) -> Trial:
     return Trial(run, max(1, len(others)))
 
 
+def _gather(comm: Communicator, nbytes: int) -> Trial:
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    return Trial(lambda: comm.gather(message, nbytes), comm.size - 1)
+
+
 def _stream(entries: int, seed: int) -> SparseStream:
     """Return a stream whose density is 1 %, or so."""
     generator = torch.Generator().manual_seed(seed)
@@ -164,8 +170,13 @@ def _select(size: int, seed: int) -> Trial:
 
 
 def _merge(entries: int, streams: int, seed: int) -> Trial:
+    """Reduce the messages of so many streams with ``entries`` together."""
     parts = [_stream(-(-entries // streams), seed + part) for part in range(streams)]
-    return Trial(lambda: reduce(parts))
+    size = max(part.size for part in parts)
+    for part in parts:
+        part.size = size
+    messages = [formats.encode(part) for part in parts]
+    return Trial(lambda: formats.reduce_messages(messages, parts[0], SUM))
 
 
 def _scatter(entries: int, seed: int) -> Trial:
