@@ -8,30 +8,43 @@ from pathlib import Path
 from typing import Any
 
 from sparcel.bench.contenders import DENSE
+from sparcel.bench.engines import Engine
 from sparcel.bench.inputs import CLUSTERS, Case
 from sparcel.bench.results import Cell
 from sparcel.cost import LOSSLESS, NAMES, Problem, Rates, predict
+from sparcel.cost.measure import measure
 from sparcel.errors import InputError, known
+
+NOW = "now"
+"""In place of a file of rates: measure them, before all else."""
 
 _CLOSE = 0.25
 
 
-def load_rates(files: Mapping[str, str], engines: list[str]) -> dict[str, Rates]:
-    """Read the rates of engines, by name; those under "" serve all others.
+def rates_for(engines: Sequence[Engine], sources: Mapping[str, str]) -> dict[str, Rates]:
+    """Return the rates of engines, by name, from a file or measured now; all ranks call.
+
+    Parameters
+    ----------
+    sources
+        By engine, the file of what `sparcel plan` measured, or `NOW`; under "" for all others.
 
     Raises
     ------
     InputError
         When an engine is not there, or a file holds no rates.
     """
-    for name in files:
-        if name:
-            known(name, engines, "engine")
+    names = [engine.name for engine in engines]
+    for name in filter(None, sources):
+        known(name, names, "engine")
     rates = {}
-    for name in engines:
-        if (file := files.get(name, files.get(""))) is not None:
+    for engine in engines:
+        source = sources.get(engine.name, sources.get(""))
+        if source == NOW:
+            rates[engine.name] = measure(engine.comm, engine.name)
+        elif source is not None:
             try:
-                rates[name] = Rates.from_json(Path(file).read_text())
+                rates[engine.name] = Rates.from_json(Path(source).read_text())
             except OSError as error:
                 raise InputError(f"can't read rates: {error}") from error
     return rates

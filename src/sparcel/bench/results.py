@@ -71,6 +71,8 @@ class Results:
     ----------
     network
         ``description``, ``nodes``, ``ranks_per_node``, ``rate_bits_per_s`` (None: unknown).
+    rates
+        What predictions rest on, by engine, as `sparcel.cost.Rates` writes it.
     """
 
     command: str
@@ -78,6 +80,7 @@ class Results:
     world_size: int
     machine: dict[str, Any] = field(default_factory=lambda: machine())
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    rates: dict[str, Any] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from sparcel.bench.contenders import DENSE, contender
 from sparcel.bench.engines import Engine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.measure import Measured, measure, merged
-from sparcel.bench.predicted import load_rates, predicted, verdict
+from sparcel.bench.predicted import predicted, rates_for, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
 from sparcel.cost import Rates
@@ -46,7 +47,8 @@ def run(settings: Settings, console: Console) -> Results:
         comm = engines[0].comm
         _share_cores(comm.size)
         results = Results(settings.command, network(settings, comm.size), comm.size)
-        rates = load_rates(settings.rates, [engine.name for engine in engines])
+        rates = rates_for(engines, settings.rates)
+        results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
         groups = list(_groups(settings, engines, results.network["ranks_per_node"]))
         runs = settings.rounds * sum(map(len, groups))
         with report.progress(console if comm.rank == 0 else None, runs) as show:

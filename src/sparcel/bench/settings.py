@@ -27,7 +27,7 @@ class Settings:
     gradients
         File of real gradients, for the distribution ``"file"``; their length is then the size.
     rates
-        Files of what `sparcel plan` measured, by engine; under "" for all others.
+        By engine, where predictions come from: see `sparcel.bench.predicted.rates_for`.
     rate_bits_per_s
         What a node's link carries, where the environment does not tell.
     """

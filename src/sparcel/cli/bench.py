@@ -75,8 +75,8 @@ def measure(
     rates: Annotated[
         str,
         typer.Option(
-            help="What `sparcel plan` measured, to show its predictions beside: a file, or one for "
-            "each engine, gloo=FILE,mpi=FILE."
+            help="Show what the cost model predicts beside: from what `sparcel plan` measured, a "
+            "file or one for each engine, gloo=FILE,mpi=FILE; or measured now.",
         ),
     ] = "",
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
@@ -111,7 +111,7 @@ def measure(
         rounds=rounds,
         whole_step=whole_step,
         gradients=None if gradients is None else str(gradients.resolve()),
-        rates=dict(_rates_file(item) for item in _items(rates)),
+        rates=dict(_rates_source(item) for item in _items(rates)),
         rate_bits_per_s=None if rate is None else parse_rate(rate),
         json=None if json is None else str(json.resolve()),
         command=shlex.join(["sparcel", *sys.argv[1:]]),
@@ -134,9 +134,9 @@ def _share(text: str) -> float:
         raise InputError(f"a density is a share such as 0.01, got {text!r}") from None
 
 
-def _rates_file(item: str) -> tuple[str, str]:
-    engine, _, file = item.rpartition("=")
-    return engine, str(Path(file).resolve())
+def _rates_source(item: str) -> tuple[str, str]:
+    engine, _, source = item.rpartition("=")
+    return engine, source if source == "now" else str(Path(source).resolve())
 
 
 @bench.command("plot")
