@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the kernels' tests under the address and undefined-behaviour sanitizers: builds the extension
+# Runs the tests of the kernels, and of what else is C++, under the address and undefined-behaviour sanitizers: builds the extension
 # with them beside the installed one and loads it in its place. Needs the development environment's
 # `python` first on PATH.
 set -euo pipefail
@@ -24,4 +24,4 @@ LD_PRELOAD=$runtime \
     ASAN_OPTIONS=detect_leaks=0 \
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     SPARCEL_CPU_DIRECTORY=$build \
-    python -m pytest tests/kernels -q -p tests.kernels.sanitized "$@"
+    python -m pytest tests/kernels tests/comm/test_mesh.py tests/formats -q -p tests.kernels.sanitized "$@"

@@ -1,0 +1,149 @@
+"""Messages over sockets: whole, in order, bounded, and never waited for in vain."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import _cpu
+
+OK, LOST, LATE, TOO_LONG = range(4)
+
+
+def pair() -> tuple[_cpu.Mesh, _cpu.Mesh]:
+    """Two ranks that are connected."""
+    first, second = socket.socketpair()
+    return _cpu.Mesh([-1, first.detach()]), _cpu.Mesh([second.detach(), -1])
+
+
+@pytest.fixture
+def half() -> Iterator[tuple[_cpu.Mesh, socket.socket]]:
+    """Rank 0, and the bare socket of rank 1."""
+    first, second = socket.socketpair()
+    yield _cpu.Mesh([-1, first.detach()]), second
+    second.close()
+
+
+def addresses(parts: list[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(part.data_ptr(), part.numel()) for part in parts]
+
+
+def content(length: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).to(
+        torch.uint8
+    )
+
+
+lengths = st.one_of(
+    st.integers(0, 40), st.sampled_from([16375, 16376, 16377, 16384, 16385, 70_000, 1_500_000])
+)
+
+
+@given(st.lists(st.tuples(st.lists(lengths, max_size=5), lengths), min_size=1, max_size=6))
+def test_messages_in_parts_arrive_whole_and_in_order(rounds):
+    """One rank sends all of its messages before the other one's second is due."""
+    one, two = pair()
+    arrived = {0: [], 1: []}
+    sent = {
+        0: [[content(length, seed) for seed, length in enumerate(parts)] for parts, _ in rounds],
+        1: [[content(length, 7)] for _, length in rounds],
+    }
+
+    def run(rank: int, mesh: _cpu.Mesh) -> None:
+        other = 1 - rank
+        for parts, theirs in zip(sent[rank], sent[other], strict=True):
+            due = sum(part.numel() for part in theirs)
+            messages, fault, *_ = mesh.exchange([(other, addresses(parts))], [(other, due)], 60.0)
+            assert fault == OK
+            arrived[rank] += messages
+
+    thread = threading.Thread(target=run, args=(0, one))
+    thread.start()
+    run(1, two)
+    thread.join()
+    for rank in (0, 1):
+        for message, parts in zip(arrived[rank], sent[1 - rank], strict=True):
+            assert message.data_ptr() % 8 == 0
+            assert torch.equal(message, torch.cat([torch.empty(0, dtype=torch.uint8), *parts]))
+
+
+def test_what_comes_early_waits_for_its_exchange(half):
+    mesh, peer = half
+    bodies = [bytes([number]) * (number * 5000) for number in range(8)]
+    peer.setblocking(False)
+    with suppress(BlockingIOError):
+        for body in bodies:
+            peer.sendall(len(body).to_bytes(8, "little") + body)
+    for body in bodies:
+        (message,), fault, *_ = mesh.exchange([], [(1, len(body))], 5.0)
+        assert fault == OK
+        assert bytes(message.numpy()) == body
+
+
+def test_a_message_above_its_bound_is_refused_before_it_is_read(half):
+    mesh, peer = half
+    peer.sendall((1 << 60).to_bytes(8, "little"))
+    assert mesh.exchange([], [(1, 100)], 5.0)[1:] == (TOO_LONG, 1, 1 << 60)
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc", (100).to_bytes(8, "little") + b"half"])
+def test_a_peer_that_is_gone_is_lost(half, sent):
+    mesh, peer = half
+    peer.sendall(sent)
+    assert mesh.broken() == 2
+    peer.close()
+    assert mesh.broken() == 1
+    assert mesh.exchange([], [(1, 100)], 5.0)[1:3] == (LOST, 1)
+
+
+def test_sending_to_a_peer_that_is_gone_raises_no_signal(half):
+    mesh, peer = half
+    peer.close()
+    message = content(10, 0)
+    assert mesh.exchange([(1, addresses([message]))], [], 5.0)[1:3] == (LOST, 1)
+
+
+def test_the_last_message_of_a_peer_that_leaves_is_received(half):
+    mesh, peer = half
+    peer.sendall((3).to_bytes(8, "little") + b"bye")
+    peer.close()
+    (message,), fault, *_ = mesh.exchange([], [(1, 3)], 5.0)
+    assert fault == OK
+    assert bytes(message.numpy()) == b"bye"
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_silent_peer_is_late(half, sends):
+    mesh, _ = half
+    message = content(64 << 20, 0)  # more than sockets hold
+    leaving = [(1, addresses([message]))] if sends else []
+    start = time.monotonic()
+    assert mesh.exchange(leaving, [] if sends else [(1, 10)], 0.3)[1:3] == (LATE, 1)
+    assert time.monotonic() - start >= 0.3
+
+
+def test_shutting_ends_a_wait(half):
+    mesh, _ = half
+    threading.Timer(0.1, mesh.shut).start()
+    assert mesh.exchange([], [(1, 10)], 60.0)[1:3] == (LOST, 1)
+
+
+def test_ctrl_c_ends_a_wait(half):
+    mesh, _ = half
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        mesh.exchange([], [(1, 10)], 60.0)
+
+
+def test_a_peer_that_does_not_exist_is_refused(half):
+    mesh, _ = half
+    with pytest.raises(ValueError, match="no such peer"):
+        mesh.exchange([], [(7, 10)], 1.0)

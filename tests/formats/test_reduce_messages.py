@@ -1,0 +1,82 @@
+"""Messages reduced where they lie: as if decoded first; what can not be read is refused."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import SparseStream, formats
+from sparcel.errors import SparcelError
+from sparcel.formats.header import HEADER_BYTES
+from sparcel.ops import SUM
+from sparcel.stream import reduce
+from tests.strategies import DTYPES, OPS, index_sets, make_stream, same_stream
+
+NAMED = [op for name, op in OPS.items() if name != "circle"]
+
+
+@st.composite
+def alike(draw):
+    """Draw an operation, and sparse streams that it can reduce."""
+    size, dtype, op = draw(st.integers(1, 300)), draw(st.sampled_from(DTYPES)), None
+    op = draw(st.sampled_from(NAMED))
+    count = draw(st.integers(2, 9))
+    streams = [make_stream(draw(index_sets(size)), rank, size, dtype, op) for rank in range(count)]
+    for stream in streams:
+        stream.finite = draw(st.sampled_from([True, True, True, False]))
+    return op, streams
+
+
+@given(alike())
+def test_it_equals_decoding_and_reducing(case):
+    op, streams = case
+    messages = [formats.encode(stream) for stream in streams]
+    total = formats.reduce_messages(messages, streams[0], op)
+    assert total is not None
+    expected = reduce([formats.decode(message) for message in messages], op)
+    assert total.finite == expected.finite
+    assert same_stream(total, expected)
+
+
+@given(alike(), st.integers(0, 10**6), st.integers(1, 255))
+def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
+    """Where a byte is wrong, it does not read out of bounds, and decoding says what is wrong."""
+    op, streams = case
+    messages = [formats.encode(stream) for stream in streams]
+    corrupt = messages[-1].clone()
+    corrupt[position % corrupt.numel()] ^= flip
+    total = formats.reduce_messages([*messages[:-1], corrupt], streams[0], op)
+    try:
+        decoded = formats.decode(corrupt, streams[0])
+    except SparcelError:
+        assert total is None
+        return
+    if total is not None:
+        assert not decoded.is_dense
+        assert total.size == streams[0].size
+
+
+@given(alike(), st.data())
+def test_a_truncated_message_is_refused(case, data):
+    op, streams = case
+    messages = [formats.encode(stream) for stream in streams]
+    short = messages[0][: data.draw(st.integers(0, messages[0].numel() - 1))].clone()
+    assert formats.reduce_messages([short, *messages[1:]], streams[0], op) is None
+
+
+def test_what_takes_decoding_is_left_to_it():
+    sparse = make_stream([1, 3], 0, 40)
+    rows = make_stream([1, 3], 0, 40, width=2)
+    dense = SparseStream(None, torch.ones(40), 40)
+    other = make_stream([1, 3], 0, 41)
+    double = make_stream([1, 3], 0, 40, torch.float64)
+    message = formats.encode(sparse)
+    for stream in (rows, dense, other, double):
+        pair = [message, formats.encode(stream)]
+        assert formats.reduce_messages(pair, sparse, SUM) is None
+    assert formats.reduce_messages([message], sparse, SUM) is None
+    assert formats.reduce_messages([message, message], sparse, OPS["circle"]) is None
+    quantized = formats.Qsgd(bits=4).encode(dense, 0, 0)
+    assert formats.reduce_messages([message, quantized], sparse, SUM) is None
+    unaligned = torch.cat((torch.zeros(1, dtype=torch.uint8), message))[1:]
+    assert formats.reduce_messages([message, unaligned], sparse, SUM) is None
+    assert message.numel() == HEADER_BYTES + 16
