@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from sparcel.comm import mpi_exit
 from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.comm.fate import StoreFate
 from sparcel.comm.lifeline import Lifeline
@@ -135,7 +136,9 @@ class MpiCommunicator(ConnectedCommunicator):
         CommunicationError
             When not all ranks came within ``timeout`` seconds.
         """
-        return cls(MpiMeeting.of(comm, timeout))
+        connected = cls(MpiMeeting.of(comm, timeout))
+        mpi_exit.remember(connected._fate)
+        return connected
 
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
         """See `Communicator.gather`; small messages go by MPI's own all-gather."""
