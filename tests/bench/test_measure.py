@@ -9,7 +9,7 @@ import torch
 
 from sparcel import formats, kernels, simulate
 from sparcel.bench import phases
-from sparcel.bench.contenders import Contender
+from sparcel.bench.baselines import Contender
 from sparcel.bench.inputs import Case
 from sparcel.bench.measure import Measured, measure
 from sparcel.bench.phases import Stopwatch, watched

@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from sparcel.bench.contenders import Contender
+from sparcel.bench.baselines import Contender
 from sparcel.bench.phases import PHASES, watched
 from sparcel.comm import Communicator, Traffic
 from sparcel.ops import MAX, SUM, Op

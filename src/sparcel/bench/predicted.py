@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparcel.bench.contenders import DENSE
+from sparcel.bench.baselines import DENSE
 from sparcel.bench.engines import Engine
 from sparcel.bench.inputs import CLUSTERS, Case
 from sparcel.bench.results import Cell

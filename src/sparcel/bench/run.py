@@ -14,7 +14,8 @@ from rich.console import Console
 from torch import Tensor
 
 from sparcel.bench import contenders, report
-from sparcel.bench.contenders import DENSE, contender
+from sparcel.bench.baselines import DENSE
+from sparcel.bench.contenders import contender
 from sparcel.bench.engines import Engine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.measure import Measured, measure, merged
