@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.mpi_pool import MpiPool
 from tests.workers import Pool
 
 # No deadline: a busy machine is no failure. The parent is Hypothesis' own profile, which in CI is
@@ -21,8 +22,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def run_on() -> Iterator[Callable[..., list[Any]]]:
+def run_on_gloo() -> Iterator[Callable[..., list[Any]]]:
     """Run a function on real processes: see `tests.workers`."""
     pool = Pool()
+    yield pool.run_on
+    pool.kill()
+
+
+@pytest.fixture
+def run_on(run_on_gloo: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Run a function on the engine that a test needs, or that is as good as any."""
+    return run_on_gloo
+
+
+@pytest.fixture(scope="session")
+def run_on_mpi() -> Iterator[Callable[..., list[Any]]]:
+    """Run a function on the ranks of an MPI job: see `tests.mpi_pool`."""
+    pool = MpiPool()
     yield pool.run_on
     pool.kill()

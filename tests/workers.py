@@ -40,17 +40,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sparcel.comm.process_group import TorchCommunicator, connect
+from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.comm.process_group import connect
 from sparcel.errors import CommunicationError
 
 WORLD_SIZES = (2, 3, 4, 8)
 PATIENCE_SECONDS = 240.0
 """Longer than anything takes on a busy machine: it turns a deadlock into a failure."""
+
+_UNKNOWN = -1
+"""The exit code of a process that is nobody's child here."""
 
 _GRACE_SECONDS = 20.0
 """How long the other ranks have to end after one raised."""
@@ -83,10 +88,10 @@ class World:
 
 
 class Pool:
-    """Worker processes, some of which form a world."""
+    """Worker processes, some of which form a world; what they are is for `hire` to say."""
 
     def __init__(self) -> None:
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._world: World | None = None
         self._worlds = 0
         # Here and not at rank 0, whose death would take it along.
@@ -104,14 +109,28 @@ class Pool:
     def form(self, world_size: int, timeout: float) -> None:
         """Let the first workers leave their world, if any, and join a new one."""
         self._leave()
-        while len(self._workers) < world_size:
-            self._workers.append(_Worker())
+        self.hire(world_size)
         self._worlds += 1
         self._world = World(world_size, self._store.port, f"world{self._worlds}", timeout)
-        outcomes = self.call(_join, self._world)
+        outcomes = self.call(self.join, self._world)
         if any(outcome.error is not None or outcome.died is not None for outcome in outcomes):
             self.kill()
             raise RuntimeError(f"the workers could not form a world: {outcomes}")
+
+    @property
+    def join(self) -> Callable[[int, World], None]:
+        """What workers do to join a world."""
+        return _join
+
+    @property
+    def part(self) -> Callable[[int], None]:
+        """What workers do to leave it."""
+        return _part
+
+    def hire(self, count: int) -> None:
+        """See that there are so many workers."""
+        while len(self._workers) < count:
+            self._workers.append(_start_worker())
 
     def call(
         self, action: Callable[..., Any], *args: Any, grace: float = PATIENCE_SECONDS
@@ -124,7 +143,7 @@ class Pool:
         workers = self._workers[: self._world.size]
         for rank, worker in enumerate(workers):
             worker.send(action, rank, *args)
-        outcomes: dict[_Worker, Outcome] = {}
+        outcomes: dict[Worker, Outcome] = {}
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(outcomes) < len(workers):
             late = {worker.pipe: worker for worker in workers if worker not in outcomes}
@@ -149,7 +168,7 @@ class Pool:
     def _leave(self) -> None:
         if self._world is None:
             return
-        outcomes = self.call(_part)
+        outcomes = self.call(self.part)
         self._world = None
         if any(outcome.error is not None or outcome.died is not None for outcome in outcomes):
             self.kill()
@@ -184,14 +203,19 @@ def _raise_first(outcomes: Sequence[Outcome]) -> None:
         raise error
 
 
-class _Worker:
-    """A process, and the pipe to it."""
+def _start_worker() -> Worker:
+    pipe, theirs = _processes.Pipe()
+    process = _processes.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return Worker(pipe, process)
 
-    def __init__(self) -> None:
-        self.pipe, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+
+class Worker:
+    """The pipe to a process, and the process where it is a child."""
+
+    def __init__(self, pipe: Connection, process: BaseProcess | None = None) -> None:
+        self.pipe, self.process = pipe, process
 
     def send(self, *request: Any) -> None:
         message = pickle.dumps(request)
@@ -202,25 +226,29 @@ class _Worker:
         try:
             outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
+            if self.process is None:
+                return Outcome(died=_UNKNOWN)
             self.process.join()
             return Outcome(died=self.process.exitcode)
         return outcome
 
     def kill(self, show_stack: bool) -> None:
-        if show_stack and self.process.is_alive():
-            os.kill(self.process.pid or 0, signal.SIGUSR1)
-            time.sleep(0.5)
-        self.process.kill()
-        self.process.join()
+        if self.process is not None:
+            if show_stack and self.process.is_alive():
+                os.kill(self.process.pid or 0, signal.SIGUSR1)
+                time.sleep(0.5)
+            self.process.kill()
+            self.process.join()
         self.pipe.close()
 
 
 # What follows runs in the workers.
 
-_joined: list[TorchCommunicator] = []
+joined: list[ConnectedCommunicator] = []
 
 
-def _serve(pipe: Connection) -> None:
+def serve(pipe: Connection) -> None:
+    """Do what comes through the pipe, and answer how it ended, until the pipe is closed."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     # Otherwise Gloo looks up the machine's own name, for seconds where no name server answers.
@@ -252,7 +280,7 @@ def _store(port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-def _join(rank: int, world: World) -> None:
+def join_gloo(rank: int, world: World) -> None:
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(world.name, _store(world.port)),
@@ -260,13 +288,17 @@ def _join(rank: int, world: World) -> None:
         world_size=world.size,
         timeout=timedelta(seconds=world.timeout),
     )
-    _joined.append(connect(None))
+
+
+def _join(rank: int, world: World) -> None:
+    join_gloo(rank, world)
+    joined.append(connect(None))
 
 
 def _run(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return function(_joined[0], *args)
+    return function(joined[0], *args)
 
 
 def _part(rank: int) -> None:
-    _joined.pop().close()
+    joined.pop().close()
     dist.destroy_process_group()

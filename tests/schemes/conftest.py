@@ -1,0 +1,9 @@
+"""What runs on real processes here runs on every engine."""
+
+import pytest
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def run_on(request):
+    """Run a function on real processes, over Gloo or MPI: see `tests.workers`."""
+    return request.getfixturevalue("run_on_gloo" if request.param == "gloo" else "run_on_mpi")
