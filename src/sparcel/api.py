@@ -29,6 +29,7 @@ def all_reduce(
     algorithm: str = ...,
     group: Group = ...,
     async_op: Literal[False] = ...,
+    max_nnz: int | None = ...,
 ) -> SparseStream: ...
 @overload
 def all_reduce(
@@ -38,6 +39,7 @@ def all_reduce(
     group: Group = ...,
     *,
     async_op: Literal[True],
+    max_nnz: int | None = ...,
 ) -> Handle[SparseStream]: ...
 def all_reduce(
     stream: SparseStream,
@@ -45,6 +47,7 @@ def all_reduce(
     algorithm: str = "auto",
     group: Group = None,
     async_op: bool = False,
+    max_nnz: int | None = None,
 ) -> SparseStream | Handle[SparseStream]:
     """Reduce the streams of all ranks, coordinate by coordinate; every rank gets the result.
 
@@ -58,12 +61,16 @@ def all_reduce(
     algorithm
         ``"dense"``, ``"allgather"``, ``"recursive_doubling"``, ``"halving_doubling"``,
         ``"split_allgather"``, ``"ring"``, or ``"auto"``: whichever the cost model predicts to be
-        the fastest for the most entries that a rank has, which the ranks tell each other first. It
-        goes by the communicator's ``rates``, see `sparcel.cost.measure`.
+        the fastest for the most entries that a rank has, which the ranks tell each other first
+        unless ``max_nnz`` does. It goes by the communicator's ``rates``, see
+        `sparcel.cost.measure`.
     group
         A torch process group, a sparcel communicator, or None for torch's default group.
     async_op
         Return a `Handle` at once; its ``wait()`` gives the result.
+    max_nnz
+        The most entries that the stream of any rank has, if all ranks know it and give the same: it
+        saves rounds, and room for what may come.
 
     Returns
     -------
@@ -75,7 +82,8 @@ def all_reduce(
     Raises
     ------
     InputError
-        For an unknown operation or algorithm, or a stream on the wrong device.
+        For an unknown operation or algorithm, a stream on the wrong device, or one with more
+        entries than ``max_nnz``.
     MismatchError
         When ranks differ in size, dtype or width.
     CommunicationError
@@ -85,7 +93,16 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     check_algorithm(algorithm, op)
-    return _start(comm, lambda: _apart(_all_reduce(stream, comm, op, algorithm), stream), async_op)
+
+    def job() -> SparseStream:
+        if max_nnz is not None and stream.nnz > max_nnz:
+            raise InputError(
+                f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for one of"
+                f" {stream.nnz}; leave it out where ranks do not know each other's"
+            )
+        return _apart(_all_reduce(stream, comm, op, algorithm, max_nnz), stream)
+
+    return _start(comm, job, async_op)
 
 
 @overload

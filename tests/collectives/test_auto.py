@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sparcel
 from sparcel import SparseStream, collectives, cost, simulate
 from sparcel.collectives import ALGORITHMS
+from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM
 from tests.strategies import CIRCLE, case_of, dense_reference, full
 
@@ -64,16 +66,29 @@ def test_the_model_decides(size, k, world):
     assert seconds[name] == min(seconds.values())
 
 
+def one_entry(comm, max_nnz=None):
+    """Return how many messages a sum of one entry a rank takes from this rank."""
+    stream = SparseStream(torch.tensor([comm.rank]), torch.ones(1), 40)
+    total = sparcel.all_reduce(stream, group=comm, max_nnz=max_nnz)
+    assert torch.equal(total.to_dense(), torch.arange(40).lt(comm.size).float())
+    return comm.traffic.messages_sent
+
+
 def test_a_bound_spares_the_exchange_of_counts():
-    def rounds(max_nnz):
-        def on_rank(comm):
-            stream = SparseStream(torch.tensor([comm.rank]), torch.ones(1), 40)
-            collectives.all_reduce(stream, comm, max_nnz=max_nnz)
-            return comm.traffic.messages_sent
+    without, with_bound = (
+        simulate(8, lambda comm: one_entry(comm, bound)).results  # noqa: B023
+        for bound in (None, 1)
+    )
+    assert [more - less for more, less in zip(without, with_bound, strict=True)] == [3] * 8
 
-        return simulate(8, on_rank).results
 
-    assert [more - less for more, less in zip(rounds(None), rounds(1), strict=True)] == [3] * 8
+def test_a_bound_that_is_none_is_named():
+    def on_rank(comm):
+        bound = 0 if comm.rank == 2 else 1
+        with pytest.raises((InputError, CommunicationError), match="got 0 for one of 1"):
+            one_entry(comm, bound)
+
+    simulate(4, on_rank)
 
 
 def test_rates_of_the_communicator_decide(taken):
