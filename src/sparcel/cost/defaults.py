@@ -9,7 +9,8 @@ from sparcel.errors import InputError
 
 _WORK = {  # seconds a call, seconds a unit
     "select": (30e-6, 0.35e-9),
-    "topk": (30e-6, 3e-9),
+    "topk": (40e-6, 6e-9),
+    "largest": (20e-6, 3e-9),
     "merge": (15e-6, 2e-9),
     "merge.many": (20e-6, 4e-9),
     "scatter": (10e-6, 2e-9),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from statistics import median
 from time import perf_counter
 
@@ -21,8 +23,15 @@ _FLOATS = (64, 1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
 _ENTRIES = (16, 1 << 10, 16 << 10, 128 << 10, 1 << 20)
 _COORDINATES = (256, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
 
-_BUDGET_SECONDS, _FEWEST, _MOST = 0.06, 3, 15
-"""How long a point is timed, and how often at least and at most; once where it is slow."""
+_PASSES = 3
+"""Everything is timed so many times over, so that what disturbs the machine for a while disturbs
+a part of each point's samples alone."""
+
+_BUDGET_SECONDS, _MOST = 0.02, 5
+"""How long a point is timed in a pass, and how often at most; once where it is slow."""
+
+_LONG_SECONDS = 0.15
+"""What takes longer is timed once in a pass: no first call weighs there."""
 
 _SLOW_SECONDS = 0.6
 """A curve ends at the first amount that takes longer; beyond it, time is in proportion."""
@@ -55,48 +64,88 @@ def measure(comm: Communicator, description: str = "") -> Rates:
     if comm.size < 2:
         raise InputError("there is nothing to measure between ranks where there is only one")
     here = comm.run(lambda: consecutive_per_node(comm))
-    curves = {}
-    for name, make in trials.exchanges(comm, here):
-        curves[name] = _curve(comm, make, _MESSAGES)
-    for kind in (torch.float32, torch.bfloat16):
-        name = str(kind).replace("torch", "dense")
-        amounts = [kind.itemsize * floats for floats in _FLOATS]
-        curves[name] = _curve(comm, trials.engine_sum(comm, kind), amounts)
-    work = trials.work(comm.size, comm.rank)
-    for name, make in work.items():
-        counts = _COORDINATES if name in ("select", "fill", "add") else _ENTRIES
-        scale = 8 if name == "encode" else 1  # bytes
-        curves[name] = _curve(comm, make, [scale * count for count in counts], _LOOP_SECONDS)
-    crowding = _crowding(comm, work["merge"])
+    points = [
+        _Point(name, amount, make, loop_seconds)
+        for name, amounts, make, loop_seconds in _everything(comm, here)
+        for amount in amounts
+    ]
+    for _ in range(_PASSES):
+        for _, group in groupby(points, key=lambda point: point.name):
+            _sample(comm, list(group))
+    alone = _Point("alone", _CROWD, _alone(comm), _LOOP_SECONDS)
+    together = _Point("together", _CROWD, trials.work(comm.size, 0)["merge"], _LOOP_SECONDS)
+    for _ in range(_PASSES):
+        _sample(comm, [together, alone])
+    curves = {
+        name: Curve(tuple((float(point.amount), point.seconds) for point in group if point.samples))
+        for name, group in groupby(points, key=lambda point: point.name)
+    }
+    crowding = max(1.0, together.seconds / alone.seconds)
     return Rates(curves, comm.size, here, crowding, description=description)
 
 
-def _curve(
-    comm: Communicator,
-    make: Callable[[int], Trial],
-    amounts: Iterable[int],
-    loop_seconds: float = 0.0,
-) -> Curve:
-    points = []
-    for amount in amounts:
-        seconds = _time(comm, make(amount), loop_seconds)
-        points.append((float(amount), seconds))
-        if seconds > _SLOW_SECONDS:
-            break
-    return Curve(tuple(points))
+_CROWD = 1 << 16
+"""Entries that are merged by all ranks, and by one alone."""
 
 
-def _time(comm: Communicator, trial: Trial, loop_seconds: float) -> float:
-    """Return the seconds of one of the trial's rounds, the same on all ranks."""
-    own = round(1e9 * _once(comm, trial, 1))  # and pages, connections, caches
-    pilot = max(comm.run(lambda: comm.gather_numbers(own))) / 1e9
-    repeats = max(1, min(1000, round(loop_seconds / max(pilot, 1e-6))))
-    each = max(pilot * repeats, 1e-6)
-    count = max(_FEWEST if each < _SLOW_SECONDS else 1, min(_MOST, round(_BUDGET_SECONDS / each)))
-    seconds = torch.tensor([_once(comm, trial, repeats) for _ in range(count)])
-    comm.run(lambda: comm.all_reduce(seconds, MAX))
-    slowest: list[float] = seconds.tolist()
-    return median(slowest) / repeats / trial.rounds
+@dataclass(eq=False)
+class _Point:
+    """One point of a curve, with what was timed so far: the slowest rank's seconds, a round."""
+
+    name: str
+    amount: int
+    make: Callable[[int], Trial]
+    loop_seconds: float
+    repeats: int = 0
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return median(self.samples)
+
+
+def _everything(
+    comm: Communicator, here: int
+) -> Iterator[tuple[str, Sequence[int], Callable[[int], Trial], float]]:
+    """Yield each curve's name, the amounts to time, what makes a trial, and how long it loops."""
+    for name, make in trials.exchanges(comm, here):
+        to_all = name.endswith(("rotate", "gather"))  # P−1 messages, of a P-th each
+        yield name, _MESSAGES[: -1 if to_all else None], make, 0.0
+    for kind in (torch.float32, torch.bfloat16):
+        name, make = str(kind).replace("torch", "dense"), trials.engine_sum(comm, kind)
+        yield name, [kind.itemsize * floats for floats in _FLOATS], make, 0.0
+    for name, make in trials.work(comm.size, comm.rank).items():
+        counts = _COORDINATES if name in ("select", "fill", "add") else _ENTRIES
+        scale = 8 if name == "encode" else 1  # bytes
+        yield name, [scale * count for count in counts], make, _LOOP_SECONDS
+
+
+def _alone(comm: Communicator) -> Callable[[int], Trial]:
+    """Return what makes a trial of merging on rank 0, and of nothing on the others."""
+    merge = trials.work(comm.size, 0)["merge"]
+    return lambda amount: merge(amount) if comm.rank == 0 else Trial(lambda: None)
+
+
+def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
+    """Time a curve's points some more, up to the first that is slow."""
+    for point in curve:
+        trial = point.make(point.amount)
+        own = round(1e9 * _once(comm, trial, 1))  # and pages, connections, caches
+        pilot = max(comm.run(lambda: comm.gather_numbers(own))) / 1e9  # noqa: B023
+        if not point.repeats:
+            point.repeats = max(1, min(1000, round(point.loop_seconds / max(pilot, 1e-6))))
+        if pilot > _LONG_SECONDS:
+            point.samples.append(pilot / trial.rounds)
+        else:
+            each = max(pilot * point.repeats, 1e-6)
+            count = max(1, min(_MOST, round(_BUDGET_SECONDS / each)))
+            seconds = torch.tensor([_once(comm, trial, point.repeats) for _ in range(count)])
+            comm.run(lambda: comm.all_reduce(seconds, MAX))  # noqa: B023
+            slowest: list[float] = seconds.tolist()
+            point.samples += [second / point.repeats / trial.rounds for second in slowest]
+        if point.seconds * trial.rounds > _SLOW_SECONDS:
+            return
 
 
 def _once(comm: Communicator, trial: Trial, repeats: int) -> float:
@@ -110,11 +159,3 @@ def _once(comm: Communicator, trial: Trial, repeats: int) -> float:
     start = perf_counter()
     comm.run(job)
     return perf_counter() - start
-
-
-def _crowding(comm: Communicator, make: Callable[[int], Trial]) -> float:
-    """Return how many times as long work takes while all ranks do it, as on one alone."""
-    trial, idle = make(1 << 16), Trial(lambda: None)
-    together = _time(comm, trial, 5 * _LOOP_SECONDS)
-    alone = _time(comm, trial if comm.rank == 0 else idle, 5 * _LOOP_SECONDS)
-    return max(1.0, together / alone)

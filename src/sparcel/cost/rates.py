@@ -85,6 +85,7 @@ DENSE = ("dense.float32", "dense.bfloat16")
 WORK = {
     "select": "coordinates",
     "topk": "entries",
+    "largest": "entries",
     "merge": "entries of two messages",
     "merge.many": "entries of all ranks' messages",
     "scatter": "entries",
@@ -97,9 +98,9 @@ WORK = {
 }
 """Work on a rank, and what it is measured in, while all ranks do the same.
 
-``select`` adds a gradient to the memory and takes the largest out; ``topk`` takes the largest
-among entries; ``fill`` makes a dense vector of zeros, ``add`` adds two; ``without`` gives back what
-did not win.
+``select`` adds a gradient to the memory and takes the largest out; ``topk`` parts entries into the
+larger half and the rest, of which ``largest`` makes nothing; ``fill`` makes a dense vector of
+zeros, ``add`` adds two; ``without`` gives back what did not win.
 """
 
 

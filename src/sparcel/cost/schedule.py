@@ -25,7 +25,7 @@ def dense(problem: Problem) -> Iterator[Step]:
 def allgather(problem: Problem) -> Iterator[Step]:
     """Return the steps of `sparcel.collectives.allgather`."""
     yield Work("encode", problem.message(problem.k))
-    yield from gather(problem, problem.message(problem.k), entries=0)
+    yield from gather(problem, problem.message(problem.k), entries=None)
     yield from merge_all(problem, problem.k, problem.size)
 
 
@@ -96,7 +96,7 @@ def ring(problem: Problem) -> Iterator[Step]:
 def gather(
     problem: Problem,
     block: float,
-    entries: float,
+    entries: float | None,
     largest: float = 0.0,
     at_most: float = 0.0,
     inside: bool = False,
@@ -106,29 +106,33 @@ def gather(
     Parameters
     ----------
     block, entries
-        Bytes of a rank's message, and entries in it that are to be decoded.
+        Bytes of a rank's message, and entries in it that are to be decoded, if it is.
     largest, at_most
         Bytes of the largest message, and the bound that its receivers know, where these are more.
     """
     ranks, largest = problem.ranks, max(largest, block)
     if 1 < ranks <= DIRECT_RANKS and max(largest, at_most) <= DIRECT_BYTES:
         yield Exchange("gather", largest, ranks - 1, inside=inside)
-        yield Work("decode", ranks * entries)
-        return
+    else:
+        yield from _bruck(problem, block, largest, inside)
+    if entries is not None:
+        yield Work("decode", entries, times=ranks)
+
+
+def _bruck(problem: Problem, block: float, largest: float, inside: bool) -> Iterator[Step]:
     distance = 1
     while distance < problem.ranks:
         count = min(distance, problem.ranks - distance)
         nbytes = largest + (count - 1) * block
         yield Exchange("shift", nbytes, distance=distance, inside=inside)
         distance *= 2
-    yield Work("decode", problem.ranks * entries)
 
 
 def split(problem: Problem, entries: float) -> Iterator[Step]:
     """Return what sends every owner its slice, of ``entries`` for the owner that gets most."""
     if problem.ranks > 1:
         message = problem.message(entries, problem.size / problem.ranks)
-        yield Work("encode", problem.message(problem.k))
+        yield Work("encode", message, times=problem.ranks)
         yield Exchange("rotate", message, problem.ranks - 1)
 
 

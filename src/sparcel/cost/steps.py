@@ -99,16 +99,19 @@ class Work:
         Of the rank that has most to do, in the unit given there.
     busy
         The share of the ranks that do this at the same time.
+    times
+        How often this is done, to such an amount.
     """
 
     kind: str
     amount: float
     busy: float = 1.0
+    times: int = 1
 
     def seconds(self, problem: Problem, rates: Rates) -> float:
         """Return how long this takes, on fewer ranks the less they are in each other's way."""
         shared = max(1.0, rates.crowding * self.busy) / rates.crowding
-        return rates[self.kind](self.amount) * shared
+        return self.times * rates[self.kind](self.amount) * shared
 
 
 Step: TypeAlias = Exchange | EngineSum | Work
@@ -116,6 +119,7 @@ Step: TypeAlias = Exchange | EngineSum | Work
 PHASES = {
     "select": "select",
     "topk": "select",
+    "largest": "select",
     "histogram": "select",
     "without": "select",
     "encode": "encode",

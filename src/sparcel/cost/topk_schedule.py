@@ -47,7 +47,7 @@ def gtopk(problem: Problem) -> Iterator[Step]:
 def gathered_topk(problem: Problem) -> Iterator[Step]:
     """Return the steps of `sparcel.collectives.gathered_topk`."""
     yield from allgather(problem)
-    yield Work("topk", problem.union(problem.ranks))
+    yield Work("largest", problem.union(problem.ranks))
 
 
 def oktopk(problem: Problem) -> Iterator[Step]:
@@ -73,8 +73,9 @@ def oktopk(problem: Problem) -> Iterator[Step]:
         yield from sum_counts(problem, 1024, occupied)
         inside /= 1024
     listed = HEADER_BYTES + 4 * (2 + inside / ranks)
+    yield Work("encode", listed)
     yield from gather(problem, listed, entries=0)
-    yield Work("topk", reduced / ranks)
+    yield Work("largest", reduced / ranks)
     winners = problem.message(k / ranks)
     yield Work("encode", winners)
     yield from gather(problem, winners, k / ranks)
@@ -84,7 +85,9 @@ def sum_counts(problem: Problem, counts: int, nonzero: float) -> Iterator[Step]:
     """Return the sum of the ranks' counts, of which so many in a row are not zero."""
     nonzero = min(max(1, round(nonzero)), counts)
     if problem.ranks <= DIRECT_RANKS:
-        yield from gather(problem, HEADER_BYTES + padded(4 * (1 + nonzero)), entries=0)
+        message = HEADER_BYTES + padded(4 * (1 + nonzero))
+        yield Work("encode", message)
+        yield from gather(problem, message, entries=0)
         return
     # All ranks count much the same bins.
     part = Problem(counts, nonzero, problem.ranks, problem.ranks_per_node, spread=nonzero)

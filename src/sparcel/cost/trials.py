@@ -73,6 +73,7 @@ def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
     return {
         "select": lambda size: _select(size, seed),
         "topk": of_stream(lambda stream: stream.topk(-(-stream.nnz // 2))),
+        "largest": of_stream(lambda stream: stream.largest(-(-stream.nnz // 2))),
         "merge": lambda entries: _merge(entries, 2, seed),
         "merge.many": lambda entries: _merge(entries, ranks, seed),
         "scatter": lambda entries: _scatter(entries, seed),
@@ -152,13 +153,13 @@ def _gather(comm: Communicator, nbytes: int) -> Trial:
     return Trial(lambda: comm.gather(message, nbytes), comm.size - 1)
 
 
-def _stream(entries: int, seed: int) -> SparseStream:
-    """Return a stream whose density is 1 %, or so."""
+def _stream(entries: int, seed: int, gap: int = 100) -> SparseStream:
+    """Return a stream of which one coordinate in ``gap`` is stored, or so."""
     generator = torch.Generator().manual_seed(seed)
-    gaps = torch.randint(1, 200, (entries,), dtype=torch.int32, generator=generator)
+    gaps = torch.randint(1, 2 * gap, (entries,), dtype=torch.int32, generator=generator)
     indices = gaps.cumsum(0, dtype=torch.int32)
     values = torch.randn(entries, generator=generator)
-    return SparseStream.unchecked(indices, values, 200 * max(1, entries))
+    return SparseStream.unchecked(indices, values, 2 * gap * entries)
 
 
 def _select(size: int, seed: int) -> Trial:
@@ -180,7 +181,7 @@ def _merge(entries: int, streams: int, seed: int) -> Trial:
 
 
 def _scatter(entries: int, seed: int) -> Trial:
-    stream = _stream(entries, seed)
+    stream = _stream(entries, seed, gap=12)
     dense = torch.zeros(stream.size)
     assert stream.indices is not None, "made of indices"
     indices = stream.indices

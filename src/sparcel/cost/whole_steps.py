@@ -59,7 +59,7 @@ def oktopk_step(problem: Problem) -> Iterator[Step]:
 def scalecom_step(problem: Problem) -> Iterator[Step]:
     """Return a step of `sparcel.scheme("scalecom")`."""
     yield Work("add", problem.size)
-    yield Work("topk", problem.k, 1 / problem.ranks)
+    yield Work("largest", problem.k, 1 / problem.ranks)
     rounds, index_bytes = (problem.ranks - 1).bit_length(), problem.entry_bytes - problem.itemsize
     for level in range(rounds):
         message = HEADER_BYTES + problem.k * index_bytes / 2 ** (level + 1)
@@ -105,7 +105,7 @@ def _shard_topk(problem: Problem) -> Iterator[Step]:
 def _select(problem: Problem) -> Iterator[Step]:
     """Return what adds the gradient to the memory and takes the k largest out."""
     yield Work("select", problem.size)
-    yield Work("topk", problem.k)
+    yield Work("largest", problem.k)
 
 
 def _sparse_update(problem: Problem, entries: float) -> Iterator[Step]:

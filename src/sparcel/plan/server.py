@@ -28,7 +28,7 @@ def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]
         work = {"select": 0.0, "reduce": 0.0}
         if method in ("topk", "scalecom"):
             busy = 1.0 if method == "topk" else 1 / ranks
-            selecting = (Work("select", problem.size, busy), Work("topk", problem.k, busy))
+            selecting = (Work("select", problem.size, busy), Work("largest", problem.k, busy))
             work["select"] = sum(step.seconds(problem, rates) for step in selecting)
             entries = ranks * problem.k
             updating = (Work("fill", problem.size), Work("scatter", entries), _add(problem))
