@@ -8,9 +8,21 @@ import socket
 import sys
 import threading
 import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparcel.comm import Communicator
+
+TIMEOUT_S = 4.0
+"""What an exchange of `steps` may take."""
+
+_LINGER_S = 3.0
+"""How long rank 0, whose store tells the others what happened, stays for them to read it."""
 
 _PORT = 5000
 _READY = b"r"
+_NAMESPACES = ("user", "mnt", "pid", "net", "uts", "ipc")
 
 
 def transfer(direction: str, total_bytes: int) -> None:
@@ -68,27 +80,80 @@ def _serve(peer: socket.socket, direction: str, share: int) -> None:
 
 def parent(kind: str) -> None:
     """Open a network, run workers that never end, and say what exists; for tests that kill it."""
-    from sparcel.lab import Job, Link, open_network
+    from sparcel.lab import Job, Link, Loopback, open_network
 
-    with open_network(3, Link() if kind == "emulated" else None) as network:
-        here = {os.readlink(f"/proc/self/ns/{name}") for name in ("user", "mnt", "pid", "net")}
+    with open_network(3, None if kind == "loopback" else Link()) as network:
+        here = {os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES}
         namespaces = {os.readlink(f"/proc/self/fd/{fd}") for fd in network.descriptors} - here
-        worker = "import os, time; print(os.getpid(), flush=True); time.sleep(1e6)"
-        with Job(network, [sys.executable, "-c", worker]) as job:
+        with Job(network, [sys.executable, "-c", _worker(kind)], mpi=kind == "mpi") as job:
             lines = job.lines()
             printed = [int(next(lines)[1]) for _ in range(3)]
             known = [process.pid for process in job.processes]
-            pids = known if kind == "emulated" else known + printed
+            pids = known if kind != "loopback" else known + printed
             print(json.dumps({"namespaces": sorted(namespaces), "pids": pids}), flush=True)
             command = sys.stdin.readline().strip()
             if command == "raise":
                 raise RuntimeError("as asked")
+            if command == "return":
+                return
+            if command == "kill node":
+                assert not isinstance(network, Loopback)
+                network.kill_node(1)
             next(lines)
+
+
+def _worker(kind: str) -> str:
+    become_mpi = "from mpi4py import MPI; " if kind == "mpi" else ""
+    return become_mpi + "import os, time; print(os.getpid(), flush=True); time.sleep(1e6)"
+
+
+def steps(engine: str) -> None:
+    """Step a scheme until it fails; tell of the first step, of the error and of the memory."""
+    import torch
+
+    from sparcel.errors import CommunicationError
+    from sparcel.schemes import TopK
+
+    comm = _communicator(engine)
+    topk = TopK(density=0.01)
+    gradient = torch.randn(10_000)
+    topk.step(gradient, comm)
+    print(json.dumps({}), flush=True)
+    while True:
+        assert topk.memory is not None
+        before = topk.memory.clone()
+        start = time.monotonic()
+        try:
+            topk.step(gradient, comm)
+        except CommunicationError as error:
+            seconds = time.monotonic() - start
+            unchanged = torch.equal(topk.memory, before)
+            report = {"error": str(error), "seconds": seconds, "unchanged": unchanged}
+            print(json.dumps(report), flush=True)
+            time.sleep(_LINGER_S)
+            os._exit(0)  # to leave MPI or a process group in order takes all ranks
+
+
+def _communicator(engine: str) -> Communicator:
+    if engine == "mpi":
+        from mpi4py import MPI
+
+        from sparcel.comm.mpi import MpiCommunicator
+
+        return MpiCommunicator.of(MPI.COMM_WORLD, timeout=TIMEOUT_S)
+    import torch.distributed as dist
+
+    from sparcel.comm import resolve
+
+    dist.init_process_group("gloo")
+    return resolve(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
 
 
 if __name__ == "__main__":
     name, *arguments = sys.argv[1:]
     if name == "transfer":
         transfer(arguments[0], int(arguments[1]))
+    elif name == "steps":
+        steps(arguments[0])
     else:
         parent(arguments[0])

@@ -44,13 +44,25 @@ def _alive(pids: set[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT", "raise"])
-@pytest.mark.parametrize("kind", ["emulated", "loopback"])
+SIGNALS = ["SIGKILL", "SIGTERM", "SIGINT"]
+WORDS = ["raise", "return", "kill node"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("emulated", how) for how in SIGNALS + WORDS),
+        *(("mpi", how) for how in SIGNALS + WORDS),
+        *(("loopback", how) for how in [*SIGNALS, "raise", "return"]),
+    ],
+)
 def test_nothing_stays(
     kind: str, how: str, programs: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if kind == "emulated":
+    if kind != "loopback":
         request.getfixturevalue("emulation")
+    if kind == "mpi":
+        pytest.importorskip("mpi4py")
     mounts = Path("/proc/self/mounts").read_text()
     parent = subprocess.Popen(
         [sys.executable, programs, "parent", kind],
@@ -65,16 +77,16 @@ def test_nothing_stays(
     exists = json.loads(parent.stdout.readline())
     namespaces, pids = set(exists["namespaces"]), set(exists["pids"])
     assert len(_alive(pids)) == len(pids)
-    assert bool(_holders(namespaces)) == (kind == "emulated")
+    assert bool(_holders(namespaces)) == (kind != "loopback")
 
-    if how == "raise":
-        parent.communicate("raise\n")
+    if how in WORDS:
+        parent.communicate(f"{how}\n")
     else:
         parent.stdin.write("go on\n")
         parent.stdin.flush()
         parent.send_signal(signal.Signals[how])
         parent.communicate()
-    assert parent.returncode != 0
+    assert (parent.returncode == 0) == (how == "return")
 
     deadline = time.monotonic() + _PATIENCE_S
     while (_alive(pids) or _holders(namespaces)) and time.monotonic() < deadline:

@@ -1,0 +1,65 @@
+"""What sparcel does where a machine dies or its link falls silent, on real connections."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sparcel.lab import EmulatedNetwork, Ended, Job, Line, Link
+from tests.lab.programs import TIMEOUT_S
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("emulation"),
+]
+
+NODES, CULPRIT = 4, 2
+
+_SLACK_S = 10.0
+"""Processes share cores, and after the timeout ranks agree on what to say."""
+
+
+@pytest.mark.parametrize("fault", ["kill_node", "cut_link"])
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+def test_survivors_raise_one_clear_error_and_keep_their_memory(
+    engine: str, fault: str, programs: str
+) -> None:
+    if engine == "mpi":
+        pytest.importorskip("mpi4py")
+    network = EmulatedNetwork(NODES, Link())
+    argv = [sys.executable, programs, "steps", engine]
+    with network, Job(network, argv, mpi=engine == "mpi") as job:
+        reports = _reports(job)
+        assert {next(reports)[0] for _ in range(NODES)} == set(range(NODES))
+        getattr(network, fault)(CULPRIT)
+        ends = dict(reports)
+    ends.pop(CULPRIT, None)  # alive behind a cut link, it raises as well
+    assert len(ends) == NODES - 1
+    (cause,) = {end["error"] for end in ends.values()}
+    if fault == "kill_node":
+        assert f"lost its connection to rank {CULPRIT}" in cause
+    else:  # whose wait ends first knows no more than whom it waited for, who may wait likewise
+        assert re.fullmatch(rf"rank \d waited {TIMEOUT_S:g} s for rank \d", cause)
+    for end in ends.values():
+        assert end["unchanged"]
+        assert end["seconds"] < TIMEOUT_S + _SLACK_S
+
+
+def _reports(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield what ranks print, as `Job.lines` does, but let the killed ones end."""
+    errors = []
+    for event in job.events():
+        match event:
+            case Line(rank, text, is_error=False) if text.startswith("{"):
+                yield rank, json.loads(text)
+            case Line(rank, text):
+                errors.append(f"[{rank}] {text}")
+            case Ended(rank, status):
+                assert status == 0 or rank == CULPRIT, "\n".join(errors)
