@@ -40,12 +40,17 @@ def timed(comm, true, **settings):
     return scheme
 
 
-@pytest.fixture
-def short_windows(monkeypatch):
+def shorten_windows(monkeypatch):
+    """Let a few dozen steps hold many agreements, and trials of everything."""
     monkeypatch.setattr(contest, "STEADY_STEPS", 4)
     monkeypatch.setattr(contest, "TRIAL_STEPS", 2)
     monkeypatch.setattr(contest, "STALE_STEPS", 12)
     monkeypatch.setattr(contest, "LOST_SHARE", 0.9)
+
+
+@pytest.fixture
+def short_windows(monkeypatch):
+    shorten_windows(monkeypatch)
 
 
 def predicting(monkeypatch, predicted):
@@ -68,7 +73,7 @@ def train(comm, true, steps, size, gradient=integers, **settings):
 @settings(max_examples=3)
 def test_all_ranks_choose_alike_and_lose_nothing(world, predicted, true):
     with pytest.MonkeyPatch.context() as patch:
-        short_windows.__wrapped__(patch)
+        shorten_windows(patch)
         predicting(patch, predicted)
         results = simulate(world, lambda comm: train(comm, true, 40, 60, normal)).results
     chosen = [[way for way, _ in outcomes] for outcomes, _ in results]
@@ -81,11 +86,24 @@ def test_all_ranks_choose_alike_and_lose_nothing(world, predicted, true):
     torch.testing.assert_close(came_out + kept, went_in, rtol=0, atol=1e-3)
 
 
-@pytest.mark.usefixtures("short_windows")
-def test_a_wrong_prediction_is_corrected_in_the_same_step_everywhere(monkeypatch):
+def misled(monkeypatch):
+    """Predict the worst method to be the best."""
+    shorten_windows(monkeypatch)
     predicting(monkeypatch, {"dense": 36, "topk": 30, "gtopk": 50, "oktopk": 40})
+
+
+def corrected(comm):
     true = {"dense": 20, "topk": 90, "gtopk": 10, "oktopk": 70}
-    results = simulate(4, lambda comm: train(comm, true, 160, 100)).results
+    return train(comm, true, 160, 100)
+
+
+def corrected_in_a_process(comm):
+    with pytest.MonkeyPatch.context() as patch:
+        misled(patch)
+        return corrected(comm)
+
+
+def assert_corrected(results):
     ways = [way for way, _ in results[0][0]]
     assert set(ways) == set(WAYS)
     assert ways[:5] == ["topk"] * 5
@@ -94,6 +112,16 @@ def test_a_wrong_prediction_is_corrected_in_the_same_step_everywhere(monkeypatch
     went_in = total(integers(rank, step, 100) for rank in range(4) for step in range(160))
     came_out = 4 * total(update for _, update in results[0][0])
     assert torch.equal(came_out + total(owed for _, owed in results), went_in)
+
+
+def test_a_wrong_prediction_is_corrected_in_the_same_step_everywhere(monkeypatch):
+    misled(monkeypatch)
+    assert_corrected(simulate(4, corrected).results)
+
+
+@pytest.mark.processes
+def test_processes_correct_a_wrong_prediction_in_the_same_step(run_on):
+    assert_corrected(run_on(4, corrected_in_a_process))
 
 
 @pytest.mark.usefixtures("short_windows")

@@ -131,9 +131,10 @@ class Auto(Sparsifier):
 
     def _choose(self, gradient: Tensor, comm: Communicator) -> Contest:
         """Settle what this step does, the same on all ranks; once a step, however often asked."""
-        densities = self._densities(gradient.numel())
-        k = sum(count_for(density, stop - start) for start, stop, density in densities)
-        terms = (gradient.numel(), gradient.dtype, k, comm, comm.rates)
+        size = gradient.numel()
+        layers = self._densities(size)
+        k = sum(count_for(density, stop - start) for start, stop, density in layers)
+        terms = (size, gradient.dtype, k, comm, comm.rates)
         contest = self._contest
         if contest is None or terms != self._terms:
             contest = Contest(self._predict(gradient, comm, k))
@@ -157,10 +158,10 @@ class Auto(Sparsifier):
         wide = wide_dtype(gradient.dtype).itemsize
         own = wide if self._alters else gradient.element_size()
         names = ("dense",) if super()._sends_all() else self.candidates
-        predicted = {}
+        size, predicted = max(1, gradient.numel()), {}
         for name in names:
             itemsize = own if name == "dense" else wide
-            problem = cost.Problem(max(1, gradient.numel()), k, comm.size, here, itemsize)
+            problem = cost.Problem(size, min(k, size), comm.size, here, itemsize)
             predicted[name] = cost.predict(f"step:{name}", problem, rates).seconds
         return predicted
 
