@@ -1,0 +1,110 @@
+"""The command ``sparcel lab run``, as a shell sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.network, pytest.mark.processes, pytest.mark.slow]
+
+COMMAND = [sys.executable, "-m", "sparcel.cli", "lab", "run", "--nodes", "3"]
+_PATIENCE_S = 60.0
+
+
+def lab(*arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    ended = subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def _running(mark: str) -> list[str]:
+    """Processes that have a word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark in path.read_text(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+@pytest.mark.usefixtures("emulation")
+def test_faults_and_the_exit_status_reach_the_shell() -> None:
+    """The program's own options are the program's, also those that the lab has."""
+    script = 'sleep 2; echo "$0 $1"; [ $RANK != 2 ] || exit 5'
+    faults = ["--kill-node", "1", "--after", "500ms", "--ranks-per-node", "1"]
+    code, out, err = lab(*faults, "--", "sh", "-c", script, "--nodes", "7")
+    assert code == 5
+    assert sorted(out.splitlines()) == ["[0] --nodes 7", "[2] --nodes 7"]
+    assert err.splitlines() == [
+        "sparcel: node 1 is killed",
+        "sparcel: rank 2 failed: exit status 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -signal.SIGKILL)]
+)
+@pytest.mark.usefixtures("emulation")
+def test_whoever_ends_the_command_ends_all(how: str, code: int, tmp_path: Path) -> None:
+    mark = str(uuid.uuid4())
+    script = f"echo ready; sleep 1000000; : {mark}"
+    process = subprocess.Popen(
+        [*COMMAND, "--", "sh", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline() for _ in range(3)) == [
+        f"[{rank}] ready\n" for rank in range(3)
+    ]
+    process.send_signal(signal.Signals[how])
+    process.communicate()
+    assert process.returncode == code
+    deadline = time.monotonic() + _PATIENCE_S
+    while _running(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _running(mark) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_namespaces_are_refused_it_says_so_in_one_line(tmp_path: Path) -> None:
+    for tool in ("unshare", "nsenter"):
+        script = tmp_path / tool
+        script.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
+        script.chmod(0o755)
+    code, out, err = lab("--", "true", environment={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert "Operation not permitted" in err or sys.platform != "linux"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kill-node", "3"], "can't kill node 3: the nodes are 0 to 2"),
+        (["--after", "5s"], "add --kill-node or --cut-link"),
+        (["--cut-link", "1", "--after", "5"], "such as 5s; got '5'"),
+        (["--rate", "1gb"], "such as 1gbit; got '1gb'"),
+    ],
+)
+def test_what_makes_no_sense_is_named(arguments: list[str], message: str) -> None:
+    code, _, err = lab(*arguments, "--", "true")
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert message in err
