@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparcel.bench.phases import PHASES
+from sparcel.bench.plot import plot
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.cli import app
 from sparcel.errors import InputError
@@ -66,6 +67,17 @@ def test_what_has_several_values_is_drawn_and_where_time_goes(tmp_path: Path) ->
     assert all(name in done.output for name in drawn)
     for path in (tmp_path / "plots").iterdir():
         assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_two_networks_have_files_of_their_own(tmp_path: Path) -> None:
+    one = Results("", {"description": "a string"}, 2, cells=[_cell("ring", "gloo", 0.1, 1.0)])
+    other = Results("", {"description": "a wire"}, 2, cells=[_cell("ring", "gloo", 0.1, 1.0)])
+    assert len(set(plot([one, other], tmp_path))) == 2
+
+
+def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no cells"):
+        plot([], tmp_path)
 
 
 def test_results_survive_a_file(tmp_path: Path) -> None:
