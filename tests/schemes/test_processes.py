@@ -1,4 +1,4 @@
-"""The same schemes on real processes over Gloo give the simulated cluster's bits."""
+"""The same schemes on real processes give the simulated cluster's bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -140,17 +141,25 @@ def test_nodes_whose_gradients_differ_in_size_are_named_on_every_rank(run_on, na
         assert memory is None
 
 
+@contextmanager
+def exchanging_by(comm: Communicator, exchange: Callable[..., Any]) -> Iterator[None]:
+    """Let this communicator, and what is split from it, use another exchange for all they do."""
+    by_exchange = {"exchange": exchange, "gather": Communicator.gather}
+    with patch.multiple(type(comm), **by_exchange):
+        yield
+
+
 def fails_in_its_second_step(comm, name):
     """Return each rank's error, and whether its memory is that of the last step that counted."""
     scheme = SCHEMES[name]()
-    exchange, before = TorchCommunicator.exchange, None
+    exchange, before = type(comm).exchange, None
 
     def failing(part, sends, receives):
         if scheme.steps == 1 and comm.rank == 1:
             raise OSError("the disk is full")
         return exchange(part, sends, receives)
 
-    with launched(comm), patch.object(TorchCommunicator, "exchange", failing):
+    with launched(comm), exchanging_by(comm, failing):
         try:
             for step in range(2):
                 before = copy_of(scheme.memory)

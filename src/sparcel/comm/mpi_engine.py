@@ -24,8 +24,10 @@ from sparcel.ops import Op
 
 _TAG = 0
 
-_LENGTH_BYTES = 8
-"""What goes ahead of a padded message; the payload that follows stays aligned."""
+_WORD_BYTES = 8
+
+_HEADER_BYTES = 2 * _WORD_BYTES
+"""What goes ahead of a padded message: its bound and its length."""
 
 _YIELDS = 50
 """How often a rank that waits hands its core on before it sleeps in between."""
@@ -118,18 +120,26 @@ class MpiEngine:
                 f"rank {self.names[self.rank]} has {message.numel()} bytes to send, where"
                 f" at most {at_most} were agreed on"
             )
-        row_bytes = _LENGTH_BYTES + -(-at_most // _LENGTH_BYTES) * _LENGTH_BYTES
+        row_bytes = _HEADER_BYTES + -(-at_most // _WORD_BYTES) * _WORD_BYTES
         padded = torch.empty(len(self.names), row_bytes, dtype=torch.uint8)
-        own = padded[self.rank]
-        own[:_LENGTH_BYTES].view(torch.int64)[0] = message.numel()
-        own[_LENGTH_BYTES : _LENGTH_BYTES + message.numel()] = message
+        headers = padded.view(torch.int64)[:, : _HEADER_BYTES // _WORD_BYTES]
+        headers.zero_()  # where ranks disagree, rows may stay as they are
+        headers[self.rank] = torch.tensor([at_most, message.numel()])
+        padded[self.rank, _HEADER_BYTES : _HEADER_BYTES + message.numel()] = message
         with self._busy:
             self._look([])
             request = self._comm.Iallgather(MPI.IN_PLACE, [padded.numpy(), MPI.BYTE])
             self._wait([request], [MPI.Status()], [], padded)
-        lengths = padded[:, :_LENGTH_BYTES].contiguous().view(torch.int64).flatten().tolist()
+        bounds, lengths = headers.T.tolist()
+        for peer, bound in enumerate(bounds):
+            if bound != at_most:
+                raise MismatchError(
+                    f"rank {self.names[peer]} sent up to {bound} bytes to rank"
+                    f" {self.names[self.rank]}, which expected up to {at_most}; the ranks' sizes,"
+                    " dtypes or counts differ"
+                )
         return [
-            row[_LENGTH_BYTES : _LENGTH_BYTES + length]
+            row[_HEADER_BYTES : _HEADER_BYTES + length]
             for row, length in zip(padded, lengths, strict=True)
         ]
 
