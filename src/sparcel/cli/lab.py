@@ -8,14 +8,22 @@ from typing import Annotated
 import typer
 
 from sparcel.errors import InputError
-from sparcel.lab import EmulatedNetwork, Faults, Link, parse_duration, parse_rate, run
+from sparcel.lab import (
+    EmulatedNetwork,
+    Faults,
+    LabUnavailableError,
+    Link,
+    parse_duration,
+    parse_rate,
+    run,
+)
 
-lab = typer.Typer(help="An emulated cluster on this machine.", no_args_is_help=True)
+lab = typer.Typer(no_args_is_help=True)
 
 
-@lab.callback()
+@lab.callback()  # without one, typer takes the only command for the whole
 def _lab() -> None:
-    """Keep ``run`` a command of its own, were it the only one."""
+    """Emulate a cluster on this computer."""
 
 
 @lab.command("run", context_settings={"allow_interspersed_args": False})
@@ -62,6 +70,10 @@ def run_command(
     try:
         with EmulatedNetwork(nodes, Link(parse_rate(rate))) as network:
             status = run(network, command, ranks_per_node, mpi, faults)
+    except LabUnavailableError as error:
+        raise LabUnavailableError(
+            f"no cluster can be emulated here: {error}; it takes Linux, and root or user namespaces"
+        ) from error
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     raise typer.Exit(status)
