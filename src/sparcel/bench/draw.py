@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparcel.bench.contenders import STEP
 from sparcel.bench.phases import PHASES
+from sparcel.bench.report import digits
 from sparcel.bench.results import Cell
 
 if TYPE_CHECKING:
@@ -136,17 +137,21 @@ def breakdown(figure: Figure, group: list[Point], dense: list[Point]) -> None:
         axes.barh(range(len(group)), widths, left=left, color=colour, label=phase)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for place, point in enumerate(group):
-        axes.text(left[place], place, f" {1000 * point.cell.median:.3g}", va="center", fontsize=7)
+        axes.text(
+            left[place], place, f" {digits(1000 * point.cell.median)}", va="center", fontsize=7
+        )
     axes.set_yticks(range(len(group)), labels, fontsize=8)
     axes.invert_yaxis()
     longest = max(left)
     axes.set(xlabel="time, ms", xlim=(0, 1.12 * longest))
     for name, colour in _DENSE_COLOURS.items():
         times = [1000 * p.cell.median for p in dense if p.cell.algorithm == name]
-        if times and min(times) <= 1.12 * longest:
-            axes.axvline(min(times), color=colour, linewidth=1.2, label=f"{name}: {min(times):.3g}")
-        elif times:
-            axes.plot([], [], color=colour, label=f"{name}: {min(times):.3g} (off the scale)")
+        if times:
+            label = f"{name}: {digits(min(times))}"
+            if min(times) <= 1.12 * longest:
+                axes.axvline(min(times), color=colour, linewidth=1.2, label=label)
+            else:
+                axes.plot([], [], color=colour, label=f"{label}, off the scale")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 

@@ -67,7 +67,7 @@ def _line(cell: Cell | None) -> str:
     if cell is None:
         return ""
     what = "" if cell.distribution == "any" else f" {100 * cell.density:g} % {cell.distribution}"
-    return f"{cell.engine} {cell.algorithm} {cell.size}{what}: {1000 * cell.median:.3g} ms"
+    return f"{cell.engine} {cell.algorithm} {cell.size}{what}: {digits(1000 * cell.median)} ms"
 
 
 def tables(results: Results) -> Iterator[Table | str]:
@@ -99,16 +99,17 @@ def _row(cell: Cell) -> list[str]:
     return [
         cell.algorithm,
         cell.engine,
-        *(_digits(1000 * seconds) for seconds in times),
-        _digits(cell.bytes / 1e6),
+        *(digits(1000 * seconds) for seconds in times),
+        digits(cell.bytes / 1e6),
         "" if cell.wire_share is None else f"{100 * cell.wire_share:.0f}",
-        "" if cell.speedup is None else _digits(cell.speedup),
+        "" if cell.speedup is None else digits(cell.speedup),
         str(cell.wrong) if not cell.wrong else f"[red]{cell.wrong}[/red]",
-        "" if cell.predicted is None else _digits(1000 * cell.predicted),
+        "" if cell.predicted is None else digits(1000 * cell.predicted),
     ]
 
 
-def _digits(number: float) -> str:
+def digits(number: float) -> str:
+    """Write a number with about three digits, and none behind the point from 100 on."""
     if not number:
         return "0"
     decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
@@ -132,7 +133,7 @@ def summary(results: Results) -> str:
             if rows:
                 best = min(rows, key=lambda cell: cell.median)
                 gain = "" if best.speedup is None else f", {best.speedup:.1f}× dense fp32"
-                time = _digits(1000 * best.median)
+                time = digits(1000 * best.median)
                 lines.append(
                     f"{heading}: fastest {kind} {best.algorithm} on {best.engine}, {time} ms{gain}"
                 )
