@@ -70,8 +70,8 @@ def all_reduce(
 
 def _choose(stream: SparseStream, comm: Communicator, op: Op, max_nnz: int | None) -> str:
     """Name the algorithm that "auto" stands for, from what all ranks know alike."""
-    if comm.size == 1 or stream.size == 0:
-        return "allgather"
+    if comm.size <= 2 or stream.size == 0:
+        return "recursive_doubling"  # two ranks can but exchange what they have
     if max_nnz is None:
         # ⌈log₂P⌉ rounds of 8 bytes; what is sent in vain without knowing costs more.
         max_nnz = max(comm.gather_numbers(stream.nnz))
