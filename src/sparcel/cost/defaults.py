@@ -23,6 +23,9 @@ _WORK = {  # seconds a call, seconds a unit
 }
 """Of one core of a server of about 2022; conservative, as all defaults are."""
 
+_POSTING_SECONDS = 20e-6
+"""What it takes a rank to send and receive a message, of many that are under way at once."""
+
 _CORE_BYTES_PER_S = 10e9
 """The memory bandwidth of such a core."""
 
@@ -63,7 +66,7 @@ def stated_rates(
     curves = dict.fromkeys(("pair", "shift"), between)
     # Of a tree's ranks on a node one has a peer elsewhere.
     curves["tree"] = within if here == ranks else Curve.line(latency_s, 1 / bandwidth)
-    curves |= dict.fromkeys(("rotate", "gather"), _mixed(within, between, ranks, here))
+    curves |= dict.fromkeys(("rotate", "gather"), _to_all(within, between, ranks, here))
     inner = [f"node.{name}" for name in TRANSFERS]
     curves |= dict.fromkeys(inner, within)
     slowest = (node_latency_s, node_bandwidth) if here == ranks else (latency_s, bandwidth)
@@ -81,13 +84,21 @@ def default_rates() -> Rates:
     )
 
 
-def _mixed(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
-    """Return the time of one message of a rank's to each other rank: most go elsewhere."""
-    if ranks == 1:
-        return within
-    inner = (here - 1) / (ranks - 1)
-    points = [(a, inner * within(a) + (1 - inner) * between(a)) for a in (0.0, 1e9)]
-    return Curve(tuple(points))
+def _to_all(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
+    """Return the time of one of a rank's messages to each other rank, most of them elsewhere.
+
+    They are under way at once, so that the latency passes for all of them together; each costs
+    `_POSTING_SECONDS` of it.
+    """
+    others = max(1, ranks - 1)
+    inner = (here - 1) / others
+
+    def at(nbytes: float) -> float:
+        body = inner * (within(nbytes) - within(0)) + (1 - inner) * (between(nbytes) - between(0))
+        latency = between(0) if here < ranks else within(0)
+        return body + max(min(latency, _POSTING_SECONDS), latency / others)
+
+    return Curve(((0.0, at(0)), (1e9, at(1e9))))
 
 
 def _engine(latency_s: float, bandwidth: float, ranks: int) -> Curve:

@@ -32,7 +32,6 @@ SCHEDULES: dict[str, Schedule] = {
     "dense fp32": whole_steps.engine,
     "dense bf16": partial(whole_steps.engine, half=True),
     "step:dense": whole_steps.dense_step,
-    "step:dense bf16": partial(whole_steps.dense_step, half=True),
     "step:sparcml": whole_steps.sparcml_step,
     "step:gtopk": whole_steps.gtopk_step,
     "step:oktopk": whole_steps.oktopk_step,

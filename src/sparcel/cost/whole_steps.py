@@ -19,12 +19,11 @@ def engine(problem: Problem, half: bool = False) -> Iterator[Step]:
     yield EngineSum(problem.size * (2 if half else problem.itemsize), half)
 
 
-def dense_step(problem: Problem, half: bool = False) -> Iterator[Step]:
+def dense_step(problem: Problem) -> Iterator[Step]:
     """Return a step without compression."""
     yield from gather(problem, HEADER_BYTES, entries=0)
-    for _ in range(1 + half):  # divided, and converted
-        yield Work("add", problem.size)
-    yield from engine(problem, half)
+    yield Work("add", problem.size)
+    yield from engine(problem)
     yield from _dense_update(problem)
 
 

@@ -1,0 +1,159 @@
+"""Rates: curves, JSON, and what is predicted from them."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import cost, simulate
+from sparcel.cost import Curve, Problem, Rates, default_rates, measure, predict, stated_rates
+from sparcel.errors import InputError
+
+amounts = st.floats(0, 1e9)
+curves = st.builds(
+    lambda points: Curve(tuple(sorted(points.items()))),
+    st.dictionaries(st.integers(0, 10**6).map(float), st.floats(0, 10), min_size=1, max_size=6),
+)
+problems = st.builds(
+    lambda size, share, ranks, here: Problem(size, max(1, size // share), ranks * here, here),
+    st.integers(1, 10**7),
+    st.integers(1, 2000),
+    st.integers(1, 20),
+    st.sampled_from([1, 1, 2, 8]),
+)
+names = st.sampled_from(cost.NAMES)
+SUMS = [name for name in cost.NAMES if name not in ("dense fp32", "dense bf16")]
+
+
+@given(curves, amounts, amounts)
+def test_more_never_takes_less(curve, some, more):
+    low, high = sorted([some, more])
+    assert curve(low) <= curve(high) + 1e-12
+
+
+@given(curves)
+def test_a_curve_stays_between_what_was_measured(curve):
+    times = [seconds for _, seconds in curve.points]
+    assert all(
+        min(times) - 1e-9 <= curve(amount) <= max(times) + 1e-9 for amount, _ in curve.points
+    )
+
+
+def test_a_curve_goes_through_rising_points_and_on():
+    curve = Curve(((0.0, 1.0), (10.0, 2.0), (20.0, 4.0)))
+    assert [curve(x) for x in (0, 5, 10, 15, 20, 30)] == [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert curve.slower(3)(10) == 4.0
+    assert Curve(((8.0, 2.0),))(16) == 4.0
+
+
+def test_noise_is_evened_out():
+    curve = Curve(((1.0, 3.0), (2.0, 1.0), (3.0, 5.0)))
+    assert curve.points == ((1.0, 2.0), (2.0, 2.0), (3.0, 5.0))
+
+
+@pytest.mark.parametrize("points", [(), ((2.0, 1.0), (1.0, 1.0)), ((1.0, float("nan")),)])
+def test_a_curve_needs_points_in_order(points):
+    with pytest.raises(InputError, match="a curve"):
+        Curve(points)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(default_rates().curves)), curves), st.floats(1, 9))
+def test_rates_come_back_from_json(some, crowding):
+    rates = Rates({**default_rates().curves, **some}, 5, 5, crowding, description="here")
+    again = Rates.from_json(rates.to_json())
+    assert again.to_json() == rates.to_json()
+    assert dict(again.curves) == dict(rates.curves)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"curves": {}, "ranks": 2}'])
+def test_other_text_is_no_rates(text):
+    with pytest.raises(InputError, match="rates"):
+        Rates.from_json(text)
+
+
+@given(names, problems)
+def test_a_prediction_adds_up(name, problem):
+    found = predict(name, problem)
+    parts = found.select + found.encode + found.exchange + found.reduce
+    assert found.seconds == pytest.approx(parts)
+    assert min(found.select, found.encode, found.exchange, found.reduce, found.bytes) >= 0
+
+
+@given(names, problems, st.integers(2, 50))
+def test_less_bandwidth_never_makes_anything_faster(name, problem, factor):
+    if name == "step:topk":  # chooses its sum by that alone
+        return
+    slower = predict(name, problem, default_rates().slower(factor))
+    assert slower.seconds >= predict(name, problem).seconds * (1 - 1e-9)
+
+
+@given(st.sampled_from(SUMS), st.integers(2, 9), st.integers(1, 3000))
+def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
+    if name in ("auto", "step:topk", "oktopk", "step:oktopk"):  # which change their ways
+        return
+    size = 10**6
+    few, many = (predict(name, Problem(size, count, ranks)).bytes for count in (k, 2 * k))
+    assert few <= many
+
+
+@given(problems)
+def test_the_choice_is_the_fastest_and_the_first_of_equals(problem):
+    chosen = cost.choose(tuple(cost.LOSSLESS), problem)
+    seconds = {name: predict(name, problem).seconds for name in cost.LOSSLESS}
+    assert chosen == min(seconds, key=seconds.__getitem__)
+    assert predict("auto", problem).seconds == seconds[chosen]
+
+
+def test_dense_wins_where_links_are_fast_and_sparse_where_they_are_slow():
+    problem = Problem(1 << 24, 1 << 20, 8)
+    fast = stated_rates(bandwidth=1e12, latency_s=1e-7, ranks=8)
+    slow = stated_rates(bandwidth=1e8, latency_s=1e-4, ranks=8)
+    steps = ("step:dense", "step:topk", "step:oktopk")
+    assert cost.choose(steps, problem, fast) == "step:dense"
+    assert cost.choose(steps, problem, slow) == "step:oktopk"
+
+
+def test_nodes_help_who_sums_inside_first():
+    rates = stated_rates(bandwidth=1e8, latency_s=1e-4, ranks=32, ranks_per_node=8)
+    problem = Problem(1 << 24, 1 << 17, 32, 8)
+    steps = ("step:topk", "step:hitopk", "step:torus2d")
+    assert cost.choose(steps, problem, rates) == "step:hitopk"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"size": 0}, "size must be at least 1"),
+        ({"k": 11}, "k must be at most the size, 10, got 11"),
+        ({"spread": 1}, "spread must lie between k, 2, and the size, 10, got 1"),
+    ],
+)
+def test_a_problem_is_checked(fields, words):
+    with pytest.raises(InputError, match=words):
+        Problem(**{"size": 10, "k": 2, "ranks": 2, **fields})
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(InputError, match="did you mean 'oktopk'"):
+        predict("oktop", Problem(10, 2, 2))
+    with pytest.raises(InputError, match="candidate"):
+        cost.choose((), Problem(10, 2, 2))
+
+
+@pytest.mark.parametrize(("ranks", "here"), [(2, 1), (3, 1), (4, 2)])
+def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
+    module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
+    for name in ("_MESSAGES", "_FLOATS", "_ENTRIES", "_COORDINATES"):
+        monkeypatch.setattr(module, name, (64, 1024))
+    monkeypatch.setattr(module, "_LOOP_SECONDS", 0.0)
+    found = simulate(ranks, measure, ranks_per_node=here).results
+    assert len({rates.to_json() for rates in found}) == 1
+    assert (found[0].ranks, found[0].ranks_per_node) == (ranks, here)
+    assert ("node.shift" in found[0].curves) == (here > 1)
+    assert predict("step:oktopk", Problem(10**6, 10**4, ranks, here), found[0]).seconds > 0
+
+
+def test_one_rank_has_nothing_to_measure():
+    with pytest.raises(InputError, match="only one"):
+        simulate(1, measure)

@@ -1,0 +1,75 @@
+"""docs/will-it-help-me.md shows what the planner says, and the command takes what the page says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sparcel.cli import app
+from sparcel.cost import default_rates
+from sparcel.plan.appendix_f import claims, draw
+
+PAGE = (Path(__file__).parents[2] / "docs/will-it-help-me.md").read_text()
+SESSIONS = re.findall(r"^```console\n\$ sparcel (plan .*)\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
+
+
+def said(command):
+    result = CliRunner().invoke(app, command.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return "".join(f"{line.rstrip()}\n" for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize(("command", "printed"), SESSIONS, ids=lambda text: text[:30])
+def test_an_answer_is_what_the_command_says(command, printed):
+    assert not printed or said(command) == printed
+    assert said(command).count("\n") > 10
+
+
+def test_the_page_answers_for_four_clusters_one_of_them_dense():
+    answers = [printed for _, printed in SESSIONS if printed]
+    assert len(answers) == 4
+    assert any("Stay dense" in answer for answer in answers)
+    assert any("Use " in answer for answer in answers)
+
+
+def test_the_page_compares_with_the_appendix_as_the_code_does():
+    for what, paper, ours in claims():
+        unit = " %" if "%" in paper else "×"
+        assert f"| {what} | {paper} | {ours:.3g}{unit} |" in PAGE
+
+
+def test_numbers_near_those_of_the_paper():
+    for _, paper, ours in claims():
+        number = float(re.search(r"[\d.]+", paper)[0])
+        assert ours < number if "<" in paper else ours == pytest.approx(number, rel=0.18)
+
+
+def test_the_figures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert all(path.stat().st_size > 10_000 for path in draw(tmp_path))
+
+
+def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
+    file = tmp_path / "rates.json"
+    file.write_text(default_rates().to_json())
+    assert "8 nodes of 1 rank, 1 Gbit/s" in said(f"plan --rates {file} --compute 1ms")
+    assert "parameter-server" in said(f"plan --rates {file} --topology parameter-server")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--compute 12", "a time is a number and us, ms or s"),
+        ("--bandwidth 1", "a bandwidth is a number"),
+        ("--device tpu", "device must be one of"),
+        ("--parameters 5M", "how long does 5M parameters compute?"),
+        ("--save x.json", "add --measure"),
+        ("--measure", "start the command on each with torchrun"),
+    ],
+)
+def test_errors_tell_the_way_out(options, words, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["plan", *options.split()])
+    assert result.exit_code != 0
+    assert words in str(result.exception)
