@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of the kernels, and of what else is C++, under the address and undefined-behaviour sanitizers: builds the extension
-# with them beside the installed one and loads it in its place. Needs the development environment's
-# `python` first on PATH.
+# Runs the tests of the kernels, and of what else is C++, under the address and undefined-behaviour
+# sanitizers: builds the extension with them beside the installed one and loads it in its place.
+# Needs the development environment's `python` first on PATH.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
