@@ -156,14 +156,14 @@ def fail_in_the_middle(comm, name):
         raise OSError("the disk is full")
 
     if comm.rank == comm.size - 1:
-        comm.exchange = comm.exchange_parts = failing
+        comm.exchange = comm.exchange_parts = comm.gather = failing
     try:
         return comm.run(lambda: all_reduce(make_stream([1, 3], 0, 40), comm, SUM, name))
     except Exception as error:
         return error
     finally:
-        vars(comm).pop("exchange", None)
-        vars(comm).pop("exchange_parts", None)
+        for name in ("exchange", "exchange_parts", "gather"):
+            vars(comm).pop(name, None)
 
 
 @pytest.mark.usefixtures("new_world_after")
