@@ -1,0 +1,196 @@
+"""The communicator over MPI: what it shares with the others, and what is MPI's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import sparcel
+from sparcel import SparseStream
+from sparcel.comm import Communicator, resolve
+from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from tests.comm import test_process_group as shared
+from tests.strategies import CIRCLE, case_of, dense_reference, full
+from tests.workers import WORLD_SIZES
+
+pytestmark = pytest.mark.processes
+world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+Runner = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 100_000, 3 << 20])
+@world_sizes
+def test_messages_of_any_size_arrive(run_on_mpi: Runner, world_size: int, nbytes: int) -> None:
+    assert all(all(fine) for fine in run_on_mpi(world_size, shared.all_to_all, nbytes))
+
+
+def short_of_its_bound(comm: Communicator) -> int:
+    """Return how many bytes came of a message that might have had many more."""
+    peer = comm.size - 1 - comm.rank
+    message = torch.arange(10, dtype=torch.uint8)
+    came = comm.exchange({peer: message}, {peer: 1 << 28})[peer]
+    assert torch.equal(came, message)
+    return came.numel()
+
+
+def test_a_bound_takes_no_memory(run_on_mpi: Runner) -> None:
+    assert run_on_mpi(2, short_of_its_bound) == [10, 10]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("op", ["sum", "product", "min", "max"])
+def test_dense_tensors_are_reduced_in_place(
+    run_on_mpi: Runner, op: str, dtype: torch.dtype
+) -> None:
+    results = run_on_mpi(3, shared.reduced, op, dtype)
+    simulated = sparcel.simulate(3, lambda comm: shared.reduced(comm, op, dtype)).results
+    for (tensor, nbytes), (reference, _) in zip(results, simulated, strict=True):
+        assert torch.equal(tensor, reference)
+        assert nbytes == results[0][1]
+
+
+def on_parts(comm: ConnectedCommunicator) -> list[SparseStream]:
+    """Sum over odd and even ranks, over those from 1 up, and over one alone; async too."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
+    halves = world.Split(comm.rank % 2, comm.rank)
+    upper = world.Create_group(world.group.Incl(list(range(1, comm.size))))
+    alone = world.Split(comm.rank)
+    stream = case_of("random", comm.size, 60).streams[comm.rank]
+    handle = sparcel.all_reduce(stream, CIRCLE, "ring", group=halves, async_op=True)
+    results = [handle.wait()]
+    if upper != MPI.COMM_NULL:
+        results += sparcel.all_gather(stream, group=upper)
+        results.append(sparcel.broadcast(stream if upper.rank == 1 else None, 1, upper))
+    results.append(sparcel.reduce_scatter(stream, group=alone))
+    for part in (halves, upper, alone):
+        if part != MPI.COMM_NULL:
+            assert resolve(part) is resolve(part)
+            resolve(part).close()
+            part.Free()
+    world.Free()
+    return results
+
+
+def test_any_part_of_the_world_is_a_group(run_on_mpi: Runner) -> None:
+    world = 5
+    streams = case_of("random", world, 60).streams
+    for rank, (half, *upper, alone) in enumerate(run_on_mpi(world, on_parts)):
+        expected = dense_reference(streams[rank % 2 :: 2], CIRCLE)
+        assert torch.equal(full(half, CIRCLE), expected)
+        sources = [*streams[1:], streams[2]] if rank else []
+        for came, sent in zip(upper, sources, strict=True):
+            assert torch.equal(full(came), full(sent))
+        assert torch.equal(full(alone), full(streams[rank]))
+
+
+def refusals(comm: Communicator) -> list[str]:
+    from mpi4py import MPI
+
+    from sparcel.comm.mpi import MpiCommunicator
+
+    texts = []
+    for attempt in (
+        lambda: resolve(MPI.COMM_NULL),
+        lambda: MpiCommunicator.of(MPI.COMM_SELF, timeout=0),
+        lambda: resolve(MPI.INT),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(torch.ones(3), CIRCLE),
+    ):
+        with pytest.raises(InputError) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_what_is_no_group_is_refused(run_on_mpi: Runner) -> None:
+    null, timeout, other, op = run_on_mpi(2, refusals)[0]
+    assert "not in the MPI communicator" in null
+    assert "timeout must be more than 0 seconds, got 0" in timeout
+    assert "an MPI communicator of mpi4py's" in other
+    assert "algorithm='recursive_doubling' takes any operation" in op
+
+
+def nothing(comm: Communicator) -> None:
+    """Do nothing."""
+
+
+@pytest.fixture
+def new_world_after(run_on_mpi: Runner) -> Any:
+    """Let the ranks of the next test meet anew, since the world of this one will be dead."""
+    yield
+    run_on_mpi(2, nothing)
+
+
+def too_long(comm: Communicator, nbytes: int) -> Exception | None:
+    """Return what each rank met where rank 1 sent a byte too many."""
+    peer = (comm.rank + 1) % comm.size
+    before = (comm.rank - 1) % comm.size
+    message = torch.zeros(nbytes + (comm.rank == 1), dtype=torch.uint8)
+    try:
+        for _ in range(2):
+            comm.exchange({peer: message}, {before: nbytes})
+    except (MismatchError, CommunicationError) as error:
+        return error
+    return None
+
+
+@pytest.mark.usefixtures("new_world_after")
+@pytest.mark.parametrize("nbytes", [100, 1 << 20])
+def test_a_message_beyond_its_bound_is_an_error_on_all_ranks(
+    run_on_mpi: Runner, nbytes: int
+) -> None:
+    errors = run_on_mpi(3, too_long, nbytes)
+    assert isinstance(errors[2], MismatchError)
+    assert all("rank 1 sent more bytes to rank 2" in str(error) for error in errors)
+
+
+def silent(comm: Communicator) -> tuple[str, bool]:
+    """Return what each rank met where rank 1 takes no part, and whether it came in time."""
+    from mpi4py import MPI
+
+    from sparcel.comm.mpi import MpiCommunicator
+
+    world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
+    own = MpiCommunicator.of(world, timeout=1.0)
+    start, text = time.monotonic(), ""
+    try:
+        if comm.rank == 1:
+            time.sleep(2)
+        own.exchange({}, {1 - comm.rank if comm.rank < 2 else 1: 100})
+    except CommunicationError as error:
+        text = str(error)
+    seconds = time.monotonic() - start
+    own.close()
+    again = MpiCommunicator.of(world, timeout=60.0)
+    assert again.gather_numbers(comm.rank) == list(range(comm.size))
+    again.close()
+    return text, seconds < 60
+
+
+def test_a_rank_that_takes_no_part_is_named_and_all_can_connect_anew(run_on_mpi: Runner) -> None:
+    for text, in_time in run_on_mpi(3, silent):
+        assert "waited 1 s for rank 1" in text
+        assert in_time
+
+
+@world_sizes
+def test_parts_and_counters_are_as_on_other_engines(run_on_mpi: Runner, world_size: int) -> None:
+    colours = [rank % 2 for rank in range(world_size)]
+    simulated = sparcel.simulate(world_size, lambda comm: shared.split_up(comm, colours)).results
+    assert run_on_mpi(world_size, shared.split_up, colours) == simulated
+    counted = sparcel.simulate(world_size, shared.counted).results
+    assert run_on_mpi(world_size, shared.counted) == counted
+
+
+@world_sizes
+def test_jobs_of_a_family_run_in_one_order(run_on_mpi: Runner, world_size: int) -> None:
+    for rank, numbers in enumerate(run_on_mpi(world_size, shared.queued)):
+        before = (rank - 1) % world_size
+        assert numbers == [100 * i + before for i in range(10) for _ in range(2)] + [before]
