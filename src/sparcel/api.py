@@ -65,7 +65,8 @@ def all_reduce(
         unless ``max_nnz`` does. It goes by the communicator's ``rates``, see
         `sparcel.cost.measure`.
     group
-        A torch process group, a sparcel communicator, or None for torch's default group.
+        A torch process group, an MPI communicator of mpi4py's, a sparcel communicator, or None
+        for torch's default group.
     async_op
         Return a `Handle` at once; its ``wait()`` gives the result.
     max_nnz

@@ -43,8 +43,8 @@ def attach(
         A name that `sparcel.scheme` knows, or a scheme that it made, of which every bucket gets a
         fresh one.
     group
-        The ranks that the model was wrapped for: a torch process group, a sparcel communicator,
-        or None for the model's own.
+        The ranks that the model was wrapped for: a torch process group, an MPI communicator of
+        mpi4py's, a sparcel communicator, or None for the model's own.
     scaler
         The GradScaler in use, if any: memory must not change when its scale does.
     policy

@@ -103,8 +103,8 @@ class Scheme(ABC):
         gradient
             ``[size]``, contiguous, any float dtype. Left as it was, unless it is also ``out``.
         comm
-            A sparcel communicator, a torch process group, or None for torch's default group; all
-            its ranks call.
+            A sparcel communicator, a torch process group, an MPI communicator, or None for torch's
+            default group; all its ranks call.
         out
             Where to write the update; a new tensor like ``gradient`` by default.
 
