@@ -45,8 +45,8 @@ def test_survivors_raise_one_clear_error_and_keep_their_memory(
     (cause,) = {end["error"] for end in ends.values()}
     if fault == "kill_node":
         assert f"lost its connection to rank {CULPRIT}" in cause
-    else:  # whose wait ends first knows no more than whom it waited for, who may wait likewise
-        assert re.fullmatch(rf"rank \d waited {TIMEOUT_S:g} s for rank \d", cause)
+    else:  # who waits longest waits for the culprit, or for one that does, or for all at once
+        assert re.fullmatch(rf"rank \d waited {TIMEOUT_S:g} s for (rank \d|the others)", cause)
     for end in ends.values():
         assert end["unchanged"]
         assert end["seconds"] < TIMEOUT_S + _SLACK_S

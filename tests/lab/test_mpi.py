@@ -125,7 +125,7 @@ def test_what_is_not_served_is_an_error_and_not_a_silence(clients: list[Client])
 
 
 def test_a_rank_that_dies_leaves_the_others_served(clients: list[Client]) -> None:
-    clients[0].say("cmd=get key")  # no such word, and it goes without reading the answer
+    clients[0].say("cmd=get\ncmd=put\nno words at all")
     clients[0].socket.shutdown(socket.SHUT_RDWR)
     for client in clients[1:]:
         assert client.ask("cmd=get_universe_size") == "cmd=universe_size rc=0 size=4"

@@ -126,11 +126,11 @@ class PmiServer:
         return {"cmd": "response_to_init", "pmi_version": "1", "pmi_subversion": "1"}
 
     def _put(self, words: dict[str, str]) -> dict[str, str]:
-        self._values[words["key"]] = words["value"]
+        self._values[words.get("key", "")] = words.get("value", "")
         return {"cmd": "put_result", "msg": "success"}
 
     def _get(self, words: dict[str, str]) -> dict[str, str]:
-        value = self._values.get(words["key"])
+        value = self._values.get(words.get("key", ""))
         if value is None:
             return {"cmd": "get_result", "rc": "-1", "msg": "key_not_found"}
         return {"cmd": "get_result", "msg": "success", "value": value}
