@@ -144,8 +144,9 @@ def test_an_unknown_name_is_refused():
 @pytest.mark.parametrize(("ranks", "here"), [(2, 1), (3, 1), (4, 2)])
 def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
     module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
-    for name in ("_MESSAGES", "_FLOATS", "_ENTRIES", "_COORDINATES"):
+    for name in ("_MESSAGES", "_FLOATS", "_ENTRIES"):
         monkeypatch.setattr(module, name, (64, 1024))
+    monkeypatch.setitem(module._AMOUNTS, "coordinates", (64, 1024))
     monkeypatch.setattr(module, "_LOOP_SECONDS", 0.0)
     found = simulate(ranks, measure, ranks_per_node=here).results
     assert len({rates.to_json() for rates in found}) == 1

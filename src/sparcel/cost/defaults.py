@@ -13,6 +13,9 @@ _WORK = {  # seconds a call, seconds a unit
     "largest": (20e-6, 3e-9),
     "merge": (15e-6, 2e-9),
     "merge.many": (20e-6, 4e-9),
+    "split": (100e-6, 0.5e-9),
+    "join": (60e-6, 1e-9),
+    "small": (0.0, 4e-6),
     "scatter": (10e-6, 2e-9),
     "fill": (5e-6, 0.1e-9),
     "add": (5e-6, 0.3e-9),
@@ -72,7 +75,8 @@ def stated_rates(
     slowest = (node_latency_s, node_bandwidth) if here == ranks else (latency_s, bandwidth)
     curves |= dict.fromkeys(("dense.float32", "dense.bfloat16"), _engine(*slowest, ranks))
     for name, (start, each) in _WORK.items():
-        curves[name] = Curve.line(start, each * _CORE_BYTES_PER_S / memory_bandwidth)
+        slower = 1.0 if name == "small" else _CORE_BYTES_PER_S / memory_bandwidth
+        curves[name] = Curve.line(start, each * slower)
     return Rates(curves, ranks, here, measured=False, description=description)
 
 

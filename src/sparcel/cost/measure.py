@@ -13,7 +13,7 @@ import torch
 from sparcel.comm import Communicator
 from sparcel.comm.nodes import consecutive_per_node
 from sparcel.cost import trials
-from sparcel.cost.rates import Curve, Rates
+from sparcel.cost.rates import WORK, Curve, Rates
 from sparcel.cost.trials import Trial
 from sparcel.errors import InputError
 from sparcel.ops import MAX
@@ -26,6 +26,13 @@ _COORDINATES = (256, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
 _PASSES = 3
 """Everything is timed so many times over, so that what disturbs the machine for a while disturbs
 a part of each point's samples alone."""
+
+_AMOUNTS = {
+    "coordinates": _COORDINATES,
+    "bytes": tuple(8 * entries for entries in _ENTRIES),
+    "operations": (1, 100),
+}
+"""By the unit of the work; all other is measured in entries."""
 
 _BUDGET_SECONDS, _MOST = 0.02, 5
 """How long a point is timed in a pass, and how often at most; once where it is slow."""
@@ -116,9 +123,7 @@ def _everything(
         name, make = str(kind).replace("torch", "dense"), trials.engine_sum(comm, kind)
         yield name, [kind.itemsize * floats for floats in _FLOATS], make, 0.0
     for name, make in trials.work(comm.size, comm.rank).items():
-        counts = _COORDINATES if name in ("select", "fill", "add") else _ENTRIES
-        scale = 8 if name == "encode" else 1  # bytes
-        yield name, [scale * count for count in counts], make, _LOOP_SECONDS
+        yield name, _AMOUNTS.get(WORK[name], _ENTRIES), make, _LOOP_SECONDS
 
 
 def _alone(comm: Communicator) -> Callable[[int], Trial]:
@@ -131,31 +136,54 @@ def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
     """Time a curve's points some more, up to the first that is slow."""
     for point in curve:
         trial = point.make(point.amount)
-        own = round(1e9 * _once(comm, trial, 1))  # and pages, connections, caches
-        pilot = max(comm.run(lambda: comm.gather_numbers(own))) / 1e9  # noqa: B023
+        if point.loop_seconds:
+            trial.run()  # pages, caches
+        pilot = _slowest(comm, trial, 1, 1, point.loop_seconds > 0)[0]
         if not point.repeats:
             point.repeats = max(1, min(1000, round(point.loop_seconds / max(pilot, 1e-6))))
+        each = max(pilot * point.repeats, 1e-6)
         if pilot > _LONG_SECONDS:
-            point.samples.append(pilot / trial.rounds)
+            seconds = [pilot]
         else:
-            each = max(pilot * point.repeats, 1e-6)
             count = max(1, min(_MOST, round(_BUDGET_SECONDS / each)))
-            seconds = torch.tensor([_once(comm, trial, point.repeats) for _ in range(count)])
-            comm.run(lambda: comm.all_reduce(seconds, MAX))  # noqa: B023
-            slowest: list[float] = seconds.tolist()
-            point.samples += [second / point.repeats / trial.rounds for second in slowest]
+            seconds = _slowest(comm, trial, point.repeats, count, point.loop_seconds > 0)
+            seconds = [second / point.repeats for second in seconds]
+        point.samples += [second / trial.rounds for second in seconds]
         if point.seconds * trial.rounds > _SLOW_SECONDS:
             return
 
 
-def _once(comm: Communicator, trial: Trial, repeats: int) -> float:
-    """Return this rank's seconds, after a barrier."""
-    comm.run(lambda: comm.gather_numbers(0))
+def _slowest(
+    comm: Communicator, trial: Trial, repeats: int, count: int, until_all: bool
+) -> list[float]:
+    """Return the slowest rank's seconds of each of ``count`` goes, the same on all ranks."""
+    own = [_once(comm, trial, repeats, until_all) for _ in range(count)]
+    seconds = torch.tensor(own, dtype=torch.float64)
+    comm.run(lambda: comm.all_reduce(seconds, MAX))
+    slowest: list[float] = seconds.tolist()
+    return slowest
+
+
+def _once(comm: Communicator, trial: Trial, repeats: int, until_all: bool) -> float:
+    """Return this rank's seconds after a barrier, until it is done or, less a barrier, all are.
+
+    Ranks that share a core may do their work one after the other, which each by itself does not
+    see.
+    """
+
+    def barrier() -> None:
+        comm.gather_numbers(0)
 
     def job() -> None:
         for _ in range(repeats):
             trial.run()
+        if until_all:
+            barrier()
 
+    comm.run(barrier)
+    waited = perf_counter()
+    if until_all:
+        comm.run(barrier)
     start = perf_counter()
     comm.run(job)
-    return perf_counter() - start
+    return max(0.0, perf_counter() - start - (start - waited if until_all else 0.0))

@@ -88,6 +88,8 @@ WORK = {
     "largest": "entries",
     "merge": "entries of two messages",
     "merge.many": "entries of all ranks' messages",
+    "split": "entries",
+    "join": "entries",
     "scatter": "entries",
     "fill": "coordinates",
     "add": "coordinates",
@@ -95,12 +97,15 @@ WORK = {
     "decode": "entries",
     "without": "entries",
     "histogram": "entries",
+    "small": "operations",
 }
 """Work on a rank, and what it is measured in, while all ranks do the same.
 
 ``select`` adds a gradient to the memory and takes the largest out; ``topk`` parts entries into the
-larger half and the rest, of which ``largest`` makes nothing; ``fill`` makes a dense vector of
-zeros, ``add`` adds two; ``without`` gives back what did not win.
+larger half and the rest, of which ``largest`` makes nothing; ``split`` parts a stream into as many
+as there are ranks, ``join`` puts them together; ``fill`` makes a dense vector of zeros, ``add``
+adds two; ``without`` gives back what did not win; ``small`` are operations on tensors of a thousand
+numbers, one by one.
 """
 
 

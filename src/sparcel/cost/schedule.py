@@ -50,18 +50,21 @@ def halving_doubling(problem: Problem) -> Iterator[Step]:
     if extras:
         yield from fold(problem)
     streams, size, distance = 1.0 + (extras > 0), float(problem.size), powers // 2
+    yield Work("split", problem.k)  # two parts in each round
     while distance:
         size /= 2
         part = problem.union(streams) * size / problem.size
         yield from swap(problem, part, size, distance)
+        yield Work("decode", part)
         yield from merge_two(problem, streams, size)
         streams = min(2 * streams, problem.ranks)
         distance //= 2
     distance, total = 1, problem.union(problem.ranks)
     while distance < powers:
         yield from swap(problem, total * size / problem.size, size, distance)
+        yield Work("decode", total * size / problem.size)
         size, distance = 2 * size, 2 * distance
-        yield Work("encode", problem.message(total * size / problem.size, size))
+    yield Work("join", total)  # two in each round
     if extras:
         yield from unfold(problem)
 
@@ -78,19 +81,20 @@ def split_allgather(problem: Problem) -> Iterator[Step]:
     largest = problem.message(reduced * most, region)
     bound = problem.message(problem.ranks * problem.k, region)
     yield from gather(problem, block, reduced / problem.ranks, largest, bound)
-    yield Work("encode", problem.message(reduced))
+    yield Work("join", reduced)
 
 
 def ring(problem: Problem) -> Iterator[Step]:
     """Return the steps of `sparcel.collectives.ring`."""
     ranks, region = problem.ranks, problem.size / problem.ranks
+    yield Work("split", problem.k)
     for streams in range(1, ranks):
         part = problem.union(streams) / ranks
         yield from shift(problem, part, region)
         yield Work("merge", part + problem.k / ranks)
     for _ in range(1, ranks):
         yield from shift(problem, problem.union(ranks) / ranks, region)
-    yield Work("encode", problem.message(problem.union(ranks)))
+    yield Work("join", problem.union(ranks))
 
 
 def gather(
@@ -132,6 +136,7 @@ def split(problem: Problem, entries: float) -> Iterator[Step]:
     """Return what sends every owner its slice, of ``entries`` for the owner that gets most."""
     if problem.ranks > 1:
         message = problem.message(entries, problem.size / problem.ranks)
+        yield Work("split", problem.k)
         yield Work("encode", message, times=problem.ranks)
         yield Exchange("rotate", message, problem.ranks - 1)
 
@@ -148,6 +153,7 @@ def shift(problem: Problem, entries: float, size: float) -> Iterator[Step]:
     message = problem.message(entries, size)
     yield Work("encode", message)
     yield Exchange("shift", message)
+    yield Work("decode", 0 if problem.is_dense(entries, size) else entries)
 
 
 def merge_two(problem: Problem, streams: float, size: float) -> Iterator[Step]:

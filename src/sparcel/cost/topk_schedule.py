@@ -26,6 +26,10 @@ _TOLERANCE, _TOLERATED, _FEW, _FEW_RANKS = 512, 64, 1024, 16
 that are gathered at once, ranks up to which counts are summed by recursive doubling."""
 
 
+_SMALL = 400
+"""Operations on counts: where boundaries lie, who holds how many winners, what would be cheaper."""
+
+
 def gtopk(problem: Problem) -> Iterator[Step]:
     """Return the steps of `sparcel.collectives.gtopk`, as its root takes them."""
     message = problem.message(problem.k)
@@ -35,6 +39,7 @@ def gtopk(problem: Problem) -> Iterator[Step]:
         busy = 0.5 ** (level + 1)
         yield Work("encode", message, busy)
         yield Exchange("tree", message, distance=1 << level, sends=False)
+        yield Work("decode", problem.k, busy)
         yield Work("merge", 2 * problem.k, busy)
         yield Work("topk", problem.union(2), busy)
     yield Work("encode", message, 1 / problem.ranks)
@@ -57,6 +62,7 @@ def oktopk(problem: Problem) -> Iterator[Step]:
         return
     ranks, k = problem.ranks, problem.k
     counters = max(1024, 4 * ranks)
+    yield Work("small", _SMALL)
     for counts in _boundary_sums(problem, counters):
         yield from sum_counts(problem, counts, counts)
     yield from split(problem, k / ranks)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel import formats, kernels
 from sparcel.comm import Communicator
 from sparcel.ops import SUM
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, concatenate
 
 Run = Callable[[], object]
 
@@ -76,6 +76,9 @@ def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
         "largest": of_stream(lambda stream: stream.largest(-(-stream.nnz // 2))),
         "merge": lambda entries: _merge(entries, 2, seed),
         "merge.many": lambda entries: _merge(entries, ranks, seed),
+        "split": lambda entries: _split(entries, ranks, seed),
+        "join": lambda entries: _join(entries, ranks, seed),
+        "small": _small,
         "scatter": lambda entries: _scatter(entries, seed),
         "fill": lambda size: _in_place(size, lambda vector: vector.zero_()),
         "add": lambda size: _in_place(size, lambda vector: vector.sub_(1.0)),
@@ -178,6 +181,28 @@ def _merge(entries: int, streams: int, seed: int) -> Trial:
         part.size = size
     messages = [formats.encode(part) for part in parts]
     return Trial(lambda: formats.reduce_messages(messages, parts[0], SUM))
+
+
+def _split(entries: int, parts: int, seed: int) -> Trial:
+    stream = _stream(entries, seed)
+    cuts = [part * stream.size // parts for part in range(parts + 1)]
+    return Trial(lambda: [part.compact() for part in stream.split(cuts)])
+
+
+def _join(entries: int, parts: int, seed: int) -> Trial:
+    whole = _stream(entries, seed)
+    pieces = whole.split([part * whole.size // parts for part in range(parts + 1)])
+    return Trial(lambda: concatenate(pieces))
+
+
+def _small(operations: int) -> Trial:
+    counts = torch.arange(1024)
+
+    def run() -> None:
+        for _ in range(operations):
+            counts.cumsum(0)
+
+    return Trial(run)
 
 
 def _scatter(entries: int, seed: int) -> Trial:
