@@ -134,7 +134,7 @@ def too_long(comm: Communicator, nbytes: int) -> Exception | None:
     before = (comm.rank - 1) % comm.size
     message = torch.zeros(nbytes + (comm.rank == 1), dtype=torch.uint8)
     try:
-        for _ in range(2):
+        for _ in range(4):
             comm.exchange({peer: message}, {before: nbytes})
     except (MismatchError, CommunicationError) as error:
         return error

@@ -37,6 +37,31 @@ _POLL_SECONDS = 0.0005
 """How often to look whether all ranks have come to a meeting."""
 
 
+class MpiFate(StoreFate):
+    """The end of a group of MPI ranks.
+
+    Parameters
+    ----------
+    store, size
+        As for `StoreFate`.
+    comms
+        What to free once all ranks are done with it. Where they have failed it never is: MPI would
+        use its number again, for which messages may wait that nobody received.
+    """
+
+    def __init__(self, store: Store, size: int, comms: list[MPI.Intracomm]) -> None:
+        super().__init__(store, size)
+        self._comms = comms
+
+    def part(self, patience: float) -> bool:
+        """See `Fate.part`."""
+        done = super().part(patience)
+        for comm in self._comms:
+            if done and comm != MPI.COMM_NULL:
+                comm.Free()
+        return done
+
+
 @dataclass(frozen=True)
 class MpiMeeting:
     """Where the ranks of a communicator meet, the same for all but ``rank``.
@@ -53,6 +78,8 @@ class MpiMeeting:
         Index of this process in ``members``.
     timeout
         Seconds after which an exchange that hangs raises.
+    family
+        The MPI communicators of all that was split from one another, the first one first.
     """
 
     comm: MPI.Intracomm
@@ -60,6 +87,7 @@ class MpiMeeting:
     members: list[int]
     rank: int
     timeout: float
+    family: list[MPI.Intracomm]
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, timeout: float) -> Self:
@@ -80,7 +108,7 @@ class MpiMeeting:
             _await(meeting, timeout)
             own.Set_errhandler(MPI.ERRORS_RETURN)
             store = _store(own, timeout)
-        return cls(own, store, members, comm.rank, timeout)
+        return cls(own, store, members, comm.rank, timeout, [own])
 
     def engine(self) -> MpiEngine:
         """Connect to the other ranks.
@@ -95,15 +123,18 @@ class MpiMeeting:
             lifeline = Lifeline(store, self.rank, size, self.timeout)
         return MpiEngine(self.comm, lifeline, self.members, self.rank, self.timeout)
 
-    def fate(self) -> StoreFate:
+    def fate(self) -> MpiFate:
         """Return the end that the ranks share."""
-        return StoreFate(self.store, len(self.members))
+        whole = self.comm is self.family[0]
+        return MpiFate(self.store, len(self.members), self.family if whole else [self.comm])
 
     def part(self, ranks: list[int], label: str) -> Self:
         """Return where these ranks meet; they have just heard from each other."""
+        comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        self.family.append(comm)
         return replace(
             self,
-            comm=self.comm.Create_group(self.comm.group.Incl(ranks)),
+            comm=comm,
             store=PrefixStore(label, self.store),
             members=[self.members[rank] for rank in ranks],
             rank=ranks.index(self.rank),

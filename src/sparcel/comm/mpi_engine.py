@@ -29,7 +29,7 @@ _WORD_BYTES = 8
 _HEADER_BYTES = 2 * _WORD_BYTES
 """What goes ahead of a padded message: its bound and its length."""
 
-_YIELDS = 50
+_YIELDS = 20
 """How often a rank that waits hands its core on before it sleeps in between."""
 
 _NAP_SECONDS = 20e-6
@@ -162,9 +162,6 @@ class MpiEngine:
         """End the connections, from any thread; who waits for this rank stops waiting."""
         self._aborted = True
         self._lifeline.end()
-        # A communicator with transfers that never ended is left alone.
-        if self._busy.acquire(blocking=False) and self._comm != MPI.COMM_NULL:
-            self._comm.Free()
 
     def _wait(
         self,
