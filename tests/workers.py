@@ -54,9 +54,6 @@ WORLD_SIZES = (2, 3, 4, 8)
 PATIENCE_SECONDS = 240.0
 """Longer than anything takes on a busy machine: it turns a deadlock into a failure."""
 
-_UNKNOWN = -1
-"""The exit code of a process that is nobody's child here."""
-
 _GRACE_SECONDS = 20.0
 """How long the other ranks have to end after one raised."""
 
@@ -227,7 +224,7 @@ class Worker:
             outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             if self.process is None:
-                return Outcome(died=_UNKNOWN)
+                return Outcome(died=-1)  # the launcher alone knows its exit code
             self.process.join()
             return Outcome(died=self.process.exitcode)
         return outcome
