@@ -138,11 +138,11 @@ def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
         trial = point.make(point.amount)
         if point.loop_seconds:
             trial.run()  # pages, caches
-        pilot = _slowest(comm, trial, 1, 1, point.loop_seconds > 0)[0]
+        pilot = _slowest(comm, trial, 1, 1, until_all=False)[0]
         if not point.repeats:
             point.repeats = max(1, min(1000, round(point.loop_seconds / max(pilot, 1e-6))))
         each = max(pilot * point.repeats, 1e-6)
-        if pilot > _LONG_SECONDS:
+        if pilot > _LONG_SECONDS and not point.loop_seconds:
             seconds = [pilot]
         else:
             count = max(1, min(_MOST, round(_BUDGET_SECONDS / each)))
