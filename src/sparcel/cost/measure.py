@@ -79,9 +79,9 @@ def measure(comm: Communicator, description: str = "") -> Rates:
     for _ in range(_PASSES):
         for _, group in groupby(points, key=lambda point: point.name):
             _sample(comm, list(group))
-    alone = _Point("alone", _CROWD, _alone(comm), _LOOP_SECONDS)
-    together = _Point("together", _CROWD, trials.work(comm.size, 0)["merge"], _LOOP_SECONDS)
-    for _ in range(_PASSES):
+    alone = _Point("alone", _CROWD, _alone(comm), 3 * _LOOP_SECONDS)
+    together = _Point("together", _CROWD, trials.work(comm.size, 0)["merge"], 3 * _LOOP_SECONDS)
+    for _ in range(2 * _PASSES):
         _sample(comm, [together, alone])
     curves = {
         name: Curve(tuple((float(point.amount), point.seconds) for point in group if point.samples))
