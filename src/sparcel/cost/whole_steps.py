@@ -13,6 +13,9 @@ from sparcel.cost.steps import EngineSum, Exchange, Step, Work
 from sparcel.cost.topk_schedule import gtopk, oktopk
 from sparcel.formats.header import HEADER_BYTES
 
+_SMALL = 250
+"""Operations of a step beside those on its vectors: checks, layers, the transaction."""
+
 
 def engine(problem: Problem, half: bool = False) -> Iterator[Step]:
     """Return the engine's dense all-reduce of the vector, and nothing else."""
@@ -57,8 +60,9 @@ def oktopk_step(problem: Problem) -> Iterator[Step]:
 
 def scalecom_step(problem: Problem) -> Iterator[Step]:
     """Return a step of `sparcel.scheme("scalecom")`."""
-    yield Work("add", problem.size)
+    yield Work("add", problem.size, times=3)  # copied, added to, and looked through
     yield Work("largest", problem.k, 1 / problem.ranks)
+    yield Work("small", _SMALL)
     rounds, index_bytes = (problem.ranks - 1).bit_length(), problem.entry_bytes - problem.itemsize
     for level in range(rounds):
         message = HEADER_BYTES + problem.k * index_bytes / 2 ** (level + 1)
@@ -103,6 +107,7 @@ def _shard_topk(problem: Problem) -> Iterator[Step]:
 
 def _select(problem: Problem) -> Iterator[Step]:
     """Return what adds the gradient to the memory and takes the k largest out."""
+    yield Work("small", _SMALL)
     yield Work("select", problem.size)
     yield Work("largest", problem.k)
 
