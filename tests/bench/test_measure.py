@@ -101,3 +101,23 @@ def test_watching_leaves_nothing_behind() -> None:
     assert restored
     assert seconds["select"] > 0 and seconds["reduce"] == 0
     assert (formats.encode, kernels.topk, SparseStream.topk) == before
+
+
+def _gathering(comm: Communicator, nbytes: int) -> tuple[float, float]:
+    """Return the seconds of a gather that were told to be of the exchange, and the whole."""
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    with watched(comm) as watch:
+        start = time.perf_counter()
+        comm.gather(message, nbytes)
+        return watch.seconds["exchange"], time.perf_counter() - start
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("nbytes", [8, 1 << 20])
+@pytest.mark.parametrize("engine", ["run_on_gloo", "run_on_mpi"])
+def test_a_gather_is_exchange_and_counted_once(
+    engine: str, nbytes: int, request: pytest.FixtureRequest
+) -> None:
+    """Engines gather by a call of their own, or by exchanges that must not come on top."""
+    for exchange, whole in request.getfixturevalue(engine)(2, _gathering, nbytes):
+        assert 0 < exchange <= whole

@@ -24,7 +24,7 @@ _WORDS = {
 
 _ROOMS = (formats, kernels, stream)
 
-_EXCHANGES = ("exchange", "exchange_parts", "all_reduce")
+_EXCHANGES = ("exchange", "exchange_parts", "gather", "all_reduce")
 
 
 class Stopwatch:
