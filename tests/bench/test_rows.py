@@ -2,10 +2,13 @@
 
 import pytest
 
+from sparcel import simulate
 from sparcel.bench.contenders import names
 from sparcel.bench.engines import connected, launched
 from sparcel.bench.predicted import verdict
 from sparcel.bench.results import Cell, summarized
+from sparcel.bench.run import network
+from sparcel.bench.settings import Settings
 from sparcel.errors import InputError
 
 
@@ -27,6 +30,26 @@ def test_whole_steps_are_there_where_asked_for() -> None:
 def test_schemes_on_two_levels_take_several_ranks_a_node() -> None:
     assert "step:hitopk" not in names("all", True, 1)
     assert {"step:hitopk", "step:torus2d"} <= set(names("all", True, 2))
+
+
+@pytest.mark.parametrize(
+    ("environment", "nodes", "each"),
+    [
+        ({}, 3, 2),  # mpiexec says nothing of it
+        ({"LOCAL_WORLD_SIZE": "3"}, 2, 3),
+        ({"SPARCEL_LAB_RANKS_PER_NODE": "1", "SPARCEL_LAB_NODES": "6"}, 6, 1),
+    ],
+)
+def test_nodes_are_those_of_the_launcher_or_what_the_communicator_finds(
+    environment: dict[str, str], nodes: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "SPARCEL_LAB_RANKS_PER_NODE", "SPARCEL_LAB_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings((1000,), (0.01,), ("uniform",))
+    for found in simulate(6, lambda comm: network(settings, comm), ranks_per_node=2).results:
+        assert (found["nodes"], found["ranks_per_node"]) == (nodes, each)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from sparcel.bench.measure import Measured, measure, merged
 from sparcel.bench.predicted import predicted, rates_for, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
+from sparcel.comm import Communicator
+from sparcel.comm.nodes import consecutive_per_node
 from sparcel.cost import Rates
 
 _BASELINE = "dense fp32"
@@ -47,7 +49,7 @@ def run(settings: Settings, console: Console) -> Results:
     with connected(settings.engines or launched()) as engines:
         comm = engines[0].comm
         _share_cores(comm.size)
-        results = Results(settings.command, network(settings, comm.size), comm.size)
+        results = Results(settings.command, network(settings, comm), comm.size)
         rates = rates_for(engines, settings.rates)
         results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
         groups = list(_groups(settings, engines, results.network["ranks_per_node"]))
@@ -69,12 +71,16 @@ def run(settings: Settings, console: Console) -> Results:
         return results
 
 
-def network(settings: Settings, ranks: int) -> dict[str, Any]:
-    """Describe what joins the ranks: what the lab says, or the launcher and the settings."""
+def network(settings: Settings, comm: Communicator) -> dict[str, Any]:
+    """Describe what joins the ranks: what the lab says, or the launcher and the settings.
+
+    All ranks call.
+    """
     rate = settings.rate_bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
-    each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE") or 1
-    nodes = _number("SPARCEL_LAB_NODES") or -(-ranks // each)
-    description = os.environ.get("SPARCEL_LAB_DESCRIPTION", f"{ranks} ranks, as launched")
+    each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE")
+    each = each or comm.run(lambda: consecutive_per_node(comm))
+    nodes = _number("SPARCEL_LAB_NODES") or -(-comm.size // each)
+    description = os.environ.get("SPARCEL_LAB_DESCRIPTION", f"{comm.size} ranks, as launched")
     return {
         "description": description,
         "nodes": nodes,
