@@ -35,6 +35,14 @@ class Traffic:
         self.messages_received += len(received)
         self.bytes_received += sum(message.numel() for message in received.values())
 
+    def count_gather(self, own: Tensor, messages: Sequence[Tensor]) -> None:
+        """Add what sent ``own`` to every other rank and brought ``messages``, ``own`` included."""
+        others = len(messages) - 1
+        self.messages_sent += others
+        self.bytes_sent += others * own.numel()
+        self.messages_received += others
+        self.bytes_received += sum(message.numel() for message in messages) - own.numel()
+
     def count_ring(self, tensor: Tensor, ranks: int) -> None:
         """Add a ring all-reduce of ``tensor``."""
         messages, nbytes = 2 * (ranks - 1), 2 * (ranks - 1) * tensor.nbytes // ranks

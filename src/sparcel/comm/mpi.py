@@ -179,9 +179,7 @@ class MpiCommunicator(ConnectedCommunicator):
         def job() -> list[Tensor]:
             assert isinstance(self.engine, MpiEngine), "as MpiMeeting makes it"
             messages = self.engine.gather(message, at_most)
-            others = dict(enumerate(messages))
-            del others[self.rank]
-            self.traffic.count({rank: [message] for rank in others}, others)
+            self.traffic.count_gather(message, messages)
             return messages
 
         return self.run(job)
