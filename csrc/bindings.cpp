@@ -2,6 +2,12 @@
 // meanings are checked, with better words, by sparcel.kernels.
 #include "bindings.hpp"
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include <cstdlib>
+
 #include "simd/kernels.hpp"
 
 namespace sparcel {
@@ -17,6 +23,17 @@ void bind_isa(nb::module_& module) {
         nb::arg("name"), "Use 'portable', 'avx2' or 'avx512', for tests and benchmarks.");
 }
 
+// Lets the process keep memory that it frees, up to a limit: given back to the system, every call
+// that needs a few MB pays page faults again, which cost as much as merging them. MPI libraries
+// do the same. Who has set the limits in the environment is left alone.
+void keep_freed_memory() {
+#ifdef __GLIBC__
+    if (std::getenv("MALLOC_TRIM_THRESHOLD_") || std::getenv("MALLOC_MMAP_THRESHOLD_")) return;
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 256 << 20);
+#endif
+}
+
 }  // namespace
 }  // namespace sparcel
 
@@ -25,6 +42,7 @@ NB_MODULE(_cpu, module) {
     nanobind::set_leak_warnings(false);
     module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
     sparcel::bind_isa(module);
+    module.def("keep_freed_memory", sparcel::keep_freed_memory);
     sparcel::bind_select(module);
     sparcel::bind_merge(module);
     sparcel::bind_scatter(module);

@@ -113,12 +113,9 @@ class Mesh {
                 std::erase_if(arrivals, [&](Arrival& a) { return receive(a, outcome); });
             }
             if (outcome.fault || (departures.empty() && arrivals.empty())) return outcome;
-            while (!wait(departures, arrivals)) {
-                interrupted();
-                if (Clock::now() >= deadline) {
-                    const size_t peer = arrivals.empty() ? departures[0].peer : arrivals[0].peer;
-                    return {Outcome::late, peer};
-                }
+            while (!wait(departures, arrivals) && Clock::now() < deadline) interrupted();
+            if (Clock::now() >= deadline) {
+                return {Outcome::late, arrivals.empty() ? departures[0].peer : arrivals[0].peer};
             }
         }
     }

@@ -10,6 +10,9 @@ def isa() -> str:
 def set_isa(name: str) -> None:
     """Use 'portable', 'avx2' or 'avx512', for tests and benchmarks."""
 
+def keep_freed_memory() -> None:
+    """Let the process keep up to 256 MiB that it frees, unless the environment sets limits."""
+
 def topk(x: Tensor, k: int, chunk: int, threads: int) -> tuple[Tensor, Tensor]: ...
 def accumulate_topk(
     memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int, threads: int

@@ -11,11 +11,17 @@ from sparcel.collectives._transfer import DIRECT_RANKS, gather_messages
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.comm import Communicator
+from sparcel.errors import FormatError
 from sparcel.stream import SparseStream
 
 _FEW_RANKS = 16
 """Up to here half the rounds are worth ⌈log₂P⌉ instead of 2 times the bytes, some KB; up to
 `DIRECT_RANKS`, a single one is worth P−1 times the bytes."""
+
+_WORD = 0x5C_0C_07_00
+"""What numbers begin with that travel without a header; one more where the rank's are finite."""
+
+_FOREIGN = "rank {} sent rank {} no counts; every rank must call the same collective"
 
 
 def sum_counts(
@@ -44,15 +50,11 @@ def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Ten
     own = counts.numpy()
     occupied = np.flatnonzero(own)
     start, stop = (occupied[0], occupied[-1] + 1) if occupied.size else (0, 0)
-    numbers, finite = gather_numbers(
-        torch.from_numpy(np.concatenate((own.dtype.type([start]), own[start:stop]))),
-        comm,
-        1 + own.size,
-        finite,
-    )
+    numbers = np.concatenate((own.dtype.type([start]), own[start:stop]))
+    parts, finite = _gather_directly(numbers, comm, 1 + own.size, finite)
     total = np.zeros(own.size, np.int64)
-    for part in numbers:
-        first, rest = int(part[0]), part[1:].numpy()
+    for part in parts:
+        first, rest = int(part[0]), part[1:]
         total[first : first + rest.size] += rest
     return torch.from_numpy(total), finite
 
@@ -78,9 +80,31 @@ def gather_numbers(
     -------
     int64 on the CPU, by rank.
     """
+    if comm.size <= DIRECT_RANKS:
+        parts, finite = _gather_directly(numbers.cpu().numpy(), comm, at_most, finite)
+        return [torch.from_numpy(part.astype(np.int64)) for part in parts], finite
     own = SparseStream.unchecked(None, numbers.to(comm.device), numbers.numel(), finite)
     longest = formats.max_bytes(at_most, numbers.dtype, None)
     messages = gather_messages(formats.encode(own), comm, longest)
     streams = [formats.decode(message) for message in messages]
     finite = all(stream.finite for stream in streams)
     return [stream.values.to("cpu", torch.int64) for stream in streams], finite
+
+
+def _gather_directly(
+    numbers: np.ndarray, comm: Communicator, at_most: int, finite: bool
+) -> tuple[list[np.ndarray], bool]:
+    """Gather integers with no more about them than one word, which decoding would take long for."""
+    word = numbers.dtype.type([_WORD + finite])
+    message = torch.from_numpy(np.concatenate((word, numbers))).view(torch.uint8).to(comm.device)
+    arrived = comm.gather(message, (1 + at_most) * numbers.itemsize)
+    words, parts = [], []
+    for rank, part in enumerate(arrived):
+        if part.numel() % numbers.itemsize or not part.numel():
+            raise FormatError(_FOREIGN.format(rank, comm.rank))
+        integers = part.cpu().numpy().view(numbers.dtype)
+        words.append(int(integers[0]))
+        parts.append(integers[1:])
+        if words[-1] not in (_WORD, _WORD + 1):
+            raise FormatError(_FOREIGN.format(rank, comm.rank))
+    return parts, all(word == _WORD + 1 for word in words)

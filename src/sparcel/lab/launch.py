@@ -19,7 +19,15 @@ from sparcel.lab.pmi import PmiServer
 
 _KEPT_LINES = 60
 _LAST_WORDS_S = 1.0  # how long output may come after its process; a child may hold it open for ever
-_TCP = "tcp,self"
+_UCX = {
+    "UCX_TLS": "tcp,self",
+    # Large messages in large pieces, at once: MPICH's all-reduce of 64 MB on 8 nodes took 1.1 s
+    # where UCX's own settings, 8 KB and a handshake, took 2.0 s.
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_RNDV_THRESH": "inf",
+}
+"""What MPICH's transport is told where the environment says nothing."""
 
 
 class WorkerFailedError(SparcelError):
@@ -80,8 +88,8 @@ class Job:
         How many processes on each node, at least 1.
     mpi
         Make the processes the ranks of ``MPI_COMM_WORLD`` too, as ``mpiexec`` would, for MPICH or
-        another MPI that speaks PMI-1. Unless ``UCX_TLS`` and ``UCX_NET_DEVICES`` are set, UCX is
-        told to use TCP, on the node's interface where the network is emulated.
+        another MPI that speaks PMI-1. Unless the environment says otherwise, UCX is told to use
+        TCP, with large segments, on the node's interface where the network is emulated.
 
     Raises
     ------
@@ -119,7 +127,7 @@ class Job:
     def _shared_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         network = self._network
         rate = str(network.link.rate_bits_per_s) if network.link else ""
-        mpi = {"UCX_TLS": _TCP} if self._pmi else {}
+        mpi = dict(_UCX) if self._pmi else {}
         if self._pmi and network.link is not None:  # UCX refuses loopback where it is all there is
             mpi["UCX_NET_DEVICES"] = network.interface
         return {
