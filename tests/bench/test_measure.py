@@ -1,5 +1,6 @@
 """A cell's time, phases, bytes and verdict."""
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ CASE = Case(1000, 0.05, "uniform", 2)
 
 
 def _measured(comm: Communicator, wrong_on: int = -1) -> Measured:
+    """Measure a sum of which one rank finds every result wrong, in 3 coordinates."""
     contender = Contender(
         lambda: all_reduce(CASE.streams[comm.rank], comm, algorithm="allgather", max_nnz=CASE.k),
         lambda result: 3 if comm.rank == wrong_on else 0,
@@ -46,7 +48,7 @@ def test_ranks_agree_on_what_they_measured(run_on: RunOn) -> None:
 @pytest.mark.processes
 def test_wrong_coordinates_of_any_rank_are_told(run_on: RunOn) -> None:
     for measured in run_on(2, _measured, 1):
-        assert measured.wrong == 3
+        assert measured.wrong == 2 * 3  # the last of the warm-up, and the last that is timed
 
 
 def test_the_engines_own_calls_are_all_exchange() -> None:
@@ -70,6 +72,20 @@ def test_every_iteration_is_reset_first() -> None:
 
     calls = simulate(1, job).results[0]
     assert calls == ["reset", "run"] * (3 + 2 + 2)  # warm-up, timed, with the stopwatch on
+
+
+def test_the_last_result_that_is_timed_is_checked() -> None:
+    def job(comm: Communicator) -> tuple[int, list[int]]:
+        runs = itertools.count(1)
+        checked: list[int] = []
+
+        def wrong(run: int) -> int:
+            checked.append(run)
+            return int(run == 5)
+
+        return measure(Contender(lambda: next(runs), wrong), comm, 3, 2).wrong, checked
+
+    assert simulate(1, job).results[0] == (1, [2, 5])
 
 
 def test_phases_exclude_each_other() -> None:

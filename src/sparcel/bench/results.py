@@ -37,7 +37,7 @@ class Cell:
     speedup
         Over the better engine's dense fp32 all-reduce of this size in the same run.
     wrong
-        Coordinates that are not what they should be, added up over ranks.
+        Coordinates of the results checked that are not what they should be, added up over ranks.
     predicted
         Seconds, by the cost model; None without rates.
     """
