@@ -6,8 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, cost, simulate
-from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk, oktopk
-from sparcel.cost import Problem, predict
+from sparcel.collectives import (
+    ALGORITHMS,
+    _counts,
+    _global_topk,
+    _regions,
+    _transfer,
+    gathered_topk,
+    gtopk,
+    oktopk,
+)
+from sparcel.cost import Problem, predict, problem, schedule, topk_schedule
+from sparcel.kernels import index_dtype
 from sparcel.ops import SUM
 
 TOP_K = {
@@ -40,6 +50,17 @@ def counted(name, streams, k):
 
 def test_every_algorithm_can_be_predicted():
     assert set(ALGORITHMS) == set(cost.LOSSLESS)
+
+
+def test_constants_are_the_collectives_own():
+    assert schedule.DIRECT_RANKS == _transfer.DIRECT_RANKS
+    assert schedule.DIRECT_BYTES == _transfer.DIRECT_BYTES
+    assert topk_schedule._TOLERANCE == _regions.TOLERANCE
+    assert topk_schedule._TOLERATED == _regions.TOLERATED
+    assert topk_schedule._FEW == _global_topk.FEW
+    assert topk_schedule._FEW_RANKS == _counts._FEW_RANKS
+    assert index_dtype(problem._INT32_SIZES - 1) == torch.int32
+    assert index_dtype(problem._INT32_SIZES) == torch.int64
 
 
 @pytest.mark.parametrize(
