@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel.bench import oracle
-from sparcel.bench.engines import Engine
+from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.stream import SparseStream
 
@@ -41,7 +41,7 @@ class Contender:
     bytes: int | None = None
 
 
-def dense(case: Case, engine: Engine, dtype: torch.dtype) -> Contender | None:
+def dense(case: Case, engine: BenchEngine, dtype: torch.dtype) -> Contender | None:
     """Sum whole vectors by the engine alone."""
     if dtype not in engine.dtypes:
         return None
@@ -57,7 +57,7 @@ def _signs(stream: SparseStream) -> SparseStream:
     return SparseStream.unchecked(stream.indices, stream.values.sign(), stream.size)
 
 
-def as_many_bytes(case: Case, engine: Engine) -> Contender:
+def as_many_bytes(case: Case, engine: BenchEngine) -> Contender:
     """Sum short dense vectors by the engine alone."""
 
     def vector(rank: int) -> SparseStream:
@@ -69,7 +69,7 @@ def as_many_bytes(case: Case, engine: Engine) -> Contender:
     return _by_engine(engine, vectors[engine.comm.rank].values, oracle.total(vectors))
 
 
-def _by_engine(engine: Engine, source: Tensor, expected: oracle.Sum) -> Contender:
+def _by_engine(engine: BenchEngine, source: Tensor, expected: oracle.Sum) -> Contender:
     """Sum dense tensors, in place, as a program without sparcel does."""
     tensor, ranks = torch.empty_like(source), engine.comm.size
 
@@ -85,7 +85,7 @@ def _by_engine(engine: Engine, source: Tensor, expected: oracle.Sum) -> Contende
     )
 
 
-def sparse_coo(case: Case, engine: Engine) -> Contender:
+def sparse_coo(case: Case, engine: BenchEngine) -> Contender:
     """Sum sparse COO tensors by Gloo's own sparse all-reduce, which gathers all of them."""
     own = case.streams[engine.comm.rank]
     assert own.indices is not None, "selections are sparse"

@@ -18,7 +18,7 @@ from sparcel.bench.baselines import (
     dense,
     sparse_coo,
 )
-from sparcel.bench.engines import Engine
+from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.errors import known
@@ -56,7 +56,7 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     return sorted(dict.fromkeys(chosen), key=lambda name: name not in DENSE)
 
 
-def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Contender | None:
+def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Contender | None:
     """Return the row ``name`` of a case, or None where the engine has no such thing."""
     if name in DENSE:
         return dense(case, engine, DENSE[name])
@@ -84,7 +84,7 @@ def contender(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Con
     )
 
 
-def _step(name: str, case: Case, engine: Engine, ranks_per_node: int) -> Contender:
+def _step(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Contender:
     """Take a whole step: accumulate, select, exchange, and update the parameters.
 
     Every iteration begins with an empty memory, so that what is selected keeps its distribution.
@@ -115,7 +115,7 @@ def _forget(made: Scheme) -> None:
         remembered.zero_()
 
 
-def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: Engine) -> int:
+def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: BenchEngine) -> int:
     """Count the coordinates where update and memories do not add up to the gradients.
 
     Ranks that hold different updates find different counts. All values are whole numbers.

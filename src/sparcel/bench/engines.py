@@ -21,8 +21,8 @@ _MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 """What launchers of MPICH, of PMIx and of Open MPI tell a process."""
 
 
-class Engine(ABC):
-    """What carries bytes."""
+class BenchEngine(ABC):
+    """What carries bytes: sparcel's communicator on it, and its own all-reduce."""
 
     name: str
     comm: Communicator
@@ -40,7 +40,7 @@ class Engine(ABC):
             close()
 
 
-class Gloo(Engine):
+class Gloo(BenchEngine):
     """torch.distributed's default process group."""
 
     name = "gloo"
@@ -49,16 +49,16 @@ class Gloo(Engine):
         self.comm = resolve(None)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `Engine.all_reduce`; sparse COO tensors are taken too."""
+        """See `BenchEngine.all_reduce`; sparse COO tensors are taken too."""
         dist.all_reduce(tensor)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `BenchEngine.close`."""
         super().close()
         dist.destroy_process_group()
 
 
-class Mpi(Engine):
+class Mpi(BenchEngine):
     """MPI's world."""
 
     name = "mpi"
@@ -72,7 +72,7 @@ class Mpi(Engine):
         self._in_place = MPI.IN_PLACE
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `Engine.all_reduce`."""
+        """See `BenchEngine.all_reduce`."""
         self._world.Allreduce(self._in_place, tensor.numpy())
 
 
@@ -84,7 +84,7 @@ def launched() -> tuple[str, ...]:
 
 
 @contextmanager
-def connected(names: tuple[str, ...]) -> Iterator[list[Engine]]:
+def connected(names: tuple[str, ...]) -> Iterator[list[BenchEngine]]:
     """Connect the ranks by these engines; all ranks call.
 
     Raises
@@ -99,7 +99,7 @@ def connected(names: tuple[str, ...]) -> Iterator[list[Engine]]:
                 f"engine {name!r} needs a launcher of its kind, and there is {there or 'none'}:"
                 " start with mpiexec, or with `sparcel lab run --mpi`"
             )
-    engines: list[Engine] = []
+    engines: list[BenchEngine] = []
     try:
         if "mpi" in names:
             engines.append(Mpi())

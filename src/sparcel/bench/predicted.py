@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparcel.bench.baselines import DENSE
-from sparcel.bench.engines import Engine
+from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import CLUSTERS, Case
 from sparcel.bench.results import Cell
 from sparcel.cost import LOSSLESS, NAMES, Problem, Rates, predict
@@ -21,7 +21,7 @@ NOW = "now"
 _CLOSE = 0.25
 
 
-def rates_for(engines: Sequence[Engine], sources: Mapping[str, str]) -> dict[str, Rates]:
+def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dict[str, Rates]:
     """Return the rates of engines, by name, from a file or measured now; all ranks call.
 
     Parameters

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparcel.bench import contenders, report
 from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import contender
-from sparcel.bench.engines import Engine, connected, launched
+from sparcel.bench.engines import BenchEngine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.measure import Measured, measure, merged
 from sparcel.bench.predicted import predicted, rates_for, verdict
@@ -28,6 +28,9 @@ from sparcel.cost import Rates
 
 _BASELINE = "dense fp32"
 
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Where torchrun, MPICH and Open MPI say how many ranks a machine has."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -35,7 +38,7 @@ class Place:
 
     algorithm: str
     case: Case
-    engine: Engine
+    engine: BenchEngine
 
 
 def run(settings: Settings, console: Console) -> Results:
@@ -96,13 +99,14 @@ def _number(variable: str) -> int | None:
 
 def _share_cores(ranks: int) -> None:
     """Leave each rank its share of this machine's cores, unless the environment says otherwise."""
-    here = ranks if "SPARCEL_LAB_NODES" in os.environ else _number("LOCAL_WORLD_SIZE") or ranks
+    told = () if "SPARCEL_LAB_NODES" in os.environ else map(_number, _LOCAL_SIZES)
+    here = next(filter(None, told), ranks)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
 
 
 def _groups(
-    settings: Settings, engines: list[Engine], ranks_per_node: int
+    settings: Settings, engines: list[BenchEngine], ranks_per_node: int
 ) -> Iterator[list[Place]]:
     """Yield the cells of each case, engines side by side.
 
