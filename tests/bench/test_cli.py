@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from sparcel.bench.phases import PHASES
 from sparcel.cli import app
+from sparcel.cli.bench import _rates_source
 from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, predict, stated_rates
 from sparcel.errors import InputError
@@ -22,7 +23,7 @@ from sparcel.formats.coo import message_bytes
 
 _BENCH = [sys.executable, "-m", "sparcel.cli", "bench"]
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
-_SMALL = ["--sizes", "4K", "--densities", str(_DENSITY), "--iterations", "3"]
+_SMALL = ["--densities", str(_DENSITY), "--iterations", "3"]
 _RATES = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=2)
 _MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
@@ -52,7 +53,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str,
     folder = tmp_path_factory.mktemp("bench")
     (folder / "rates.json").write_text(_RATES.to_json())
     rates = str(folder / "rates.json")
-    return _run(folder, "--whole-step", "--rate", "1gbit", "--rates", rates)
+    return _run(folder, "--sizes", "4Ki", "--whole-step", "--rate", "1gbit", "--rates", rates)
 
 
 @pytest.mark.processes
@@ -64,7 +65,7 @@ def test_every_row_is_right_and_plausible(everything: tuple[str, dict[str, Any]]
     assert {"step:dense", "step:topk", "step:gtopk", "step:oktopk", "step:scalecom"} <= set(cells)
     assert results["world_size"] == 2
     assert results["network"]["rate_bits_per_s"] == 10**9
-    assert results["command"].startswith("sparcel bench --sizes 4K")
+    assert results["command"].startswith("sparcel bench --densities 0.01")
     assert {"processor", "cores", "torch"} <= set(results["machine"])
     baseline = cells["dense fp32"]["seconds"]["median"]
     for name, cell in cells.items():
@@ -141,16 +142,31 @@ def test_both_engines_stand_side_by_side(launcher: tuple[str, ...], tmp_path: Pa
     ("options", "message"),
     [
         (["--algorithms", "okt"], "did you mean 'oktopk'"),
-        (["--sizes", "4X"], "a size is a number of coordinates"),
+        (["--sizes", "4X"], "a count is a positive number"),
+        (["--sizes", "1.0005K"], "a count is a whole number here"),
         (["--densities", "1.5"], "density must lie in"),
         (["--densities", "many"], "a density is a share"),
         (["--distributions", "normal"], "distribution must be one of"),
         (["--distributions", "file"], "needs --gradients"),
         (["--engines", "nccl"], "engine must be one of gloo, mpi"),
         (["--rate", "fast"], "a rate is a number"),
+        (["--rate", "0gbit"], "carries nothing"),
         (["--json", "nowhere/x.json"], "there is no folder"),
+        (["--rates", "gloo=nowhere.json"], "there is no file nowhere.json"),
+        (["--rates", "runs/a=b.json"], "there is no file runs/a=b.json"),
+        (["--gradients", __file__, "--sizes", "4096"], "takes the place of --sizes"),
+        (["--gradients", __file__, "--distributions", "uniform"], "add file to it"),
     ],
 )
 def test_wrong_options_are_told_before_anything_starts(options: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         CliRunner().invoke(app, ["bench", *options], catch_exceptions=False)
+
+
+def test_rates_are_of_an_engine_where_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a=b.json"
+    file.touch()
+    assert _rates_source(str(file)) == ("", str(file))
+    assert _rates_source(f"mpi={file}") == ("mpi", str(file))
+    assert _rates_source("gloo=now") == ("gloo", "now")
+    assert _rates_source("now") == ("", "now")

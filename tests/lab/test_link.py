@@ -16,14 +16,16 @@ def test_units_agree(mbit: int) -> None:
     assert parse_rate(f"{mbit / 1000:.3f}gbit") == parse_rate(f"{mbit}mbit")
 
 
-@pytest.mark.parametrize("text", ["", "1", "gbit", "-1gbit", "1gb", "1e9bit", "1gbit/s", "nangbit"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "gbit", "-1gbit", "1gb", "1e9bit", "1gbit/s", "nangbit", "0gbit"]
+)
 def test_what_is_no_rate_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="such as 1gbit; got") as caught:
         parse_rate(text)
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["0gbit", "63kbit", "33gbit"])
+@pytest.mark.parametrize("text", ["63kbit", "33gbit"])
 def test_what_the_kernel_cannot_limit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="between 64kbit and 32gbit"):
         parse_rate(text)

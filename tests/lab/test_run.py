@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.lab import EmulatedNetwork, Faults, Job, Link, Loopback, parse_duration, run
+from sparcel.lab import EmulatedNetwork, Faults, Job, Link, Loopback, run
 
 pytestmark = [pytest.mark.network, pytest.mark.processes, pytest.mark.usefixtures("emulation")]
 
@@ -200,15 +200,3 @@ def test_a_fault_of_no_node_is_named(faults: Faults) -> None:
 def test_a_job_has_ranks() -> None:
     with pytest.raises(InputError, match="ranks_per_node=0"):
         Job(Loopback(1), [sys.executable], ranks_per_node=0)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("5s", 5.0), ("500ms", 0.5), (" 1.5 S", 1.5)])
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "5", "-1s", "5m", "1e3s", "nans"])
-def test_what_is_no_duration_is_named(text: str) -> None:
-    with pytest.raises(InputError, match="such as 5s; got") as caught:
-        parse_duration(text)
-    assert repr(text) in str(caught.value)

@@ -55,16 +55,25 @@ def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
     file.write_text(default_rates().to_json())
     assert "8 nodes of 1 rank, 1 Gbit/s" in said(f"plan --rates {file} --compute 1ms")
     assert "parameter-server" in said(f"plan --rates {file} --topology parameter-server")
+    # What computes is no rate.
+    fast, slow = (said(f"plan --rates {file} --device {name}") for name in ("gpu", "cpu"))
+    assert fast != slow
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ("--compute 12", "a time is a number and us, ms or s"),
-        ("--bandwidth 1", "a bandwidth is a number"),
+        ("--bandwidth 1", "a rate is a number"),
         ("--device tpu", "device must be one of"),
         ("--parameters 5M", "how long does 5M parameters compute?"),
         ("--save x.json", "add --measure"),
+        ("--measure --save nowhere/x.json", "there is no folder nowhere"),
+        ("--measure --nodes 4", "--measure takes the place of --nodes"),
+        (f"--rates {__file__} --bandwidth 1gbit", "--rates takes the place of --bandwidth"),
+        (f"--rates {__file__} --device cpu --compute 1s", "takes the place of --device"),
+        ("--compute 1s --batch 8", "--compute takes the place of --batch"),
+        ("--parameters 7B --model gpt2", "--parameters takes the place of --model"),
         ("--measure", "start the command on each with torchrun"),
     ],
 )

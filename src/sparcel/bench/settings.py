@@ -11,8 +11,6 @@ from sparcel.bench.inputs import DISTRIBUTIONS
 from sparcel.errors import InputError, known
 from sparcel.schemes import check_density
 
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -56,6 +54,11 @@ class Settings:
             known(engine, ENGINES, "engine")
         if "file" in self.distributions and self.gradients is None:
             raise InputError("the distribution 'file' needs --gradients FILE")
+        if self.gradients is not None and "file" not in self.distributions:
+            raise InputError(
+                "--gradients FILE is measured as the distribution 'file', got"
+                f" {', '.join(self.distributions)}; leave --distributions out, or add file to it"
+            )
 
     def to_json(self) -> str:
         """Return the settings as text, for other processes."""
@@ -69,19 +72,3 @@ class Settings:
             if isinstance(value, list):
                 fields[name] = tuple(value)
         return cls(**fields)
-
-
-def parse_size(text: str) -> int:
-    """Read a number of coordinates such as ``1000``, ``16M`` (2^24) or ``64K``.
-
-    Raises
-    ------
-    InputError
-        When it is no whole number, of K (2^10), M (2^20) or G (2^30).
-    """
-    digits, unit = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
-    if not digits.strip().isdigit() or unit not in ("", *_UNITS) or int(digits) < 1:
-        raise InputError(
-            f"a size is a number of coordinates such as 1000, 64K or 16M, got {text!r}"
-        )
-    return int(digits) * _UNITS.get(unit, 1)

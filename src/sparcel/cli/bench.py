@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from sparcel import units
+from sparcel.cli.options import check_folder, items, refuse_ignored
 from sparcel.errors import InputError
-from sparcel.lab import parse_rate
 
 bench = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
@@ -20,18 +21,22 @@ def measure(
     context: typer.Context,
     sizes: Annotated[
         str,
-        typer.Option(help="How many coordinates the vectors have: 1000, 64K (2^10), 16M (2^20)."),
-    ] = "1M",
+        typer.Option(
+            help="How many coordinates the vectors have: 1000, 25.6M (powers of 1000), 16Mi (of "
+            "1024)."
+        ),
+    ] = "1Mi",
     densities: Annotated[
         str, typer.Option(help="Shares of them that each rank sends: 0.01 sends 1 %.")
     ] = "0.01,0.001",
     distributions: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Where these lie: uniform, clustered (in a few windows), identical on all ranks, "
-            "or file: the largest of --gradients."
+            "or file: the largest of --gradients. Without it file, where these are given, or "
+            "uniform."
         ),
-    ] = "uniform",
+    ] = None,
     algorithms: Annotated[
         str, typer.Option(help="Which to measure, separated by commas, or all.")
     ] = "all",
@@ -50,7 +55,8 @@ def measure(
         Path | None,
         typer.Option(
             exists=True,
-            help="Real gradients: a .npy, .npz or .pt file of one vector, or of one a rank.",
+            help="Real gradients, in place of --sizes: a .npy, .npz or .pt file of one vector, or "
+            "of one a rank.",
         ),
     ] = None,
     iterations: Annotated[
@@ -83,9 +89,10 @@ def measure(
 ) -> None:
     """Measure what it takes to add up sparse vectors, beside dense all-reduce.
 
-    Times every algorithm on the machines and the engine at hand, checks every result, and tells
-    where the time went and what was sent. Runs alone, on processes of this machine, and under
-    torchrun, mpiexec or `sparcel lab run`: then each process calls it.
+    Times every algorithm on the machines and the engine at hand, checks what each returns before
+    and at the end of every round, and tells where the time went and what was sent. Runs alone, on
+    processes of this machine, and under torchrun, mpiexec or `sparcel lab run`: then each process
+    calls it.
     """
     if context.invoked_subcommand is not None:
         return
@@ -94,25 +101,24 @@ def measure(
     from sparcel.bench.engines import launched
     from sparcel.bench.launch import start
     from sparcel.bench.run import run
-    from sparcel.bench.settings import Settings, parse_size
+    from sparcel.bench.settings import Settings
 
-    if json is not None and not json.parent.is_dir():
-        raise InputError(f"can't write {json}: there is no folder {json.parent}")
+    refuse_ignored(context, {"gradients": ["sizes"]})
+    check_folder(json)
+    usual = "uniform" if gradients is None else "file"
     settings = Settings(
-        sizes=tuple(parse_size(size) for size in _items(sizes)),
-        densities=tuple(_share(density) for density in _items(densities)),
-        distributions=("file",)
-        if gradients and distributions == "uniform"
-        else _items(distributions),
+        sizes=tuple(units.whole(size) for size in items(sizes)),
+        densities=tuple(_share(density) for density in items(densities)),
+        distributions=items(distributions or usual),
         algorithms=algorithms,
-        engines=_items(engines),
+        engines=items(engines),
         iterations=iterations,
         warmup=warmup,
         rounds=rounds,
         whole_step=whole_step,
         gradients=None if gradients is None else str(gradients.resolve()),
-        rates=dict(_rates_source(item) for item in _items(rates)),
-        rate_bits_per_s=None if rate is None else parse_rate(rate),
+        rates=dict(_rates_source(item) for item in items(rates)),
+        rate_bits_per_s=None if rate is None else units.bits_per_s(rate),
         json=None if json is None else str(json.resolve()),
         command=shlex.join(["sparcel", *sys.argv[1:]]),
     )
@@ -123,10 +129,6 @@ def measure(
         start(settings, ranks, report.console())
 
 
-def _items(text: str) -> tuple[str, ...]:
-    return tuple(item.strip() for item in text.split(",") if item.strip())
-
-
 def _share(text: str) -> float:
     try:
         return float(text)
@@ -135,8 +137,18 @@ def _share(text: str) -> float:
 
 
 def _rates_source(item: str) -> tuple[str, str]:
-    engine, _, source = item.rpartition("=")
-    return engine, source if source == "now" else str(Path(source).resolve())
+    """Return the engine, if one is named, and where its rates come from."""
+    from sparcel.bench.engines import ENGINES
+    from sparcel.bench.predicted import NOW
+
+    engine, equals, source = item.partition("=")
+    if not equals or engine not in ENGINES:  # a path may have that sign, too
+        engine, source = "", item
+    if source == NOW:
+        return engine, source
+    if not Path(source).is_file():
+        raise InputError(f"can't read rates: there is no file {source}")
+    return engine, str(Path(source).resolve())
 
 
 @bench.command("plot")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sparcel.errors import InputError
+from sparcel.cli.options import check_folder, items
 from sparcel.lab import EmulatedNetwork, Link, open_network, parse_rate
 
 
@@ -65,9 +65,8 @@ def demo(
 
     console = Console(highlight=False)
     link = None if rate == "none" else Link(parse_rate(rate))
-    names = tuple(name.strip() for name in schemes.split(",") if name.strip())
-    if not json.parent.is_dir():
-        raise InputError(f"can't write {json}: there is no folder {json.parent}")
+    names = items(schemes)
+    check_folder(json)
     for name in names:
         scheme(name, density=density)  # refuses now what would fail in minutes
     where = None if data is None else str(data.resolve())

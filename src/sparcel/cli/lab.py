@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from sparcel import units
 from sparcel.errors import InputError
 from sparcel.lab import (
     EmulatedNetwork,
     Faults,
     LabUnavailableError,
     Link,
-    parse_duration,
     parse_rate,
     run,
 )
@@ -64,7 +64,7 @@ def run_command(
     """
     if after is not None and kill_node is None and cut_link is None:
         raise InputError(f"--after {after} says when, but not what: add --kill-node or --cut-link")
-    faults = Faults(kill_node, cut_link, parse_duration(after or "0s"))
+    faults = Faults(kill_node, cut_link, units.seconds(after or "0s"))
     faults.check(nodes)
     signal.signal(signal.SIGTERM, _end)
     try:

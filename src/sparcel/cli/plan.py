@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from sparcel import units
+from sparcel.cli.options import check_folder, refuse_ignored
 from sparcel.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ _DEVICES = {"cpu": (10e9, 0.2e12), "gpu": (1e12, 50e12)}
 """Memory bandwidth, bytes a second, and FLOPs a second of training, of what is there if no one
 says otherwise: one core, and a GPU of about 2020."""
 
+_NETWORK = ("nodes", "ranks_per_node", "bandwidth", "latency", "node_bandwidth", "node_latency")
+"""Options that state what rates know."""
+
 
 @plan.callback()
 def answer(
@@ -31,7 +35,7 @@ def answer(
         str, typer.Option(help="resnet50, bert-base, gpt2, llama-7b …, see sparcel.plan.MODELS.")
     ] = "resnet50",
     parameters: Annotated[
-        str | None, typer.Option(help="How many parameters instead, such as 25.6M.")
+        str | None, typer.Option(help="How many parameters instead, such as 25.6M or 7B.")
     ] = None,
     density: Annotated[
         float, typer.Option(help="The share of the gradient that a rank sends: 0.01 is 1 %.")
@@ -63,7 +67,7 @@ def answer(
         str, typer.Option(help="all-reduce, or parameter-server: all send to one.")
     ] = "all-reduce",
     bucket: Annotated[
-        float, typer.Option(min=0.001, help="MB of gradients that travel together, as DDP's are.")
+        float, typer.Option(min=0.001, help="MiB of gradients that travel together, as DDP's are.")
     ] = 25.0,
     rates: Annotated[
         Path | None,
@@ -90,11 +94,17 @@ def answer(
     from sparcel.plan import model_of
     from sparcel.plan.planner import plan as make
 
+    _refuse_ignored(context, computes_known=bool(compute or device_flops))
+    check_folder(save)
     if device not in _DEVICES:
         raise InputError(f"device must be one of {', '.join(_DEVICES)}, got {device!r}")
     if save is not None and not measure:
         raise InputError("--save writes what --measure finds; add --measure")
     memory_bandwidth, sustained = _DEVICES[device]
+    trained = model_of(parameters or model)
+    each = units.count(flops) if flops else trained.flops
+    speed = units.count(device_flops) if device_flops else sustained
+    compute_s = units.seconds(compute) if compute else _compute_s(trained, batch, each, speed)
     if measure:
         found = _measured(save)
         if found is None:
@@ -103,26 +113,37 @@ def answer(
         found = Rates.from_json(rates.read_text())
     else:
         found = stated_rates(
-            bandwidth=_bits(bandwidth) / 8,
-            latency_s=_seconds(latency),
+            bandwidth=units.bits_per_s(bandwidth) / 8,
+            latency_s=units.seconds(latency),
             ranks=nodes * ranks_per_node,
             ranks_per_node=ranks_per_node,
-            node_bandwidth=_bits(node_bandwidth) / 8,
-            node_latency_s=_seconds(node_latency),
+            node_bandwidth=units.bits_per_s(node_bandwidth) / 8,
+            node_latency_s=units.seconds(node_latency),
             memory_bandwidth=memory_bandwidth,
         )
-    trained = model_of(parameters or model)
-    each = _number(flops) if flops else trained.flops
-    speed = _number(device_flops) if device_flops else sustained
     made = make(
         trained,
-        compute_s=_seconds(compute) if compute else _compute_s(trained, batch, each, speed),
+        compute_s=compute_s,
         density=density,
         rates=found,
         bucket_bytes=round(bucket * (1 << 20)),
         topology=topology,
     )
     _show(made)
+
+
+def _refuse_ignored(context: typer.Context, computes_known: bool) -> None:
+    """Refuse what would not be looked at; a device, where it says neither of its two figures."""
+    stated = (*_NETWORK, "device") if computes_known else _NETWORK
+    refuse_ignored(
+        context,
+        {
+            "measure": (*stated, "rates"),
+            "rates": stated,
+            "compute": ("batch", "flops", "device_flops"),
+            "parameters": ("model",),
+        },
+    )
 
 
 def _show(made: object) -> None:
@@ -176,32 +197,3 @@ def _compute_s(model: Model, batch: int, flops: float, speed: float) -> float:
             f"how long does {model.name} compute? Pass --compute 120ms, or --flops 25G a sample"
         )
     return batch * flops / speed
-
-
-def _seconds(text: str) -> float:
-    """Read a time such as ``120ms``."""
-    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
-    if match is None:
-        raise InputError(f"a time is a number and us, ms or s, such as 120ms; got {text!r}")
-    return float(match[1]) * units[match[2]]
-
-
-def _bits(text: str) -> float:
-    """Read a bandwidth such as ``25gbit`` as bits a second."""
-    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise InputError(
-            f"a bandwidth is a number and kbit, mbit or gbit, such as 25gbit; got {text!r}"
-        )
-    return float(match[1]) * units[match[2]]
-
-
-def _number(text: str) -> float:
-    """Read a count such as ``25G``."""
-    units = {"": 1.0, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGTP]?)", text.strip().upper())
-    if match is None or not float(match[1]):
-        raise InputError(f"a count is a number, of M, G, T or P, such as 25G; got {text!r}")
-    return float(match[1]) * units[match[2]]

@@ -9,7 +9,7 @@ from sparcel.lab.launch import Ended, Job, Line, WorkerFailedError
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
 from sparcel.lab.network import Network, open_network
-from sparcel.lab.program import Faults, parse_duration, run
+from sparcel.lab.program import Faults, run
 
 __all__ = [
     "EmulatedNetwork",
@@ -23,7 +23,6 @@ __all__ = [
     "Network",
     "WorkerFailedError",
     "open_network",
-    "parse_duration",
     "parse_rate",
     "run",
 ]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from sparcel import units
 from sparcel.errors import InputError
-
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,7 @@ def parse_rate(text: str) -> int:
         the rate lies outside 64 kbit/s to 32 Gbit/s (the kernel's rate limiter counts bytes a
         second in 32 bits).
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)", text.strip().lower())
-    if match is None:
-        raise InputError(f"a rate is a number and kbit, mbit or gbit, such as 1gbit; got {text!r}")
-    rate = round(float(match[1]) * _UNITS[match[2]])
+    rate = units.bits_per_s(text)
     if not 64_000 <= rate <= 32 * 10**9:
         raise InputError(f"a rate must lie between 64kbit and 32gbit, got {text!r}")
     return rate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -129,17 +128,3 @@ def _pass_on(line: Line) -> None:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"sparcel: {text}\n")
-
-
-def parse_duration(text: str) -> float:
-    """Read a duration such as ``5s`` or ``500ms`` as seconds.
-
-    Raises
-    ------
-    InputError
-        When the text is not a number with the unit s or ms.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|ms)", text.strip().lower())
-    if match is None:
-        raise InputError(f"a duration is a number and s or ms, such as 5s; got {text!r}")
-    return float(match[1]) / (1000 if match[2] == "ms" else 1)

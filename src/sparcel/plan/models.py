@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparcel import units
 from sparcel.errors import InputError, known
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def model_of(given: str | int | nn.Module) -> Model:
     Parameters
     ----------
     given
-        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"``; or a module, of
+        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"`` (see
+        `sparcel.units.count`); or a module, of
         which the parameters that are trained count.
 
     Raises
@@ -81,9 +82,8 @@ def model_of(given: str | int | nn.Module) -> Model:
     if isinstance(given, int):
         return Model(f"{given:,} parameters", given)
     if isinstance(given, str):
-        if number := re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", given.strip(), re.IGNORECASE):
-            unit = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[number[2].upper()]
-            return Model(f"{given.strip()} parameters", round(float(number[1]) * unit))
+        if given.strip()[:1].isdigit():
+            return Model(f"{given.strip()} parameters", units.whole(given))
         return MODELS[known(given, MODELS, "model")]
     trained = sum(p.numel() for p in given.parameters() if p.requires_grad)
     return Model(type(given).__name__, trained)

@@ -41,7 +41,7 @@ class Workload:
         Seconds of a forward and a backward pass.
     bucket_bytes
         Gradients (float32) travel in buckets of so many bytes, in order, each as soon as it is
-        ready and the one before has arrived. DDP's default is 25 MB.
+        ready and the one before has arrived. DDP's default is 25 MiB.
     """
 
     model: Model

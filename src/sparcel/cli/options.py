@@ -1,0 +1,58 @@
+"""What subcommands ask of their options alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from sparcel.errors import InputError
+
+
+def items(text: str) -> tuple[str, ...]:
+    """Return what commas separate."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def check_folder(file: Path | None) -> None:
+    """Refuse now to write a file, if any, into a folder that is not there.
+
+    Raises
+    ------
+    InputError
+        When it is not.
+    """
+    if file is not None and not file.parent.is_dir():
+        raise InputError(f"can't write {file}: there is no folder {file.parent}")
+
+
+def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]]) -> None:
+    """Refuse options that were typed and would not be looked at.
+
+    Parameters
+    ----------
+    instead
+        By the name of a parameter, those of the parameters whose place it takes.
+
+    Raises
+    ------
+    InputError
+        When both were typed.
+    """
+    typed = {name for name in context.params if _is_typed(context, name)}
+    for name, ignored in instead.items():
+        for other in ignored:
+            if {name, other} <= typed:
+                raise InputError(
+                    f"{_option(name)} takes the place of {_option(other)}: leave one of them out"
+                )
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

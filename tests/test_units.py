@@ -1,0 +1,66 @@
+"""Numbers as people type them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import units
+from sparcel.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("16777216", 1 << 24),
+        ("16Mi", 1 << 24),
+        ("64 ki", 1 << 16),
+        ("2Gi", 1 << 31),
+        ("16M", 16_000_000),
+        ("1k", 1000),
+        (" 25.6M ", 25_600_000),
+        ("7B", 7 * 10**9),
+        ("7G", 7 * 10**9),
+        ("0.5Ki", 512),
+    ],
+)
+def test_counts(text: str, number: int) -> None:
+    assert units.whole(text) == units.count(text) == number
+
+
+@given(st.integers(1, 10**9))
+def test_decimals_count_exactly(thousandths: int) -> None:
+    text = f"{thousandths // 1000}.{thousandths % 1000:03d}G"
+    assert units.whole(text) == thousandths * 10**6
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "M", "4X", "1e6", "1,000", "nan", "5Ti", "0.0M"])
+def test_what_is_no_count_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="of K, M, G") as caught:
+        units.count(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_half_a_coordinate_is_none() -> None:
+    assert units.count("0.5") == 0.5
+    with pytest.raises(InputError, match=r"a whole number here, got '1\.5'"):
+        units.whole("1.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5s", 5.0), ("500ms", 0.5), (" 1.5 S", 1.5), ("100us", 1e-4), ("0s", 0.0)],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert units.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "-1s", "5m", "1e3s", "nans"])
+def test_what_is_no_time_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="such as 5s; got") as caught:
+        units.seconds(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_rates_may_be_more_than_the_lab_can_emulate() -> None:
+    assert units.bits_per_s("100gbit") == 10**11
+    assert units.bits_per_s("2.5 Gbit") == 2_500_000_000
