@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sparcel import ops
-from sparcel.comm import SimulatedCommunicator, TorchCommunicator, resolve, simulate
+from sparcel.comm import Communicator, SimulatedCommunicator, TorchCommunicator, resolve, simulate
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.workers import WORLD_SIZES
@@ -47,6 +47,23 @@ def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
 def test_messages_arrive_whole(run_on, world_size: int, nbytes: int) -> None:
     for arrived in run_on(world_size, all_to_all, nbytes):
         assert arrived == [True] * (world_size - 1)
+
+
+def by_default_elsewhere(comm: Communicator) -> tuple[list[int], list[int], list[float]]:
+    """Exchange and reduce where tensors are made on another device unless one says so."""
+    with torch.device("meta"):
+        numbers = comm.gather_numbers(comm.rank)
+        sent = torch.tensor([7, comm.rank], dtype=torch.uint8, device="cpu")
+        gathered = [part.tolist()[1] for part in comm.gather(sent, 100)]
+        total = torch.ones(3, device="cpu")
+        comm.all_reduce(total)
+    return numbers, gathered, total.tolist()
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpi"])
+def test_the_default_device_does_not_matter(request, engine: str) -> None:
+    run_on = request.getfixturevalue(f"run_on_{engine}")
+    assert run_on(3, by_default_elsewhere) == [([0, 1, 2], [0, 1, 2], [3.0] * 3)] * 3
 
 
 def many_one_way(comm: TorchCommunicator, sizes: list[int]) -> bool:

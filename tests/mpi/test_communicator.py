@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,60 @@ def test_a_rank_that_takes_no_part_is_named_and_all_can_connect_anew(run_on_mpi:
     for text, in_time in run_on_mpi(3, silent):
         assert "waited 1 s for rank 1" in text
         assert in_time
+
+
+def without_a_network(comm: Communicator, same_host: bool) -> str | list[int]:
+    """Connect where rank 0 knows loopback alone; return the error, or what ranks then gather."""
+    from mpi4py import MPI
+
+    from sparcel.comm.mpi import MpiCommunicator
+
+    world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GLOO_SOCKET_IFNAME")
+        patch.setattr("sparcel.comm.mpi.own_address", lambda: "127.0.0.1")
+        patch.setattr("socket.gethostname", lambda: f"host{0 if same_host else comm.rank}")
+        try:
+            own = MpiCommunicator.of(world, timeout=60.0)
+        except CommunicationError as error:
+            return str(error)
+    numbers = own.gather_numbers(comm.rank)
+    own.close()
+    return numbers
+
+
+def test_loopback_is_refused_between_machines_by_all_ranks_at_once(run_on_mpi: Runner) -> None:
+    assert run_on_mpi(2, without_a_network, True) == [[0, 1]] * 2
+    for rank, text in enumerate(run_on_mpi(2, without_a_network, False)):
+        assert text.startswith(f"rank {rank} could not connect to ranks [{1 - rank}],")
+        assert text.endswith("name the interface to use in GLOO_SOCKET_IFNAME")
+
+
+def die_meanwhile(comm: Communicator) -> str:
+    """Return what a job meets that exchanges after another thread has ended the family."""
+    from mpi4py import MPI
+
+    from sparcel.comm.mpi import MpiCommunicator
+
+    world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
+    own = MpiCommunicator.of(world, timeout=60.0)
+
+    def job() -> None:
+        other = threading.Thread(target=lambda: own._family.die("as asked"))
+        other.start()
+        other.join()
+        own.gather_numbers(0)
+
+    with pytest.raises(CommunicationError) as caught:
+        own.run(job)
+    own.close()
+    comm.gather_numbers(0)
+    world.Free()
+    return str(caught.value)
+
+
+def test_a_job_that_exchanges_after_the_end_raises(run_on_mpi: Runner) -> None:
+    assert run_on_mpi(2, die_meanwhile) == ["as asked"] * 2
 
 
 @world_sizes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -53,3 +54,22 @@ class Engine(Protocol):
 
     def abort(self) -> None:
         """Close the connections, from any thread; who waits for this rank stops waiting."""
+
+
+@contextmanager
+def expecting(me: int, members: list[int]) -> Iterator[None]:
+    """Turn what is raised when ranks do not come into `CommunicationError`.
+
+    Parameters
+    ----------
+    me, members
+        What errors call this process, and all that meet.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's and MPI's errors are of these kinds
+        others = [member for member in members if member != me]
+        raise CommunicationError(
+            f"rank {me} could not connect to ranks {others}, which must all be alive and connect"
+            f" at about the same time: {error}"
+        ) from error

@@ -123,10 +123,10 @@ class Family:
             raise
 
     def _leave_all(self) -> None:
-        _alive.discard(self)
         self.leave(self.engines[0], self.fate)
         for engine in list(self.engines):
             engine.abort()
+        _alive.discard(self)
 
 
 def _dead(cause: str) -> CommunicationError:
@@ -136,6 +136,9 @@ def _dead(cause: str) -> CommunicationError:
         "sparcel.comm.resolve(group).close()"
     )
 
+
+at_last: list[Callable[[], object]] = []
+"""What to do when the interpreter goes, after all families have closed."""
 
 _alive: set[Family] = set()
 _watching = threading.Lock()
@@ -160,3 +163,5 @@ def _close_all() -> None:
     for family in list(_alive):
         family.close(_EXIT_SECONDS)
     _watching.acquire(timeout=_EXIT_SECONDS)
+    for do in at_last:
+        do()

@@ -60,17 +60,17 @@ class StoreFate:
     def settle(self, cause: str, patience: float = 0.0) -> str:
         """See `Fate.settle`."""
         if self.cause is None:
-            first = _bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
+            first = bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
     def learn(self) -> str | None:
         """See `Fate.learn`."""
-        return self.cause or _bounded(self._read, _STORE_SECONDS)
+        return self.cause or bounded(self._read, _STORE_SECONDS)
 
     def part(self, patience: float) -> bool:
         """See `Fate.part`."""
-        return bool(_bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
+        return bool(bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
 
     def _publish(self, cause: str, patience: float) -> str:
         deadline = time.monotonic() + patience
@@ -94,8 +94,8 @@ class StoreFate:
         return done == self._size
 
 
-def _bounded(ask: Callable[[], T], seconds: float) -> T | None:
-    """Return what ``ask`` returns, or None when it fails or takes too long."""
+def bounded(ask: Callable[[], T], seconds: float) -> T | None:
+    """Return what ``ask`` of a store returns, or None when it fails or takes too long."""
     answers: list[T] = []
 
     def run() -> None:
@@ -103,6 +103,10 @@ def _bounded(ask: Callable[[], T], seconds: float) -> T | None:
             answers.append(ask())
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+    except RuntimeError:  # since Python 3.12, when the interpreter exits
+        run()
+    else:
+        thread.join(seconds)
     return answers[0] if answers else None

@@ -95,7 +95,8 @@ class GlooEngine:
         # offers no other way that does not hang on who else still holds the group.
         for anyone in self._others:
             with suppress(RuntimeError):  # a peer that closed first raises at once and closes none
-                never = self._group.recv([torch.empty(1, dtype=torch.uint8)], anyone, _NO_TAG)
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                never = self._group.recv([nothing], anyone, _NO_TAG)
                 never.wait(timedelta(milliseconds=1))
 
     @contextmanager

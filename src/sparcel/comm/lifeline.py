@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
 
-from sparcel.comm.mesh import connect_all
+from sparcel.comm.sockets import connect_all
 
 
 class Lifeline:
@@ -25,7 +25,7 @@ class Lifeline:
 
     Raises
     ------
-    CommunicationError
+    OSError, RuntimeError
         When not all ranks connected within the timeout.
     """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self
 from uuid import uuid4
@@ -12,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from sparcel.comm.engine import Engine
+from sparcel.comm.engine import Engine, expecting
 from sparcel.comm.fate import StoreFate
 from sparcel.comm.gloo import GlooEngine
 from sparcel.comm.nccl import NcclEngine
-from sparcel.errors import CommunicationError, InputError
+from sparcel.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class TorchMeeting:
         members = dist.get_process_group_ranks(group)
         # A name of its own, from rank 0: the store may hold what communicators before left there.
         name = [uuid4().hex]
-        with _meeting(members[group.rank()], members):
+        with expecting(members[group.rank()], members):
             dist.broadcast_object_list(name, group=group, group_src=0)
         backend = _backend(group)
         device = torch.device("cpu")
@@ -85,7 +83,7 @@ class TorchMeeting:
         CommunicationError
             When not all ranks came within the timeout.
         """
-        with _meeting(self.members[self.rank], self.members):
+        with expecting(self.members[self.rank], self.members):
             if self.backend == "nccl":
                 return NcclEngine(self.members, self.rank, self.timeout, self.device)
             store = PrefixStore("gloo", self.store)
@@ -103,21 +101,6 @@ class TorchMeeting:
             members=[self.members[rank] for rank in ranks],
             rank=ranks.index(self.rank),
         )
-
-
-@contextmanager
-def _meeting(me: int, members: list[int]) -> Iterator[None]:
-    """Turn what torch raises when ranks do not come into `CommunicationError`."""
-    try:
-        yield
-    except CommunicationError:
-        raise
-    except RuntimeError as error:
-        others = [member for member in members if member != me]
-        raise CommunicationError(
-            f"rank {me} could not connect to ranks {others}, which must all be alive and connect"
-            f" at about the same time: {error}"
-        ) from error
 
 
 def _backend(group: dist.ProcessGroup) -> str:

@@ -5,9 +5,9 @@ Importing this starts MPI, as ``from mpi4py import MPI`` does.
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from sparcel.comm import mpi_exit
 from sparcel.comm.connected import ConnectedCommunicator
-from sparcel.comm.fate import StoreFate
+from sparcel.comm.engine import expecting
 from sparcel.comm.lifeline import Lifeline
-from sparcel.comm.mesh import own_address
 from sparcel.comm.mpi_engine import MpiEngine
-from sparcel.errors import CommunicationError, InputError
+from sparcel.comm.mpi_exit import MpiFate, remember
+from sparcel.comm.sockets import is_loopback, own_address
+from sparcel.errors import InputError
 
 TIMEOUT_SECONDS = 300.0
 """What exchanges may take where nothing else is said."""
@@ -31,35 +31,14 @@ TIMEOUT_SECONDS = 300.0
 _PADDED_BYTES = 4096
 """Messages of at most that many bytes are padded to one length, as MPI's all-gather wants them."""
 
-_ADDRESS_BYTES = 256
+_NAME_BYTES, _ANSWER_BYTES = 64, 512
+"""What host names, and rank 0's answer where its store is, are padded to."""
+
+_NONE = "none"
+"""What rank 0 answers in place of a host, before the reason."""
 
 _POLL_SECONDS = 0.0005
 """How often to look whether all ranks have come to a meeting."""
-
-
-class MpiFate(StoreFate):
-    """The end of a group of MPI ranks.
-
-    Parameters
-    ----------
-    store, size
-        As for `StoreFate`.
-    comms
-        What to free once all ranks are done with it. Where they have failed it never is: MPI would
-        use its number again, for which messages may wait that nobody received.
-    """
-
-    def __init__(self, store: Store, size: int, comms: list[MPI.Intracomm]) -> None:
-        super().__init__(store, size)
-        self._comms = comms
-
-    def part(self, patience: float) -> bool:
-        """See `Fate.part`."""
-        done = super().part(patience)
-        for comm in self._comms:
-            if done and comm != MPI.COMM_NULL:
-                comm.Free()
-        return done
 
 
 @dataclass(frozen=True)
@@ -80,6 +59,8 @@ class MpiMeeting:
         Seconds after which an exchange that hangs raises.
     family
         The MPI communicators of all that was split from one another, the first one first.
+    keeps_store
+        Whether the store is this process's.
     """
 
     comm: MPI.Intracomm
@@ -88,6 +69,7 @@ class MpiMeeting:
     rank: int
     timeout: float
     family: list[MPI.Intracomm]
+    keeps_store: bool
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, timeout: float) -> Self:
@@ -104,11 +86,11 @@ class MpiMeeting:
         _check(comm, timeout)
         members = _names(comm)
         own, meeting = comm.Idup()
-        with _meeting(comm.rank, members):
+        with expecting(members[comm.rank], members):
             _await(meeting, timeout)
             own.Set_errhandler(MPI.ERRORS_RETURN)
             store = _store(own, timeout)
-        return cls(own, store, members, comm.rank, timeout, [own])
+        return cls(own, store, members, comm.rank, timeout, [own], comm.rank == 0)
 
     def engine(self) -> MpiEngine:
         """Connect to the other ranks.
@@ -118,7 +100,7 @@ class MpiMeeting:
         CommunicationError
             When not all ranks came within the timeout.
         """
-        with _meeting(self.rank, self.members):
+        with expecting(self.members[self.rank], self.members):
             store, size = PrefixStore("lifeline", self.store), len(self.members)
             lifeline = Lifeline(store, self.rank, size, self.timeout)
         return MpiEngine(self.comm, lifeline, self.members, self.rank, self.timeout)
@@ -126,7 +108,8 @@ class MpiMeeting:
     def fate(self) -> MpiFate:
         """Return the end that the ranks share."""
         whole = self.comm is self.family[0]
-        return MpiFate(self.store, len(self.members), self.family if whole else [self.comm])
+        comms = self.family if whole else [self.comm]
+        return MpiFate(self.store, len(self.members), comms, self.timeout, self.keeps_store)
 
     def part(self, ranks: list[int], label: str) -> Self:
         """Return where these ranks meet; they have just heard from each other."""
@@ -168,7 +151,8 @@ class MpiCommunicator(ConnectedCommunicator):
             When not all ranks came within ``timeout`` seconds.
         """
         connected = cls(MpiMeeting.of(comm, timeout))
-        mpi_exit.remember(connected._fate)
+        assert isinstance(connected._fate, MpiFate), "as MpiMeeting makes it"
+        remember(connected._fate)
         return connected
 
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
@@ -234,29 +218,32 @@ def _await(request: MPI.Request, timeout: float) -> None:
 
 
 def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
-    """Return a store that rank 0 keeps for the ranks."""
-    limit, store = timedelta(seconds=timeout), None
-    address = bytearray(_ADDRESS_BYTES)
+    """Return a store that rank 0 keeps for the ranks; where it cannot, all raise `OSError`."""
+    limit, store, answer = timedelta(seconds=timeout), None, bytearray(_ANSWER_BYTES)
+    name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+    names = bytearray(_NAME_BYTES * comm.size)
+    _await(comm.Iallgather([name, MPI.BYTE], [names, MPI.BYTE]), timeout)
     if comm.rank == 0:
-        host = own_address()
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        address[:] = f"{host} {store.port}".encode().ljust(_ADDRESS_BYTES)
-    _await(comm.Ibcast([address, MPI.BYTE]), timeout)
-    if store is None:
-        host, port = address.decode().split()
-        store = TCPStore(host, int(port), is_master=False, timeout=limit)
-    return store
+        try:
+            host = _host(alone=names == name * comm.size)
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            text = f"{host} {store.port}"
+        except (OSError, RuntimeError) as error:
+            text = f"{_NONE} {error}"
+        answer[:] = text.encode()[:_ANSWER_BYTES].ljust(_ANSWER_BYTES)
+    _await(comm.Ibcast([answer, MPI.BYTE]), timeout)
+    host, rest = answer.decode(errors="replace").rstrip().split(" ", 1)
+    if host == _NONE:
+        raise OSError(rest)
+    return store or TCPStore(host, int(rest), is_master=False, timeout=limit)
 
 
-@contextmanager
-def _meeting(rank: int, members: list[int]) -> Iterator[None]:
-    """Turn what is raised when ranks do not come into `CommunicationError`."""
-    try:
-        yield
-    except (RuntimeError, OSError, MPI.Exception) as error:
-        me = members[rank]
-        others = [member for member in members if member != me]
-        raise CommunicationError(
-            f"rank {me} could not connect to ranks {others}, which must all be alive and connect"
-            f" at about the same time: {error}"
-        ) from error
+def _host(alone: bool) -> str:
+    """Return where the ranks find this process, which are ``alone`` on one machine, or not."""
+    host = own_address()
+    if is_loopback(host) and not alone and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        raise OSError(
+            f"no network leads from rank 0's machine to the others; found {host} alone: name the"
+            " interface to use in GLOO_SOCKET_IFNAME"
+        )
+    return host

@@ -90,12 +90,14 @@ class MpiEngine:
     ) -> dict[int, Tensor]:
         """See `Communicator.exchange_parts`."""
         comm = self._comm
-        buffers = [torch.empty(at_most, dtype=torch.uint8) for at_most in receives.values()]
+        buffers = [
+            torch.empty(at_most, dtype=torch.uint8, device="cpu") for at_most in receives.values()
+        ]
         messages = [
             parts[0] if len(parts) == 1 else torch.cat(list(parts)) for parts in sends.values()
         ]
         with self._busy:
-            self._look([*receives, *sends])  # MPICH crashes where it sends to who has ended
+            self._look()  # MPICH crashes where it sends to who has ended
             requests = [
                 comm.Irecv([buffer.numpy(), MPI.BYTE], peer, _TAG)
                 for peer, buffer in zip(receives, buffers, strict=True)
@@ -133,7 +135,7 @@ class MpiEngine:
         begin = starts[self.rank] + _HEADER.size
         padded[begin : begin + message.numel()] = message.numpy().data
         with self._busy:
-            self._look([])
+            self._look()
             request = self._comm.Iallgather(MPI.IN_PLACE, [padded, MPI.BYTE])
             self._wait([request], [MPI.Status()], [], padded)
         bounds, lengths = zip(*(_HEADER.unpack_from(padded, s) for s in starts), strict=True)
@@ -154,7 +156,7 @@ class MpiEngine:
         """See `Communicator.all_reduce`; halves, which MPI does not know, travel as float32."""
         whole = tensor if tensor.dtype in _TYPES else tensor.float()
         with self._busy:
-            self._look([])
+            self._look()
             request = self._comm.Iallreduce(
                 MPI.IN_PLACE, [whole.numpy(), _TYPES[whole.dtype]], _REDUCE_OPS[op.name or ""]
             )
@@ -184,7 +186,7 @@ class MpiEngine:
             while not test(requests, statuses):
                 turns += 1
                 if turns % _LOOK == 0:
-                    self._look(peers)
+                    self._look()
                     if time.monotonic() >= deadline:
                         raise self._late(requests, peers)
                 if turns < _YIELDS:
@@ -197,8 +199,8 @@ class MpiEngine:
                 raise self._explained(error, statuses, peers) from error
             raise
 
-    def _look(self, peers: list[int]) -> None:
-        """Raise when a process has ended, of ``peers`` or of any at all."""
+    def _look(self) -> None:
+        """Raise when a process has ended."""
         ended = self._lifeline.ended()
         if ended is None and not self._aborted:
             return
