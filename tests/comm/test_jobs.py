@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import threading
 import time
 import weakref
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -187,3 +189,31 @@ def test_a_job_that_raises_on_the_callers_thread_frees_the_queue() -> None:
     assert queue.run(lambda: 1) == 1
     assert queue.submit(lambda: 2).wait() == 2
     assert queue.since is None
+
+
+def test_ctrl_c_at_any_point_leaves_the_queue_usable() -> None:
+    queue, draw, interrupted = JobQueue("jobs"), random.Random(3), 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal interrupted
+        interrupted += 1
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    for _ in range(2000):
+        with suppress(KeyboardInterrupt):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 60e-6))
+                for _ in range(20):
+                    queue.run(lambda: None)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    assert interrupted
+    done = threading.Event()
+    queue.submit(done.set)
+    assert done.wait(60)
+    queue.end(lambda: None)
+    assert queue.join(None)
+    assert queue.since is None
+    assert not queue.is_current()

@@ -87,12 +87,11 @@ class JobQueue:
         if self.ended:
             raise CommunicationError(_CLOSED)
         state = self._state
-        if not state.enter_alone():
-            return self.submit(job).wait()
-        try:
-            return job()
-        finally:
-            state.leave()
+        if not state.due and not state.turn.locked():  # else wait where Ctrl-C is seen
+            with state.turn:
+                if not state.due and not self.ended:
+                    return state.perform(job)
+        return self.submit(job).wait()
 
     def submit(self, job: Callable[[], T]) -> Handle[T]:
         """Queue ``job``; a job that submits another runs it at once, for it may wait for it.
@@ -108,7 +107,7 @@ class JobQueue:
         if self.is_current():
             handle.run()
         else:
-            self._state.expect()
+            self._state.count(1)
             self._pending.put(handle)
             if self._state.over:  # the queue was ended since it was asked
                 handle.fail(CommunicationError(_CLOSED))
@@ -144,56 +143,39 @@ _Pending: TypeAlias = "SimpleQueue[QueuedHandle[Any] | None]"
 
 
 class _State:
-    """Whose turn it is: one job at a time, the jobs in the queue before any that comes later."""
+    """Whose turn it is: one job at a time, the jobs in the queue before any that comes later.
+
+    Ctrl-C may come at any point, and neither ``with`` on a lock nor plain assignments can be torn
+    apart by it: the turn is never left taken.
+    """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
         self._counting = threading.Lock()
-        self._due = 0
+        self.due = 0
         self.runner: int | None = None
         self.since: float | None = None
         self.over = False
 
-    def expect(self) -> None:
-        """Count a job that will be run."""
+    def count(self, change: int) -> None:
+        """Count jobs in the queue, from when they are submitted until they have run."""
         with self._counting:
-            self._due += 1
+            self.due += change
 
-    def enter_alone(self) -> bool:
-        """Begin a job on this thread, unless another is due."""
-        with self._counting:
-            if self._due:
-                return False
-            self._due = 1
-            # Free, but for the last job of an ending queue, which may begin at any time and locks
-            # nothing: the garbage collector may have ended it.
-            if not self._turn.acquire(blocking=False):
-                self._due = 0
-                return False
-        self._begin()
-        return True
-
-    def enter(self) -> None:
-        """Begin a job that was expected, when the one under way has ended."""
-        self._turn.acquire()
-        self._begin()
-
-    def leave(self, expected: bool = True) -> None:
-        """End the job, ``expected`` where it was counted."""
-        self.runner = self.since = None
-        with self._counting:
-            self._due -= expected
-        self._turn.release()
-
-    def _begin(self) -> None:
-        self.since, self.runner = time.monotonic(), threading.get_ident()
+    def perform(self, job: Callable[[], T]) -> T:
+        """Run a job on this thread, whose turn it is."""
+        try:
+            self.since, self.runner = time.monotonic(), threading.get_ident()
+            return job()
+        finally:
+            self.runner = self.since = None
 
 
 def _work(pending: _Pending, state: _State) -> None:
     while (handle := pending.get()) is not None:
-        state.enter()
-        handle.run()
-        state.leave(handle.expected)
+        with state.turn:
+            state.perform(handle.run)
+            state.count(-handle.expected)
         del handle  # or the job's tensors would live until the next
     state.over = True  # what is put from now on, or was since the end, nobody runs
     with suppress(Empty):
