@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Listener
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.workers import WORLD_SIZES, Pool, Worker, World, join_gloo, joined
+from tests.workers import (
+    PATIENCE_SECONDS,
+    WORLD_SIZES,
+    Pool,
+    Worker,
+    World,
+    join_gloo,
+    joined,
+)
 
 _RANKS = max(WORLD_SIZES)
+
+_LOOK_SECONDS = 1.0
+"""How often to see whether the job still runs whose ranks are due."""
 
 
 def mpiexec() -> str:
@@ -53,17 +67,34 @@ class MpiPool(Pool):
     def hire(self, count: int) -> None:
         if self._job is not None:
             return
-        key = secrets.token_bytes(16)
-        with Listener(authkey=key) as listener:
-            module = (sys.executable, "-m", "tests.mpi_worker", str(listener.address), key.hex())
+        # In a folder of its own, which no other user can enter.
+        with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            address = str(Path(folder, "ranks"))
+            listener.bind(address)
+            listener.listen(_RANKS)
+            listener.settimeout(_LOOK_SECONDS)
+            module = (sys.executable, "-m", "tests.mpi_worker", address)
             self._job = subprocess.Popen(
                 [mpiexec(), "-n", str(_RANKS), *module], env=environment(), stdin=subprocess.DEVNULL
             )
-            pipes: dict[int, Connection] = {}
-            while len(pipes) < _RANKS:
-                pipe = listener.accept()
-                pipes[pipe.recv()] = pipe
-        self._workers = [Worker(pipes[rank]) for rank in range(_RANKS)]
+            try:
+                pipes = [self._next(listener) for _ in range(_RANKS)]
+                by_rank = {pipe.recv(): pipe for pipe in pipes}
+            except BaseException:
+                self.kill()
+                raise
+        self._workers = [Worker(by_rank[rank]) for rank in range(_RANKS)]
+
+    def _next(self, listener: socket.socket) -> Connection:
+        """Wait for the next rank's connection, as long as the job runs."""
+        assert self._job is not None
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                return Connection(listener.accept()[0].detach())
+            if self._job.poll() is not None:
+                raise RuntimeError(f"mpiexec ended with {self._job.returncode} before all came")
+        raise TimeoutError(f"not all {_RANKS} ranks came within {PATIENCE_SECONDS:g} s")
 
     def kill(self, show_stacks: bool = False) -> None:
         super().kill(show_stacks)

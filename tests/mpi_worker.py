@@ -1,4 +1,4 @@
-"""The process of one MPI rank for tests: ``mpiexec -n 8 python -m tests.mpi_worker ADDRESS KEY``.
+"""The process of one MPI rank for tests: ``mpiexec -n 8 python -m tests.mpi_worker ADDRESS``.
 
 It serves the pool of `tests.mpi_pool` that listens at the address.
 """
@@ -11,6 +11,6 @@ from mpi4py import MPI
 from tests.workers import serve
 
 if __name__ == "__main__":
-    with Client(sys.argv[1], authkey=bytes.fromhex(sys.argv[2])) as connection:
+    with Client(sys.argv[1]) as connection:
         connection.send(MPI.COMM_WORLD.rank)
         serve(connection)
