@@ -22,7 +22,8 @@ static_assert(sizeof(Header) == 40);
 
 constexpr uint8_t kNonFinite = 2;
 
-// A message of scalars with 4-byte indices, of a vector of `size`; nothing for any other.
+// A message of scalars with 4-byte indices, of a vector of `size`, that is all there is in `bytes`;
+// nothing for any other.
 template <class Value>
 std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, size_t bytes,
                                                       uint64_t size, uint8_t dtype, bool& finite) {
@@ -31,7 +32,8 @@ std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, si
     if (bytes < sizeof header || reinterpret_cast<uintptr_t>(message) % 8) return {};
     std::memcpy(&header, message, sizeof header);
     const bool plain = std::memcmp(header.magic, "SPCL", 4) == 0 && header.version == 1 &&
-                       header.kind == 0 && (header.flags & ~kNonFinite) == 0;
+                       header.kind == 0 && (header.flags & ~kNonFinite) == 0 &&
+                       header.width == 0 && header.detail == 0;
     if (!plain || header.dtype != dtype || header.size != size || size > INT32_MAX ||
         header.nnz > size) {
         return {};
@@ -39,7 +41,7 @@ std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, si
     const auto padded = [](uint64_t count) { return (count + 7) / 8 * 8; };
     const uint64_t values = padded(header.nnz * sizeof(Value));
     const uint64_t length = sizeof header + values + padded(header.nnz * sizeof(int32_t));
-    if (header.length != length || length > bytes) return {};
+    if (header.length != length || length != bytes) return {};
     const auto* indices = reinterpret_cast<const int32_t*>(message + sizeof header + values);
     if (check_indices(indices, header.nnz, int64_t(size)) >= 0) return {};
     finite = finite && !(header.flags & kNonFinite);

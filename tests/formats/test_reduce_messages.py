@@ -55,6 +55,23 @@ def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
         assert total.size == streams[0].size
 
 
+@given(alike(), st.sampled_from([8, 12]), st.integers(1, 255))
+def test_a_message_of_rows_or_of_another_format_is_refused(case, field, number):
+    """By its header's width, or its detail."""
+    op, streams = case
+    messages = [formats.encode(stream) for stream in streams]
+    messages[0][field] = number
+    assert formats.reduce_messages(messages, streams[0], op) is None
+
+
+@given(alike(), st.integers(1, 20))
+def test_a_message_with_more_behind_it_is_refused(case, count):
+    op, streams = case
+    messages = [formats.encode(stream) for stream in streams]
+    messages[0] = torch.cat((messages[0], torch.zeros(count, dtype=torch.uint8)))
+    assert formats.reduce_messages(messages, streams[0], op) is None
+
+
 @given(alike(), st.data())
 def test_a_truncated_message_is_refused(case, data):
     op, streams = case
