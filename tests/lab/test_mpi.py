@@ -114,6 +114,24 @@ def test_a_barrier_waits_for_all(server: PmiServer, clients: list[Client]) -> No
     assert {client.hear() for client in clients} == {"cmd=barrier_out rc=0"}
 
 
+def test_who_dies_in_a_barrier_does_not_count_twice(clients: list[Client]) -> None:
+    """Once as one that came, and once as one that cannot."""
+    clients[0].say("cmd=barrier_in")
+    clients[0].socket.shutdown(socket.SHUT_RDWR)
+    for client in clients[1:3]:
+        client.say("cmd=barrier_in")
+    late = clients[3]
+    for _ in range(2):  # the second is answered when all of the above has been seen
+        assert late.ask("cmd=get_universe_size").startswith("cmd=universe_size")
+    for client in clients[1:3]:
+        client.socket.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.socket.recv(1)
+        client.socket.setblocking(True)
+    late.say("cmd=barrier_in")
+    assert {client.hear() for client in clients[1:]} == {"cmd=barrier_out rc=0"}
+
+
 def test_ranks_of_a_node_are_told_that_they_share_it(clients: list[Client]) -> None:
     answer = clients[0].ask("cmd=get kvsname=sparcel key=PMI_process_mapping")
     assert answer.endswith("value=(vector,(0,2,2))")

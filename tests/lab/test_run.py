@@ -191,6 +191,25 @@ def test_a_cut_link_falls_silent_without_a_sign() -> None:
         assert [line for _, line in lines] == ["silence"] * 2
 
 
+def test_a_fault_that_never_came_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_python("", faults=Faults(kill_node=1, after_s=1e6)) == 1
+    err = capsys.readouterr().err
+    assert err == "sparcel: the ranks had ended before the fault was due, after 1e+06 s\n"
+    assert run_python("import sys; sys.exit(7)", faults=Faults(cut_link=1, after_s=1e6)) == 7
+
+
+def test_a_fault_that_cannot_be_provoked_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(network: EmulatedNetwork, node: int) -> None:
+        raise OSError(f"node {node} is not ours")
+
+    monkeypatch.setattr(EmulatedNetwork, "cut_link", refuse)
+    assert run_python("import time; time.sleep(1)", faults=Faults(cut_link=1)) == 1
+    err = capsys.readouterr().err
+    assert "the fault could not be provoked: OSError('node 1 is not ours')" in err
+
+
 @pytest.mark.parametrize("faults", [Faults(kill_node=3), Faults(cut_link=-1)])
 def test_a_fault_of_no_node_is_named(faults: Faults) -> None:
     with pytest.raises(InputError, match="the nodes are 0 to 2"):

@@ -91,6 +91,7 @@ class PmiServer:
                     received = b""
                 if not received:
                     self._selector.unregister(end)
+                    self._waiting = [waiting for waiting in self._waiting if waiting is not end]
                     self._gone += 1
                     self._release()
                     continue

@@ -65,7 +65,8 @@ def run(
     -------
     int
         0, or the exit status of the rank that failed first, 128 + the number if by a signal. Ranks
-        of a node that was killed on purpose don't count.
+        of a node that was killed on purpose don't count. 1 when no rank failed and a fault did not
+        come about, since all ranks had ended before or it could not be provoked.
 
     Raises
     ------
@@ -76,19 +77,23 @@ def run(
     faults.check(network.nodes)
     doomed: set[int] = set()
     failure: Ended | None = None
+    unprovoked: str | None = None
     with contextlib.ExitStack() as timers, Job(network, argv, None, ranks_per_node, mpi) as job:
 
         def provoke() -> None:
-            if faults.cut_link is not None:
-                _say(f"the link of node {faults.cut_link} is cut")
-                network.cut_link(faults.cut_link)
+            nonlocal unprovoked
             if faults.kill_node is not None:
                 first = faults.kill_node * ranks_per_node
                 doomed.update(range(first, first + ranks_per_node))
-                _say(f"node {faults.kill_node} is killed")
-                network.kill_node(faults.kill_node)
+            try:
+                _provoke(faults, network)
+            except Exception as error:
+                unprovoked = f"the fault could not be provoked: {error!r}"
+            else:
+                unprovoked = None
 
         if faults.kill_node is not None or faults.cut_link is not None:
+            unprovoked = f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
             timers.enter_context(_after(faults.after_s, provoke))
         for event in job.events():
             if isinstance(event, Line):
@@ -99,9 +104,20 @@ def run(
                 timers.enter_context(_after(GRACE_S, job.close))
         if mpi and not job.started_mpi:
             _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that speak PMI-1")
+    if unprovoked is not None:
+        _say(unprovoked)
     if failure is None:
-        return 0
+        return 0 if unprovoked is None else 1
     return failure.status if failure.status > 0 else 128 - failure.status
+
+
+def _provoke(faults: Faults, network: EmulatedNetwork) -> None:
+    if faults.cut_link is not None:
+        _say(f"the link of node {faults.cut_link} is cut")
+        network.cut_link(faults.cut_link)
+    if faults.kill_node is not None:
+        _say(f"node {faults.kill_node} is killed")
+        network.kill_node(faults.kill_node)
 
 
 @contextlib.contextmanager
