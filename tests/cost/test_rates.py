@@ -1,8 +1,10 @@
 """Rates: curves, JSON, and what is predicted from them."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,6 +155,12 @@ def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
     assert (found[0].ranks, found[0].ranks_per_node) == (ranks, here)
     assert ("node.shift" in found[0].curves) == (here > 1)
     assert predict("step:oktopk", Problem(10**6, 10**4, ranks, here), found[0]).seconds > 0
+
+
+def test_only_messages_on_the_cpu_are_measured():
+    comm = SimpleNamespace(device=torch.device("cuda", 1), size=2)
+    with pytest.raises(InputError, match="on the CPU, and comm's live on cuda:1"):
+        measure(comm)
 
 
 def test_one_rank_has_nothing_to_measure():

@@ -66,8 +66,13 @@ def measure(comm: Communicator, description: str = "") -> Rates:
     Raises
     ------
     InputError
-        When there is only one rank.
+        When there is only one rank, or messages live on a GPU.
     """
+    if comm.device.type != "cpu":
+        raise InputError(
+            f"rates are measured of messages on the CPU, and comm's live on {comm.device}; leave"
+            " comm.rates alone, or state them with sparcel.cost.stated_rates"
+        )
     if comm.size < 2:
         raise InputError("there is nothing to measure between ranks where there is only one")
     here = comm.run(lambda: consecutive_per_node(comm))
