@@ -75,6 +75,11 @@ class Mpi(BenchEngine):
         """See `BenchEngine.all_reduce`."""
         self._world.Allreduce(self._in_place, tensor.numpy())
 
+    def close(self) -> None:
+        """See `BenchEngine.close`."""
+        super().close()
+        self._world.Free()
+
 
 def launched() -> tuple[str, ...]:
     """Return the engines for which this process was launched, as its environment tells."""
