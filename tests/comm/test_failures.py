@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import sparcel
 from sparcel.comm import TorchCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
+from tests.strategies import case_of
 from tests.workers import run_apart
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -110,6 +112,41 @@ def test_kill_amid_a_long_message(culprit: int) -> None:
     assert len({end.result[0] for end in ends}) == 1
     assert f"lost its connection to rank {culprit}" in ends[0].result[0]
     assert all(end.result[1] < timeout / 2 for end in ends)
+
+
+def reduce_in_two_ways(comm: TorchCommunicator) -> tuple[str, str, float]:
+    """Be in an all-reduce on this thread, with another queued behind it, as the culprit dies."""
+    if comm.rank == CULPRIT:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if comm.rank == 0:
+        time.sleep(2.0)  # keeps the others, the culprit among them, in the all-reduce
+    stream, handles = case_of("random", comm.size, 60).streams[comm.rank], []
+
+    def queue() -> None:
+        handles.append(sparcel.all_reduce(stream, group=comm, async_op=True))
+
+    later = threading.Timer(0.3, queue)
+    later.start()
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as first:
+        comm.all_reduce(torch.ones(10))
+    seconds = time.monotonic() - start
+    later.join()
+    with pytest.raises(CommunicationError) as queued:
+        handles[0].wait()
+    return str(first.value), str(queued.value), seconds
+
+
+def test_kill_amid_an_all_reduce_ends_it_and_what_is_queued() -> None:
+    timeout = 100.0
+    ends = run_apart(WORLD_SIZE, reduce_in_two_ways, timeout=timeout)
+    assert ends.pop(CULPRIT).died == -signal.SIGKILL
+    assert len({end.result[0] for end in ends}) == 1
+    for end in ends:
+        cause, queued, seconds = end.result
+        assert "lost its connection to" in cause
+        assert cause in queued
+        assert seconds < timeout / 2
 
 
 def test_error_in_a_job_reaches_all() -> None:
