@@ -110,8 +110,10 @@ class Memory:
         The stream shares the scratch's storage; `take` what is sent of it.
         """
         with self._entered(gradient, ranks) as (before, entering, scratch):
-            # A conversion inside of the addition would copy the whole gradient.
-            scratch.copy_(entering.detach()).add_(before)
+            if entering.dtype == scratch.dtype:
+                torch.add(before, entering.detach(), out=scratch)
+            else:  # a conversion inside of the addition would copy the whole gradient
+                scratch.copy_(entering.detach()).add_(before)
         return SparseStream.unchecked(None, scratch, scratch.numel(), all_finite(scratch))
 
     def take(self, indices: Tensor) -> Tensor:

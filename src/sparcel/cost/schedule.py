@@ -11,6 +11,9 @@ from sparcel.formats.header import HEADER_BYTES
 DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
 """Those of the collectives: what they gather without a pattern."""
 
+ROUND = 12
+"""Operations of a round beside those on its message."""
+
 Schedule = Callable[[Problem], Iterator[Step]]
 
 
@@ -54,6 +57,7 @@ def halving_doubling(problem: Problem) -> Iterator[Step]:
     while distance:
         size /= 2
         part = problem.union(streams) * size / problem.size
+        yield Work("small", ROUND)  # the halves are cut out first
         yield from swap(problem, part, size, distance)
         yield Work("decode", part)
         yield from merge_two(problem, streams, size)
@@ -144,6 +148,7 @@ def split(problem: Problem, entries: float) -> Iterator[Step]:
 def swap(problem: Problem, entries: float, size: float, distance: int) -> Iterator[Step]:
     """Return an exchange of streams between partners."""
     message = problem.message(entries, size)
+    yield Work("small", ROUND)
     yield Work("encode", message)
     yield Exchange("pair", message, distance=distance)
 

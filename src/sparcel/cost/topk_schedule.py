@@ -8,6 +8,7 @@ from math import ceil, sqrt
 from sparcel.cost.problem import Problem
 from sparcel.cost.schedule import (
     DIRECT_RANKS,
+    ROUND,
     allgather,
     fold,
     gather,
@@ -37,6 +38,7 @@ def gtopk(problem: Problem) -> Iterator[Step]:
     yield Work("topk", 0)  # all of what it is given, mostly
     for level in range(rounds):
         busy = 0.5 ** (level + 1)
+        yield Work("small", ROUND)
         yield Work("encode", message, busy)
         yield Exchange("tree", message, distance=1 << level, sends=False)
         yield Work("decode", problem.k, busy)

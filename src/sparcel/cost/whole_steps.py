@@ -16,6 +16,9 @@ from sparcel.formats.header import HEADER_BYTES
 _SMALL = 250
 """Operations of a step beside those on its vectors: checks, layers, the transaction."""
 
+_BUCKET = 512
+"""Of so many consecutive coordinates SparCML's selector takes the largest."""
+
 
 def engine(problem: Problem, half: bool = False) -> Iterator[Step]:
     """Return the engine's dense all-reduce of the vector, and nothing else."""
@@ -39,6 +42,14 @@ def sparse_step(exchange: Schedule, problem: Problem) -> Iterator[Step]:
         yield from _dense_update(problem)
     else:
         yield from _sparse_update(problem, total)
+
+
+def sparcml_step(problem: Problem) -> Iterator[Step]:
+    """Return a step of `sparcel.scheme("sparcml")`, which selects one of 512 at the least."""
+    buckets = ceil(problem.size / _BUCKET)
+    k = min(problem.size, buckets * max(1, round(_BUCKET * problem.k / problem.size)))
+    spread = None if problem.spread is None else max(k, problem.spread)
+    yield from sparse_step(split_allgather, replace(problem, k=k, spread=spread))
 
 
 def gtopk_step(problem: Problem) -> Iterator[Step]:
@@ -126,5 +137,4 @@ def _dense_update(problem: Problem) -> Iterator[Step]:
 
 
 hitopk_step = partial(on_nodes_step, _shard_topk)
-sparcml_step = partial(sparse_step, split_allgather)
 torus2d_step = partial(on_nodes_step, engine)
