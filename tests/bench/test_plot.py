@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from sparcel import units
+from sparcel.bench import draw
 from sparcel.bench.phases import PHASES
 from sparcel.bench.plot import plot
 from sparcel.bench.results import Cell, Results, summarized
@@ -99,3 +103,8 @@ def test_half_the_values_are_below_the_median() -> None:
     assert summarized([3.0, 1.0, 2.0])["median"] == 2.0
     assert summarized([5.0])["p95"] == 5.0
     assert summarized(list(map(float, range(101))))["p95"] == 95.0
+
+
+@given(st.integers(1, 1000), st.sampled_from([1, 1 << 10, 1 << 20]))
+def test_sizes_are_written_as_the_command_line_takes_them(number: int, scale: int) -> None:
+    assert units.whole(draw._tick(number * scale)) == number * scale

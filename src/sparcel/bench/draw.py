@@ -118,8 +118,8 @@ def _finish(axes: Axes, title: str, quantity: Quantity, group: list[Point]) -> N
 
 
 def _tick(value: float) -> str:
-    """Write a number as the command line takes it: 16M for 2^24."""
-    for unit, scale in (("M", 1 << 20), ("K", 1 << 10)):
+    """Write a number as the command line takes it: 16Mi for 2^24."""
+    for unit, scale in (("Mi", 1 << 20), ("Ki", 1 << 10)):
         if value >= scale and value % scale == 0:
             return f"{value / scale:g}{unit}"
     return f"{value:.4g}"
