@@ -11,7 +11,7 @@ from sparcel.collectives._transfer import DIRECT_RANKS, gather_messages
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.comm import Communicator
-from sparcel.errors import FormatError
+from sparcel.errors import FormatError, MismatchError
 from sparcel.stream import SparseStream
 
 _FEW_RANKS = 16
@@ -50,11 +50,17 @@ def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Ten
     own = counts.numpy()
     occupied = np.flatnonzero(own)
     start, stop = (occupied[0], occupied[-1] + 1) if occupied.size else (0, 0)
-    numbers = np.concatenate((own.dtype.type([start]), own[start:stop]))
-    parts, finite = _gather_directly(numbers, comm, 1 + own.size, finite)
+    numbers = np.concatenate((own.dtype.type([own.size, start]), own[start:stop]))
+    parts, finite = _gather_directly(numbers, comm, 2 + own.size, finite)
     total = np.zeros(own.size, np.int64)
-    for part in parts:
-        first, rest = int(part[0]), part[1:]
+    for rank, part in enumerate(parts):
+        size, first = part[:2].tolist() if part.size > 1 else (0, 0)
+        rest = part[2:]
+        if size != own.size or not 0 <= first <= size - rest.size:
+            raise MismatchError(
+                f"rank {rank} sent rank {comm.rank} counts of size {size}, where size {own.size}"
+                " was expected; every rank must call with the same size, dtype and width"
+            )
         total[first : first + rest.size] += rest
     return torch.from_numpy(total), finite
 
