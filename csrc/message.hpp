@@ -32,8 +32,8 @@ std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, si
     if (bytes < sizeof header || reinterpret_cast<uintptr_t>(message) % 8) return {};
     std::memcpy(&header, message, sizeof header);
     const bool plain = std::memcmp(header.magic, "SPCL", 4) == 0 && header.version == 1 &&
-                       header.kind == 0 && (header.flags & ~kNonFinite) == 0 &&
-                       header.width == 0 && header.detail == 0;
+                       header.kind == 0 && (header.flags & ~kNonFinite) == 0 && header.width == 0 &&
+                       header.detail == 0;
     if (!plain || header.dtype != dtype || header.size != size || size > INT32_MAX ||
         header.nnz > size) {
         return {};
