@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparcel.errors import CommunicationError
+from sparcel.errors import CommunicationError, MismatchError
 from sparcel.ops import Op
 
 
@@ -28,6 +28,29 @@ class LostPeerError(CommunicationError):
     def __init__(self, text: str, late: bool) -> None:
         super().__init__(text)
         self.late = late
+
+
+def lost(me: int, peer: int | None) -> LostPeerError:
+    """Return the error of rank ``me`` whose connection to a rank ended; None is any other."""
+    text = f"rank {me} lost its connection to {_called(peer)}, whose process or network failed"
+    return LostPeerError(text, late=False)
+
+
+def late(me: int, seconds: float, peer: int | None) -> LostPeerError:
+    """Return the error of rank ``me`` that waited so long for a rank; None is all others."""
+    return LostPeerError(f"rank {me} waited {seconds:g} s for {_called(peer)}", late=True)
+
+
+def too_long(peer: int, nbytes: int, me: int, at_most: int) -> MismatchError:
+    """Return the error of rank ``me`` that a rank sent more than it expected."""
+    return MismatchError(
+        f"rank {peer} sent {nbytes} bytes to rank {me}, which expected at most {at_most}; the"
+        " ranks' sizes, dtypes or counts differ"
+    )
+
+
+def _called(peer: int | None) -> str:
+    return "the others" if peer is None else f"rank {peer}"
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from sparcel.comm.engine import LostPeerError
+from sparcel.comm.engine import late, lost
 from sparcel.comm.mesh import Mesh
 from sparcel.ops import Op
 
@@ -115,7 +115,5 @@ class GlooEngine:
         except RuntimeError as error:
             me = self.names[self.rank]
             if time.monotonic() >= deadline:
-                text = f"rank {me} waited {self.timeout:g} s for the others"
-                raise LostPeerError(text, late=True) from error
-            text = f"rank {me} lost its connection to the others, whose process or network failed"
-            raise LostPeerError(text, late=False) from error
+                raise late(me, self.timeout, None) from error
+            raise lost(me, None) from error

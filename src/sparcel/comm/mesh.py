@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from sparcel import _cpu
-from sparcel.comm.engine import LostPeerError
+from sparcel.comm.engine import late, lost, too_long
 from sparcel.comm.sockets import connect_all
-from sparcel.errors import MismatchError
 
 
 class Mesh:
@@ -75,16 +74,10 @@ class Mesh:
         self._mesh.shut()
 
     def _fail(self, fault: int, peer: int, length: int = 0, at_most: int = 0) -> None:
-        me, whom = self.names[self.rank], f"rank {self.names[peer]}"
+        me, name = self.names[self.rank], self.names[peer]
         if fault == _TOO_LONG:
-            raise MismatchError(
-                f"{whom} sent {length} bytes to rank {me}, which expected at most {at_most}; the"
-                " ranks' sizes, dtypes or counts differ"
-            )
-        if fault == _LATE:
-            raise LostPeerError(f"rank {me} waited {self.timeout:g} s for {whom}", late=True)
-        text = f"rank {me} lost its connection to {whom}, whose process or network failed"
-        raise LostPeerError(text, late=False)
+            raise too_long(name, length, me, at_most)
+        raise late(me, self.timeout, name) if fault == _LATE else lost(me, name)
 
 
 _LOST, _LATE, _TOO_LONG = 1, 2, 3

@@ -18,7 +18,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from sparcel.comm.engine import LostPeerError
+from sparcel.comm.engine import LostPeerError, late, lost
 from sparcel.comm.lifeline import Lifeline
 from sparcel.errors import MismatchError
 from sparcel.ops import Op
@@ -202,14 +202,8 @@ class MpiEngine:
     def _look(self) -> None:
         """Raise when a process has ended."""
         ended = self._lifeline.ended()
-        if ended is None and not self._aborted:
-            return
-        whom = "the others" if ended is None else f"rank {self.names[ended]}"
-        raise LostPeerError(
-            f"rank {self.names[self.rank]} lost its connection to {whom}, whose process or"
-            " network failed",
-            late=False,
-        )
+        if ended is not None or self._aborted:
+            raise lost(self.names[self.rank], None if ended is None else self.names[ended])
 
     def _late(self, requests: list[MPI.Request], peers: list[int]) -> LostPeerError:
         silent = [
@@ -217,9 +211,7 @@ class MpiEngine:
             for request, peer in zip(requests, peers, strict=False)
             if not request.Test()
         ]
-        whom = f"rank {silent[0]}" if silent else "the others"
-        text = f"rank {self.names[self.rank]} waited {self.timeout:g} s for {whom}"
-        return LostPeerError(text, late=True)
+        return late(self.names[self.rank], self.timeout, silent[0] if silent else None)
 
     def _explained(
         self, error: MPI.Exception, statuses: list[MPI.Status], peers: list[int]

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.comm.engine import LostPeerError
-from sparcel.errors import MismatchError
+from sparcel.comm.engine import LostPeerError, too_long
 from sparcel.ops import Op
 
 
@@ -56,12 +55,9 @@ class NcclEngine:
         self._transfer(peers, list(leaving.split(1)), list(arriving.split(1)))
         sizes = arriving.tolist()
         for peer, nbytes in zip(peers, sizes, strict=True):
-            if nbytes > receives.get(peer, 0):
-                raise MismatchError(
-                    f"rank {self.names[peer]} sent {nbytes} bytes to rank {self.names[self.rank]},"
-                    f" which expected at most {receives.get(peer, 0)}; the ranks' sizes, dtypes or"
-                    " counts differ"
-                )
+            at_most = receives.get(peer, 0)
+            if nbytes > at_most:
+                raise too_long(self.names[peer], nbytes, self.names[self.rank], at_most)
         # NCCL hangs on a pair of ranks of which one only sends: what is empty is sent as a byte.
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         messages = [
