@@ -63,23 +63,18 @@ def all_reduce(
     max_nnz: int | None = None,
 ) -> SparseStream:
     """Run the all-reduce of that name, inside a job of ``comm``."""
+    if algorithm == "auto" and (comm.size <= 2 or stream.size == 0):
+        algorithm = "recursive_doubling"  # two ranks can but exchange what they have
     if algorithm == "auto":
-        if max_nnz is None and _matters(stream, comm):
+        if max_nnz is None:
             # ⌈log₂P⌉ rounds of 8 bytes; what is sent in vain without knowing costs more.
             max_nnz = max(comm.gather_numbers(stream.nnz))
         algorithm = _choose(stream, comm, op, max_nnz)
     return ALGORITHMS[algorithm](stream, comm, op, max_nnz)
 
 
-def _matters(stream: SparseStream, comm: Communicator) -> bool:
-    """Tell whether algorithms differ: two ranks can but exchange what they have."""
-    return comm.size > 2 and stream.size > 0
-
-
-def _choose(stream: SparseStream, comm: Communicator, op: Op, max_nnz: int | None) -> str:
+def _choose(stream: SparseStream, comm: Communicator, op: Op, max_nnz: int) -> str:
     """Name the algorithm that "auto" stands for, from what all ranks know alike."""
-    if max_nnz is None or not _matters(stream, comm):
-        return "recursive_doubling"
     width = stream.values.shape[1:].numel()
     k = min(_rounded(max(1, max_nnz)), stream.size)
     itemsize = max(1, width * stream.values.element_size())
