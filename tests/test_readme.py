@@ -85,6 +85,24 @@ def test_figures_of_the_demo_are_those_recorded() -> None:
 
 
 @pytest.mark.parametrize(
+    ("what", "row"),
+    [
+        ("`recursive_doubling`, lossless sum", "recursive_doubling"),
+        ("`oktopk`, streams in, stream out", "oktopk"),
+        ("whole step of `oktopk`", "step:oktopk"),
+    ],
+)
+def test_figures_of_the_benchmark_are_those_recorded(what: str, row: str) -> None:
+    cells = recorded("bench_8_nodes_1gbit")["cells"]
+    seconds = {(c["algorithm"], c["density"], c["engine"]): c["seconds"]["median"] for c in cells}
+    dense = [seconds["dense fp32", 1.0, engine] for engine in ("gloo", "mpi")]
+    times = [seconds[row, d, engine] for d in (1 / 128, 0.001) for engine in ("gloo", "mpi")]
+    figures = [f"{1000 * s:#.3g} ms, {min(dense) / s:#.3g}×".replace(". ", " ") for s in times]
+    assert f"| {what} | {' | '.join(figures)} |" in README.splitlines()
+    assert f"{1000 * dense[0]:.0f} ms; MPICH's took {1000 * dense[1]:.0f} ms" in README
+
+
+@pytest.mark.parametrize(
     ("what", "record"),
     [
         ("copying the vector", "copy"),
