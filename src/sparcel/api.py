@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeVar, overload
 
-import torch
-
-from sparcel import formats
-from sparcel.collectives import all_reduce as _all_reduce
-from sparcel.collectives import check_algorithm
-from sparcel.collectives._transfer import broadcast_message
-from sparcel.collectives.all_gather import all_gather as _all_gather
-from sparcel.collectives.reduce_scatter import reduce_scatter as _reduce_scatter
+from sparcel import auto, collectives
 from sparcel.comm import Communicator, Group, Handle, resolve
 from sparcel.errors import InputError
 from sparcel.ops import Op
 from sparcel.ops import resolve as resolve_op
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 T = TypeVar("T")
 
@@ -93,7 +87,7 @@ def all_reduce(
     Source: SparCML, section 5.3.
     """
     op, comm = resolve_op(op), _communicator(group, stream)
-    check_algorithm(algorithm, op)
+    collectives.check_algorithm(algorithm, op)
 
     def job() -> SparseStream:
         if max_nnz is not None and stream.nnz > max_nnz:
@@ -101,7 +95,7 @@ def all_reduce(
                 f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for one of"
                 f" {stream.nnz}; leave it out where ranks do not know each other's"
             )
-        return _apart(_all_reduce(stream, comm, op, algorithm, max_nnz), stream)
+        return _apart(auto.all_reduce(stream, Wire(comm), op, algorithm, max_nnz), stream)
 
     return _start(comm, job, async_op)
 
@@ -125,7 +119,11 @@ def all_gather(
         As `all_reduce`.
     """
     comm = _communicator(group, stream)
-    return _start(comm, lambda: [_copy(part) for part in _all_gather(stream, comm)], async_op)
+
+    def job() -> list[SparseStream]:
+        return [_copy(part) for part in collectives.all_gather(stream, Wire(comm))]
+
+    return _start(comm, job, async_op)
 
 
 @overload
@@ -149,7 +147,11 @@ def reduce_scatter(
         As `all_reduce`.
     """
     op, comm = resolve_op(op), _communicator(group, stream)
-    return _start(comm, lambda: _apart(_reduce_scatter(stream, comm, op), stream), async_op)
+
+    def job() -> SparseStream:
+        return _apart(collectives.reduce_scatter(stream, Wire(comm), op), stream)
+
+    return _start(comm, job, async_op)
 
 
 @overload
@@ -168,7 +170,7 @@ def broadcast(
 ) -> SparseStream | Handle[SparseStream]:
     """Return the root's stream on every rank; the others pass None and need know nothing of it.
 
-    Rounds: 2⌈log₂P⌉, since the length goes ahead.
+    Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams: see `sparcel.collectives.broadcast`.
 
     Raises
     ------
@@ -184,11 +186,7 @@ def broadcast(
         raise InputError(f"rank {root} is the root and must pass a stream, got None")
 
     def job() -> SparseStream:
-        message = formats.encode(stream) if stream is not None and comm.rank == root else None
-        length = None if message is None else torch.tensor([message.numel()]).view(torch.uint8)
-        length = broadcast_message(length, comm, root, 8)
-        message = broadcast_message(message, comm, root, int(length.view(torch.int64)))
-        return _copy(formats.decode(message))
+        return _copy(collectives.broadcast(stream, Wire(comm), root))
 
     return _start(comm, job, async_op)
 
@@ -209,7 +207,7 @@ def _communicator(group: Group, stream: SparseStream) -> Communicator:
 
 
 def _apart(result: SparseStream, stream: SparseStream) -> SparseStream:
-    """Return the result in memory of its own, which it has but where a rank is alone."""
+    """Copy the result where it shares memory with the input, as it does on a single rank."""
     if result.values.untyped_storage().data_ptr() != stream.values.untyped_storage().data_ptr():
         return result
     return _copy(result)

@@ -81,7 +81,7 @@ class SparseStream:
         vector = vector.detach().contiguous()
         occupied = vector if vector.ndim == 1 else vector.ne(0).any(dim=1)
         indices = occupied.nonzero().squeeze(1).to(kernels.index_dtype(size))
-        if dense_is_smaller(indices.numel(), size, vector):
+        if indices.numel() >= dense_from(size, _value_bytes(vector)):
             return cls.unchecked(None, vector, size)
         return cls.unchecked(indices, vector[indices], size)
 
@@ -117,6 +117,11 @@ class SparseStream:
         return self.values.dtype
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of one coordinate's value, or of its row of values."""
+        return _value_bytes(self.values)
+
+    @property
     def device(self) -> torch.device:
         """The device that holds the stream."""
         return self.values.device
@@ -137,12 +142,20 @@ class SparseStream:
         kernels.scatter(dense, self.indices, self.values)
         return dense
 
-    def compact(self, op: Op = SUM) -> SparseStream:
-        """Return the stream itself, or a dense one if that takes fewer bytes on the wire.
+    def compact(self, op: Op = SUM, dense_at: int | None = None) -> SparseStream:
+        """Return the stream itself, or a dense one where that is smaller.
 
-        ``op`` gives the neutral element that absent coordinates are filled with.
+        Parameters
+        ----------
+        op
+            Gives the neutral element that absent coordinates are filled with.
+        dense_at
+            The count of entries from which the dense form is smaller, which a format knows of its
+            messages; by default that of the stream's own tensors, `dense_from`.
         """
-        if self.is_dense or not dense_is_smaller(self.nnz, self.size, self.values):
+        if dense_at is None:
+            dense_at = dense_from(self.size, self.value_bytes)
+        if self.is_dense or self.nnz < dense_at:
             return self
         dense = self.to_dense(op.neutral_for(self.dtype))
         return SparseStream.unchecked(None, dense, self.size, self.finite)
@@ -214,14 +227,21 @@ class SparseStream:
         return reduce([self, other], SUM)
 
 
-def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
+def reduce(
+    streams: Sequence[SparseStream], op: str | Op = SUM, dense_at: int | None = None
+) -> SparseStream:
     """Reduce streams of one size and dtype, in the order given (SparCML, section 5.1).
+
+    Parameters
+    ----------
+    dense_at
+        As for `SparseStream.compact`, which the result is.
 
     Returns
     -------
     SparseStream
-        Dense where an input is, or where the dense form of the result takes fewer bytes; this is
-        decided on the true count of the merged indices.
+        Dense where an input is, or where the dense form of the result is smaller; this is decided
+        on the true count of the merged indices.
 
     Raises
     ------
@@ -241,7 +261,7 @@ def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
     pairs = [(s.indices, s.values) for s in streams if s.indices is not None]
     if len(pairs) == len(streams):
         indices, values = kernels.merge(pairs, op)
-        return SparseStream.unchecked(indices, values, first.size, finite).compact(op)
+        return SparseStream.unchecked(indices, values, first.size, finite).compact(op, dense_at)
     # As where all are sparse, half precision is rounded once, at the end.
     wide = _WIDE_DTYPE.get(first.dtype, first.dtype)
     total = first.to_dense(op.neutral_for(first.dtype)).to(wide, copy=first.is_dense)
@@ -253,10 +273,13 @@ def reduce(streams: Sequence[SparseStream], op: str | Op = SUM) -> SparseStream:
     return SparseStream.unchecked(None, total.to(first.dtype), first.size, finite)
 
 
-def concatenate(streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
+def concatenate(
+    streams: Sequence[SparseStream], op: Op = SUM, dense_at: int | None = None
+) -> SparseStream:
     """Join streams of consecutive index ranges, the inverse of `SparseStream.split`.
 
-    The result is dense or sparse by the bytes that it takes, whatever the parts were.
+    The result is dense or sparse by its count of entries, whatever the parts were; ``dense_at`` is
+    that of `SparseStream.compact`.
 
     Raises
     ------
@@ -268,7 +291,7 @@ def concatenate(streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
     size = sum(stream.size for stream in streams)
     finite = all(stream.finite for stream in streams)
     nnz = sum(stream.nnz for stream in streams)
-    if dense_is_smaller(nnz, size, streams[0].values):
+    if nnz >= (dense_from(size, streams[0].value_bytes) if dense_at is None else dense_at):
         fill = op.neutral_for(streams[0].dtype)
         dense = torch.cat([stream.to_dense(fill) for stream in streams])
         return SparseStream.unchecked(None, dense, size, finite)
@@ -280,13 +303,17 @@ def concatenate(streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
     return SparseStream.unchecked(torch.cat(indices), values, size, finite)
 
 
-def dense_is_smaller(nnz: int, size: int, values: Tensor) -> bool:
-    """Tell whether ``nnz`` coordinates of ``values``' kind cost more bytes than all ``size``.
+def dense_from(size: int, value_bytes: int) -> int:
+    """Return the count of coordinates from which all ``size`` of them take fewer bytes.
 
-    This is SparCML's switch: nnz > δ = size · isize / (c + isize), with c bytes an index.
+    This is SparCML's switch: nnz > δ = size · isize / (c + isize), with c bytes an index. In memory
+    an index takes four bytes, or eight where the size needs it; a format may pack it better.
     """
-    value_bytes = values.element_size() * (values.shape[1] if values.ndim == 2 else 1)
-    return nnz * (kernels.index_dtype(size).itemsize + value_bytes) > size * value_bytes
+    return size * value_bytes // (kernels.index_dtype(size).itemsize + value_bytes) + 1
+
+
+def _value_bytes(values: Tensor) -> int:
+    return values.element_size() * (values.shape[1] if values.ndim == 2 else 1)
 
 
 def _stored_indices(stream: SparseStream) -> Tensor:

@@ -2,111 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from sparcel import formats, kernels
-from sparcel.collectives._transfer import (
-    DIRECT_BYTES,
-    DIRECT_RANKS,
-    decode_from,
-    gather_messages,
-)
-from sparcel.collectives.all_gather import gather_streams
-from sparcel.comm import Communicator
-from sparcel.formats import coo
-from sparcel.formats.header import ALIGNMENT, HEADER_BYTES
+from sparcel import kernels, patterns
+from sparcel.schedule import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due, gather_steps, gather_traffic
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """How sorted entries move when every rank is to hold as many as any other, up to one.
+class Piece(NamedTuple):
+    """Consecutive entries ``[start, stop)`` that rank ``owner`` has and rank ``target`` is to hold.
 
-    All K entries are numbered in the order of their indices. Ranks 0, 1, … hold the first, the
-    next, …; rank r is to hold those from ``r·K // P`` up to ``(r+1)·K // P``. Piece j, entries
-    ``[start[j], stop[j])``, goes from rank ``owner[j]`` to rank ``target[j]``, often the same.
+    All K entries are numbered in the order of their indices, whoever has them.
     """
 
-    start: Tensor
-    stop: Tensor
-    owner: Tensor
-    target: Tensor
+    start: int
+    stop: int
+    owner: int
+    target: int
 
-    @classmethod
-    def evening(cls, counts: Tensor) -> Pieces:
-        """Return the pieces, at most 2P, for ranks that hold ``counts`` entries, ``[P]``."""
-        held = counts.cumsum(0)
-        due = torch.arange(1, counts.numel() + 1) * held[-1] // counts.numel()
-        cuts = torch.cat((torch.tensor([0]), held, due)).unique()
-        start, stop = cuts[:-1], cuts[1:]
-        owner = torch.searchsorted(held, start, right=True)
-        target = torch.searchsorted(due, start, right=True)
-        return cls(start, stop, owner, target)
+
+def pieces_to_even(counts: Sequence[int]) -> list[Piece]:
+    """Return how ``counts[r]`` entries of rank r move until all ranks hold equally many, up to one.
+
+    Ranks 0, 1, … have the first, the next, … entries; rank r is to hold those from ``r·K // P`` up
+    to ``(r+1)·K // P``. There are at most 2P pieces. Owner and target are often the same.
+    """
+    ends = list(accumulate(counts))
+    dues = patterns.regions(ends[-1], len(counts))[1:]
+    cuts = sorted({0, *ends, *dues})
+    return [
+        Piece(start, stop, bisect_right(ends, start), bisect_right(dues, start))
+        for start, stop in pairwise(cuts)
+    ]
 
 
 def gather_direct(
-    block: SparseStream, counts: Tensor, boundaries: Sequence[int], comm: Communicator
+    block: SparseStream, counts: Sequence[int], boundaries: Sequence[int], wire: Wire
 ) -> SparseStream:
     """Join the ranks' blocks, each numbered from the start of the region that it is of."""
-    sizes = [stop - start for start, stop in pairwise(boundaries)]
-    at_most = int(_compact_bytes(counts, torch.tensor(sizes), block.dtype).max())
-    messages = gather_messages(formats.encode(block.compact()), comm, at_most)
-    parts = []
-    for rank, message in enumerate(messages):
-        part = decode_from(rank, message, block.empty_like(sizes[rank]), comm)
-        parts.append(placed(part, boundaries[rank], boundaries[-1]))
-    return _join(parts)
+    dues = [
+        due(block, nnz, stop - start)
+        for nnz, (start, stop) in zip(counts, pairwise(boundaries), strict=True)
+    ]
+    parts = wire.gather(wire.compact(block), dues)
+    size = boundaries[-1]
+    return _join([placed(part, start, size) for part, start in zip(parts, boundaries[:-1], strict=True)])
 
 
-def gather_evened(block: SparseStream, counts: Tensor, comm: Communicator) -> SparseStream:
+def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> SparseStream:
     """Join the ranks' blocks, sparse parts of one vector, evened out before they are gathered.
 
     Source: Ok-Topk, section 3.1.2 (data balancing).
     """
-    share = -(-int(counts.sum()) // comm.size)
-    block = _even_out(block, Pieces.evening(counts), comm)
-    return _join(gather_streams(block, comm, _at_most(share, block)))
+    share = -(-sum(counts) // wire.size)
+    block = _even_out(block, pieces_to_even(counts), wire)
+    return _join(wire.gather(block, [due(block, share, sparse=True)] * wire.size))
 
 
 def placed(part: SparseStream, start: int, size: int) -> SparseStream:
     """Return the nonzero coordinates of a part, as those from ``start`` on of a whole vector."""
     if part.is_dense:
         part = part.largest(part.size)
-    assert part.indices is not None, "topk gives sparse streams"
+    assert part.indices is not None, "the largest coordinates are a sparse stream"
     indices = part.indices.to(kernels.index_dtype(size)) + start
     return SparseStream.unchecked(indices, part.values, size)
 
 
-def _even_out(block: SparseStream, pieces: Pieces, comm: Communicator) -> SparseStream:
+def _even_out(block: SparseStream, pieces: Sequence[Piece], wire: Wire) -> SparseStream:
     """Send and receive the pieces that change hands."""
-    lengths = pieces.stop - pieces.start
-    targets = pieces.target[pieces.owner == comm.rank].tolist()
-    parts = dict(zip(targets, _cut(block, lengths[pieces.owner == comm.rank]), strict=True))
-    sources = pieces.owner[pieces.target == comm.rank].tolist()
-    due = dict(zip(sources, lengths[pieces.target == comm.rank].tolist(), strict=True))
-    arrived = comm.exchange(
-        {rank: formats.encode(part) for rank, part in parts.items() if rank != comm.rank},
-        {rank: _at_most(nnz, block) for rank, nnz in due.items() if rank != comm.rank},
+    rank = wire.rank
+    leaving = [piece for piece in pieces if piece.owner == rank]
+    parts = {piece.target: part for piece, part in zip(leaving, _cut(block, leaving), strict=True)}
+    coming = {piece.owner: piece.stop - piece.start for piece in pieces if piece.target == rank}
+    held = wire.exchange(
+        {target: part for target, part in parts.items() if target != rank},
+        {owner: due(block, nnz, sparse=True) for owner, nnz in coming.items() if owner != rank},
     )
-    return _join(
-        [block.empty_like()]
-        + [
-            parts[rank] if rank == comm.rank else decode_from(rank, arrived[rank], block, comm)
-            for rank in sources
-        ]
-    )
+    if rank in coming:
+        held[rank] = parts[rank]
+    return _join([block.empty_like(), *(held[owner] for owner in coming)])
 
 
-def _cut(block: SparseStream, lengths: Tensor) -> list[SparseStream]:
-    """Cut a sparse stream into consecutive ones of ``lengths`` entries, numbered as it is."""
+def _cut(block: SparseStream, pieces: Sequence[Piece]) -> list[SparseStream]:
+    """Cut a sparse stream into consecutive ones, numbered as it is."""
     assert block.indices is not None, "winners are sparse"
-    pieces = zip(*(t.split(lengths.tolist()) for t in (block.indices, block.values)), strict=True)
-    return [SparseStream.unchecked(indices, values, block.size) for indices, values in pieces]
+    lengths = [piece.stop - piece.start for piece in pieces]
+    parts = zip(block.indices.split(lengths), block.values.split(lengths), strict=True)
+    return [SparseStream.unchecked(indices, values, block.size) for indices, values in parts]
 
 
 def _join(parts: Sequence[SparseStream]) -> SparseStream:
@@ -116,56 +104,63 @@ def _join(parts: Sequence[SparseStream]) -> SparseStream:
     return SparseStream.unchecked(torch.cat(indices), values, parts[0].size)
 
 
-def _at_most(nnz: int, like: SparseStream) -> int:
-    return coo.message_bytes(nnz, like.size, like.dtype, None)
+def direct_volume(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> float:
+    """Return the worst rank's volume in `gather_direct` of ``counts`` entries a rank."""
+    traffic = gather_traffic(_direct_blocks(problem, counts, boundaries))
+    return max(max(sent, received) for sent, received in traffic)
 
 
-def direct_bytes(counts: Tensor, boundaries: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the worst rank's volume in `gather_direct` of ``counts`` entries a rank, ``[P]``."""
-    sizes = torch.tensor(boundaries).diff()
-    return int(torch.maximum(*_gathering_bytes(_compact_bytes(counts, sizes, dtype))).max())
+def evened_volume(problem: Problem, counts: Sequence[int]) -> float:
+    """Return the worst rank's volume in `gather_evened` of ``counts`` entries a rank."""
+    traffic = [list(both) for both in gather_traffic(_evened_blocks(problem, sum(counts)))]
+    for owner, target, nbytes in _moves(problem, counts):
+        traffic[owner][0] += nbytes
+        traffic[target][1] += nbytes
+    return max(max(sent, received) for sent, received in traffic)
 
 
-def evened_bytes(counts: Tensor, like: SparseStream) -> int:
-    """Return the worst rank's volume in `gather_evened`, for a vector like ``like``."""
-    pieces = Pieces.evening(counts)
-    lengths = pieces.stop - pieces.start
-    shares = torch.zeros_like(counts).index_add(0, pieces.target, lengths)
-    moved = _sparse_bytes(lengths, like) * (pieces.owner != pieces.target)
-    sent, received = _gathering_bytes(_sparse_bytes(shares, like))
-    sent = sent.index_add(0, pieces.owner, moved)
-    received = received.index_add(0, pieces.target, moved)
-    return int(torch.maximum(sent, received).max())
+def direct_steps(
+    problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
+) -> Iterator[Step]:
+    """Yield the steps of `gather_direct`."""
+    yield from _gather_steps(problem, _direct_blocks(problem, counts, boundaries), sum(counts))
 
 
-def _gathering_bytes(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each rank sends and receives in `gather_messages` of ``blocks`` bytes each."""
-    ranks = blocks.numel()
-    if ranks <= DIRECT_RANKS and int(blocks.max()) <= DIRECT_BYTES:
-        return (ranks - 1) * blocks, blocks.sum() - blocks
-    before = torch.cat((torch.tensor([0]), blocks, blocks)).cumsum(0)
-    sent = torch.zeros_like(blocks)
-    distance = 1
-    while distance < ranks:
-        count = min(distance, ranks - distance)
-        sent += before[count : count + ranks] - before[:ranks]
-        distance *= 2
-    return sent, blocks.sum() - blocks
+def evened_steps(problem: Problem, counts: Sequence[int]) -> Iterator[Step]:
+    """Yield the steps of `gather_evened`."""
+    moves = _moves(problem, counts)
+    sends = tuple(nbytes for owner, _, nbytes in moves if owner == problem.rank)
+    receives = tuple(nbytes for _, target, nbytes in moves if target == problem.rank)
+    if sends or receives:
+        yield Work("encode", sum(sends))
+        yield Exchange("rotate", sends, receives)
+    yield from _gather_steps(problem, _evened_blocks(problem, sum(counts)), sum(counts))
 
 
-def _sparse_bytes(counts: Tensor, like: SparseStream) -> Tensor:
-    """Return the bytes of sparse messages of ``counts`` entries: `coo.message_bytes`, for many."""
-    values, indices = like.dtype.itemsize, kernels.index_dtype(like.size).itemsize
-    return HEADER_BYTES + _padded(counts * values) + _padded(counts * indices)
+def _gather_steps(problem: Problem, blocks: Sequence[float], entries: int) -> Iterator[Step]:
+    yield Work("encode", blocks[problem.rank])
+    yield from gather_steps(blocks, problem.rank, max(blocks))
+    yield Work("decode", entries / problem.ranks, times=problem.ranks)
 
 
-def _compact_bytes(counts: Tensor, sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes of messages of ``counts`` entries of ``sizes`` coordinates, compact."""
-    value, index = dtype.itemsize, torch.where(sizes > torch.iinfo(torch.int32).max, 8, 4)
-    sparse = _padded(counts * value) + _padded(counts * index)
-    dense = counts * (index + value) > sizes * value
-    return HEADER_BYTES + torch.where(dense, _padded(sizes * value), sparse)
+def _moves(problem: Problem, counts: Sequence[int]) -> list[tuple[int, int, float]]:
+    """Return owner, target and bytes of each piece that changes hands."""
+    return [
+        (owner, target, problem.sparse_message(stop - start))
+        for start, stop, owner, target in pieces_to_even(counts)
+        if owner != target
+    ]
 
 
-def _padded(nbytes: Tensor) -> Tensor:
-    return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+def _direct_blocks(
+    problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
+) -> list[float]:
+    """Return the bytes of each rank's message in `gather_direct`."""
+    sizes = [stop - start for start, stop in pairwise(boundaries)]
+    return [problem.message(nnz, size) for nnz, size in zip(counts, sizes, strict=True)]
+
+
+def _evened_blocks(problem: Problem, entries: int) -> list[float]:
+    """Return the bytes of each rank's message in `gather_evened`, once evened out."""
+    cuts = patterns.regions(entries, problem.ranks)
+    return [problem.sparse_message(stop - start) for start, stop in pairwise(cuts)]

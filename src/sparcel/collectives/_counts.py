@@ -1,22 +1,35 @@
-"""Counts that the ranks decide by: summed, or gathered."""
+"""Counts that the ranks decide by: summed, or gathered.
+
+They travel apart from streams, in integers that need no decoding, or plainly encoded, whatever the
+streams' format.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparcel import formats
-from sparcel.collectives._transfer import DIRECT_RANKS, gather_messages
 from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.collectives.recursive_doubling import recursive_doubling
+from sparcel.collectives.recursive_doubling import steps as recursive_doubling_steps
 from sparcel.comm import Communicator
 from sparcel.errors import FormatError, MismatchError
+from sparcel.formats import COO
+from sparcel.schedule import Exchange, Problem, Step, Union, Work
 from sparcel.stream import SparseStream
+from sparcel.wire import DIRECT_RANKS, Wire, gather, gather_steps
 
 _FEW_RANKS = 16
 """Up to here half the rounds are worth ⌈log₂P⌉ instead of 2 times the bytes, some KB; up to
 `DIRECT_RANKS`, a single one is worth P−1 times the bytes."""
+
+_DIRECT_OPERATIONS = 12
+"""Operations of a direct gather of integers, beside those on its message: `Work` of "small"."""
 
 _WORD = 0x5C_0C_07_00
 """What numbers begin with that travel without a header; one more where the rank's are finite."""
@@ -41,7 +54,7 @@ def sum_counts(
     stream = SparseStream.from_dense(counts.to(comm.device, dtype))
     stream.finite = finite
     add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
-    total = add(stream, comm)
+    total = add(stream, Wire(comm))
     return total.to_dense().to("cpu", torch.int64), total.finite
 
 
@@ -90,9 +103,9 @@ def gather_numbers(
         parts, finite = _gather_directly(numbers.cpu().numpy(), comm, at_most, finite)
         return [torch.from_numpy(part.astype(np.int64)) for part in parts], finite
     own = SparseStream.unchecked(None, numbers.to(comm.device), numbers.numel(), finite)
-    longest = formats.max_bytes(at_most, numbers.dtype, None)
-    messages = gather_messages(formats.encode(own), comm, longest)
-    streams = [formats.decode(message) for message in messages]
+    wire = Wire(comm)
+    messages = gather(wire.encode(own), comm, _numbers_bytes(at_most, own.dtype.itemsize))
+    streams = [wire.decode(rank, message, None) for rank, message in enumerate(messages)]
     finite = all(stream.finite for stream in streams)
     return [stream.values.to("cpu", torch.int64) for stream in streams], finite
 
@@ -114,3 +127,74 @@ def _gather_directly(
         if words[-1] not in (_WORD, _WORD + 1):
             raise FormatError(_FOREIGN.format(rank, comm.rank))
     return parts, all(word == _WORD + 1 for word in words)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Counts that ranks sum, as far as the bytes depend on them.
+
+    Attributes
+    ----------
+    size
+        How many counts each rank has.
+    occupied
+        By rank, how many there are from the first that is not zero to the last.
+    union
+        As of a `Problem`: how many counts of some ranks, in a range, are not zero.
+    """
+
+    size: int
+    occupied: Sequence[int]
+    union: Union
+
+
+def alike(size: int, nonzero: float, ranks: int) -> Counted:
+    """Return counts of which the same ``nonzero`` in a row are not zero on all ranks."""
+    row = min(max(1, round(nonzero)), size)
+    return Counted(size, [row] * ranks, lambda _, start, stop: row * (stop - start) / size)
+
+
+def sum_steps(problem: Problem, counted: Counted, limit: int) -> Iterator[Step]:
+    """Yield the steps of `sum_counts`, in a sum over the ranks of ``problem``."""
+    itemsize = 4 if limit < 1 << 31 else 8
+    if problem.ranks <= DIRECT_RANKS:
+        blocks = [(3 + occupied) * itemsize for occupied in counted.occupied]
+        yield from _direct_steps(blocks, problem.rank)
+        return
+    part = Problem(
+        counted.size,
+        max(1, *counted.occupied),
+        problem.ranks,
+        problem.ranks_per_node,
+        itemsize,
+        rank=problem.rank,
+        union=counted.union,
+    )
+    add = recursive_doubling_steps if problem.ranks <= _FEW_RANKS else halving_doubling_steps
+    yield from add(part)
+
+
+def gather_number_steps(
+    problem: Problem, lengths: Sequence[int], at_most: int, itemsize: int
+) -> Iterator[Step]:
+    """Yield the steps of `gather_numbers`, of ``lengths[r]`` integers of rank r."""
+    if problem.ranks <= DIRECT_RANKS:
+        yield from _direct_steps([(1 + length) * itemsize for length in lengths], problem.rank)
+        return
+    blocks = [COO.expected_bytes(None, length, itemsize) for length in lengths]
+    yield Work("encode", blocks[problem.rank])
+    yield from gather_steps(blocks, problem.rank, _numbers_bytes(at_most, itemsize))
+    yield Work("decode", 0, times=problem.ranks)
+
+
+def _direct_steps(blocks: Sequence[int], rank: int) -> Iterator[Step]:
+    """Yield the steps of integers that go straight to everyone."""
+    others = (*blocks[:rank], *blocks[rank + 1 :])
+    yield Work("small", _DIRECT_OPERATIONS)
+    if others:
+        yield Exchange("gather", (blocks[rank],) * len(others), others)
+
+
+def _numbers_bytes(numbers: int, itemsize: int) -> int:
+    """Return the bytes of the longest message in a gather of up to so many integers."""
+    return COO.max_bytes(None, numbers, itemsize)

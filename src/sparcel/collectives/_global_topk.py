@@ -13,7 +13,7 @@ from sparcel._checks import all_finite
 from sparcel.collectives._counts import gather_numbers, sum_counts
 from sparcel.comm import Communicator
 
-_FIRST_BITS, _MORE_BITS = 11, 10
+FIRST_BITS, MORE_BITS = 11, 10
 """Bits of the magnitude that a histogram tells: of a float32 three serve to the last bit."""
 
 FEW = 1024
@@ -27,15 +27,15 @@ class Winners:
     Attributes
     ----------
     counts
-        How many of the winners each rank holds, int64 ``[P]`` on the CPU, the same on all ranks;
-        they are that rank's largest, ties won by the lowest index.
+        How many of the winners each rank holds, by rank, the same on all ranks; they are that
+        rank's largest, ties won by the lowest index.
     threshold
         Magnitudes from here on win, but for ties; all others lose. 0 where all are zeros.
     finite
         Whether the values of all ranks were finite; nobody wins where they were not.
     """
 
-    counts: Tensor
+    counts: list[int]
     threshold: float
     finite: bool
 
@@ -79,7 +79,7 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
         counts, _ = _histogram(values, comm, limit, found.shift, found.prefix, True)
         found = _locate(counts, found.prefix, found.shift, found.needed)
     if not finite:
-        return Winners(torch.zeros(comm.size, dtype=torch.int64), 0.0, False)
+        return Winners([0] * comm.size, 0.0, False)
     return _share_out(found, values, comm, limit)
 
 
@@ -87,7 +87,7 @@ def _histogram(
     values: Tensor, comm: Communicator, limit: int, shift: int, prefix: int | None, finite: bool
 ) -> tuple[Tensor, bool]:
     """Sum over the ranks how often the next bits of the magnitudes take each value."""
-    bits = min(shift, _FIRST_BITS if prefix is None else _MORE_BITS)
+    bits = min(shift, FIRST_BITS if prefix is None else MORE_BITS)
     counts = kernels.magnitude_histogram(values, shift - bits, 1 << bits, prefix)
     return sum_counts(counts, comm, limit, finite)
 
@@ -127,7 +127,7 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
     rests, order = rests.sort(descending=True, stable=True)
     ahead = copies[order].cumsum(0) - copies[order]
     winning = torch.minimum((found.needed - ahead).clamp(min=0), copies[order])
-    won = counts[:, 0].index_add(0, owners[order], winning)
+    won = counts[:, 0].index_add(0, owners[order], winning).tolist()
     if not found.needed:
         return Winners(won, 0.0, True)
     threshold = (found.prefix << found.shift) + int(rests[winning > 0][-1])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparcel import patterns
 from sparcel.collectives._counts import sum_counts
-from sparcel.collectives._transfer import region_boundaries
 from sparcel.comm import Communicator
 from sparcel.stream import SparseStream
 
@@ -94,7 +94,7 @@ def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:
     if stream.nnz:
         own = stream.indices[torch.arange(1, ranks) * stream.nnz // ranks].long()
     else:
-        own = torch.tensor(region_boundaries(size, ranks)[1:-1], dtype=torch.int64)
+        own = torch.tensor(patterns.regions(size, ranks)[1:-1], dtype=torch.int64)
     total, _ = sum_counts(own, comm, ranks * size)
     return [0, *(total // ranks).tolist(), size]
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from sparcel import formats
-from sparcel.collectives._transfer import decode_from, gather_messages
-from sparcel.comm import Communicator
-from sparcel.formats import coo
+from collections.abc import Iterator
+
+from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due, gather_steps
 
 
-def all_gather(stream: SparseStream, comm: Communicator) -> list[SparseStream]:
+def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
     """Return the streams of all ranks as they are, by rank; size, dtype and width must agree.
+
+    Nothing is made dense to save bytes: absent coordinates would become explicit zeros.
 
     Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams, and sends as many (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
-    # Nothing is made dense to save bytes: what is absent would become an explicit zero.
-    largest = coo.message_bytes(stream.size, stream.size, stream.dtype, stream.width)
-    return gather_streams(stream, comm, largest)
+    return wire.gather(stream, [due(stream, sparse=True)] * wire.size)
 
 
-def gather_streams(stream: SparseStream, comm: Communicator, at_most: int) -> list[SparseStream]:
-    """Gather streams whose messages have at most that many bytes."""
-    messages = gather_messages(formats.encode(stream), comm, at_most)
-    return [decode_from(rank, message, stream, comm) for rank, message in enumerate(messages)]
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `all_gather`."""
+    blocks = [problem.sparse_message(problem.entries([rank])) for rank in problem.everyone]
+    at_most = problem.format.max_bytes(problem.size, problem.size, problem.itemsize)
+    yield Work("encode", blocks[problem.rank])
+    yield from gather_steps(blocks, problem.rank, at_most)
+    yield Work("decode", problem.k, times=problem.ranks)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from sparcel import formats
-from sparcel.collectives._transfer import gather_messages, reduce_messages, stream_bytes
-from sparcel.comm import Communicator
+from collections.abc import Iterator
+
 from sparcel.ops import SUM, Op
+from sparcel.schedule import Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire, gather_steps
 
 
 def allgather(
-    stream: SparseStream, comm: Communicator, op: Op = SUM, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
     """Reduce over all ranks; every rank reduces all P streams, in the order of the ranks.
 
     Rounds: ⌈log₂P⌉. Words a rank: 2k(P−1). The best where indices hardly overlap and P is small.
     Source: gTop-k, Algorithm 1 (TopKAllReduce); SparCML, section 5.3, case (1).
     """
-    at_most = stream_bytes(stream, max_nnz)
-    own = stream.compact(op)
-    messages = gather_messages(formats.encode(own), comm, at_most)
-    return reduce_messages(dict(enumerate(messages)), own, comm, op)
+    return wire.gather_and_reduce(wire.compact(stream, op), max_nnz, op)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `allgather`."""
+    blocks = [problem.message(problem.entries([rank])) for rank in problem.everyone]
+    yield Work("encode", blocks[problem.rank])
+    yield from gather_steps(blocks, problem.rank, problem.most_bytes(problem.k))
+    yield from merge_all(problem, 0, problem.size)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from sparcel import formats
-from sparcel.collectives._transfer import decode_from, gather_messages
-from sparcel.comm import Communicator
+from collections.abc import Iterator
+
 from sparcel.ops import SUM, Op
+from sparcel.schedule import EngineSum, Problem, Step, Work
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due, gather_steps
 
 
 def dense(
-    stream: SparseStream, comm: Communicator, op: Op = SUM, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
     """Reduce over all ranks with the engine's own all-reduce; ``max_nnz`` does not matter.
 
     Rounds: ⌈log₂P⌉ for `check_agreement`, then the engine's. Words a rank: 2n(P−1)/P for a ring.
     """
-    finite = check_agreement(stream, comm)
+    finite = check_agreement(stream, wire)
     fill = op.neutral_for(stream.dtype)
     total = stream.values.clone() if stream.is_dense else stream.to_dense(fill)
-    comm.all_reduce(total, op)
+    wire.comm.all_reduce(total, op)
     return SparseStream.unchecked(None, total, stream.size, finite)
 
 
-def check_agreement(stream: SparseStream, comm: Communicator) -> bool:
+def check_agreement(stream: SparseStream, wire: Wire) -> bool:
     """Compare the ranks' headers, for an engine that hangs or dies when given two sizes.
 
     Returns whether the streams of all ranks are finite.
@@ -34,7 +35,21 @@ def check_agreement(stream: SparseStream, comm: Communicator) -> bool:
         When sizes, dtypes or widths differ.
     """
     empty = stream.empty_like()
-    greeting = formats.encode(empty)
-    messages = gather_messages(greeting, comm, greeting.numel())
-    streams = [decode_from(rank, part, empty, comm) for rank, part in enumerate(messages)]
+    streams = wire.gather(empty, [due(empty, max_nnz=0)] * wire.size)
     return all(other.finite for other in streams)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `dense`."""
+    yield from agreement_steps(problem)
+    yield Work("fill", problem.size)
+    yield Work("scatter", problem.k)
+    yield EngineSum(problem.size, problem.itemsize)
+
+
+def agreement_steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `check_agreement`."""
+    header = problem.sparse_message(0)
+    at_most = problem.most_bytes(0)
+    yield from gather_steps([header] * problem.ranks, problem.rank, at_most)
+    yield Work("decode", 0, times=problem.ranks)

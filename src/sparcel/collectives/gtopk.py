@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparcel import formats
+from sparcel import patterns
 from sparcel._checks import all_finite
-from sparcel.collectives._transfer import (
-    broadcast_message,
-    decode_from,
-    exchange_streams,
-    stream_bytes,
-)
 from sparcel.collectives.allgather import allgather
-from sparcel.comm import Communicator
+from sparcel.collectives.allgather import steps as allgather_steps
+from sparcel.collectives.broadcast import tree_broadcast, tree_steps
+from sparcel.schedule import ROUND, Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream, reduce
+from sparcel.wire import Wire, due
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class GlobalTopk:
     dropped: SparseStream
 
 
-def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
+def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
     """Sum pairs of streams up a tree, keep the k largest of each sum, and broadcast the root's.
 
     Parameters
@@ -44,28 +42,23 @@ def gtopk(stream: SparseStream, comm: Communicator, k: int) -> GlobalTopk:
     """
     total, rest = stream.topk(k)
     dropped = [rest]
-    distance = 1
-    while distance < comm.size and comm.rank % distance == 0:
-        if comm.rank % (2 * distance):
-            exchange_streams({comm.rank - distance: total.compact()}, {}, comm, k)
-        elif comm.rank + distance < comm.size:
-            child = comm.rank + distance
-            arrived = exchange_streams({}, {child: total}, comm, k)[child]
-            pair = reduce([total, arrived])
+    for parent, child, *_ in patterns.binomial_reduction(wire.rank, wire.size):
+        if parent is not None:
+            wire.exchange({parent: wire.compact(total)}, {})
+        elif child is not None:
+            arrived = wire.exchange({}, {child: due(total, k)})[child]
+            pair = wire.reduce([total, arrived])
             pair.finite = pair.finite and all_finite(pair.values)
             total, rest = pair.topk(k)
             dropped.append(rest)
-        distance *= 2
-    message = formats.encode(total.compact()) if comm.rank == 0 else None
-    message = broadcast_message(message, comm, 0, stream_bytes(stream, k))
-    total = decode_from(0, message, stream, comm)
+    total = tree_broadcast(wire.compact(total), wire, 0, due(stream, k))
     if total.is_dense:
         total = total.largest(k)
     return GlobalTopk(total, reduce(dropped))
 
 
 def gathered_topk(
-    stream: SparseStream, comm: Communicator, k: int, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None
 ) -> SparseStream:
     """Gather every rank's stream, sum in the order of the ranks, and keep the k largest.
 
@@ -75,9 +68,38 @@ def gathered_topk(
     Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.
     """
-    total = allgather(stream, comm, max_nnz=max_nnz)
+    total = allgather(stream, wire, max_nnz=max_nnz)
     if not (total.finite and all_finite(total.values)):
         void = stream.empty_like()
         void.finite = False
         return void
     return total.largest(k)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `gtopk`."""
+    rank, ranks, k = problem.rank, problem.ranks, problem.k
+    message = problem.message(k)
+    yield Work("topk", 0)  # all of what it is given, mostly
+    for parent, child, distance, _ in patterns.binomial_reduction(rank, ranks):
+        busy = 0.5 / distance
+        yield Work("small", ROUND)
+        if parent is not None:
+            yield Work("encode", message, busy)
+            yield Exchange("tree", (message,), (), distance)
+        elif child is not None:
+            yield Work("encode", message, busy)
+            yield Exchange("tree", (), (message,), distance)
+            yield Work("decode", k, busy)
+            yield Work("merge", 2 * k, busy)
+            yield Work("topk", problem.expected(2), busy)
+    yield Work("encode", message, 1 / ranks)
+    yield from tree_steps(message, rank, ranks, 0)
+    yield Work("decode", k)
+    yield Work("merge", (ranks - 1).bit_length() * k, 0.5)
+
+
+def gathered_topk_steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `gathered_topk`."""
+    yield from allgather_steps(problem)
+    yield Work("largest", problem.entries(problem.everyone))

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
 
-import torch
-from torch import Tensor
-
-from sparcel import kernels
-from sparcel._checks import all_finite
+from sparcel import patterns
 from sparcel.collectives._blocks import (
-    direct_bytes,
-    evened_bytes,
+    direct_steps,
+    direct_volume,
+    evened_steps,
+    evened_volume,
     gather_direct,
     gather_evened,
     placed,
 )
-from sparcel.collectives._counts import counting_bytes, gather_numbers
-from sparcel.collectives._global_topk import global_topk
-from sparcel.collectives._regions import average_boundaries, balanced_boundaries, counters_for
-from sparcel.collectives._transfer import stream_bytes
-from sparcel.collectives.gtopk import gathered_topk
+from sparcel.collectives._counts import (
+    Counted,
+    alike,
+    counting_bytes,
+    gather_number_steps,
+    sum_steps,
+)
+from sparcel.collectives._global_topk import FEW, FIRST_BITS, MORE_BITS, global_topk
+from sparcel.collectives._regions import (
+    TOLERANCE,
+    TOLERATED,
+    balanced_boundaries,
+    counters_for,
+)
+from sparcel.collectives.gtopk import gathered_topk, gathered_topk_steps
 from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.comm import Communicator
+from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.errors import InputError
-from sparcel.formats.header import HEADER_BYTES
+from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
+from sparcel.wire import DIRECT_RANKS, Wire
 
 
-def oktopk(
-    stream: SparseStream, comm: Communicator, k: int, max_nnz: int | None = None
-) -> SparseStream:
+def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None) -> SparseStream:
     """Sum over all ranks and keep the k largest magnitudes, exactly.
 
     Parameters
@@ -50,144 +60,161 @@ def oktopk(
     `gathered_topk` does it, in fewer rounds and with the same bits; elsewhere `topk_by_regions`.
     Source: Ok-Topk, Algorithm 1. Boundaries and threshold are exact, and renewed in every call.
     """
-    own = _sparse(stream)
-    if _gathering_is_cheaper(own, comm.size, k, max_nnz):
-        return gathered_topk(own, comm, k, max_nnz)
-    return topk_by_regions(own, comm, k, max_nnz)
+    own = selectable(stream)
+    if _gathering_is_cheaper(_problem(own, wire), k, max_nnz):
+        return gathered_topk(own, wire, k, max_nnz)
+    return topk_by_regions(own, wire, k, max_nnz)
 
 
 def topk_by_regions(
-    own: SparseStream, comm: Communicator, k: int, max_nnz: int | None = None
+    own: SparseStream, wire: Wire, k: int, max_nnz: int | None = None
 ) -> SparseStream:
     """Sum over all ranks and keep the k largest, as `oktopk`; ``own`` is sparse.
 
     Rounds: P−1 for the split, at most P−1 for the balancing, ⌈log₂P⌉ for each of two gathers, and
     some times ⌈log₂P⌉ for sums of counts. Words: at most 2k + 4k(P−1)/P, and the counts' few KB.
     """
-    boundaries, finite = balanced_boundaries(own, comm, max_nnz)
+    boundaries, finite = balanced_boundaries(own, wire.comm, max_nnz)
     if not finite:
-        return _void(own)
-    region = reduce_regions(own, boundaries, comm, max_nnz=max_nnz)
-    winners = global_topk(region.values, comm, k, own.size, region.finite)
+        return void_like(own)
+    region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
+    winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
-        return _void(own)
-    direct = direct_bytes(winners.counts, boundaries, own.dtype)
-    # One more round, so it must be worth it.
-    evened = 8 * evened_bytes(winners.counts, own) < 7 * direct
-    return _gather(region, winners.counts, boundaries, comm, evened)
+        return void_like(own)
+    evened = _evening_pays(_problem(own, wire), winners.counts, boundaries)
+    return gather_winners(region, winners.counts, boundaries, wire, evened)
 
 
-def _gathering_is_cheaper(like: SparseStream, ranks: int, k: int, max_nnz: int | None) -> bool:
+def _problem(like: SparseStream, wire: Wire) -> Problem:
+    """Return what all ranks know alike: the vector's kind, the ranks and the format."""
+    return Problem(like.size, 1, wire.size, itemsize=like.value_bytes, format=wire.format)
+
+
+def _gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     """Compare what all ranks know alike: all streams, and the least that regions take.
 
     The least is 4k(P−1)/P words where nothing is balanced, the headers, and a sum for boundaries.
     """
-    entries = like.size if max_nnz is None else min(max_nnz, like.size)
-    entry_bytes = like.dtype.itemsize + kernels.index_dtype(like.size).itemsize
-    words = (entries + min(k, like.size)) * entry_bytes * (ranks - 1) // ranks
-    headers = 3 * HEADER_BYTES * (ranks - 1)
+    ranks, size = problem.ranks, problem.size
+    header = problem.sparse_message(0)
+    entries = (size if max_nnz is None else min(max_nnz, size)) + min(k, size)
+    words = (problem.sparse_message(entries) - header) * (ranks - 1) / ranks
     counts = counting_bytes(counters_for(ranks), ranks)
-    return (ranks - 1) * stream_bytes(like, max_nnz) <= words + headers + counts
+    return (ranks - 1) * problem.most_bytes(max_nnz) <= words + 3 * header * (ranks - 1) + counts
 
 
-@dataclass(frozen=True)
-class Estimates:
-    """What `oktopk_reuse` learnt in one call and uses in later ones.
-
-    ``boundaries`` are the P+1 of the regions; ``threshold`` is the magnitude from which a sum
-    wins, made to let ``k`` through. None: unknown.
-    """
-
-    boundaries: list[int] | None = None
-    threshold: float | None = None
-    k: int = 0
+def _evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
+    """Tell whether evening out saves the worst rank an eighth of its bytes: it takes a round."""
+    direct = direct_volume(problem, counts, boundaries)
+    return 8 * evened_volume(problem, counts) < 7 * direct
 
 
-def oktopk_reuse(
-    stream: SparseStream,
-    comm: Communicator,
-    k: int,
-    estimates: Estimates,
-    renew_boundaries: bool,
-    renew_threshold: bool,
-    max_nnz: int | None = None,
-) -> tuple[SparseStream, Estimates]:
-    """Sum over all ranks and keep about k magnitudes, by the paper's own rules.
-
-    Parameters
-    ----------
-    stream, k, max_nnz
-        As for `oktopk`.
-    estimates
-        Of an earlier call, the same on all ranks, as are the next two.
-    renew_boundaries, renew_threshold
-        Whether to estimate anew; what is unknown, or of other ranks or another size, always is.
-
-    Returns
-    -------
-    The sum of what won, as from `oktopk`: k coordinates where the threshold was renewed, elsewhere
-    those from the threshold on, and of these the largest of every region where they are more than
-    ⌈4k/3⌉. And the estimates for the next call, unchanged where the sum is not finite.
-
-    Source: Ok-Topk, Algorithm 1: boundaries averaged over the ranks, balancing where a block is
-    above four times the mean. The k-th largest is found without gathering, and the cap is ours.
-    """
-    own, boundaries, threshold = _sparse(stream), estimates.boundaries, estimates.threshold
-    fits = boundaries is not None and (len(boundaries), boundaries[-1]) == (comm.size + 1, own.size)
-    if renew_boundaries or boundaries is None or not fits:
-        boundaries = average_boundaries(own, comm)
-    region = reduce_regions(own, boundaries, comm, max_nnz=max_nnz)
-    if renew_threshold or threshold is None or estimates.k != k:
-        winners = global_topk(region.values, comm, k, own.size, region.finite)
-        counts, threshold, finite = winners.counts, winners.threshold, winners.finite
-    else:
-        counts, finite = _count_from(threshold, region, comm)
-        counts = _capped(counts, -(-4 * k // 3))
-    if not finite:
-        return _void(own), estimates
-    evened = comm.size * int(counts.max()) > 4 * int(counts.sum())
-    return _gather(region, counts, boundaries, comm, evened), Estimates(boundaries, threshold, k)
-
-
-def _count_from(threshold: float, region: SparseStream, comm: Communicator) -> tuple[Tensor, bool]:
-    """Count each rank's values from the threshold on, and tell whether all are finite."""
-    selected, _ = kernels.threshold_select(region.values, threshold)
-    finite = region.finite and all_finite(region.values)
-    counts, finite = gather_numbers(torch.tensor([selected.numel()]), comm, 1, finite)
-    return torch.cat(counts), finite
-
-
-def _capped(counts: Tensor, cap: int) -> Tensor:
-    """Lower counts in proportion, so that they sum to no more than ``cap``."""
-    ends = counts.cumsum(0)
-    if ends[-1] <= cap:
-        return counts
-    return (ends * cap // ends[-1]).diff(prepend=torch.tensor([0]))
-
-
-def _gather(
+def gather_winners(
     region: SparseStream,
-    counts: Tensor,
-    boundaries: list[int],
-    comm: Communicator,
+    counts: Sequence[int],
+    boundaries: Sequence[int],
+    wire: Wire,
     evened: bool,
 ) -> SparseStream:
     """Give every rank the ``counts[rank]`` largest of every rank's region."""
-    block = region.largest(int(counts[comm.rank]))
+    block = region.largest(counts[wire.rank])
     if not evened:
-        return gather_direct(block, counts, boundaries, comm)
-    return gather_evened(placed(block, boundaries[comm.rank], boundaries[-1]), counts, comm)
+        return gather_direct(block, counts, boundaries, wire)
+    return gather_evened(placed(block, boundaries[wire.rank], boundaries[-1]), counts, wire)
 
 
-def _sparse(stream: SparseStream) -> SparseStream:
+def selectable(stream: SparseStream) -> SparseStream:
     """Return the stream itself, or the nonzero coordinates of a dense one."""
     if stream.width is not None or not stream.dtype.is_floating_point:
         raise InputError(f"oktopk selects among scalar float values, got {stream}")
     return stream.largest(stream.size) if stream.is_dense else stream
 
 
-def _void(like: SparseStream) -> SparseStream:
+def void_like(like: SparseStream) -> SparseStream:
     """Return what stands for a sum that is not finite."""
     void = like.empty_like()
     void.finite = False
     return void
+
+
+@dataclass(frozen=True)
+class Course:
+    """What depends on the data in a call of `topk_by_regions`, as far as its bytes do.
+
+    Attributes
+    ----------
+    boundary_sums, histograms
+        The counts that were summed for the boundaries, and for the k-th largest magnitude.
+    boundaries
+        The P+1 boundaries that the first of these led to.
+    listed
+        How many integers each rank told the others of its candidates.
+    winners
+        How many of the k largest each rank holds.
+    """
+
+    boundary_sums: Sequence[Counted]
+    boundaries: Sequence[int]
+    histograms: Sequence[Counted]
+    listed: Sequence[int]
+    winners: Sequence[int]
+
+
+def steps(problem: Problem, course: Course | None = None) -> Iterator[Step]:
+    """Yield the steps of `oktopk`, as the data went, or as it is expected to."""
+    k = problem.k
+    if _gathering_is_cheaper(problem, k, k):
+        yield from gathered_topk_steps(problem)
+    else:
+        yield from by_regions_steps(problem, course or _expected_course(problem))
+
+
+def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
+    """Yield the steps of `topk_by_regions`."""
+    ranks = problem.ranks
+    reduced = problem.entries(problem.everyone) / ranks
+    yield Work("small", _SMALL)
+    for counted in course.boundary_sums:
+        yield from sum_steps(problem, counted, ranks * problem.k)
+    yield from reduce_steps(problem, course.boundaries)
+    for counted in course.histograms:
+        yield Work("histogram", reduced)
+        yield from sum_steps(problem, counted, problem.size)
+    yield from gather_number_steps(problem, course.listed, max(course.listed), 4)
+    yield Work("largest", reduced)
+    if _evening_pays(problem, course.winners, course.boundaries):
+        yield from evened_steps(problem, course.winners)
+    else:
+        yield from direct_steps(problem, course.winners, course.boundaries)
+
+
+_SMALL = 400
+"""Operations on counts: where boundaries lie, who holds how many winners, what would be cheaper."""
+
+_BINS = 40
+"""Bins of the first histogram that sums of selected values fall into: a few octaves of eight."""
+
+
+def _expected_course(problem: Problem) -> Course:
+    """Return what is expected of evenly spread entries, and of sums in a few octaves."""
+    ranks, k = problem.ranks, problem.k
+    counters = counters_for(ranks)
+    sums = [alike(counters, counters, ranks)]
+    inside = ranks * k / counters
+    # Some boundary's cell holds two standard deviations more than the average.
+    while ranks > 1 and inside + 2 * sqrt(inside) > max(ranks, TOLERANCE, k // TOLERATED):
+        parts = counters // (ranks - 1)
+        edges = (ranks - 1) * (parts - 1)
+        sums.append(alike(edges, edges, ranks))
+        inside /= parts
+    histograms = [alike(1 << FIRST_BITS, _BINS, ranks)]
+    inside = problem.entries(problem.everyone) / _BINS
+    while inside > FEW:
+        bins, own = 1 << MORE_BITS, inside / ranks
+        # Few ranks send what lies between the first and the last that is not zero.
+        occupied = bins * own / (own + 2) if ranks <= DIRECT_RANKS else min(bins, own)
+        histograms.append(alike(bins, occupied, ranks))
+        inside /= bins
+    listed = [2 + round(inside / ranks)] * ranks
+    winners = [high - low for low, high in pairwise(patterns.regions(k, ranks))]
+    return Course(sums, problem.regions, histograms, listed, winners)

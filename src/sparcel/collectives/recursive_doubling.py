@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from sparcel import formats
-from sparcel.collectives._transfer import exchange_streams, reduce_messages, stream_bytes
-from sparcel.comm import Communicator
+from collections.abc import Iterator
+
+from sparcel import patterns
+from sparcel.collectives._fold import fold, fold_steps, group, unfold, unfold_steps
 from sparcel.ops import SUM, Op
-from sparcel.stream import SparseStream, reduce
+from sparcel.schedule import ROUND, Exchange, Problem, Step, Work, merge_two
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 
 def recursive_doubling(
-    stream: SparseStream, comm: Communicator, op: Op = SUM, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
     """Reduce over all ranks with the fewest rounds.
 
@@ -21,34 +24,29 @@ def recursive_doubling(
     indices) to 2k(P−1) (disjoint ones), and the folding's.
     Source: SparCML, section 5.3.1 (SSAR_Recursive_double) and appendix A.
     """
-    powers = 1 << (comm.size.bit_length() - 1)
-    extras = comm.size - powers
-    total = stream.compact(op)
-    bound = max_nnz
+    total, bound = fold(wire.compact(stream, op), wire, op, max_nnz)
+    powers = patterns.fold(wire.rank, wire.size).powers
+    if wire.rank < powers:
+        for peer, *_ in patterns.doubling(wire.rank, powers):
+            # Partners reduce in the order of the ranks, so both compute the same bits.
+            total = wire.exchange_and_reduce(total, {peer: total}, [peer], bound, op)
+            bound = None if bound is None else 2 * bound
+    most = None if max_nnz is None else max_nnz * wire.size
+    return unfold(total, wire, most)
 
-    if comm.rank >= powers:
-        exchange_streams({comm.rank - powers: total}, {}, comm, bound)
-    elif comm.rank < extras:
-        folded = comm.rank + powers
-        arrived = exchange_streams({}, {folded: total}, comm, bound)
-        total = reduce([total, arrived[folded]], op)
-    if extras and bound is not None:
-        bound *= 2
 
-    distance = 1
-    while distance < powers and comm.rank < powers:
-        peer = comm.rank ^ distance
-        message = formats.encode(total)
-        messages = comm.exchange({peer: message}, {peer: stream_bytes(total, bound)})
-        # Both partners put the lower ranks first, so that both compute the same bits.
-        total = reduce_messages({comm.rank: message, **messages}, total, comm, op)
-        distance *= 2
-        bound = None if bound is None else 2 * bound
-
-    if comm.rank >= powers:
-        source = comm.rank - powers
-        bound = None if max_nnz is None else max_nnz * comm.size
-        return exchange_streams({}, {source: total}, comm, bound)[source]
-    if comm.rank < extras:
-        exchange_streams({comm.rank + powers: total}, {}, comm, bound)
-    return total
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `recursive_doubling`."""
+    rank, ranks = problem.rank, problem.ranks
+    powers = patterns.fold(rank, ranks).powers
+    yield from fold_steps(problem)
+    if rank < powers:
+        for peer, _, distance, _ in patterns.doubling(rank, powers):
+            held, other = group(rank, distance, ranks), group(peer, distance, ranks)
+            message = problem.message(problem.entries(held))
+            arriving = problem.message(problem.entries(other))
+            yield Work("small", ROUND)
+            yield Work("encode", message)
+            yield Exchange("pair", (message,), (arriving,), distance)
+            yield from merge_two(problem, held, other, 0, problem.size)
+    yield from unfold_steps(problem)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from sparcel import formats
-from sparcel.collectives._transfer import reduce_messages, region_boundaries, stream_bytes
-from sparcel.comm import Communicator
+from sparcel import patterns
 from sparcel.ops import SUM, Op
+from sparcel.schedule import Exchange, Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 
 def reduce_scatter(
-    stream: SparseStream, comm: Communicator, op: Op = SUM, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
     """Return this rank's region of the reduced stream, numbered from the region's start.
 
@@ -23,14 +23,14 @@ def reduce_scatter(
     Rounds: P−1. Words a rank: at most 2k sent.
     Source: SparCML, section 5.3.2 (the split phase).
     """
-    boundaries = region_boundaries(stream.size, comm.size)
-    return reduce_regions(stream.compact(op), boundaries, comm, op, max_nnz)
+    boundaries = patterns.regions(stream.size, wire.size)
+    return reduce_regions(wire.compact(stream, op), boundaries, wire, op, max_nnz)
 
 
 def reduce_regions(
     stream: SparseStream,
     boundaries: Sequence[int],
-    comm: Communicator,
+    wire: Wire,
     op: Op = SUM,
     max_nnz: int | None = None,
 ) -> SparseStream:
@@ -39,11 +39,28 @@ def reduce_regions(
     Rank r owns ``[boundaries[r], boundaries[r + 1])``; all ranks give the same P+1 boundaries.
     """
     parts = stream.split(boundaries)
-    own = parts[comm.rank]
-    others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
-    messages = comm.exchange(
-        {owner: formats.encode(parts[owner].compact(op)) for owner in others},
-        dict.fromkeys(reversed(others), stream_bytes(own, max_nnz)),
-    )
-    messages[comm.rank] = formats.encode(own)
-    return reduce_messages(messages, own, comm, op).compact(op)
+    rounds = patterns.rotation(wire.rank, wire.size)
+    sends = {owner: wire.compact(parts[owner], op) for owner, *_ in rounds}
+    sources = [source for _, source, *_ in rounds]
+    region = wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
+    return wire.compact(region, op)
+
+
+def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Step]:
+    """Yield the steps of `reduce_regions`, by default of `reduce_scatter`."""
+    boundaries = boundaries or problem.regions
+    rank, ranks = problem.rank, problem.ranks
+
+    def slice_of(sender: int, owner: int) -> float:
+        start, stop = boundaries[owner], boundaries[owner + 1]
+        return problem.message(problem.stored([sender], start, stop), stop - start)
+
+    start, stop = boundaries[rank], boundaries[rank + 1]
+    if ranks > 1:
+        rounds = patterns.rotation(rank, ranks)
+        sends = tuple(slice_of(rank, owner) for owner, *_ in rounds)
+        receives = tuple(slice_of(source, rank) for _, source, *_ in rounds)
+        yield Work("split", problem.k)
+        yield Work("encode", max(*sends, *receives), times=ranks)
+        yield Exchange("rotate", sends, receives)
+    yield from merge_all(problem, start, stop)

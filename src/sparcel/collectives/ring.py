@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from sparcel.collectives._transfer import exchange_streams, region_boundaries
-from sparcel.comm import Communicator
+from collections.abc import Iterator
+
+from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.stream import SparseStream, concatenate, reduce
+from sparcel.schedule import Exchange, Problem, Step, Work
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due
 
 
 def ring(
-    stream: SparseStream, comm: Communicator, op: Op = SUM, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
     """Reduce over all ranks, talking to the two neighbours alone.
 
@@ -20,13 +23,54 @@ def ring(
     second for a result of K coordinates spread evenly.
     Source: SparCML, section 8.1 (the ring that Figure 3 compares with).
     """
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    parts = stream.compact(op).split(region_boundaries(stream.size, comm.size))
-    parts = [part.compact(op) for part in parts]
-    bound = None if max_nnz is None else max_nnz * comm.size
-    for step in range(2 * (comm.size - 1)):
-        leaving, arriving = (comm.rank - step) % comm.size, (comm.rank - step - 1) % comm.size
+    rank, ranks = wire.rank, wire.size
+    parts = wire.compact(stream, op).split(patterns.regions(stream.size, ranks))
+    parts = [wire.compact(part, op) for part in parts]
+    bound = None if max_nnz is None else max_nnz * ranks
+    for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
+        leaving, arriving = parts[(rank - step) % ranks], (rank - step - 1) % ranks
         own = parts[arriving]
-        came = exchange_streams({after: parts[leaving]}, {before: own}, comm, bound)[before]
-        parts[arriving] = reduce([came, own], op) if step < comm.size - 1 else came
-    return concatenate(parts, op)
+        came = wire.exchange({after: leaving}, {before: due(own, bound)})[before]
+        parts[arriving] = wire.reduce([came, own], op)
+    for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
+        leaving, arriving = parts[(rank + 1 - step) % ranks], (rank - step) % ranks
+        coming = {before: due(parts[arriving], bound)}
+        parts[arriving] = wire.exchange({after: leaving}, coming)[before]
+    return wire.concatenate(parts, op)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `ring`."""
+    rank, ranks, regions = problem.rank, problem.ranks, problem.regions
+
+    def entries(streams: list[int], region: int) -> float:
+        return problem.stored(streams, regions[region], regions[region + 1])
+
+    def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Step]:
+        size = regions[leaving + 1] - regions[leaving]
+        message = problem.message(entries(sent, leaving), size)
+        size = regions[arriving + 1] - regions[arriving]
+        yield Work("encode", message)
+        coming = entries(came, arriving)
+        yield Exchange("shift", (message,), (problem.message(coming, size),))
+        yield Work("decode", 0 if problem.is_dense(coming, size) else coming)
+
+    yield Work("split", problem.k)
+    for step in range(ranks - 1):
+        leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
+        # A region is summed by the ranks from its own number on that it has passed.
+        yield from pass_on(
+            _around(leaving, step + 1, ranks), leaving, _around(arriving, step + 1, ranks), arriving
+        )
+        yield Work(
+            "merge", entries(_around(arriving, step + 1, ranks), arriving) + problem.k / ranks
+        )
+    everyone = list(problem.everyone)
+    for step in range(ranks - 1):
+        yield from pass_on(everyone, (rank + 1 - step) % ranks, everyone, (rank - step) % ranks)
+    yield Work("join", problem.entries(everyone))
+
+
+def _around(first: int, count: int, ranks: int) -> list[int]:
+    """Return so many ranks from the first one on, around the ring."""
+    return [(first + step) % ranks for step in range(count)]

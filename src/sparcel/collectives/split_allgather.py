@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor
 
-from sparcel import formats
+from sparcel import patterns
 from sparcel._checks import all_finite
-from sparcel.collectives._transfer import (
-    decode_from,
-    gather_messages,
-    region_boundaries,
-)
 from sparcel.collectives.reduce_scatter import reduce_scatter
-from sparcel.comm import Communicator
+from sparcel.collectives.reduce_scatter import steps as reduce_scatter_steps
+from sparcel.formats import Qsgd
 from sparcel.ops import SUM, Op
-from sparcel.stream import SparseStream, concatenate
+from sparcel.schedule import Problem, Step, Work
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due, gather_steps
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Quantized:
 
 
 def split_allgather(
-    stream: SparseStream, comm: Communicator, op: Op = SUM, max_nnz: int | None = None
+    stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
     """Reduce over all ranks in two phases.
 
@@ -44,50 +44,58 @@ def split_allgather(
     the result spread evenly, and never more than n(P−1)/P.
     Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather).
     """
-    region = reduce_scatter(stream, comm, op, max_nnz)
-    return _gather_regions(formats.encode(region), stream, comm, op, max_nnz)
+    region = reduce_scatter(stream, wire, op, max_nnz)
+    return _gather_regions(wire.encode(region), stream, wire, op, max_nnz)
 
 
 def quantized_split_allgather(
-    stream: SparseStream,
-    comm: Communicator,
-    quantizer: formats.Qsgd,
-    seed: int,
-    max_nnz: int | None = None,
+    stream: SparseStream, wire: Wire, quantizer: Qsgd, max_nnz: int | None = None
 ) -> Quantized:
     """Sum over all ranks; regions that became dense travel in few bits in the second phase.
 
-    Parameters
-    ----------
-    seed
-        With the coordinate's number it decides the random rounding; pass another at every call.
+    Pass a ``quantizer`` with another seed at every call.
 
     Source: SparCML, section 6 (quantisation in DSAR's dense phase alone).
     """
-    region = reduce_scatter(stream, comm, SUM, max_nnz)
-    start = region_boundaries(stream.size, comm.size)[comm.rank]
-    error = None
-    if region.is_dense and region.finite and region.size:
-        message = quantizer.encode(region, seed, start)
-        error = region.values - formats.decode(message, region).values
-        if not all_finite(error):  # the sum overflowed: nobody may remember it
-            region.finite, error = False, None
-    if error is None:
-        message = formats.encode(region)
-    total = _gather_regions(message, stream, comm, SUM, max_nnz)
+    region = reduce_scatter(stream, wire, SUM, max_nnz)
+    start = patterns.regions(stream.size, wire.size)[wire.rank]
+    message, error = quantizer.encode(region, start)
+    if error is not None and not all_finite(error):  # the sum overflowed: nobody may remember it
+        region.finite = False
+        message, error = quantizer.encode(region, start)
+    total = _gather_regions(message, stream, wire, SUM, max_nnz)
     return Quantized(total, start, error)
 
 
 def _gather_regions(
-    message: Tensor, like: SparseStream, comm: Communicator, op: Op, max_nnz: int | None
+    message: Tensor, like: SparseStream, wire: Wire, op: Op, max_nnz: int | None
 ) -> SparseStream:
     """Gather the owners' messages and join the regions that they hold."""
-    boundaries = region_boundaries(like.size, comm.size)
-    largest = -(-like.size // comm.size)
-    bound = None if max_nnz is None else max_nnz * comm.size
-    at_most = formats.max_bytes(largest, like.dtype, like.width, bound)
-    parts = [
-        decode_from(rank, part, like.empty_like(boundaries[rank + 1] - boundaries[rank]), comm)
-        for rank, part in enumerate(gather_messages(message, comm, at_most))
-    ]
-    return concatenate(parts, op)
+    bound = None if max_nnz is None else max_nnz * wire.size
+    boundaries = patterns.regions(like.size, wire.size)
+    dues = [due(like, bound, stop - start) for start, stop in pairwise(boundaries)]
+    return wire.concatenate(wire.gather_messages(message, dues), op)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `split_allgather`."""
+    yield from reduce_scatter_steps(problem)
+    yield from _gather_steps(problem, problem)
+
+
+def quantized_steps(problem: Problem, quantizer: Qsgd) -> Iterator[Step]:
+    """Yield the steps of `quantized_split_allgather`."""
+    yield from reduce_scatter_steps(problem)
+    yield from _gather_steps(problem, replace(problem, format=quantizer))
+
+
+def _gather_steps(problem: Problem, encoded: Problem) -> Iterator[Step]:
+    """Yield the steps of the second phase; ``encoded`` has the format that its messages are in."""
+    everyone, ranges = problem.everyone, list(pairwise(problem.regions))
+    blocks = [encoded.message(problem.stored(everyone, lo, hi), hi - lo) for lo, hi in ranges]
+    at_most = max(problem.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
+    total = problem.entries(everyone)
+    yield Work("encode", blocks[problem.rank])
+    yield from gather_steps(blocks, problem.rank, at_most)
+    yield Work("decode", total / problem.ranks, times=problem.ranks)
+    yield Work("join", total)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sparcel.cost.rates import TRANSFERS, Curve, Rates
 from sparcel.errors import InputError
+from sparcel.rates import TRANSFERS, Curve, Rates
 
 _WORK = {  # seconds a call, seconds a unit
     "select": (30e-6, 0.35e-9),

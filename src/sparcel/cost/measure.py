@@ -13,10 +13,10 @@ import torch
 from sparcel.comm import Communicator
 from sparcel.comm.nodes import consecutive_per_node
 from sparcel.cost import trials
-from sparcel.cost.rates import WORK, Curve, Rates
 from sparcel.cost.trials import Trial
 from sparcel.errors import InputError
 from sparcel.ops import MAX
+from sparcel.rates import WORK, Curve, Rates
 
 _MESSAGES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _FLOATS = (64, 1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)

@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
-from sparcel.cost import schedule, topk_schedule, whole_steps
 from sparcel.cost.defaults import default_rates
-from sparcel.cost.problem import Problem
-from sparcel.cost.rates import Rates
-from sparcel.cost.schedule import Schedule
-from sparcel.cost.steps import PHASES, EngineSum, Exchange
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError
+from sparcel.rates import Curve, Rates
+from sparcel.schedule import EngineSum, Exchange, Problem, Steps, Work
 
-LOSSLESS: dict[str, Schedule] = {
-    "dense": schedule.dense,
-    "allgather": schedule.allgather,
-    "recursive_doubling": schedule.recursive_doubling,
-    "halving_doubling": schedule.halving_doubling,
-    "split_allgather": schedule.split_allgather,
-    "ring": schedule.ring,
+PHASES = {
+    "select": "select",
+    "topk": "select",
+    "largest": "select",
+    "histogram": "select",
+    "without": "select",
+    "encode": "encode",
+    "decode": "encode",
+    "merge": "reduce",
+    "merge.many": "reduce",
+    "split": "reduce",
+    "join": "reduce",
+    "small": "reduce",
+    "scatter": "reduce",
+    "fill": "reduce",
+    "add": "reduce",
 }
-"""Sums of streams: the names of `sparcel.collectives.ALGORITHMS`."""
-
-SCHEDULES: dict[str, Schedule] = {
-    **LOSSLESS,
-    "gtopk": topk_schedule.gtopk,
-    "gathered_topk": topk_schedule.gathered_topk,
-    "oktopk": topk_schedule.oktopk,
-    "dense fp32": whole_steps.engine,
-    "dense bf16": partial(whole_steps.engine, half=True),
-    "step:dense": whole_steps.dense_step,
-    "step:sparcml": whole_steps.sparcml_step,
-    "step:gtopk": whole_steps.gtopk_step,
-    "step:oktopk": whole_steps.oktopk_step,
-    "step:scalecom": whole_steps.scalecom_step,
-    "step:hitopk": whole_steps.hitopk_step,
-    "step:torus2d": whole_steps.torus2d_step,
-}
-
-_CHOSEN = ("auto", "step:topk")
-"""Sums by whichever lossless algorithm is the fastest."""
-
-NAMES = (*SCHEDULES, *_CHOSEN)
+"""The phase that each kind of work counts to."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +42,7 @@ class Prediction:
     select, encode, exchange, reduce
         Of it in each phase.
     bytes
-        The larger of those sent and received, at the rank where it is largest.
+        The larger of those sent and received, at the problem's rank.
     rounds
         Messages on the critical path.
     """
@@ -71,58 +56,90 @@ class Prediction:
     rounds: int
 
 
-def predict(algorithm: str, problem: Problem, rates: Rates | None = None) -> Prediction:
-    """Return what ``algorithm`` costs.
+class Counts(NamedTuple):
+    """Messages and bytes of one rank, as a communicator counts them, and rounds."""
+
+    messages_sent: int
+    bytes_sent: float
+    messages_received: int
+    bytes_received: float
+    rounds: int
+
+
+def count(steps: Steps, problem: Problem) -> Counts:
+    """Return what the problem's rank sends and receives in these steps."""
+    counted = []
+    for step in steps(problem):
+        if isinstance(step, Exchange):
+            sends, receives = step.sends, step.receives
+            traffic = (len(sends), sum(sends), len(receives), sum(receives), step.rounds)
+            counted.append(Counts(*traffic))
+        elif isinstance(step, EngineSum):
+            rounds = step.rounds(problem.ranks)
+            sent, received = step.traffic(problem.rank, problem.ranks)
+            counted.append(Counts(rounds, sent, rounds, received, rounds))
+    return Counts(*map(sum, zip(Counts(0, 0, 0, 0, 0), *counted, strict=True)))
+
+
+def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Prediction:
+    """Return what an algorithm costs.
 
     Parameters
     ----------
-    algorithm
-        One of `NAMES`: a lossless sum of streams, ``"gtopk"`` or ``"oktopk"``, the engine's
-        ``"dense fp32"`` or ``"dense bf16"``, or a whole step of a scheme, ``"step:oktopk"``.
+    steps
+        What it consists of, a table of `sparcel.collectives` or `sparcel.schemes` has them by name.
     rates
         None for the default ones.
-
-    Raises
-    ------
-    InputError
-        For an unknown name.
     """
-    known(algorithm, NAMES, "algorithm")
     rates = rates or default_rates()
     phases = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
-    sent = received = 0.0
-    rounds = 0
-    for step in _schedule(algorithm, problem, rates)(problem):
-        seconds = step.seconds(problem, rates)
+    for step in steps(problem):
         if isinstance(step, Exchange):
-            nbytes = step.nbytes * step.messages * step.times
-            sent, received = sent + nbytes * step.sends, received + nbytes * step.receives
-            rounds += step.rounds
+            phases["exchange"] += step.rounds * _message_seconds(step, problem, rates)
         elif isinstance(step, EngineSum):
-            sent, received = sent + step.volume(problem), received + step.volume(problem)
-            rounds += step.rounds_of(problem)
+            phases["exchange"] += _engine_seconds(step, problem, rates)
         else:
-            phases[PHASES[step.kind]] += seconds
-            continue
-        phases["exchange"] += seconds
-    return Prediction(
-        sum(phases.values()), **phases, bytes=round(max(sent, received)), rounds=rounds
-    )
+            phases[PHASES[step.kind]] += work_seconds(step, rates)
+    traffic = count(steps, problem)
+    volume = round(max(traffic.bytes_sent, traffic.bytes_received))
+    return Prediction(sum(phases.values()), **phases, bytes=volume, rounds=traffic.rounds)
 
 
-def choose(candidates: Sequence[str], problem: Problem, rates: Rates | None = None) -> str:
+def choose(candidates: Mapping[str, Steps], problem: Problem, rates: Rates | None = None) -> str:
     """Return which of the candidates is predicted to be the fastest, the first of equals.
 
     It depends on nothing but the arguments, so that ranks with equal ones choose alike.
     """
     if not candidates:
         raise InputError("there must be a candidate to choose")
-    rates = rates or default_rates()
-    return min(candidates, key=lambda name: predict(name, problem, rates).seconds)
+    return min(candidates, key=lambda name: predict(candidates[name], problem, rates).seconds)
 
 
-def _schedule(algorithm: str, problem: Problem, rates: Rates) -> Schedule:
-    if algorithm not in _CHOSEN:
-        return SCHEDULES[algorithm]
-    exchange = LOSSLESS[choose(tuple(LOSSLESS), problem, rates)]
-    return exchange if algorithm == "auto" else partial(whole_steps.sparse_step, exchange)
+def work_seconds(step: Work, rates: Rates) -> float:
+    """Return how long work takes; the fewer ranks do it at once, the less they slow each other."""
+    shared = max(1.0, rates.crowding * step.busy) / rates.crowding
+    return step.times * rates[step.kind](step.amount) * shared
+
+
+def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
+    """Return how long one message of an exchange takes."""
+    between = rates[step.pattern]
+    within: Curve = rates.curves.get(f"node.{step.pattern}", between)
+    if step.inside:
+        return within(step.nbytes)
+    here = problem.ranks_per_node
+    if step.pattern in ("rotate", "gather") or here == 1 or step.distance >= here:
+        return between(step.nbytes)
+    # Of a node's ranks so many have a peer elsewhere, and share the node's link.
+    crossing = step.distance / here if step.pattern == "shift" else 0.0
+    inner = within(step.nbytes)
+    return max(inner, between(step.nbytes * crossing)) if crossing else inner
+
+
+def _engine_seconds(step: EngineSum, problem: Problem, rates: Rates) -> float:
+    """Return how long the engine's sum takes, on other ranks than were measured in proportion."""
+    measured = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"](step.nbytes)
+    asked, had = problem.ranks, rates.ranks
+    if asked == had or had == 1:
+        return measured
+    return measured * (asked - 1) / asked * had / (had - 1)

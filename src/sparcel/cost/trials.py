@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel import formats, kernels
+from sparcel import formats, kernels, patterns
 from sparcel.comm import Communicator
+from sparcel.formats import COO
 from sparcel.ops import SUM
 from sparcel.stream import SparseStream, concatenate
 
@@ -82,7 +83,7 @@ def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
         "scatter": lambda entries: _scatter(entries, seed),
         "fill": lambda size: _in_place(size, lambda vector: vector.zero_()),
         "add": lambda size: _in_place(size, lambda vector: vector.sub_(1.0)),
-        "encode": lambda nbytes: of_stream(formats.encode)(nbytes // 8),
+        "encode": lambda nbytes: of_stream(COO.encode)(nbytes // 8),
         "decode": lambda entries: _decode(entries, seed),
         "without": of_stream(lambda stream: stream.without(stream)),
         "histogram": of_stream(
@@ -97,18 +98,15 @@ def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
     Ranks beyond a power of two are their own partners.
     """
     places, place = ranks // nearest, rank // nearest
-    powers: int = 1 << (places.bit_length() - 1)
-    rounds = range(powers.bit_length() - 1)
-    peers = [(place ^ 1 << level) * nearest + rank % nearest for level in rounds]
+    powers = patterns.fold(place, places).powers
+    own = rank % nearest
+    peers = [peer * nearest + own for peer, *_ in patterns.doubling(place, powers)]
     return [(peer, peer) if place < powers else (rank, rank) for peer in peers]
 
 
 def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
     """Return whom a rank sends to and receives from in each round of a gather."""
-    distances, distance = [], nearest
-    while distance < ranks:
-        distances.append(distance)
-        distance *= 2
+    distances = [nearest * distance for _, _, distance, _ in patterns.bruck(0, -(-ranks // nearest))]
     return [((rank - far) % ranks, (rank + far) % ranks) for far in distances]
 
 
@@ -126,18 +124,16 @@ def _in_turn(comm: Communicator, peers: list[tuple[int, int]], nbytes: int) -> T
 def _broadcast(comm: Communicator, nbytes: int, here: int) -> Trial:
     """Send a message down a binomial tree of the ranks that are first on their nodes."""
     held = torch.zeros(nbytes, dtype=torch.uint8)
-    place, places = comm.rank // here, comm.size // here
-    rounds = (places - 1).bit_length()
+    levels = patterns.binomial_tree(comm.rank // here, comm.size // here)
 
     def run() -> None:
-        for level in reversed(range(rounds if comm.rank % here == 0 else 0)):
-            distance = 1 << level
-            if place % (2 * distance) == 0 and place + distance < places:
-                comm.exchange({comm.rank + distance * here: held}, {})
-            elif place % (2 * distance) == distance:
-                comm.exchange({}, {comm.rank - distance * here: nbytes})
+        for to, source, *_ in levels if comm.rank % here == 0 else ():
+            if to is not None:
+                comm.exchange({to * here: held}, {})
+            elif source is not None:
+                comm.exchange({}, {source * here: nbytes})
 
-    return Trial(run, max(1, rounds))
+    return Trial(run, max(1, len(levels)))
 
 
 def _to_all(comm: Communicator, nbytes: int, members: range) -> Trial:
@@ -179,8 +175,8 @@ def _merge(entries: int, streams: int, seed: int) -> Trial:
     size = max(part.size for part in parts)
     for part in parts:
         part.size = size
-    messages = [formats.encode(part) for part in parts]
-    return Trial(lambda: formats.reduce_messages(messages, parts[0], SUM))
+    messages = [COO.encode(part).message for part in parts]
+    return Trial(lambda: COO.reduce_messages(messages, parts[0], SUM))
 
 
 def _split(entries: int, parts: int, seed: int) -> Trial:
@@ -219,5 +215,5 @@ def _in_place(size: int, task: Callable[[Tensor], object]) -> Trial:
 
 
 def _decode(entries: int, seed: int) -> Trial:
-    message = formats.encode(_stream(entries, seed))
+    message = COO.encode(_stream(entries, seed)).message
     return Trial(lambda: formats.decode(message))

@@ -1,10 +1,24 @@
 """Formats: how a stream is laid out in bytes for the wire.
 
 Every message begins with the `header`, which names the format that wrote the rest, so that any
-message can be decoded by `decode` and several can follow each other in one buffer.
+message can be decoded by `decode` and several can follow each other in one buffer. A format is one
+file, and a line in the table of `codec`.
 """
 
-from sparcel.formats.codec import decode, decode_all, encode, max_bytes, reduce_messages
+from sparcel.formats.base import Encoded, Format
+from sparcel.formats.codec import decode, decode_all
+from sparcel.formats.coo import COO, Coo
+from sparcel.formats.header import HEADER_BYTES, Header
 from sparcel.formats.qsgd import Qsgd
 
-__all__ = ["Qsgd", "decode", "decode_all", "encode", "max_bytes", "reduce_messages"]
+__all__ = [
+    "COO",
+    "HEADER_BYTES",
+    "Coo",
+    "Encoded",
+    "Format",
+    "Header",
+    "Qsgd",
+    "decode",
+    "decode_all",
+]

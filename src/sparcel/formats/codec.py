@@ -1,29 +1,53 @@
-"""Decoding by the format that a message names, and the bounds that receivers rely on."""
+"""Messages of any format: decoding by the header, and cutting joined messages apart."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats import coo, qsgd
+from sparcel.formats.base import Format
+from sparcel.formats.coo import COO
 from sparcel.formats.header import ALIGNMENT, Header
+from sparcel.formats.qsgd import Qsgd
 from sparcel.stream import SparseStream
 
-_DECODERS = {coo.KIND: coo.decode, qsgd.KIND: qsgd.decode}
+FORMATS: dict[int, Format] = {one.kind: one for one in (COO, Qsgd(bits=8))}
+"""Who decodes messages of each kind. What a message needs beyond its kind stands in the message, so
+any `Qsgd` reads those of all others."""
 
-encode, reduce_messages = coo.encode, coo.reduce_messages
+
+class Vector(Protocol):
+    """What a decoded stream is compared with."""
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+
+    @property
+    def width(self) -> int | None:
+        """Number of columns of a row, None for scalar values."""
 
 
-def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
+def decode(
+    message: Tensor, like: Vector | None = None, format: Format | None = None
+) -> SparseStream:
     """Return the stream at the start of ``message``.
 
     Parameters
     ----------
     message
-        uint8. The stream's tensors are views of it where it lies on a multiple of 8 bytes.
+        uint8. The stream's tensors may be views of it where it lies on a multiple of 8 bytes.
     like
-        A stream of the size, dtype and width that are due; None accepts any.
+        The size, dtype and width that are due; None accepts any.
+    format
+        A format that is decoded beside those of `FORMATS`.
 
     Raises
     ------
@@ -33,7 +57,10 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
         When it holds another size, dtype or width than ``like``.
     """
     header = Header.parse(message)
-    if header.kind not in _DECODERS:
+    decoder = FORMATS.get(header.kind)
+    if format is not None and header.kind == format.kind:
+        decoder = format
+    if decoder is None:
         raise FormatError(f"unknown format {header.kind}; install the same release on every rank")
     found = (header.size, header.dtype, header.width)
     expected = found if like is None else (like.size, like.dtype, like.width)
@@ -47,7 +74,7 @@ def decode(message: Tensor, like: SparseStream | None = None) -> SparseStream:
         message = message[: header.length]
     if message.storage_offset() % ALIGNMENT or message.data_ptr() % ALIGNMENT:
         message = message.clone()
-    return _DECODERS[header.kind](message, header)
+    return decoder.decode(message, header)
 
 
 def decode_all(buffer: Tensor) -> list[Tensor]:
@@ -60,12 +87,3 @@ def decode_all(buffer: Tensor) -> list[Tensor]:
         messages.append(buffer[:length])
         buffer = buffer[length:]
     return messages
-
-
-def max_bytes(size: int, dtype: torch.dtype, width: int | None, max_nnz: int | None = None) -> int:
-    """Return the most bytes that a compact stream takes: dense, or ``max_nnz`` coordinates."""
-    # A sparse stream that is just not larger than the dense one may be so by its padding.
-    dense = coo.message_bytes(size, size, dtype, width, dense=True) + ALIGNMENT
-    if max_nnz is None or max_nnz >= size:
-        return dense
-    return min(dense, coo.message_bytes(max_nnz, size, dtype, width))

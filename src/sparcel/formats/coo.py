@@ -9,86 +9,100 @@ from torch import Tensor
 
 from sparcel import _cpu, kernels
 from sparcel.errors import FormatError
+from sparcel.formats.base import Encoded
 from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.ops import Op
-from sparcel.stream import SparseStream
-
-KIND = 0
+from sparcel.stream import SparseStream, dense_from
 
 
-def message_bytes(
-    nnz: int, size: int, dtype: torch.dtype, width: int | None, dense: bool = False
-) -> int:
-    """Return the bytes of the message that holds ``nnz`` coordinates of ``size``."""
-    columns = 1 if width is None else width
-    index_bytes = 0 if dense else nnz * kernels.index_dtype(size).itemsize
-    return HEADER_BYTES + padded(nnz * columns * dtype.itemsize) + padded(index_bytes)
+class Coo:
+    """Writes values, then indices of 4 or 8 bytes each: a stream's tensors as they are.
 
-
-def encode(stream: SparseStream) -> Tensor:
-    """Return the message, uint8, that holds ``stream`` as it is, sparse or dense."""
-    length = message_bytes(stream.nnz, stream.size, stream.dtype, stream.width, stream.is_dense)
-    header = Header(
-        kind=KIND,
-        dtype=stream.dtype,
-        size=stream.size,
-        nnz=stream.nnz,
-        width=stream.width,
-        dense=stream.is_dense,
-        finite=stream.finite,
-        wide_indices=kernels.index_dtype(stream.size) == torch.int64,
-        length=length,
-    )
-    parts = [header.pack().to(stream.device), *_aligned(stream.values)]
-    if stream.indices is not None:
-        parts += _aligned(stream.indices.to(torch.int64 if header.wide_indices else torch.int32))
-    return torch.cat(parts)
-
-
-def decode(message: Tensor, header: Header) -> SparseStream:
-    """Return the stream in ``message``, as views of it.
-
-    Raises
-    ------
-    FormatError
-        When the length does not fit the counts, or the indices are unsorted or out of range.
+    Dense streams are written without indices. Decoding makes views and no copy.
     """
-    index_dtype = torch.int64 if header.wide_indices else torch.int32
-    expected = message_bytes(header.nnz, header.size, header.dtype, header.width, header.dense)
-    if index_dtype != kernels.index_dtype(header.size):
-        raise FormatError(f"{index_dtype} indices do not belong to a stream of size {header.size}")
-    if header.length != expected:
-        raise FormatError(
-            f"a coo message of {header.nnz} coordinates takes {expected} bytes,"
-            f" its header says {header.length}"
+
+    kind = 0
+
+    def encode(self, stream: SparseStream, start: int = 0) -> Encoded:
+        """See `Format.encode`; nothing is lost, and ``start`` does not matter."""
+        nnz = None if stream.is_dense else stream.nnz
+        header = Header(
+            kind=self.kind,
+            dtype=stream.dtype,
+            size=stream.size,
+            nnz=stream.nnz,
+            width=stream.width,
+            dense=stream.is_dense,
+            finite=stream.finite,
+            wide_indices=kernels.index_dtype(stream.size) == torch.int64,
+            length=self.max_bytes(nnz, stream.size, stream.value_bytes),
         )
-    values, indices = _parts(message, header)
-    if header.dense:
-        return SparseStream.unchecked(None, values, header.size, header.finite)
-    position = kernels.check_indices(indices, header.size)
-    if position >= 0:
-        raise FormatError(
-            f"corrupt message: index {int(indices[position])} at position {position} is out of"
-            f" order or outside [0, {header.size})"
-        )
-    return SparseStream.unchecked(indices, values, header.size, header.finite)
+        parts = [header.pack().to(stream.device), *_aligned(stream.values)]
+        if stream.indices is not None:
+            dtype = torch.int64 if header.wide_indices else torch.int32
+            parts += _aligned(stream.indices.to(dtype))
+        return Encoded(torch.cat(parts))
+
+    def decode(self, message: Tensor, header: Header) -> SparseStream:
+        """See `Format.decode`."""
+        index_dtype = torch.int64 if header.wide_indices else torch.int32
+        nnz = None if header.dense else header.nnz
+        expected = self.max_bytes(nnz, header.size, header.value_bytes)
+        if index_dtype != kernels.index_dtype(header.size):
+            raise FormatError(
+                f"{index_dtype} indices do not belong to a stream of size {header.size}"
+            )
+        if header.length != expected:
+            raise FormatError(
+                f"a coo message of {header.nnz} coordinates takes {expected} bytes,"
+                f" its header says {header.length}"
+            )
+        values, indices = _parts(message, header)
+        if header.dense:
+            return SparseStream.unchecked(None, values, header.size, header.finite)
+        position = kernels.check_indices(indices, header.size)
+        if position >= 0:
+            raise FormatError(
+                f"corrupt message: index {int(indices[position])} at position {position} is out of"
+                f" order or outside [0, {header.size})"
+            )
+        return SparseStream.unchecked(indices, values, header.size, header.finite)
+
+    def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
+        """See `Format.expected_bytes`; all messages of as many entries are equally long."""
+        return self.max_bytes(None if nnz is None else round(nnz), round(size), value_bytes)
+
+    def max_bytes(self, nnz: int | None, size: int, value_bytes: int) -> int:
+        """See `Format.max_bytes`."""
+        if nnz is None:
+            return HEADER_BYTES + padded(size * value_bytes)
+        index_bytes = kernels.index_dtype(size).itemsize
+        return HEADER_BYTES + padded(nnz * value_bytes) + padded(nnz * index_bytes)
+
+    def dense_from(self, size: int, value_bytes: int) -> int:
+        """See `Format.dense_from`: as in memory, whose layout this is."""
+        return dense_from(size, value_bytes)
+
+    def reduce_messages(
+        self, messages: Sequence[Tensor], like: SparseStream, op: Op
+    ) -> SparseStream | None:
+        """See `Format.reduce_messages`.
+
+        It takes sparse messages of this format on the CPU, of scalars and like ``like``, and
+        sparcel's own operations.
+        """
+        if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
+            return None
+        addresses = [(message.data_ptr(), message.numel()) for message in messages]
+        code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
+        merged = _cpu.merge_messages(addresses, like.size, code, op.name, threads)
+        if merged is None:
+            return None
+        indices, values, finite = merged
+        return SparseStream.unchecked(indices, values, like.size, finite).compact(op)
 
 
-def reduce_messages(messages: Sequence[Tensor], like: SparseStream, op: Op) -> SparseStream | None:
-    """Reduce the streams of messages in one go, as decoding and `sparcel.stream.reduce` would.
-
-    Returns None where that takes decoding: for messages that are not plain, sparse, of scalars and
-    like ``like``, and for operations of a user's.
-    """
-    if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
-        return None
-    addresses = [(message.data_ptr(), message.numel()) for message in messages]
-    code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
-    merged = _cpu.merge_messages(addresses, like.size, code, op.name, threads)
-    if merged is None:
-        return None
-    indices, values, finite = merged
-    return SparseStream.unchecked(indices, values, like.size, finite).compact(op)
+COO = Coo()
 
 
 def _aligned(part: Tensor) -> list[Tensor]:

@@ -53,6 +53,11 @@ class Header(NamedTuple):
     length: int
     detail: int = 0
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one coordinate's value, or of its row of values."""
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
+
     def pack(self) -> Tensor:
         """Return the header's bytes, uint8 ``[HEADER_BYTES]``, in main memory."""
         flags = (

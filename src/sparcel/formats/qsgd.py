@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.errors import FormatError, InputError
+from sparcel.formats.base import Encoded
+from sparcel.formats.coo import COO
 from sparcel.formats.header import HEADER_BYTES, Header, padded
+from sparcel.ops import Op
 from sparcel.stream import SparseStream
 
-KIND = 1
+_BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Qsgd:
         8, 4 or 2 bits a value, the sign among them.
     bucket
         Values that share one float32 scale; the paper has them in the order of 1024.
+    seed
+        Decides the random rounding, with the coordinate's number. Take another at every call.
 
     Raises
     ------
@@ -34,22 +40,29 @@ class Qsgd:
 
     bits: int
     bucket: int = 1024
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
+        if self.bits not in _BITS:
             raise InputError(f"bits must be 8, 4 or 2, got {self.bits}")
         if not 8 <= self.bucket < 1 << 16 or self.bucket % 8:
             raise InputError(f"bucket must be a multiple of 8 from 8 to 65528, got {self.bucket}")
 
-    def encode(self, stream: SparseStream, seed: int, offset: int) -> Tensor:
-        """Return the message that holds dense ``stream``, quantised.
+    @property
+    def kind(self) -> int:
+        """See `Format.kind`."""
+        return 1
 
-        ``seed`` and ``offset``, the place of the first value in the whole vector, alone decide
-        the random numbers: they are the same on every machine.
+    def encode(self, stream: SparseStream, start: int = 0) -> Encoded:
+        """See `Format.encode`; dense scalar floats are quantised, all else travels as `COO`.
+
+        The seed and ``start`` alone decide the random numbers: they are the same on every machine.
         """
+        if not (stream.is_dense and stream.finite and stream.size) or stream.width is not None:
+            return COO.encode(stream)
         packed_bytes, scale_bytes = _part_bytes(stream.size, self.bits, self.bucket)
         header = Header(
-            kind=KIND,
+            kind=self.kind,
             dtype=stream.dtype,
             size=stream.size,
             nnz=stream.size,
@@ -57,41 +70,56 @@ class Qsgd:
             dense=True,
             finite=stream.finite,
             wide_indices=False,
-            length=HEADER_BYTES + padded(scale_bytes) + padded(packed_bytes),
+            length=int(self.expected_bytes(None, stream.size, 0)),
             detail=self.bits << 16 | self.bucket,
         )
         message = torch.zeros(header.length, dtype=torch.uint8, device=stream.device)
         header.pack_into(message)
-        packed, scales = kernels.quantize(stream.values, self.bits, self.bucket, seed, offset)
+        packed, scales = kernels.quantize(stream.values, self.bits, self.bucket, self.seed, start)
         message[HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32).copy_(scales)
+        packed_at = HEADER_BYTES + padded(scale_bytes)
+        message[packed_at : packed_at + packed_bytes] = packed
+        return Encoded(message, stream.values - self.decode(message, header).values)
+
+    def decode(self, message: Tensor, header: Header) -> SparseStream:
+        """See `Format.decode`; bits and bucket are the message's, the dtype that of the input."""
+        bits, bucket = header.detail >> 16, header.detail & 0xFFFF
+        scalar_floats = header.dtype.is_floating_point and header.width is None
+        if bits not in _BITS or not bucket or not header.dense or not scalar_floats:
+            raise FormatError(
+                f"impossible qsgd header: bits={bits}, bucket={bucket}, {header.dtype}"
+            )
+        packed_bytes, scale_bytes = _part_bytes(header.size, bits, bucket)
         start = HEADER_BYTES + padded(scale_bytes)
-        message[start : start + packed_bytes] = packed
-        return message
+        if header.length != start + padded(packed_bytes):
+            raise FormatError(
+                f"a qsgd message of {header.size} values takes {start + padded(packed_bytes)}"
+                f" bytes, its header says {header.length}"
+            )
+        scales = message[HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)
+        packed = message[start : start + packed_bytes]
+        values = kernels.dequantize(packed, scales, header.size, bits, bucket).to(header.dtype)
+        return SparseStream.unchecked(None, values, header.size, header.finite)
 
+    def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
+        """See `Format.expected_bytes`."""
+        if nnz is not None:
+            return COO.expected_bytes(nnz, size, value_bytes)
+        return HEADER_BYTES + sum(map(padded, _part_bytes(round(size), self.bits, self.bucket)))
 
-def decode(message: Tensor, header: Header) -> SparseStream:
-    """Return the dense stream in ``message``, with the dtype it was quantised from.
+    def max_bytes(self, nnz: int | None, size: int, value_bytes: int) -> int:
+        """See `Format.max_bytes`: a stream that is not finite travels as `COO`."""
+        return COO.max_bytes(nnz, size, value_bytes)
 
-    Raises
-    ------
-    FormatError
-        When the header's settings or length are impossible.
-    """
-    bits, bucket = header.detail >> 16, header.detail & 0xFFFF
-    scalar_floats = header.dtype.is_floating_point and header.width is None
-    if bits not in (2, 4, 8) or not bucket or not header.dense or not scalar_floats:
-        raise FormatError(f"impossible qsgd header: bits={bits}, bucket={bucket}, {header.dtype}")
-    packed_bytes, scale_bytes = _part_bytes(header.size, bits, bucket)
-    start = HEADER_BYTES + padded(scale_bytes)
-    if header.length != start + padded(packed_bytes):
-        raise FormatError(
-            f"a qsgd message of {header.size} values takes {start + padded(packed_bytes)} bytes,"
-            f" its header says {header.length}"
-        )
-    scales = message[HEADER_BYTES : HEADER_BYTES + scale_bytes].view(torch.float32)
-    packed = message[start : start + packed_bytes]
-    values = kernels.dequantize(packed, scales, header.size, bits, bucket).to(header.dtype)
-    return SparseStream.unchecked(None, values, header.size, header.finite)
+    def dense_from(self, size: int, value_bytes: int) -> int:
+        """See `Format.dense_from`: what is sparse stays exact as long as it is smaller exactly."""
+        return COO.dense_from(size, value_bytes)
+
+    def reduce_messages(
+        self, messages: Sequence[Tensor], like: SparseStream, op: Op
+    ) -> SparseStream | None:
+        """See `Format.reduce_messages`; sparse messages are `COO`'s."""
+        return COO.reduce_messages(messages, like, op)
 
 
 def _part_bytes(size: int, bits: int, bucket: int) -> tuple[int, int]:

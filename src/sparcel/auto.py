@@ -1,0 +1,87 @@
+"""All-reduce by name, and by whichever algorithm is predicted to be the fastest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sparcel import cost
+from sparcel.collectives import ALGORITHMS
+from sparcel.formats import Format
+from sparcel.ops import SUM, Op
+from sparcel.rates import Rates
+from sparcel.schedule import Problem, Steps
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire
+
+
+def all_reduce(
+    stream: SparseStream,
+    wire: Wire,
+    op: Op = SUM,
+    algorithm: str = "auto",
+    max_nnz: int | None = None,
+) -> SparseStream:
+    """Run the all-reduce of that name, inside a job of the wire's communicator."""
+    if algorithm == "auto":
+        algorithm, max_nnz = _choose(stream, wire, op, max_nnz)
+    return ALGORITHMS[algorithm].reduce(stream, wire, op, max_nnz)
+
+
+def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:
+    """Name the fastest algorithm, as predicted; the engine's own only where ``by_engine``."""
+    candidates = {
+        name: algorithm.steps
+        for name, algorithm in ALGORITHMS.items()
+        if by_engine or name != "dense"
+    }
+    return cost.choose(candidates, problem, rates)
+
+
+def steps_by(rates: Rates) -> Steps:
+    """Return the steps of ``algorithm="auto"`` where these are the rates."""
+    return lambda problem: ALGORITHMS[fastest(problem, rates)].steps(problem)
+
+
+def _choose(
+    stream: SparseStream, wire: Wire, op: Op, max_nnz: int | None
+) -> tuple[str, int | None]:
+    """Name the algorithm that "auto" stands for, from what all ranks know alike.
+
+    Returns it with the most entries that a rank has, which the ranks tell each other for it.
+    """
+    if wire.size <= 2 or stream.size == 0:
+        # With two ranks, nothing is faster than that each sends its stream to the other.
+        return "recursive_doubling", max_nnz
+    if max_nnz is None:
+        # ⌈log₂P⌉ rounds of 8 bytes; what is sent in vain without knowing costs more.
+        max_nnz = max(wire.comm.gather_numbers(stream.nnz))
+    k = min(_rounded(max(1, max_nnz)), stream.size)
+    value_bytes = max(1, stream.value_bytes)
+    by_engine = op.name is not None
+    rates = wire.comm.rates
+    return _remembered(
+        stream.size, k, wire.size, value_bytes, by_engine, wire.format, rates
+    ), max_nnz
+
+
+@lru_cache(maxsize=4096)
+def _remembered(
+    size: int,
+    k: int,
+    ranks: int,
+    value_bytes: int,
+    by_engine: bool,
+    format: Format,
+    rates: Rates | None,
+) -> str:
+    """Name the fastest algorithm, remembered: a prediction takes longer than a small sum."""
+    rates = rates or cost.default_rates()
+    here = min(ranks, rates.ranks_per_node)
+    problem = Problem(size, k, ranks, here, value_bytes, format=format)
+    return fastest(problem, rates, by_engine)
+
+
+def _rounded(count: int) -> int:
+    """Round up to 4 significant bits, so that counts about alike are looked up as one."""
+    dropped = max(0, count.bit_length() - 4)
+    return -(-count >> dropped) << dropped

@@ -1,0 +1,75 @@
+"""How ranks beyond a power of two take part: each is folded into a rank that stands for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sparcel import patterns
+from sparcel.ops import Op
+from sparcel.schedule import Exchange, Problem, Step, Work
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due
+
+
+def fold(
+    own: SparseStream, wire: Wire, op: Op, max_nnz: int | None
+) -> tuple[SparseStream, int | None]:
+    """Send this rank's stream to its partner, or reduce with the partner's.
+
+    Returns what the rank goes on with, and the most entries that any rank then has.
+    """
+    powers, partner = patterns.fold(wire.rank, wire.size)
+    if wire.rank >= powers:
+        assert partner is not None, "a rank beyond the power of two has a partner"
+        wire.exchange({partner: own}, {})
+    elif partner is not None:
+        own = wire.exchange_and_reduce(own, {}, [partner], max_nnz, op)
+    doubled = powers < wire.size and max_nnz is not None
+    return own, 2 * max_nnz if doubled and max_nnz is not None else max_nnz
+
+
+def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream:
+    """Return the result, which ranks beyond the power of two get from their partners."""
+    powers, partner = patterns.fold(wire.rank, wire.size)
+    if partner is None:
+        return total
+    if wire.rank < powers:
+        wire.exchange({partner: total}, {})
+        return total
+    return wire.exchange({}, {partner: due(total, max_nnz)})[partner]
+
+
+def group(rank: int, distance: int, ranks: int) -> list[int]:
+    """Return the ranks whose streams a rank has the sum of, before it talks at ``distance``."""
+    powers = patterns.fold(rank, ranks).powers
+    first = rank // distance * distance
+    members = range(first, first + distance)
+    return [*members, *(r + powers for r in members if r + powers < ranks)]
+
+
+def fold_steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `fold`."""
+    powers, partner = patterns.fold(problem.rank, problem.ranks)
+    if partner is None:
+        return
+    busy = (problem.ranks - powers) / problem.ranks
+    own, other = problem.entries([problem.rank]), problem.entries([partner])
+    yield Work("encode", problem.message(own), busy)
+    if problem.rank >= powers:
+        yield Exchange("tree", (problem.message(own),), (), powers)
+    else:
+        yield Exchange("tree", (), (problem.message(other),), powers)
+        yield Work("merge", own + other, busy)
+
+
+def unfold_steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `unfold`."""
+    powers, partner = patterns.fold(problem.rank, problem.ranks)
+    if partner is None:
+        return
+    message = problem.message(problem.entries(problem.everyone))
+    yield Work("encode", message, (problem.ranks - powers) / problem.ranks)
+    if problem.rank >= powers:
+        yield Exchange("tree", (), (message,), powers)
+    else:
+        yield Exchange("tree", (message,), (), powers)

@@ -1,0 +1,175 @@
+"""One rank's stream to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sparcel import patterns
+from sparcel.comm import Communicator
+from sparcel.schedule import Exchange, Problem, Step, Work
+from sparcel.stream import SparseStream
+from sparcel.wire import Due, Wire
+
+TREE_BYTES = 4 << 10
+"""Messages up to this length go down a tree whole: a round costs more than their bytes."""
+
+_LENGTH_BYTES = 8
+
+
+def broadcast(
+    stream: SparseStream | None, wire: Wire, root: int, due: Due | None = None
+) -> SparseStream:
+    """Return the root's stream on every rank.
+
+    The root scatters its message in P parts down a binomial tree; then all ranks gather the parts.
+    Short messages go down the tree whole.
+
+    Parameters
+    ----------
+    stream
+        What the root sends; other ranks may pass None.
+    due
+        What all ranks know of it; None sends the message's length ahead.
+
+    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more where nothing is known. Words of a
+    long message of k entries: the root sends at most 4k, others at most 2k; they receive at most
+    3k.
+    Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
+    4.3.
+    """
+    comm, message = wire.comm, None
+    if wire.rank == root:
+        assert stream is not None, "the root passes a stream"
+        message = wire.encode(stream)
+    if due is not None:
+        at_most = wire.most_bytes(due)
+    else:
+        length = None if message is None else torch.tensor([message.numel()]).view(torch.uint8)
+        at_most = int(_down_tree(length, comm, root, _LENGTH_BYTES).view(torch.int64))
+    if _goes_whole(wire.size, at_most):
+        message = _down_tree(message, comm, root, at_most)
+    else:
+        cuts = patterns.regions(at_most, wire.size)
+        message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
+    return wire.decode(root, message, due)
+
+
+def tree_broadcast(stream: SparseStream, wire: Wire, root: int, due: Due) -> SparseStream:
+    """Return the root's stream on every rank, sent down a binomial tree: ⌈log₂P⌉ rounds."""
+    message = wire.encode(stream) if wire.rank == root else None
+    message = _down_tree(message, wire.comm, root, wire.most_bytes(due))
+    return wire.decode(root, message, due)
+
+
+def _down_tree(message: Tensor | None, comm: Communicator, root: int, at_most: int) -> Tensor:
+    """Send the root's message down a binomial tree."""
+    for to, source, *_ in patterns.binomial_tree(comm.rank, comm.size, root):
+        if to is not None:
+            assert message is not None, "a rank sends only what it has received"
+            comm.exchange({to: message}, {})
+        elif source is not None:
+            message = comm.exchange({}, {source: at_most})[source]
+    assert message is not None, "the root has the message, every other rank has a parent"
+    return message
+
+
+def _scatter(message: Tensor | None, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
+    """Return this rank's part of the root's message: bytes ``[cuts[i], cuts[i + 1])`` at place i.
+
+    A message shorter than ``cuts[-1]`` leaves the last parts short, or empty.
+    """
+    place, held = (comm.rank - root) % comm.size, message
+    for to, source, distance, count in patterns.binomial_tree(comm.rank, comm.size, root):
+        if to is not None:
+            assert held is not None, "a rank sends only what it has received"
+            kept = cuts[place + distance] - cuts[place]
+            comm.exchange({to: held[kept:]}, {})
+            held = held[:kept]
+        elif source is not None:
+            held = comm.exchange({}, {source: cuts[place + count] - cuts[place]})[source]
+    assert held is not None, "the root has the message, every other rank has a parent"
+    return held
+
+
+def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
+    """Join the parts of all places, by Bruck's pattern.
+
+    A rank holds the message's ``upper`` bytes from its own part on, and then its ``lower`` bytes
+    from the first part on.
+    """
+    ranks = comm.size
+    place = (comm.rank - root) % ranks
+    upper, lower = own, own[:0]
+    for below, above, distance, count in patterns.bruck(comm.rank, ranks):
+        leaving = [
+            upper[: cuts[min(place + count, ranks)] - cuts[place]],
+            lower[: cuts[max(place + count - ranks, 0)]],
+        ]
+        arriving = (place + distance) % ranks
+        at_most = _span(arriving, count, cuts)
+        parts = comm.exchange_parts({below: leaving}, {above: at_most})[above]
+        arrived = torch.cat(parts)
+        # What follows the message's last byte is its first part again.
+        wrapped = min(arrived.numel(), cuts[max(arriving + count - ranks, 0)])
+        first, second = arrived.split([arrived.numel() - wrapped, wrapped])
+        if place + distance < ranks:
+            upper, lower = torch.cat((upper, first)), second
+        else:
+            lower = torch.cat((lower, first))
+    return torch.cat((lower, upper))
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `broadcast` from rank 0, of a stream of which nothing is known."""
+    nbytes = problem.sparse_message(problem.entries([0]))
+    yield Work("encode", nbytes, 1 / problem.ranks)
+    yield from tree_steps(_LENGTH_BYTES, problem.rank, problem.ranks, 0)
+    yield from message_steps(nbytes, problem.rank, problem.ranks, 0, round(nbytes))
+    yield Work("decode", problem.k)
+
+
+def message_steps(
+    nbytes: float, rank: int, ranks: int, root: int, at_most: int
+) -> Iterator[Exchange]:
+    """Yield the exchanges of a broadcast message of ``nbytes``; all ranks know ``at_most``."""
+    if _goes_whole(ranks, at_most):
+        yield from tree_steps(nbytes, rank, ranks, root)
+        return
+    cuts, place = patterns.regions(at_most, ranks), (rank - root) % ranks
+
+    def parts(first: int, count: int) -> float:
+        """Return the bytes of so many parts from a place on, around."""
+        ends = [(first, min(first + count, ranks)), (0, max(first + count - ranks, 0))]
+        return sum(min(nbytes, cuts[hi]) - min(nbytes, cuts[lo]) for lo, hi in ends)
+
+    for to, source, distance, count in patterns.binomial_tree(rank, ranks, root):
+        if to is not None:
+            yield Exchange("tree", (parts(place + distance, count),), (), distance)
+        elif source is not None:
+            yield Exchange("tree", (), (parts(place, count),), distance)
+    for _, _, distance, count in patterns.bruck(rank, ranks):
+        arriving = (place + distance) % ranks
+        yield Exchange("shift", (parts(place, count),), (parts(arriving, count),), distance)
+
+
+def tree_steps(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exchange]:
+    """Yield the exchanges of a message of ``nbytes`` that goes down a tree whole."""
+    for to, source, distance, _ in patterns.binomial_tree(rank, ranks, root):
+        if to is not None:
+            yield Exchange("tree", (nbytes,), (), distance)
+        elif source is not None:
+            yield Exchange("tree", (), (nbytes,), distance)
+
+
+def _goes_whole(ranks: int, at_most: int) -> bool:
+    return ranks <= 2 or at_most <= TREE_BYTES
+
+
+def _span(first: int, count: int, cuts: Sequence[int]) -> int:
+    """Return the most bytes of so many parts from a place on, around."""
+    ranks = len(cuts) - 1
+    upper = cuts[min(first + count, ranks)] - cuts[first]
+    return upper + cuts[max(first + count - ranks, 0)]

@@ -1,0 +1,275 @@
+"""What an algorithm consists of, one step after the other: exchanges and work, without seconds.
+
+The steps of an algorithm stand in its own file, as a function ``steps(problem)`` that yields them.
+They are those of one rank, `Problem.rank`. `sparcel.cost` turns them into seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from sparcel import patterns
+from sparcel.errors import InputError
+from sparcel.fill_in import expected_union
+from sparcel.formats import COO, Format
+
+Union: TypeAlias = Callable[[Sequence[int], int, int], float]
+"""``(ranks, start, stop)`` -> how many coordinates in ``[start, stop)`` some of the ranks sends."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A sum over ranks, as far as its cost depends on it.
+
+    Parameters
+    ----------
+    size, k
+        Coordinates of the vector, and how many of them every rank sends.
+    ranks, ranks_per_node
+        How many ranks there are; consecutive ones share a node.
+    itemsize
+        Bytes of a coordinate's value, or row of values.
+    spread
+        Coordinates among which the ranks' indices lie, evenly and independently: the whole vector
+        where it is None, ``k`` where all ranks have the same indices.
+    clusters
+        Into how many windows these coordinates fall, at random places; 0 where they lie evenly
+        over the vector. The region of rank 0 is then the fullest.
+    format
+        How streams travel.
+    rank
+        Whose steps are meant. Rank 0 has as much to do as any other.
+    union
+        What the ranks' indices have in common, where it is known; otherwise it is expected by
+        ``spread`` and ``clusters``.
+    """
+
+    size: int
+    k: int
+    ranks: int
+    ranks_per_node: int = 1
+    itemsize: int = 4
+    spread: int | None = None
+    clusters: int = 0
+    format: Format = COO
+    rank: int = 0
+    union: Union | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("size", "k", "ranks", "ranks_per_node", "itemsize"):
+            if (given := getattr(self, name)) < 1:
+                raise InputError(f"{name} must be at least 1, got {given}")
+        if not self.k <= self.size:
+            raise InputError(f"k must be at most the size, {self.size}, got {self.k}")
+        if self.spread is not None and not self.k <= self.spread <= self.size:
+            raise InputError(
+                f"spread must lie between k, {self.k}, and the size, {self.size}, got {self.spread}"
+            )
+
+    @property
+    def everyone(self) -> Sequence[int]:
+        """All ranks."""
+        return range(self.ranks)
+
+    @property
+    def regions(self) -> list[int]:
+        """The P+1 boundaries of the regions of equal size."""
+        return patterns.regions(self.size, self.ranks)
+
+    def entries(self, ranks: Sequence[int], start: int = 0, stop: int | None = None) -> float:
+        """Return the coordinates in ``[start, stop)`` that the sum of these ranks' streams has."""
+        stop = self.size if stop is None else stop
+        if self.union is not None:
+            return self.union(ranks, start, stop)
+        return self.expected(len(ranks)) * self._share(start, stop)
+
+    def stored(self, ranks: Sequence[int], start: int, stop: int) -> float:
+        """Return the same, counting all of ``[start, stop)`` where the ranks' streams are dense."""
+        return stop - start if self.is_dense(self.k) else self.entries(ranks, start, stop)
+
+    def expected(self, streams: float) -> float:
+        """Return the coordinates that the sum of so many ranks' streams is expected to have."""
+        return expected_union(self.spread or self.size, self.k, streams)
+
+    def message(self, nnz: float, size: int | None = None) -> float:
+        """Return the bytes of a message of ``nnz`` of ``size`` coordinates, sparse or dense."""
+        size = self.size if size is None else size
+        stored = None if self.is_dense(nnz, size) else nnz
+        return self.format.expected_bytes(stored, size, self.itemsize)
+
+    def sparse_message(self, nnz: float, size: int | None = None) -> float:
+        """Return the bytes of a message of ``nnz`` of ``size`` coordinates that stays sparse."""
+        return self.format.expected_bytes(nnz, self.size if size is None else size, self.itemsize)
+
+    def most_bytes(self, nnz: float | None, size: int | None = None) -> int:
+        """Return the most bytes of a stream of up to ``nnz`` coordinates, sparse or dense."""
+        size = self.size if size is None else size
+        return most_bytes(self.format, None if nnz is None else int(nnz), size, self.itemsize)
+
+    def is_dense(self, nnz: float, size: int | None = None) -> bool:
+        """Tell whether so many coordinates travel dense."""
+        return nnz >= self.format.dense_from(self.size if size is None else size, self.itemsize)
+
+    def _share(self, start: int, stop: int) -> float:
+        """Return the share of all indices that is expected in ``[start, stop)``."""
+        if not self.clusters or (start, stop) == (0, self.size):
+            return (stop - start) / self.size
+        fullest = _fullest(self.clusters, self.ranks)
+        first = self.size / self.ranks  # where the fullest region ends
+        inside = max(0.0, min(stop, first) - start) / first
+        outside = max(0.0, stop - max(start, first)) / max(1.0, self.size - first)
+        return fullest * inside + (1 - fullest) * outside
+
+
+def most_bytes(format: Format, nnz: int | None, size: int, value_bytes: int) -> int:
+    """Return the most bytes of a message of up to ``nnz`` of ``size`` coordinates.
+
+    The stream is dense where that takes fewer bytes; ``nnz`` None bounds nothing.
+    """
+    dense_at = format.dense_from(size, value_bytes)
+    if nnz is not None and nnz < dense_at:
+        return format.max_bytes(nnz, size, value_bytes)
+    return max(
+        format.max_bytes(None, size, value_bytes),
+        format.max_bytes(min(dense_at - 1, size), size, value_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages that ranks exchange at once.
+
+    Attributes
+    ----------
+    pattern
+        One of `sparcel.rates.TRANSFERS`.
+    sends, receives
+        Bytes of each message that the rank sends and receives.
+    distance
+        How many ranks apart the two ends of a message are.
+    inside
+        Whether all ends are in one node.
+    """
+
+    pattern: str
+    sends: tuple[float, ...] = ()
+    receives: tuple[float, ...] = ()
+    distance: int = 1
+    inside: bool = False
+
+    @property
+    def rounds(self) -> int:
+        """Messages on the critical path."""
+        return max(len(self.sends), len(self.receives))
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of a message, on average, in the direction that has more."""
+        return max(sum(self.sends), sum(self.receives)) / self.rounds
+
+
+@dataclass(frozen=True)
+class EngineSum:
+    """The engine's dense all-reduce of ``size`` values, counted as the ring that it stands for."""
+
+    size: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vector."""
+        return self.size * self.itemsize
+
+    def rounds(self, ranks: int) -> int:
+        """Return the messages on the critical path."""
+        return 2 * (ranks - 1)
+
+    def traffic(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends, and those that it receives.
+
+        It passes on all chunks twice but for two, each of them once.
+        """
+        cuts = patterns.regions(self.size, ranks)
+
+        def chunk(place: int) -> int:
+            return cuts[place % ranks + 1] - cuts[place % ranks]
+
+        spared_sends = chunk(rank + 1) + chunk(rank + 2)
+        spared_receives = chunk(rank) + chunk(rank + 1)
+        return (
+            self.itemsize * (2 * self.size - spared_sends),
+            self.itemsize * (2 * self.size - spared_receives),
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What ranks compute, each on its own.
+
+    Attributes
+    ----------
+    kind
+        One of `sparcel.rates.WORK`.
+    amount
+        Of the rank that has most to do, in the unit given there.
+    busy
+        The share of the ranks that do this at the same time.
+    times
+        How often this is done, to such an amount.
+    """
+
+    kind: str
+    amount: float
+    busy: float = 1.0
+    times: int = 1
+
+
+Step: TypeAlias = Exchange | EngineSum | Work
+
+Steps: TypeAlias = Callable[[Problem], Iterable[Step]]
+
+ROUND = 12
+"""Operations of a round beside those on its message: `Work` of the kind "small"."""
+
+
+def merge_two(
+    problem: Problem, one: Sequence[int], other: Sequence[int], start: int, stop: int
+) -> Iterator[Step]:
+    """Yield the work of adding two sums, each of some ranks' streams, in ``[start, stop)``."""
+    size = stop - start
+    entries = [problem.stored(ranks, start, stop) for ranks in (one, other)]
+    if any(problem.is_dense(count, size) for count in entries):
+        yield Work("add", size)
+        return
+    yield Work("merge", sum(entries))
+    yield from _made_dense(problem, problem.entries([*one, *other], start, stop), size)
+
+
+def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Step]:
+    """Yield the work of adding all ranks' streams in ``[start, stop)`` at once."""
+    yield Work("merge.many", problem.ranks * problem.stored([problem.rank], start, stop))
+    yield from _made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)
+
+
+def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Step]:
+    """Yield the work of making a sum dense, where it is smaller so."""
+    if problem.is_dense(entries, size):
+        yield Work("fill", size)
+        yield Work("scatter", entries)
+
+
+@lru_cache(maxsize=256)
+def _fullest(clusters: int, regions: int) -> float:
+    """Return the expected share of the fullest region, for clusters at random places."""
+    draws, generator = 200, random.Random(0)
+    fullest = 0
+    for _ in range(draws):
+        counts = [0] * regions
+        for _ in range(clusters):
+            counts[generator.randrange(regions)] += 1
+        fullest += max(counts)
+    return fullest / (draws * clusters)

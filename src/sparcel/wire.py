@@ -1,0 +1,264 @@
+"""Streams over a communicator, in a format: what collectives are written against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from sparcel import formats, patterns
+from sparcel.comm import Communicator
+from sparcel.errors import FormatError, InputError, MismatchError
+from sparcel.formats import COO, Format
+from sparcel.ops import SUM, Op
+from sparcel.schedule import Exchange, most_bytes
+from sparcel.stream import SparseStream, concatenate, reduce
+
+DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
+"""Up to so many ranks, messages of up to so many bytes go straight to everyone."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a rank knows of a stream that will come.
+
+    Attributes
+    ----------
+    size, dtype, width
+        As of the stream.
+    max_nnz
+        The most entries that it can have; None where nothing bounds them.
+    sparse
+        Whether it may be sparse where dense would take fewer bytes.
+    """
+
+    size: int
+    dtype: torch.dtype
+    width: int | None
+    max_nnz: int | None = None
+    sparse: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one coordinate's value, or of its row of values."""
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
+
+
+def due(
+    like: SparseStream, max_nnz: int | None = None, size: int | None = None, sparse: bool = False
+) -> Due:
+    """Return what is due where a stream like ``like`` will come, of its size or of ``size``."""
+    size = like.size if size is None else size
+    return Due(size, like.dtype, like.width, max_nnz, sparse)
+
+
+class Wire:
+    """A communicator that carries streams.
+
+    Parameters
+    ----------
+    comm
+        What carries the messages.
+    format
+        How streams are laid out in them; the same on all ranks.
+
+    Attributes
+    ----------
+    rank, size, device
+        Those of the communicator.
+    """
+
+    def __init__(self, comm: Communicator, format: Format = COO) -> None:
+        self.comm, self.format = comm, format
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+
+    def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
+        """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
+        return stream.compact(op, self._dense_at(stream.size, stream))
+
+    def reduce(self, streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
+        """Reduce streams in the order given; the result is as `compact` returns it."""
+        return reduce(streams, op, self._dense_at(streams[0].size, streams[0]))
+
+    def concatenate(self, streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
+        """Join streams of consecutive index ranges; the result is as `compact` returns it."""
+        size = sum(stream.size for stream in streams)
+        return concatenate(streams, op, self._dense_at(size, streams[0]))
+
+    def most_bytes(self, due: Due) -> int:
+        """Return the most bytes of a message that holds what is due."""
+        if due.sparse:
+            nnz = due.size if due.max_nnz is None else min(due.max_nnz, due.size)
+            return self.format.max_bytes(nnz, due.size, due.value_bytes)
+        return most_bytes(self.format, due.max_nnz, due.size, due.value_bytes)
+
+    def exchange(
+        self, sends: Mapping[int, SparseStream], receives: Mapping[int, Due]
+    ) -> dict[int, SparseStream]:
+        """Send and receive streams, all outstanding at once; return what came, by source.
+
+        Raises
+        ------
+        MismatchError
+            When a stream is not what was due.
+        FormatError
+            When a message holds no stream.
+        CommunicationError
+            See `Communicator.exchange`.
+        """
+        messages = self.comm.exchange(
+            {rank: self.encode(stream) for rank, stream in sends.items()},
+            {rank: self.most_bytes(due) for rank, due in receives.items()},
+        )
+        return {rank: self.decode(rank, m, receives[rank]) for rank, m in messages.items()}
+
+    def exchange_and_reduce(
+        self,
+        own: SparseStream,
+        sends: Mapping[int, SparseStream],
+        sources: Sequence[int],
+        max_nnz: int | None,
+        op: Op = SUM,
+    ) -> SparseStream:
+        """Send streams, and reduce what comes with this rank's own, in the order of the ranks.
+
+        What comes is like ``own`` and has at most ``max_nnz`` entries. It is not decoded where the
+        format can reduce messages.
+        """
+        message = self.encode(own)
+        messages = self.comm.exchange(
+            {to: message if s is own else self.encode(s) for to, s in sends.items()},
+            dict.fromkeys(sources, self.most_bytes(due(own, max_nnz))),
+        )
+        return self._reduce_messages({**messages, self.rank: message}, own, op)
+
+    def gather(self, stream: SparseStream, dues: Sequence[Due]) -> list[SparseStream]:
+        """Give every rank the stream of every rank, by rank; ``dues[r]`` is what rank r sends."""
+        return self.gather_messages(self.encode(stream), dues)
+
+    def gather_messages(self, message: Tensor, dues: Sequence[Due]) -> list[SparseStream]:
+        """Gather streams of which this rank has encoded its own."""
+        at_most = max(self.most_bytes(due) for due in dues)
+        messages = gather(message, self.comm, at_most)
+        return [self.decode(r, m, dues[r]) for r, m in enumerate(messages)]
+
+    def gather_and_reduce(
+        self, own: SparseStream, max_nnz: int | None, op: Op = SUM
+    ) -> SparseStream:
+        """Give every rank the stream of every rank, reduced in the order of the ranks."""
+        messages = gather(self.encode(own), self.comm, self.most_bytes(due(own, max_nnz)))
+        return self._reduce_messages(dict(enumerate(messages)), own, op)
+
+    def encode(self, stream: SparseStream) -> Tensor:
+        """Return the message that holds ``stream``.
+
+        Raises
+        ------
+        InputError
+            When the format does not hold it exactly.
+        """
+        message, error = self.format.encode(stream)
+        if error is not None:
+            raise InputError(
+                f"{self.format} loses a part of what it encodes; only collectives that return what"
+                " was lost can use it, such as quantized_split_allgather"
+            )
+        return message
+
+    def decode(self, source: int, message: Tensor, due: Due | None) -> SparseStream:
+        """Return the stream that rank ``source`` sent, which may be any where ``due`` is None.
+
+        Errors name both ranks.
+        """
+        try:
+            return formats.decode(message, due, self.format)
+        except MismatchError as error:
+            raise MismatchError(
+                f"rank {source} sent rank {self.rank} {error}; every rank must call with the same"
+                " size, dtype and width"
+            ) from None
+        except FormatError as error:
+            raise FormatError(
+                f"rank {source} sent rank {self.rank} a bad message: {error}"
+            ) from None
+
+    def _reduce_messages(
+        self, messages: Mapping[int, Tensor], own: SparseStream, op: Op
+    ) -> SparseStream:
+        """Reduce the streams in messages, by rank; this rank's holds ``own``."""
+        ranks = sorted(messages)
+        total = self.format.reduce_messages([messages[rank] for rank in ranks], own, op)
+        if total is not None:
+            return total
+        like = due(own)
+        return self.reduce(
+            [
+                own if rank == self.rank else self.decode(rank, messages[rank], like)
+                for rank in ranks
+            ],
+            op,
+        )
+
+    def _dense_at(self, size: int, like: SparseStream) -> int:
+        return self.format.dense_from(size, like.value_bytes)
+
+
+def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
+    """Give every rank the message of every rank, by rank; ``at_most`` bounds the bytes of each.
+
+    Few ranks send small messages to each other, all at once: waiting once costs less than sending
+    fewer bytes saves. Otherwise by Bruck's pattern, in ⌈log₂P⌉ rounds.
+    """
+    if _goes_direct(comm.size, at_most):
+        return comm.gather(message, at_most)
+    held = [message]
+    for below, above, _, count in patterns.bruck(comm.rank, comm.size):
+        arrived = comm.exchange_parts({below: held[:count]}, {above: count * at_most})[above]
+        messages = [message for part in arrived for message in formats.decode_all(part)]
+        if len(messages) != count:
+            raise FormatError(
+                f"rank {above} sent rank {comm.rank} {len(messages)} messages in one, where"
+                f" {count} were due; every rank must call the same collective"
+            )
+        held += messages
+    return [held[(rank - comm.rank) % comm.size] for rank in range(comm.size)]
+
+
+def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
+    """Return what each rank sends and receives in `gather`.
+
+    Rank r's message has ``blocks[r]`` bytes, which all ranks know.
+    """
+    ranks, total = len(blocks), sum(blocks)
+    if _goes_direct(ranks, max(blocks)):
+        return [((ranks - 1) * block, total - block) for block in blocks]
+    before = list(accumulate([*blocks, *blocks], initial=0.0))
+    counts = [count for *_, count in patterns.bruck(0, ranks)]
+    return [
+        (sum(before[rank + count] - before[rank] for count in counts), total - block)
+        for rank, block in enumerate(blocks)
+    ]
+
+
+def gather_steps(
+    blocks: Sequence[float], rank: int, at_most: float, inside: bool = False
+) -> Iterator[Exchange]:
+    """Yield the steps of `gather` for a rank, where rank r's message has ``blocks[r]`` bytes."""
+    ranks = len(blocks)
+    if ranks == 1:
+        return
+    if _goes_direct(ranks, at_most):
+        others = (*blocks[:rank], *blocks[rank + 1 :])
+        yield Exchange("gather", (blocks[rank],) * (ranks - 1), others, inside=inside)
+        return
+    for _, above, distance, count in patterns.bruck(rank, ranks):
+        sent = sum(blocks[(rank + place) % ranks] for place in range(count))
+        received = sum(blocks[(above + place) % ranks] for place in range(count))
+        yield Exchange("shift", (sent,), (received,), distance, inside)
+
+
+def _goes_direct(ranks: int, at_most: float) -> bool:
+    return ranks <= DIRECT_RANKS and at_most <= DIRECT_BYTES
