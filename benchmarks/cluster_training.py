@@ -18,8 +18,8 @@ from sparcel.analysis import xi
 from sparcel.comm import Communicator
 from sparcel.ddp.policy import stays_dense
 from sparcel.demo.data import Dataset, batch_order, load
-from sparcel.schemes import Scheme
-from sparcel.schemes.sparsifier import count_for
+from sparcel.schemes import Meter, Request, Scheme
+from sparcel.schemes.density import count_for
 
 PIXELS = 28
 MOMENTUM = 0.9
@@ -95,20 +95,14 @@ class Tally:
         self.result_densities: list[float] = []
         self.volumes: list[int] = []
         self.xis: list[float] = []
-        self._before: list[tuple[int, int, int, int]] = []
 
-    def begin(self, schemes: list[Scheme]) -> None:
-        self._before = [_counts(scheme) for scheme in schemes]
-
-    def end(self, schemes: list[Scheme], volume: int) -> None:
+    def add(self, meters: list[Meter], volume: int) -> None:
         self.volumes.append(volume)
-        for scheme, before in zip(schemes, self._before, strict=True):
-            counts = zip(_counts(scheme), before, strict=True)
-            asked, selected, reduced, coordinates = (now - then for now, then in counts)
-            self.result_densities.append(reduced / coordinates)
-            if 0 < asked < coordinates:
-                self.asked_ratios.append(selected / asked)
-                self.result_ratios.append(reduced / asked)
+        for meter in meters:
+            self.result_densities.append(meter.reduced / meter.coordinates)
+            if 0 < meter.asked < meter.coordinates:
+                self.asked_ratios.append(meter.selected / meter.asked)
+                self.result_ratios.append(meter.reduced / meter.asked)
 
     def summary(self, sums_k: bool) -> dict[str, Any]:
         return {
@@ -131,11 +125,6 @@ def deviation(ratios: list[float]) -> dict[str, float] | None:
         "deviation_mean": mean(abs(ratio - 1) for ratio in ratios),
         "deviation_largest": max(abs(ratio - 1) for ratio in ratios),
     }
-
-
-def _counts(scheme: Scheme) -> tuple[int, int, int, int]:
-    cost = scheme.cost
-    return cost.asked, cost.selected, cost.reduced, cost.coordinates
 
 
 def train(plan: Plan, method: Method, seed: int) -> dict[str, Any]:
@@ -195,11 +184,11 @@ class Trainer:
         compressed = step >= self.warmup_steps
         if compressed and self.method.has_xi and (step + 1) % self.plan.xi_every == 0:
             self.tally.xis.append(self._xi([large for _, large in gradients]))
-        self.tally.begin(self.schemes)
-        report = sparcel.simulate(self.plan.ranks, partial(self._exchange, gradients))
+        meters = [Meter() for _ in gradients]
+        report = sparcel.simulate(self.plan.ranks, partial(self._exchange, gradients, meters))
         volume = max(max(t.bytes_sent, t.bytes_received) for t in report.traffic)
         if compressed:
-            self.tally.end(self.schemes, volume)
+            self.tally.add(meters, volume)
         for updates in report.results[1:]:
             assert all(map(same_bits, updates, report.results[0])), "ranks parted"
         for parameters, update in zip((self.small, self.large), report.results[0], strict=True):
@@ -221,10 +210,11 @@ class Trainer:
         return torch.cat(flat[: len(self.small)]), torch.cat(flat[len(self.small) :])
 
     def _exchange(
-        self, gradients: list[tuple[Tensor, Tensor]], comm: Communicator
+        self, gradients: list[tuple[Tensor, Tensor]], meters: list[Meter], comm: Communicator
     ) -> tuple[Tensor, Tensor]:
         small, large = gradients[comm.rank]
-        update = self.schemes[comm.rank].step(large, comm)
+        request = Request(meter=meters[comm.rank])
+        update = self.schemes[comm.rank].step(large, comm, request=request)
         return self.dense[comm.rank].step(small, comm), update
 
     def _xi(self, gradients: list[Tensor]) -> float:

@@ -27,7 +27,7 @@ from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.index_broadcast import index_broadcast
 from sparcel.comm import Communicator, Network
 from sparcel.ops import SUM
-from sparcel.schemes import Dense, Hierarchical, Scheme, TopK
+from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
 
 # A second of latency and no limit on bandwidth count rounds.
 ROUNDS = Network(latency_s=1)
@@ -50,7 +50,7 @@ def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
         scheme = Hierarchical(inner(k / stream.size), min(8, max(1, comm.size // 2)))
-        return scheme.reduce(stream.to_dense(), comm)[0]
+        return scheme.reduce(stream.to_dense(), comm, Request())[0]
 
     return step
 

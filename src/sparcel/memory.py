@@ -1,4 +1,4 @@
-"""Memory: the residual that a rank keeps back, so that nothing unsent is lost (error feedback)."""
+"""Memory: the residual that a rank keeps back, so that nothing is lost (error feedback)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from sparcel.ops import SUM
 from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
 
+Range = tuple[int, int]
+"""Consecutive coordinates ``[start, stop)`` of a vector."""
+
 
 @dataclass(frozen=True)
 class Share:
-    """Consecutive coordinates ``[start, stop)`` of which a selector takes about ``k``."""
+    """Coordinates ``[start, stop)`` of which a selector takes about ``k``."""
 
     start: int
     stop: int
@@ -30,15 +33,15 @@ class Share:
 
     @property
     def most(self) -> int:
-        """The most entries that are taken of them."""
+        """The most entries that the selector can take."""
         return self.selector.most(self.k, self.stop - self.start)
 
 
 class Memory:
     """A residual and one scratch vector, which change places when a step commits.
 
-    A step computes ``scratch = residual + gradient − sent``; until `commit` the residual is as it
-    was. float32, or float64 for float64 gradients.
+    A step computes ``scratch = residual + gradient − sent`` and leaves the residual as it was until
+    `commit`. Both are float32, or float64 for float64 gradients.
 
     Parameters
     ----------
@@ -46,31 +49,35 @@ class Memory:
         The low-pass filter: residual' = (1−β)·residual + β·scratch. What is owed is residual/β.
         Source: ScaleCom, Algorithm 1.
     momentum
-        Where it is not 0, not the gradient enters the memory but the velocity
-        ``momentum·velocity + gradient``, which is forgotten at coordinates that were applied.
+        Unless it is 0, the velocity ``momentum·velocity + gradient`` enters the memory instead of
+        the gradient. It is reset to 0 at coordinates that were applied.
         Source: Deep Gradient Compression (Lin et al. 2018), momentum correction and factor
         masking.
     clip
-        The largest norm of the average over the ranks; a rank's gradient is scaled down to a norm
-        of ``clip·√P`` before it enters, which is the average's if the ranks' are uncorrelated.
-        Source: the same, local gradient clipping; it has clip/√P for gradients divided by P.
+        The largest norm of the average over the ranks. A rank's gradient is scaled down to a norm
+        of ``clip·√P`` before it enters the memory; the average then has the norm ``clip`` if the
+        ranks' gradients are uncorrelated. Source: the same paper, local gradient clipping, which
+        has clip/√P because its gradients are divided by P.
     """
 
     def __init__(self, beta: float = 1.0, momentum: float = 0.0, clip: float | None = None) -> None:
         self.beta, self.momentum, self.clip = beta, momentum, clip
         self.residual: Tensor | None = None
         self.velocity: Tensor | None = None
-        self.withheld: Sequence[tuple[int, int]] = ()
-        """Ranges ``[start, stop)`` of which the next step takes nothing."""
         self._before: Tensor | None = None
         self._scratch: Tensor | None = None
         self._entering: Tensor | None = None
-        self._skipped: Sequence[tuple[int, int]] = ()
+        self._withheld: Sequence[Range] = ()
 
     def select(
-        self, gradient: Tensor, shares: Sequence[Share], step: int, ranks: int
+        self,
+        gradient: Tensor,
+        shares: Sequence[Share],
+        step: int,
+        ranks: int,
+        withheld: Sequence[Range] = (),
     ) -> SparseStream:
-        """Take the selectors' choice of residual + gradient out, and leave the rest in scratch.
+        """Take the selectors' choice out of residual + gradient, and leave the rest in scratch.
 
         Parameters
         ----------
@@ -80,6 +87,8 @@ class Memory:
             What to take of which coordinates; together they cover all.
         step, ranks
             How many steps have committed; how many ranks there are.
+        withheld
+            Ranges of which nothing is taken and nothing changes; the gradient is zero there.
 
         Returns
         -------
@@ -91,7 +100,7 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        with self._entered(gradient, ranks) as (before, entering, scratch):
+        with self._entered(gradient, ranks, withheld) as (before, entering, scratch):
             streams = [
                 share.selector.take(
                     before[share.start : share.stop],
@@ -104,12 +113,14 @@ class Memory:
             ]
         return _joined(streams, shares, gradient.numel())
 
-    def accumulate(self, gradient: Tensor, ranks: int) -> SparseStream:
-        """Leave all of residual + gradient in scratch, and return it, dense.
+    def accumulate(
+        self, gradient: Tensor, ranks: int, withheld: Sequence[Range] = ()
+    ) -> SparseStream:
+        """Leave all of residual + gradient in scratch, and return it as a dense stream.
 
-        The stream shares the scratch's storage; `take` what is sent of it.
+        The stream shares the scratch's storage. `take` takes out what is sent of it.
         """
-        with self._entered(gradient, ranks) as (before, entering, scratch):
+        with self._entered(gradient, ranks, withheld) as (before, entering, scratch):
             if entering.dtype == scratch.dtype:
                 torch.add(before, entering.detach(), out=scratch)
             else:  # a conversion inside of the addition would copy the whole gradient
@@ -131,8 +142,8 @@ class Memory:
     def give_back(self, stream: SparseStream, start: int = 0) -> None:
         """Add a stream, whose first coordinate is ``start``, to what the step keeps back.
 
-        A sum beyond the largest finite number stays at that: the other ranks have finished the
-        step, and Inf may not enter memory.
+        Sums are limited to the largest finite number, because Inf may not enter memory and the
+        other ranks have finished the step already.
         """
         assert self._scratch is not None, "give_back follows select"
         region = self._scratch[start : start + stream.size]
@@ -145,19 +156,19 @@ class Memory:
                 region[stream.indices] = sums
 
     def forget_velocity(self, indices: Tensor) -> None:
-        """Let the velocity of these coordinates (``[nnz]``, unique) begin anew."""
+        """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""
         assert self._entering is not None, "what enters under momentum is a velocity"
         kernels.scatter(self._entering, indices, self._entering.new_zeros(indices.numel()))
 
     def commit(self, next_beta: float = 1.0) -> None:
         """Make what the step keeps back the residual.
 
-        ``next_beta`` is the filter of the next step; when it differs, the residual is rescaled, so
-        that what is owed stays.
+        ``next_beta`` is the filter of the next step. If it differs from this step's, the residual
+        is rescaled, so that residual/β stays the same.
         """
         scratch, before, entering = self._scratch, self._before, self._entering
         assert scratch is not None and before is not None, "commit follows select"
-        for start, stop in self._skipped:
+        for start, stop in self._withheld:
             _saturate(scratch[start:stop].add_(before[start:stop]))
             if entering is not None and self.velocity is not None:
                 entering[start:stop] = self.velocity[start:stop]
@@ -171,19 +182,19 @@ class Memory:
             self.velocity, self._entering = entering, self.velocity
 
     def coordinates(self) -> dict[str, Tensor]:
-        """Return what there is for every coordinate, ``[size]`` each: memory, and velocity."""
+        """Return the memory and the velocity, ``[size]`` each, by name; not what does not exist."""
         parts = {"memory": self.residual, "velocity": self.velocity}
         return {name: part for name, part in parts.items() if part is not None}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over copies of what `coordinates` returned; what is missing or None is forgotten.
+        """Take over copies of what `coordinates` returned; forget what is missing or None.
 
-        ``state["beta"]`` is the filter under which the memory was left; without it, the present.
+        ``state["beta"]`` is the filter that the memory was saved under, by default the present one.
         """
         memory, velocity = state.get("memory"), state.get("velocity")
         self.residual = None if memory is None else memory.clone()
         if self.residual is not None and "beta" in state and state["beta"] != self.beta:
-            # What is owed stays, whatever the filter was.
+            # residual/β, which is owed, stays the same under another filter.
             _saturate(self.residual.mul_(self.beta / state["beta"]))
         self.velocity = None if velocity is None else velocity.clone()
         self._scratch = self._before = self._entering = None
@@ -201,8 +212,10 @@ class Memory:
             )
 
     @contextmanager
-    def _entered(self, gradient: Tensor, ranks: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Give the residual, what enters it, and the scratch; withheld ranges are empty in both."""
+    def _entered(
+        self, gradient: Tensor, ranks: int, withheld: Sequence[Range]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the residual, what is added to it, and the scratch; withheld ranges are zero."""
         self.check(gradient)
         before = self.residual
         if before is None:
@@ -210,9 +223,9 @@ class Memory:
         if self._scratch is None or not _alike(self._scratch, before):
             self._scratch = torch.empty_like(before)
         self._before = before
-        self._skipped, self.withheld = self.withheld, ()
+        self._withheld = withheld
         entering = self._enter(gradient, before, ranks)
-        with _emptied(before, self._skipped):
+        with emptied(before, self._withheld):
             yield before, entering, self._scratch
 
     def _enter(self, gradient: Tensor, like: Tensor, ranks: int) -> Tensor:
@@ -225,13 +238,13 @@ class Memory:
         if self.clip is not None:
             norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
             limit = self.clip * math.sqrt(ranks)
-            if math.isinf(norm):  # beyond what can be scaled: the step is void
+            if math.isinf(norm):  # no factor scales it down, so the step is void
                 entering.fill_(math.nan)
             elif norm > limit:
                 entering.mul_(limit / norm)
         if self.velocity is not None:
             entering.add_(self.velocity, alpha=self.momentum)
-        for start, stop in self._skipped:
+        for start, stop in self._withheld:
             entering[start:stop] = 0
         return entering
 
@@ -242,7 +255,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int) -> SparseStream:
-    """Join what was taken of each share to one stream."""
+    """Join the streams of all shares to one stream."""
     if len(streams) == 1:
         return streams[0]
     finite = all(stream.finite for stream in streams)
@@ -257,9 +270,9 @@ def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int)
 
 
 @contextmanager
-def _emptied(residual: Tensor, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Let ``residual`` be zero in ``ranges`` for the time of the block."""
-    parts = [residual[start:stop] for start, stop in ranges]
+def emptied(vector: Tensor, ranges: Sequence[Range]) -> Iterator[None]:
+    """Set ``ranges`` of a vector to zero during the block, and restore them after it."""
+    parts = [vector[start:stop] for start, stop in ranges]
     saved = [part.clone() for part in parts]
     for part in parts:
         part.zero_()
@@ -271,7 +284,7 @@ def _emptied(residual: Tensor, ranges: Sequence[tuple[int, int]]) -> Iterator[No
 
 
 def _saturate(sums: Tensor) -> bool:
-    """Replace infinite numbers by the largest finite ones, in place; tell whether there were."""
+    """Replace infinite numbers by the largest finite ones in place; tell whether there were any."""
     if all_finite(sums):
         return False
     largest = torch.finfo(sums.dtype).max

@@ -137,10 +137,10 @@ def test_a_rank_whose_backward_raises_is_missed_after_the_timeout(place: str) ->
 class Broke(TopK):
     """Fails on rank 1 when it has done two steps."""
 
-    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+    def begin(self, gradient: Tensor, comm: Communicator, *rest: Any, **more: Any) -> Any:
         if self.steps == 2 and comm.rank == 1:
             raise LookupError("a scheme's mistake")
-        return super().begin(gradient, comm, out)
+        return super().begin(gradient, comm, *rest, **more)
 
 
 def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
@@ -167,10 +167,10 @@ def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
 class BrokeAtOnce(TopK):
     """Fails on rank 1 in its first step."""
 
-    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+    def begin(self, gradient: Tensor, comm: Communicator, *rest: Any, **more: Any) -> Any:
         if comm.rank == 1:
             raise LookupError("a scheme's mistake")
-        return super().begin(gradient, comm, out)
+        return super().begin(gradient, comm, *rest, **more)
 
 
 def fail_at_once(comm: Communicator, wrap: dict[str, Any]) -> Exception:

@@ -36,9 +36,9 @@ class Patient(Dense):
 
     may_begin = threading.Event()
 
-    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
+    def begin(self, gradient: Tensor, comm: Communicator, *rest: Any, **more: Any) -> Any:
         assert self.may_begin.wait(60), "the backward pass waits for an exchange"
-        return super().begin(gradient, comm, out)
+        return super().begin(gradient, comm, *rest, **more)
 
 
 def overlap(comm: Communicator) -> tuple[int, bool]:

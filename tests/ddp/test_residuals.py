@@ -15,7 +15,7 @@ from torch import Tensor
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.ddp.residuals import Piece, Residuals
-from sparcel.schemes import GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.schemes import GTopK, Hierarchical, OkTopK, Request, ScaleCom, Scheme, TopK
 
 SIZES = {"a": 7, "b": 1, "c": 30, "d": 16, "e": 3}
 Layout = Sequence[Sequence[str]]
@@ -58,7 +58,7 @@ def train(comm: Communicator, scheme: Scheme, steps: Sequence[Layout], gap: int)
                 part = gradient_of(piece.name, comm.rank, number)
                 gradient[piece.start : piece.stop] = part
             vector = residuals.vector(pieces, gradient)
-            vector.scheme.begin(gradient, comm, out=gradient)
+            vector.scheme.begin(gradient, comm, Request(vector.layers), out=gradient)
             vector.scheme.commit()
             for piece in pieces:
                 left[piece.name] -= gradient[piece.start : piece.stop]

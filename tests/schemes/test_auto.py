@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel import simulate
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.schemes import Auto, Dense
+from sparcel.schemes import Auto, Dense, Request
 from sparcel.schemes import _contest as contest
 from tests.schemes.steps import integers, normal, total
 from tests.strategies import same_bits
@@ -146,7 +146,7 @@ def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch
             update = scheme.step(gradient, comm)
             cost = {name: value - before[name] for name, value in vars(comm.traffic).items()}
             before = vars(comm.traffic).copy()
-            reference = comm.run(lambda: plain.begin(gradient, comm))  # noqa: B023
+            reference = comm.run(lambda: plain.begin(gradient, comm)).to_dense()  # noqa: B023
             dense = {name: value - before[name] for name, value in vars(comm.traffic).items()}
             kept.append(None if scheme.memory is None else scheme.memory.clone())
             same = same_bits(update, reference)
@@ -191,11 +191,11 @@ def test_what_is_withheld_is_owed_until_it_may_be_sent(monkeypatch):
         scheme = timed(comm, {"dense": 1, "topk": 10}, candidates=["topk", "dense"])
         updates = []
         for step in range(12):
-            gradient = integers(comm.rank, step, 64)
+            gradient, request = integers(comm.rank, step, 64), Request()
             if comm.rank == 0 and step in range(5, 9):
                 gradient[:8] = 0
-                scheme.withhold([(0, 8)])
-            updates.append(scheme.step(gradient, comm))
+                request = Request(withheld=[(0, 8)])
+            updates.append(scheme.step(gradient, comm, request=request))
         return updates, scheme.chosen, scheme.owed
 
     results = simulate(4, on_rank).results

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel.errors import InputError
+from sparcel.schemes import Meter, Request
 from tests.schemes.steps import (
     INTEGERS,
     SPARSE,
@@ -119,12 +120,12 @@ def test_densities_warm_up_as_they_are_told(name):
     def on_rank(comm):
         scheme, asked = sparcel.scheme(name, density=0.01, warmup=[1, 0.25], warmup_steps=2), []
         for step in range(7):
-            before = scheme.cost.asked
+            meter = Meter()
             gradient = integers(comm.rank, step, 1000)
             if step == 1:
                 gradient[0] = float("nan")
-            scheme.step(gradient, comm)
-            asked.append(scheme.cost.asked - before)
+            scheme.step(gradient, comm, request=Request(meter=meter))
+            asked.append(meter.asked)
         return asked
 
     for asked in simulate_nodes(1, on_rank).results:
@@ -147,9 +148,8 @@ def test_layers_have_densities_of_their_own(selector):
 
     def on_rank(comm):
         scheme = sparcel.scheme("topk", density=0.1, selector=selector)
-        scheme.divide(layers)
         gradient = normal(comm.rank, 0, 1000)
-        update = scheme.step(gradient, comm)
+        update = scheme.step(gradient, comm, request=Request(layers))
         return [update[start:stop].count_nonzero().item() for start, stop, _ in layers]
 
     assert simulate_nodes(1, on_rank).results == [[50, 3, {"bucketed": 102}.get(selector, 60)]]
@@ -163,9 +163,9 @@ def test_layers_lose_nothing(name):
 
     def on_rank(comm):
         scheme, updates = SCHEMES[name](), torch.zeros(400)
-        scheme.divide(layers)
         for step in range(3):
-            updates += scheme.step(integers(comm.rank, step, 400), comm)
+            gradient = integers(comm.rank, step, 400)
+            updates += scheme.step(gradient, comm, request=Request(layers))
         return updates, owed_by(scheme)
 
     results = simulate_nodes(4, on_rank).results
@@ -237,8 +237,9 @@ def test_layers_change_nothing_of_an_uncompressed_warm_up():
         updates = []
         for layers in ([], [(0, 50, None), (50, 100, 0.5)]):
             scheme = sparcel.scheme("topk", momentum=0.5, warmup=[1], warmup_steps=4)
-            scheme.divide(layers)
-            updates.append([scheme.step(torch.ones(100), comm)[60].item() for _ in range(4)])
+            request = Request(layers)
+            steps = [scheme.step(torch.ones(100), comm, request=request) for _ in range(4)]
+            updates.append([update[60].item() for update in steps])
         return updates
 
     plain, layered = simulate_nodes(2, on_rank).results[0]
@@ -254,9 +255,9 @@ def test_reused_thresholds_follow_the_warm_up():
         )
         counts = []
         for step in range(15):
-            before = scheme.cost.reduced
-            scheme.step(normal(comm.rank, step, 2000), comm)
-            counts.append(scheme.cost.reduced - before)
+            meter = Meter()
+            scheme.step(normal(comm.rank, step, 2000), comm, request=Request(meter=meter))
+            counts.append(meter.reduced)
         return counts
 
     counts = simulate_nodes(4, on_rank).results[0]

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import sparcel
 from sparcel import simulate
+from sparcel.schemes import Request
 from sparcel.selectors import SELECTORS
 from tests.collectives.test_traffic import COSTS, evaluate
 from tests.schemes.steps import integers, normal
@@ -58,11 +59,12 @@ def test_every_step_stays_within_the_bound_of_the_page(world, setting, gradient)
 
     def on_rank(comm):
         scheme, volumes, messages = sparcel.scheme(name, **settings), [0], [0]
+        request = Request()
         for step in range(5):
-            scheme.step(gradient(comm.rank, step, size), comm)
+            scheme.step(gradient(comm.rank, step, size), comm, request=request)
             volumes.append((comm.traffic.bytes_sent, comm.traffic.bytes_received))
             messages.append(comm.traffic.messages_sent)
-        assert scheme.cost.selected <= 5 * count
+        assert request.meter.selected <= 5 * count
         sent, received = zip((0, 0), *volumes[1:], strict=True)
         return [max(steps(sent), steps(received)), steps(messages)]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel import simulate
 from sparcel.errors import InputError
-from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, ScaleCom, SparCML, TopK
+from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, Request, ScaleCom, SparCML, TopK
 from tests.schemes.steps import INTEGERS, copy_of, integers, normal, owed_by, total
 from tests.strategies import same_bits
 
@@ -160,13 +160,12 @@ def test_memory_finds_its_shard_wherever_it_is_loaded(name, moved):
 def test_layers_and_withheld_ranges_are_cut_to_the_shard():
     def on_rank(comm):
         scheme = Hierarchical(TopK(0.1), 2)
-        scheme.divide([(0, 20, 0.5), (20, 60, 0.05), (60, 100, None)])
-        scheme.step(normal(comm.rank, 0, 100), comm)
+        layers = [(0, 20, 0.5), (20, 60, 0.05), (60, 100, None)]
+        scheme.step(normal(comm.rank, 0, 100), comm, request=Request(layers))
         before = copy_of(scheme.memory)
         gradient = normal(comm.rank, 1, 100)
         gradient[40:70] = 0
-        scheme.withhold([(40, 70)])
-        update = scheme.step(gradient, comm)
+        update = scheme.step(gradient, comm, request=Request(layers, withheld=[(40, 70)]))
         assert not update[40:70].any()
         assert torch.equal(scheme.memory[40:70], before[40:70])
         return update[:20].count_nonzero().item()
@@ -179,9 +178,8 @@ def test_another_ranks_gradient_lifts_what_is_withheld():
         scheme = Hierarchical(TopK(1 / 40), 2)
         gradient = torch.zeros(40)
         gradient[3] = comm.rank  # zero on rank 0, which serves the shard
-        if comm.rank == 0:
-            scheme.withhold([(0, 10)])
-        return scheme.step(gradient, comm)
+        request = Request(withheld=[(0, 10)] if comm.rank == 0 else [])
+        return scheme.step(gradient, comm, request=request)
 
     for update in simulate(2, on_rank).results:
         assert update[3] == 0.5

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.comm import SimulatedCommunicator
 from sparcel.errors import CommunicationError, MismatchError
+from sparcel.schemes import Request
 from tests.schemes.steps import (
     EXACT,
     INTEGERS,
@@ -231,7 +232,6 @@ def test_a_fresh_scheme_has_the_settings_and_no_memory(make):
         assert repr(fresh) == repr(scheme)
         assert fresh.memory is None
         assert fresh.steps == 0
-        assert fresh.cost.coordinates == 0
         return fresh.step(normal(comm.rank, 0, 200), comm)
 
     expected = run(make, 3, 1, 200, normal)[0]
@@ -240,15 +240,15 @@ def test_a_fresh_scheme_has_the_settings_and_no_memory(make):
 
 
 @schemes
-def test_the_cost_counts_coordinates(make):
+def test_the_meter_counts_coordinates(make):
     def on_rank(comm):
-        scheme = make()
+        scheme, request = make(), Request()
         for step in range(3):
-            scheme.step(integers(comm.rank, step, 400), comm)
-        return scheme.cost
+            scheme.step(integers(comm.rank, step, 400), comm, request=request)
+        return request.meter
 
-    for cost in simulate(4, on_rank).results:
-        assert cost.coordinates == 1200
-        assert 0 < cost.selected <= 1200
-        assert 0 < cost.reduced <= 1200
-        assert cost.communicate_seconds > 0
+    for meter in simulate(4, on_rank).results:
+        assert meter.coordinates == 1200
+        assert 0 < meter.selected <= 1200
+        assert 0 < meter.reduced <= 1200
+        assert meter.communicate_seconds > 0

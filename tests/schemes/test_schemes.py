@@ -12,6 +12,7 @@ from sparcel import simulate
 from sparcel.errors import InputError, MismatchError
 from sparcel.formats.header import HEADER_BYTES
 from sparcel.schemes import SCHEMES as TABLE
+from sparcel.schemes import Meter, Request
 from tests.collectives.test_others import largest, tree
 from tests.schemes.steps import copy_of, integers, normal, run, total
 
@@ -22,25 +23,26 @@ densities = st.floats(0.001, 0.999)
 
 
 def step_once(make, world, gradients):
-    """Do one step; return the update, and the memories by rank."""
+    """Do one step; return the update, and the memories and meters by rank."""
 
     def on_rank(comm):
-        scheme = make()
-        return scheme.step(gradients[comm.rank].clone(), comm), scheme.memory, scheme.cost
+        scheme, meter = make(), Meter()
+        update = scheme.step(gradients[comm.rank].clone(), comm, request=Request(meter=meter))
+        return update, scheme.memory, meter
 
     results = simulate(world, on_rank).results
-    return results[0][0], [memory for _, memory, _ in results], [cost for _, _, cost in results]
+    return results[0][0], [memory for _, memory, _ in results], [meter for _, _, meter in results]
 
 
 @given(densities, st.integers(0, 300), st.sampled_from(["topk", "gtopk"]))
 def test_topk_and_gtopk_select_the_ceiling_of_density_times_size(density, size, name):
     gradient = integers(0, 0, size)
     k = max(1, math.ceil(density * size))
-    update, (memory,), (cost,) = step_once(
+    update, (memory,), (meter,) = step_once(
         lambda: sparcel.scheme(name, density=density), 1, [gradient]
     )
     kept, rest = largest(gradient, k)
-    assert cost.selected == min(k, int(gradient.count_nonzero()))
+    assert meter.selected == min(k, int(gradient.count_nonzero()))
     assert torch.equal(update, kept)
     assert torch.equal(memory, rest)
 
@@ -62,8 +64,8 @@ def test_sparcml_rounds_its_count_and_sends_at_least_one():
     for density, count in ((0.0001, 1), (0.01, 5), (0.0078125, 4), (0.9995, 512)):
         gradient = 1 + torch.arange(51200.0)
         scheme = sparcel.scheme("sparcml", density=density)
-        costs = step_once(lambda: scheme.fresh(), 1, [gradient])[2]  # noqa: B023
-        assert costs[0].selected == 100 * count
+        meters = step_once(lambda: scheme.fresh(), 1, [gradient])[2]  # noqa: B023
+        assert meters[0].selected == 100 * count
 
 
 @given(st.integers(1, 17), st.integers(1, 300), densities, st.sampled_from(["topk", "sparcml"]))

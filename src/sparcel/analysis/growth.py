@@ -13,7 +13,7 @@ from torch.func import functional_call
 from sparcel.analysis._inputs import Vector, dense
 from sparcel.analysis.density import delta, expected_union
 from sparcel.errors import InputError
-from sparcel.schemes.sparsifier import check_density, count_for
+from sparcel.schemes.density import check_density, count_for
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
 

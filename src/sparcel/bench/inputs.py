@@ -14,7 +14,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.bench import oracle
 from sparcel.errors import InputError
-from sparcel.schemes.sparsifier import count_for
+from sparcel.schemes.density import count_for
 from sparcel.selectors import draws, topk
 from sparcel.stream import SparseStream
 

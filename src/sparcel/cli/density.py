@@ -28,7 +28,7 @@ def density(
     model agree on what is large.
     """
     from sparcel.analysis.report import summary, table
-    from sparcel.schemes.sparsifier import check_density, count_for
+    from sparcel.schemes.density import check_density, count_for
 
     check_density(density)
     k = count_for(density, size)

@@ -17,7 +17,7 @@ from sparcel.ddp.hook import Hook
 from sparcel.ddp.policy import Policy, own_densities, stays_dense
 from sparcel.ddp.residuals import Residuals
 from sparcel.errors import InputError, MismatchError
-from sparcel.schemes import Scheme, scheme
+from sparcel.schemes import Meter, Scheme, connect_nodes, scheme
 
 
 def attach(
@@ -112,15 +112,15 @@ def attach(
     try:
         _check_ranks(model, comm)
         _check_alike(comm, template, scaler is not None, trained, small, given)
-        comm.run(lambda: template.prepare(comm))
+        comm.run(lambda: connect_nodes(template, comm))
     except Exception:
         if owned is not None:
             owned.close()
         raise
-    residuals = Residuals(template)
+    residuals, meter = Residuals(template), Meter()
     scaler = scaler if sparse else None
-    hook = Hook(model, comm, template.cost, residuals, small, given, scaler)
-    handle = Handle(comm, owned, hook, residuals, remembered, template.cost)
+    hook = Hook(model, comm, meter, residuals, small, given, scaler)
+    handle = Handle(comm, owned, hook, residuals, remembered, meter)
     model.register_comm_hook(None, hook.queue_bucket)
     return handle
 

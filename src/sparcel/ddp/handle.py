@@ -11,7 +11,7 @@ from sparcel.comm import Communicator, TorchCommunicator
 from sparcel.ddp import checkpoint
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.residuals import Residuals
-from sparcel.schemes import Cost
+from sparcel.schemes import Meter
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Handle:
         hook: Hook,
         residuals: Residuals,
         remembered: Mapping[str, Tensor],
-        cost: Cost,
+        meter: Meter,
     ) -> None:
         self._comm, self._owned = comm, owned
         self._hook, self._residuals, self._remembered = hook, residuals, remembered
-        self._cost, self._traffic_before = cost, replace(comm.traffic)
+        self._meter, self._traffic_before = meter, replace(comm.traffic)
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -68,17 +68,17 @@ class Handle:
 
     def stats(self) -> Stats:
         """Return what training cost so far; the counts are this rank's."""
-        cost, traffic, before = self._cost, self._comm.traffic, self._traffic_before
-        coordinates = max(1, cost.coordinates)
+        meter, traffic, before = self._meter, self._comm.traffic, self._traffic_before
+        coordinates = max(1, meter.coordinates)
         return Stats(
             steps=self._residuals.steps,
             messages_sent=traffic.messages_sent - before.messages_sent,
             bytes_sent=traffic.bytes_sent - before.bytes_sent,
             bytes_received=traffic.bytes_received - before.bytes_received,
-            density_before=cost.selected / coordinates,
-            density_after=cost.reduced / coordinates,
-            select_seconds=cost.select_seconds,
-            communicate_seconds=cost.communicate_seconds,
+            density_before=meter.selected / coordinates,
+            density_after=meter.reduced / coordinates,
+            select_seconds=meter.select_seconds,
+            communicate_seconds=meter.communicate_seconds,
         )
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:

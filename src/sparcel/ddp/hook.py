@@ -13,7 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.ddp.residuals import Piece, Residuals
 from sparcel.ddp.step import Step, promise
 from sparcel.errors import CommunicationError
-from sparcel.schemes import Cost
+from sparcel.schemes import Meter, Request
 
 
 class Hook:
@@ -23,8 +23,8 @@ class Hook:
     ----------
     model
         Whose buckets these are.
-    comm, cost
-        What carries them, and what to add their cost to.
+    comm, meter
+        What carries them, and what counts and times the steps.
     residuals
         Memory by name.
     small, densities
@@ -37,13 +37,13 @@ class Hook:
         self,
         model: DistributedDataParallel,
         comm: Communicator,
-        cost: Cost,
+        meter: Meter,
         residuals: Residuals,
         small: Collection[str],
         densities: Mapping[str, float],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._comm, self._cost, self._residuals = comm, cost, residuals
+        self._comm, self._meter, self._residuals = comm, meter, residuals
         self._small, self._densities, self._scaler = small, densities, scaler
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         self._parameters: int = model._get_ddp_logging_data()["num_parameter_tensors"]
@@ -60,7 +60,7 @@ class Hook:
                 " new DistributedDataParallel to train on"
             )
         # Not by the bucket's index: all are 0 in the first step of a static graph.
-        step = self._step = self._step or Step(self._comm, self._cost)
+        step = self._step = self._step or Step(self._comm, self._meter)
         step.parameters += len(bucket.parameters())
         gradient = bucket.buffer()
         future = promise(gradient.device)
@@ -109,22 +109,27 @@ class Hook:
     ) -> None:
         """Turn a bucket's gradient into its update, but for the small tensors, in place."""
         step.deliver(future, gradient)
+        small = [piece for piece in pieces if piece.name in self._small]
         large = tuple(piece for piece in pieces if piece.name not in self._small)
-        vector = self._residuals.vector(large, gradient) if large else None
-        if vector is None or not vector.scheme.sends_whole(gradient, self._comm):
-            for piece in pieces:
-                if piece.name in self._small:
-                    step.take_small(gradient[piece.start : piece.stop])
-        if vector is None:
+        places = [gradient[piece.start : piece.stop] for piece in small]
+        own = [place.clone() for place in places]
+        if not large:
+            step.take_small(places, own)
             return
-        if self._may_be_unused:
-            # DDP throws the update of a parameter away that no rank used, so none may be sent.
-            vector.scheme.withhold(
-                [(p.start, p.stop) for p in large if not gradient[p.start : p.stop].any()]
-            )
+        vector = self._residuals.vector(large, gradient)
+        # DDP throws the update of a parameter away that no rank used, so none may be sent.
+        unused = [
+            (piece.start, piece.stop)
+            for piece in large
+            if self._may_be_unused and not gradient[piece.start : piece.stop].any()
+        ]
+        apart = [(piece.start, piece.stop) for piece in small]
+        request = Request(vector.layers, unused, apart, meter=self._meter)
         # Asked here and not in the backward pass, which would have to wait for a GPU to answer.
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        step.exchange_vector(vector, gradient, scale)
+        step.exchange_vector(vector, gradient, request, scale)
+        if not vector.scheme.sent_whole:
+            step.take_small(places, own)
 
     def _pieces(self, bucket: GradBucket) -> list[Piece]:
         first = int(bucket.buffer().storage_offset())

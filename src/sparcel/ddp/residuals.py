@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Layer, Scheme
+from sparcel.schemes import Auto, Layer, Scheme, filter_of
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Vector:
-    """The pieces of one bucket that are made sparse, and the scheme that serves the bucket."""
+    """The pieces of one bucket that are made sparse, their layers, and the scheme of the bucket."""
 
     pieces: tuple[Piece, ...]
+    layers: Sequence[Layer]
     scheme: Scheme
 
 
@@ -39,7 +40,7 @@ class Residuals:
     Parameters
     ----------
     template
-        The scheme whose settings every bucket's scheme gets; all add to its cost.
+        The scheme whose settings every bucket's scheme gets.
 
     What is remembered of a parameter has a name and one value per element: the memory, and
     whatever else `Scheme.remembers`.
@@ -54,7 +55,7 @@ class Residuals:
     @property
     def filter(self) -> float:
         """The memory's low-pass filter, 1 where there is none."""
-        return self._template.filter_at(self.steps)
+        return filter_of(self._template, self.steps)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -66,12 +67,10 @@ class Residuals:
         vector, _ = self._vectors.get(pieces[0].name, (None, None))
         if vector is not None and vector.pieces == pieces:
             return vector
-        vector = Vector(pieces, self._template.fresh())
-        vector.scheme.cost = self._template.cost
+        vector = Vector(pieces, _layers(pieces, gradient.numel()), self._template.fresh())
         vector.scheme.load_state_dict(
             {"steps": self.steps, "memory": None, **self._join(pieces, gradient)}
         )
-        vector.scheme.divide(_layers(pieces, gradient.numel()))
         for piece in pieces:
             self._vectors[piece.name] = (vector, piece)
             self._loaded.pop(piece.name, None)
@@ -82,12 +81,16 @@ class Residuals:
         if name not in self._vectors:
             return self._loaded.get(name, {})
         vector, piece = self._vectors[name]
-        return vector.scheme.coordinates_in(piece.start, piece.stop)
+        return vector.scheme.coordinates(piece.start, piece.stop)
 
     def chosen(self) -> dict[str, str]:
         """Return by parameter the method that its bucket's scheme chose, where schemes choose."""
-        taken = {name: vector.scheme.chosen for name, (vector, _) in self._vectors.items()}
-        return {name: method for name, method in taken.items() if method is not None}
+        schemes = {name: vector.scheme for name, (vector, _) in self._vectors.items()}
+        return {
+            name: scheme.chosen
+            for name, scheme in schemes.items()
+            if isinstance(scheme, Auto) and scheme.chosen is not None
+        }
 
     def load(
         self, residuals: dict[str, dict[str, Tensor]], steps: int, beta: float | None = None
@@ -119,9 +122,10 @@ class Residuals:
 
 
 def _layers(pieces: Sequence[Piece], size: int) -> list[Layer]:
-    """Return the layers of a vector, none where no parameter has a density of its own.
+    """Return the layers of a vector, none if no parameter has a density of its own.
 
-    What is between the pieces travels otherwise and is zero; it goes with the piece before.
+    Small tensors between two pieces are exchanged separately. Their slots are zero here and count
+    as part of the preceding piece.
     """
     if all(piece.density is None for piece in pieces):
         return []

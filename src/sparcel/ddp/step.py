@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.comm import Handle as Job
 from sparcel.ddp.residuals import Vector
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Cost
+from sparcel.schemes import Meter, Request
 from sparcel.stream import SparseStream
 
 _FEW = 1 << 16
@@ -29,7 +29,7 @@ class Step:
     """
 
     comm: Communicator
-    cost: Cost
+    meter: Meter
     parameters: int = 0
     """How many gradients the buckets so far hold."""
     finite: bool = True
@@ -46,17 +46,18 @@ class Step:
         """Note what DDP gets for a bucket once all buckets are done."""
         self._updates.append((future, update))
 
-    def take_small(self, gradient: Tensor) -> None:
-        """Move a small tensor's gradient out of its bucket, to travel at the end."""
-        self._small.append((gradient, gradient.clone()))
-        gradient.zero_()
+    def take_small(self, places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Exchange small tensors at the end, and write their averages to ``places``."""
+        self._small += zip(places, gradients, strict=True)
 
-    def exchange_vector(self, vector: Vector, gradient: Tensor, scale: float) -> None:
+    def exchange_vector(
+        self, vector: Vector, gradient: Tensor, request: Request, scale: float
+    ) -> None:
         """Turn a bucket's gradient, which a GradScaler scaled, into its update in place."""
         if scale != 1:
             gradient.div_(scale)
         self.vectors.append(vector)
-        vector.scheme.begin(gradient, self.comm, out=gradient)
+        vector.scheme.begin(gradient, self.comm, request, out=gradient)
         self.finite &= vector.scheme.finite
         if scale != 1:
             gradient.mul_(scale)
@@ -109,7 +110,7 @@ class Step:
 
     def _sum(self, stream: SparseStream, algorithm: str) -> SparseStream:
         """Return the average over ranks of what travels whole, or NaN where one is not finite."""
-        with self.cost.communicating():
+        with self.meter.communicating():
             total = collectives.all_reduce(stream, self.comm, algorithm=algorithm)
         self.finite &= total.finite
         divisor = self.comm.size if total.finite else float("nan")

@@ -8,31 +8,35 @@ from typing import Any
 
 from sparcel.errors import known
 from sparcel.schemes.auto import Auto
-from sparcel.schemes.base import Cost, Layer, Scheme
+from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense
+from sparcel.schemes.density import check_density
 from sparcel.schemes.gtopk import GTopK
-from sparcel.schemes.hierarchical import Hierarchical
+from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.presets import dgc, gaussiank, hitopk, mstopk, torus2d
+from sparcel.schemes.request import Layer, Meter, Request
 from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.sparcml import SparCML
-from sparcel.schemes.sparsifier import check_density
 from sparcel.schemes.topk import TopK
 
 __all__ = [
     "SCHEMES",
     "Auto",
-    "Cost",
     "Dense",
     "GTopK",
     "Hierarchical",
     "Layer",
+    "Meter",
     "OkTopK",
+    "Request",
     "ScaleCom",
     "Scheme",
     "SparCML",
     "TopK",
     "check_density",
+    "connect_nodes",
+    "filter_of",
     "scheme",
 ]
 

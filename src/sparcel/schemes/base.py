@@ -1,12 +1,9 @@
-"""What all schemes share: a step as a transaction, the update, state, and what a step costs."""
+"""What all schemes share: a step as a transaction, the update, and the state."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -16,86 +13,50 @@ from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite
 from sparcel.comm import Communicator, Group, resolve
 from sparcel.errors import InputError
+from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
-
-Layer = tuple[int, int, float | None]
-"""``(start, stop, density)``: consecutive coordinates with a density of their own, or the scheme's
-where it is None."""
-
-
-@dataclass
-class Cost:
-    """What the steps of a scheme cost on this rank so far.
-
-    ``asked``, ``selected`` and ``reduced`` count the coordinates that the density asks for, that
-    were sent, and that came back, ``coordinates`` all there are, each summed over the steps.
-    """
-
-    select_seconds: float = 0.0
-    communicate_seconds: float = 0.0
-    asked: int = 0
-    selected: int = 0
-    reduced: int = 0
-    coordinates: int = 0
-
-    @contextmanager
-    def selecting(self) -> Iterator[None]:
-        """Add the time of the block to ``select_seconds``."""
-        start = perf_counter()
-        yield
-        self.select_seconds += perf_counter() - start
-
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Add the time of the block to ``communicate_seconds``."""
-        start = perf_counter()
-        yield
-        self.communicate_seconds += perf_counter() - start
 
 
 @dataclass(eq=False)
 class Scheme(ABC):
     """Turns the gradients of all ranks into one update, the same on all ranks.
 
-    A scheme serves one vector: its memory is that vector's. `fresh` makes another one with the
-    same settings.
+    A scheme serves one vector, because it remembers what that vector has not sent yet. `fresh`
+    makes another scheme with the same settings.
     """
 
-    cost: Cost = field(default_factory=Cost, init=False, repr=False)
     steps: int = field(default=0, init=False, repr=False)
+    """How many steps have taken effect."""
     finite: bool = field(default=True, init=False, repr=False)
     """Whether the vectors of all ranks were finite in the last step begun."""
+    sent_whole: bool = field(default=False, init=False, repr=False)
+    """Whether the last step begun sent the gradient as it is, with what `Request.apart` names."""
 
     @property
     def memory(self) -> Tensor | None:
-        """The residual, float32 or float64 ``[size]``; None before the first step, or for good.
+        """The residual, float32 or float64 ``[size]``; None if there is none.
 
-        It is for inspection: the tensor serves as scratch in the step after next, so clone it to
-        keep it.
+        The step after next overwrites the tensor, so clone it to keep it.
         """
         return None
 
     @property
     def owed(self) -> Tensor | None:
-        """What this rank still owes to the updates: the memory, or memory/β where a filter is."""
-        memory, beta = self.memory, self.filter_at(self.steps)
-        return memory if memory is None or beta == 1 else memory / beta
-
-    @property
-    def chosen(self) -> str | None:
-        """The method that a scheme which chooses took last; None before, and for the others."""
-        return None
-
-    def filter_at(self, step: int) -> float:
-        """Return the memory's low-pass filter β (ScaleCom) in a step; 1 is none."""
-        return 1.0
+        """What this rank still owes to the updates: the memory, or memory/β under a filter."""
+        return self.memory
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """The names of what `coordinates` holds after a step; empty for a dense scheme."""
         return ()
 
-    def step(self, gradient: Tensor, comm: Group = None, out: Tensor | None = None) -> Tensor:
+    def step(
+        self,
+        gradient: Tensor,
+        comm: Group = None,
+        out: Tensor | None = None,
+        request: Request | None = None,
+    ) -> Tensor:
         """Return the average over ranks of what the scheme lets through, and commit.
 
         Parameters
@@ -107,103 +68,109 @@ class Scheme(ABC):
             default group; all its ranks call.
         out
             Where to write the update; a new tensor like ``gradient`` by default.
+        request
+            Settings of this step.
 
         Returns
         -------
         Tensor
-            ``[size]``, the gradient's dtype. All NaN where any rank's vector was not finite, or
-            the average is not; the memory then stays as it was.
+            ``[size]``, the gradient's dtype. All NaN if any rank's vector or the average is not
+            finite; the memory then stays as it was.
 
         Raises
         ------
         InputError, MismatchError, CommunicationError
             The memory stays as it was.
         """
-        gradient, ranks = gradient.detach(), resolve(comm)
+        ranks = resolve(comm)
         self._check(gradient)
-        update = update_like(gradient, out)
-
-        def job() -> None:
-            self._agree(gradient, ranks)
-            self.begin(gradient, ranks, update)
-
-        ranks.run(job)
-        self.commit()
+        update = update_like(gradient.detach(), out)
+        self._transact(gradient.detach(), ranks, request, update)
         return update
 
-    def prepare(self, comm: Communicator) -> None:  # noqa: B027
-        """Do, inside a job of ``comm``, what is done once for all steps and all schemes like this.
+    def step_stream(
+        self, gradient: Tensor, comm: Group = None, request: Request | None = None
+    ) -> SparseStream:
+        """Do a step and return its update as a stream, for optimisers that apply it sparsely.
 
-        Otherwise the first step does it.
+        Parameters and errors are those of `step`.
+
+        Returns
+        -------
+        SparseStream
+            The coordinates that came back, in the gradient's dtype; sparse unless their sum became
+            dense. Empty and not ``finite`` if any rank's vector or the
+            average is not finite; the memory then stays as it was.
         """
+        ranks = resolve(comm)
+        self._check(gradient)
+        return self._transact(gradient.detach(), ranks, request, None)
 
-    def sends_whole(self, gradient: Tensor, comm: Communicator) -> bool:
-        """Settle, inside a job of ``comm``, whether the next step sends ``gradient`` as it is.
+    def begin(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request | None = None,
+        out: Tensor | None = None,
+    ) -> SparseStream:
+        """Do the step except for `commit`, inside a job of ``comm``; return `step_stream`'s stream.
 
-        It then selects nothing and remembers nothing, so that drivers may leave in the vector what
-        they would send densely otherwise. All ranks get the same answer.
+        For drivers of several vectors, which commit all of them or none. The update is also
+        written to ``out``, if given, as `step` does; a dense stream then shares its storage.
         """
-        return False
-
-    def begin(self, gradient: Tensor, comm: Communicator, out: Tensor | None = None) -> Tensor:
-        """Do the step but for `commit`, inside a job of ``comm``.
-
-        For drivers of several vectors, which commit all of them or none.
-        """
-        update = update_like(gradient, out)
-        total, divisor = self.reduce(gradient, comm)
-        self.cost.coordinates += total.size
-        self.cost.reduced += total.nnz
-        self.finite = total.finite and write_average(total, divisor, update)
-        return update if self.finite else update.fill_(float("nan"))
+        request = request or Request()
+        total, divisor = self.reduce(gradient, comm, request, out)
+        request.meter.coordinates += total.size
+        request.meter.reduced += total.nnz
+        average = _averaged(total, divisor, gradient.dtype, out)
+        self.finite = average.finite
+        if out is not None:
+            _write(average, out)
+        return average
 
     @abstractmethod
     def reduce(
-        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
         """Exchange, and return a sum, the same on all ranks, with the divisor of the average.
 
-        For schemes that are made of other schemes; `commit` is due as after `begin`. ``ranks`` is
-        how many the average is over, where ``gradient`` is a sum of several ranks'.
-        """
-
-    def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """Send nothing of these ranges ``[start, stop)`` in the next step, nor forget it.
-
-        The gradient must be zero there. For drivers that cannot deliver an update to all
-        coordinates.
-        """
-
-    def divide(self, layers: Sequence[Layer]) -> None:  # noqa: B027
-        """Give ranges of the vector densities of their own, from now on.
-
-        ``layers`` follow each other and cover the whole vector.
+        For schemes that are made of other schemes; `commit` follows as after `begin`. The sum may
+        use ``scratch``, a tensor like ``gradient`` and perhaps the same, as its storage.
         """
 
     def commit(self) -> None:
-        """Make the last step begun count, unless a vector was not finite."""
+        """Make the last step begun take effect, unless a vector was not finite."""
         self.steps += self.finite
 
     def fresh(self) -> Self:
         """Return a scheme with the same settings and nothing remembered."""
         return replace(self)
 
-    def coordinates(self) -> dict[str, Tensor]:
-        """Return what is remembered of every coordinate, by name, ``[size]`` each; not copies."""
+    def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Return what is remembered of the coordinates ``[start, stop)``, by name; not copies."""
         return {}
 
-    def coordinates_in(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return what is remembered of the coordinates ``[start, stop)``, by name."""
-        return {name: part[start:stop] for name, part in self.coordinates().items()}
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on, copies: the residual, the steps done."""
+        """Return copies of what a later run needs to go on: the memory, the number of steps."""
         copies = {name: part.clone() for name, part in self.coordinates().items()}
         return {"steps": self.steps, "memory": None, **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned; tensors are copied."""
         self.steps = state["steps"]
+
+    def _transact(
+        self, gradient: Tensor, comm: Communicator, request: Request | None, out: Tensor | None
+    ) -> SparseStream:
+        """Begin a step in a job of ``comm``, and commit it."""
+
+        def job() -> SparseStream:
+            self._agree(gradient, comm)
+            return self.begin(gradient, comm, request, out)
+
+        average = comm.run(job)
+        self.commit()
+        return average
 
     def _check(self, gradient: Tensor) -> None:
         """Raise `InputError` unless a step can take ``gradient``."""
@@ -214,19 +181,33 @@ class Scheme(ABC):
             )
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:  # noqa: B027
-        """Compare the ranks' gradients, for a scheme whose exchange would not."""
+        """Compare the ranks' gradients, in a scheme whose exchange does not."""
 
 
-def write_average(total: SparseStream, ranks: int, update: Tensor) -> bool:
-    """Write ``total / ranks`` and tell whether it is finite, in the dtype of ``update`` too.
+def _averaged(
+    total: SparseStream, divisor: int, dtype: torch.dtype, out: Tensor | None
+) -> SparseStream:
+    """Return ``total / divisor`` in ``dtype``, empty where it is not finite; dense in ``out``.
 
-    All ranks find the same, since ``total`` is the same on all of them.
+    All ranks find the same, because ``total`` is the same on all of them.
     """
-    if total.indices is None:
-        return all_finite(torch.div(total.values, ranks, out=update))
-    average = (total.values / ranks).to(update.dtype)
-    kernels.scatter(update.zero_(), total.indices, average)
-    return all_finite(average)
+    if total.values is out:  # a dense scheme divided before it summed, and checked the result
+        return total if total.finite else total.empty_like()
+    if total.indices is None and out is not None:
+        values = torch.div(total.values, divisor, out=out)
+    else:
+        values = (total.values / divisor).to(dtype)
+    finite = total.finite and all_finite(values)
+    average = SparseStream.unchecked(total.indices, values, total.size, finite)
+    return average if finite else average.empty_like()
+
+
+def _write(average: SparseStream, update: Tensor) -> None:
+    """Write an average to ``update``, which a dense one shares already; NaN if not finite."""
+    if not average.finite:
+        update.fill_(float("nan"))
+    elif average.indices is not None:
+        kernels.scatter(update.zero_(), average.indices, average.values)
 
 
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:

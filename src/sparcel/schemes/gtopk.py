@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sparcel.collectives.gtopk import gtopk
 from sparcel.comm import Communicator
 from sparcel.errors import known
-from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.stream import SparseStream
+from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+
+
+def exchange_gtopk(
+    selection: Selection, comm: Communicator, put_back: str = "dropped"
+) -> Exchanged:
+    """Find the tree's top-k of the ranks' selections; what it dropped goes back to memory."""
+    sent = selection.stream
+    outcome = gtopk(sent, comm, selection.k)
+    total = outcome.total
+    if not total.finite:
+        return Exchanged(total, sent)
+    kept = sent.without(total) if put_back == "own" else outcome.dropped
+    return Exchanged(total, sent, kept)
 
 
 @dataclass(eq=False)
@@ -35,11 +45,5 @@ class GTopK(Sparsifier):
         super().__post_init__()
         known(self.put_back, ["dropped", "own"], "put_back")
 
-    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient)
-        with self.cost.communicating():
-            outcome = gtopk(sent, comm, self._k)
-        if outcome.total.finite:
-            own = sent.without(outcome.total) if self.put_back == "own" else outcome.dropped
-            self._memory.give_back(own)
-        return outcome.total
+    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+        return exchange_gtopk(selection, comm, self.put_back)

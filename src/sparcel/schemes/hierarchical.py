@@ -15,8 +15,10 @@ from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
 from sparcel.comm.nodes import grid
 from sparcel.errors import InputError
-from sparcel.memory import wide_dtype
-from sparcel.schemes.base import Layer, Scheme
+from sparcel.memory import emptied, wide_dtype
+from sparcel.schemes.base import Scheme
+from sparcel.schemes.request import Request
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stream import SparseStream, concatenate
 
 
@@ -40,12 +42,10 @@ class Hierarchical(Scheme):
 
     inner: Scheme
     ranks_per_node: int | None = None
-    _layers: Sequence[Layer] = field(default=(), init=False, repr=False)
-    _withheld: Sequence[tuple[int, int]] = field(default=(), init=False, repr=False)
     _size: int = field(default=0, init=False, repr=False)
     _shard: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     _loaded: dict[str, Any] | None = field(default=None, init=False, repr=False)
-    """A state of whole vectors, until a step has brought its parts to the ranks they belong to."""
+    """A loaded state of whole vectors, until a step has given each rank its shard of it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scheme):
@@ -60,44 +60,34 @@ class Hierarchical(Scheme):
         """See `Scheme.memory`; here a copy, zero outside the shard that this rank serves."""
         return self.coordinates().get("memory")
 
-    def filter_at(self, step: int) -> float:
-        """See `Scheme.filter_at`."""
-        return self.inner.filter_at(step)
+    @property
+    def owed(self) -> Tensor | None:
+        """See `Scheme.owed`."""
+        beta = filter_of(self, self.steps)
+        return self.memory if self.memory is None or beta == 1 else self.memory / beta
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return self.inner.remembers
 
-    def prepare(self, comm: Communicator) -> None:
-        """See `Scheme.prepare`: connect the ranks of each node, and those of each shard."""
-        ranks = grid(comm, self.ranks_per_node)
-        self.inner.prepare(ranks.across)
-
     def reduce(
-        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
         here = grid(comm, self.ranks_per_node)
         boundaries = region_boundaries(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
-        with self.cost.communicating():
-            self._bring_loaded(gradient, here.node)
-            shard = reduce_scatter(_stream(gradient), here.node).to_dense()
-        self._prepare_inner(shard)
-        total, divisor = self.inner.reduce(shard, here.across, ranks or comm.size)
-        with self.cost.communicating():
-            whole = _gather_shards(total, here.node, boundaries)
+        with emptied(gradient, request.apart):
+            with request.meter.communicating():
+                self._bring_loaded(gradient, here.node)
+                shard = reduce_scatter(_stream(gradient), here.node).to_dense()
+            of_shard = self._of_shard(request, shard, comm)
+            total, divisor = self.inner.reduce(shard, here.across, of_shard)
+            with request.meter.communicating():
+                whole = _gather_shards(total, here.node, boundaries)
         return whole, divisor
-
-    def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """See `Scheme.withhold`."""
-        self._withheld = ranges
-
-    def divide(self, layers: Sequence[Layer]) -> None:
-        """See `Scheme.divide`."""
-        self._layers = layers
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -107,16 +97,12 @@ class Hierarchical(Scheme):
         if self.finite:
             self._loaded = None
 
-    def coordinates(self) -> dict[str, Tensor]:
+    def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """See `Scheme.coordinates`; copies, zero outside the shard that this rank serves."""
         if self._loaded is not None:
-            return {name: self._loaded[name] for name in self.remembers if name in self._loaded}
-        return self.coordinates_in(0, self._size)
-
-    def coordinates_in(self, start: int, stop: int) -> dict[str, Tensor]:
-        """See `Scheme.coordinates_in`; copies, zero outside the shard that this rank serves."""
-        if self._loaded is not None:
-            return super().coordinates_in(start, stop)
+            names = [name for name in self.remembers if name in self._loaded]
+            return {name: self._loaded[name][start:stop] for name in names}
+        stop = self._size if stop is None else stop
         shards = self.inner.coordinates()
         return {name: self._placed(shard, start, stop) for name, shard in shards.items()}
 
@@ -170,16 +156,42 @@ class Hierarchical(Scheme):
             state[name] = reduce_scatter(SparseStream.from_dense(part), node).to_dense()
         self.inner.load_state_dict(state)
 
-    def _prepare_inner(self, shard: Tensor) -> None:
-        """Pass on what concerns the shard of what this scheme was told."""
+    def _of_shard(self, request: Request, shard: Tensor, comm: Communicator) -> Request:
+        """Return the part of a request that concerns the shard of this rank."""
         first, last = self._shard
-        layers = [(max(lo, first) - first, min(hi, last) - first, d) for lo, hi, d in self._layers]
-        self.inner.divide([layer for layer in layers if layer[0] < layer[1]])
-        # A rank's gradient may be zero where another's of its node is not.
-        ranges = [(max(lo, first) - first, min(hi, last) - first) for lo, hi in self._withheld]
-        self.inner.withhold([(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()])
-        self._withheld = ()
-        self.inner.cost = self.cost
+        layers = [
+            (max(lo, first) - first, min(hi, last) - first, density)
+            for lo, hi, density in request.layers
+        ]
+        ranges = [(max(lo, first) - first, min(hi, last) - first) for lo, hi in request.withheld]
+        return Request(
+            layers=[layer for layer in layers if layer[0] < layer[1]],
+            # Where this rank's gradient is zero, that of another rank of the node may not be.
+            withheld=[(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()],
+            ranks=request.divisor(comm),
+            meter=request.meter,
+        )
+
+
+def connect_nodes(scheme: Scheme, comm: Communicator) -> None:
+    """Connect the ranks of each node and of each shard, inside a job of ``comm``; all ranks call.
+
+    Otherwise a scheme's first step does it. Schemes without nodes need nothing.
+
+    Raises
+    ------
+    InputError
+        When nodes have different numbers of ranks.
+    """
+    if isinstance(scheme, Hierarchical):
+        connect_nodes(scheme.inner, grid(comm, scheme.ranks_per_node).across)
+
+
+def filter_of(scheme: Scheme, step: int) -> float:
+    """Return the filter β (ScaleCom) that a scheme's memory is scaled by at a step; 1 is none."""
+    if isinstance(scheme, Hierarchical):
+        return filter_of(scheme.inner, step)
+    return scheme.filter_at(step) if isinstance(scheme, Sparsifier) else 1.0
 
 
 def _stream(gradient: Tensor) -> SparseStream:

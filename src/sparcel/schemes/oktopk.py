@@ -1,18 +1,22 @@
-"""Ok-Topk SGD: the global top-k of the ranks' selections, at a volume that P does not matter to."""
+"""Ok-Topk SGD: the global top-k of the ranks' selections, at a volume that does not grow with P."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from sparcel.collectives.oktopk import Estimates, oktopk, oktopk_reuse
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
+
+
+def exchange_oktopk(selection: Selection, comm: Communicator) -> Exchanged:
+    """Find the exact top-k of the sum; what a rank sent of the others goes back to memory."""
+    sent = selection.stream
+    return _with_losers(oktopk(sent, comm, selection.k, selection.most), sent)
 
 
 @dataclass(eq=False)
@@ -47,25 +51,19 @@ class OkTopK(Sparsifier):
         super().__post_init__()
         self._estimates = self._estimated = Estimates()
 
-    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient)
-        with self.cost.communicating():
-            if self.threshold == "exact":
-                total = oktopk(sent, comm, self._k, self._most)
-            else:
-                total, self._estimated = oktopk_reuse(
-                    sent,
-                    comm,
-                    self._k,
-                    self._estimates,
-                    renew_boundaries=self.steps % self.boundary_steps == 0,
-                    renew_threshold=self.steps % self.threshold_steps == 0,
-                    max_nnz=self._most,
-                )
-        if total.finite:
-            # Owners hold complete sums: a coordinate wins with all its parts, or none is applied.
-            self._memory.give_back(sent.without(total))
-        return total
+    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+        if self.threshold == "exact":
+            return exchange_oktopk(selection, comm)
+        total, self._estimated = oktopk_reuse(
+            selection.stream,
+            comm,
+            selection.k,
+            self._estimates,
+            renew_boundaries=self.steps % self.boundary_steps == 0,
+            renew_threshold=self.steps % self.threshold_steps == 0,
+            max_nnz=selection.most,
+        )
+        return _with_losers(total, selection.stream)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -81,3 +79,12 @@ class OkTopK(Sparsifier):
         """See `Scheme.load_state_dict`."""
         super().load_state_dict(state)
         self._estimates = self._estimated = Estimates(**state.get("estimates", {}))
+
+
+def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:
+    """Return what a rank takes back: what it sent of the coordinates that are not in the total.
+
+    A region's owner sums what all ranks sent of a coordinate, so either all of it is applied or
+    none.
+    """
+    return Exchanged(total, sent, sent.without(total) if total.finite else None)

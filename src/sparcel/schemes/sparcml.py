@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from sparcel.collectives.split_allgather import quantized_split_allgather, split_allgather
 from sparcel.comm import Communicator
 from sparcel.formats import Qsgd
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.request import Layer
+from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
 
@@ -38,17 +38,16 @@ class SparCML(Sparsifier):
         super().__post_init__()
         self._quantizer = None if self.bits is None else Qsgd(self.bits)
 
-    def _sends_all(self) -> bool:
-        return self._quantizer is None and super()._sends_all()
+    def _sends_all(self, layers: Sequence[Layer]) -> bool:
+        return self._quantizer is None and super()._sends_all(layers)
 
-    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient)
-        with self.cost.communicating():
-            if self._quantizer is None:
-                return split_allgather(sent, comm, max_nnz=self._most)
-            seed = self.seed + (self.steps << 32)
-            outcome = quantized_split_allgather(sent, comm, self._quantizer, seed, self._most)
-        if outcome.error is not None:
-            error = SparseStream.unchecked(None, outcome.error, outcome.error.numel())
-            self._memory.give_back(error, outcome.start)
-        return outcome.total
+    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+        sent, most = selection.stream, selection.most
+        if self._quantizer is None:
+            return Exchanged(split_allgather(sent, comm, max_nnz=most), sent)
+        seed = self.seed + (self.steps << 32)
+        outcome = quantized_split_allgather(sent, comm, self._quantizer, seed, most)
+        if outcome.error is None:
+            return Exchanged(outcome.total, sent)
+        error = SparseStream.unchecked(None, outcome.error, outcome.error.numel())
+        return Exchanged(outcome.total, sent, error, outcome.start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +12,40 @@ from torch import Tensor
 from sparcel import collectives
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.memory import Memory, Share
-from sparcel.schemes.base import Layer, Scheme
+from sparcel.memory import Memory, Share, emptied
+from sparcel.schemes.base import Scheme
+from sparcel.schemes.density import check_density, check_schedule, count_for
+from sparcel.schemes.request import Layer, Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a rank took out of memory + gradient.
+
+    ``k`` is how many coordinates the density asks for, ``most`` the most entries that any rank can
+    have selected; both are the same on all ranks.
+    """
+
+    stream: SparseStream
+    k: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an exchange made of the ranks' selections.
+
+    ``total`` is the sum that all ranks apply, ``sent`` what this rank contributed. ``kept``, whose
+    first coordinate is ``start``, goes back to this rank's memory.
+    """
+
+    total: SparseStream
+    sent: SparseStream
+    kept: SparseStream | None = None
+    start: int = 0
 
 
 @dataclass(eq=False)
@@ -31,10 +59,10 @@ class Sparsifier(Scheme):
     selector
         What selects them: a name of `sparcel.selectors.SELECTORS`, or a selector.
     warmup
-        Densities before that one, the first for the first ``warmup_steps`` steps, and so on;
+        Densities before that one: the first for the first ``warmup_steps`` steps, and so on;
         1 for uncompressed steps.
     warmup_steps
-        How long each lasts: ``len(loader)`` for one epoch each.
+        How many steps each of them lasts: ``len(loader)`` for one epoch each.
     momentum, clip
         Momentum correction and local gradient clipping, see `sparcel.memory.Memory`. With
         ``momentum`` the optimiser must have none.
@@ -47,10 +75,7 @@ class Sparsifier(Scheme):
     momentum: float = 0.0
     clip: float | None = None
     _memory: Memory = field(init=False, repr=False)
-    _layers: Sequence[Layer] = field(default=(), init=False, repr=False)
     _shares: list[Share] = field(default_factory=list, init=False, repr=False)
-    _sent: SparseStream | None = field(default=None, init=False, repr=False)
-    _ranks: int = field(default=1, init=False, repr=False)
     _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,33 +94,27 @@ class Sparsifier(Scheme):
         return self._memory.residual
 
     @property
+    def owed(self) -> Tensor | None:
+        """See `Scheme.owed`."""
+        beta = self.filter_at(self.steps)
+        return self.memory if self.memory is None or beta == 1 else self.memory / beta
+
+    @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
+    def filter_at(self, step: int) -> float:
+        """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
+        return 1.0
+
     def reduce(
-        self, gradient: Tensor, comm: Communicator, ranks: int | None = None
+        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        self._sent, self._ranks = None, ranks or comm.size
-        if self._sends_all():
-            return self._sum_all(gradient, comm), self._ranks
-        self._shares = self._divided(gradient.numel())
-        self.cost.asked += self._k
-        total = self._sum(gradient, comm)
-        if self.momentum and self._sent is not None:
-            applied = self._sent.without(self._sent.without(total))
-            assert applied.indices is not None, "parts of a stream are sparse"
-            self._memory.forget_velocity(applied.indices)
-        return total, self._ranks
-
-    def withhold(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """See `Scheme.withhold`."""
-        self._memory.withheld = ranges
-
-    def divide(self, layers: Sequence[Layer]) -> None:
-        """See `Scheme.divide`."""
-        self._layers = layers
+        add = self._sum_all if self._sends_all(request.layers) else self._sum_selected
+        with emptied(gradient, request.apart):
+            return add(gradient, comm, request), request.divisor(comm)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -105,12 +124,12 @@ class Sparsifier(Scheme):
 
     def fresh(self) -> Self:
         """See `Scheme.fresh`."""
-        assert isinstance(self.selector, Selector), "made one at the start"
+        assert isinstance(self.selector, Selector), "__post_init__ made one"
         return replace(self, selector=self.selector.fresh())
 
-    def coordinates(self) -> dict[str, Tensor]:
+    def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """See `Scheme.coordinates`."""
-        return self._memory.coordinates()
+        return {name: part[start:stop] for name, part in self._memory.coordinates().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
@@ -128,89 +147,73 @@ class Sparsifier(Scheme):
         super()._check(gradient)
         self._memory.check(gradient)
 
-    @abstractmethod
-    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        """Compute into the memory's scratch, exchange, and return the sum over ranks."""
-
-    def _sends_all(self) -> bool:
+    def _sends_all(self, layers: Sequence[Layer]) -> bool:
         """Tell whether this step is uncompressed."""
-        return all(density == 1 for *_, density in self._densities(0))
+        return all(density == 1 for *_, density in self._densities(0, layers))
 
-    def _sum_all(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        """Send all of memory and gradient, as training without a scheme does."""
-        with self.cost.selecting():
-            everything = self._memory.accumulate(gradient, self._ranks)
-        self.cost.asked += everything.size
-        self.cost.selected += everything.size
-        with self.cost.communicating():
+    def _sum_all(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
+        """Send all of memory + gradient, as training without a scheme does."""
+        meter, ranks = request.meter, request.divisor(comm)
+        with meter.selecting():
+            everything = self._memory.accumulate(gradient, ranks, request.withheld)
+        meter.asked += everything.size
+        meter.selected += everything.size
+        with meter.communicating():
             total = collectives.all_reduce(everything, comm, algorithm="dense")
         self._memory.take_all()
         return total
 
-    def _select(self, gradient: Tensor) -> SparseStream:
-        with self.cost.selecting():
-            sent = self._memory.select(gradient, self._shares, self.steps, self._ranks)
-        self.cost.selected += sent.nnz
-        self._sent = sent
-        return sent
+    def _sum_selected(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
+        """Take a selection out of memory + gradient, exchange it, and return the sum over ranks."""
+        meter = request.meter
+        self._shares = self._divided(gradient.numel(), request.layers)
+        k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
+        meter.asked += k
+        with meter.selecting():
+            taken = self._take(gradient, comm, request)
+        with meter.communicating():
+            outcome = self._exchange(Selection(taken, k, most), comm)
+        meter.selected += outcome.sent.nnz
+        if outcome.kept is not None:
+            self._memory.give_back(outcome.kept, outcome.start)
+        if self.momentum:
+            applied = outcome.sent.without(outcome.sent.without(outcome.total))
+            assert applied.indices is not None, "what a rank sends is sparse"
+            self._memory.forget_velocity(applied.indices)
+        return outcome.total
 
-    @property
-    def _k(self) -> int:
-        """How many coordinates the density asks for in this step."""
-        return sum(share.k for share in self._shares)
+    def _take(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
+        """Take what this rank sends out of memory + gradient; leave the rest in the scratch."""
+        divisor = request.divisor(comm)
+        return self._memory.select(gradient, self._shares, self.steps, divisor, request.withheld)
 
-    @property
-    def _most(self) -> int:
-        """The most coordinates that a rank can send in this step."""
-        return sum(share.most for share in self._shares)
+    @abstractmethod
+    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+        """Exchange the ranks' selections: what distinguishes one method from another."""
 
-    def _divided(self, size: int) -> list[Share]:
-        """Return what is selected of which coordinates in this step."""
-        layers = self._densities(size)
+    def _divided(self, size: int, layers: Sequence[Layer]) -> list[Share]:
+        """Return what is selected from which coordinates in this step."""
+        ranges = self._densities(size, layers)
         selectors = [share.selector for share in self._shares]
-        if len(selectors) != len(layers):
-            assert isinstance(self.selector, Selector), "made one at the start"
-            selectors = [self.selector.fresh() for _ in layers]
+        if len(selectors) != len(ranges):
+            assert isinstance(self.selector, Selector), "__post_init__ made one"
+            selectors = [self.selector.fresh() for _ in ranges]
             for selector, state in zip(selectors, self._loaded, strict=False):
                 selector.load_state_dict(state)
         return [
             Share(start, stop, selector, count_for(density, stop - start))
-            for (start, stop, density), selector in zip(layers, selectors, strict=True)
+            for (start, stop, density), selector in zip(ranges, selectors, strict=True)
         ]
 
-    def _densities(self, size: int) -> list[tuple[int, int, float]]:
+    def _densities(self, size: int, layers: Sequence[Layer]) -> list[tuple[int, int, float]]:
         """Return the layers, or the whole vector, with their densities in this step."""
         density = self._density_at(self.steps)
         least = density if self.steps < len(self.warmup) * (self.warmup_steps or 0) else 0.0
-        layers = self._layers or [(0, size, None)]
-        return [(start, stop, max(own or density, least)) for start, stop, own in layers]
+        return [
+            (start, stop, max(own or density, least))
+            for start, stop, own in layers or [(0, size, None)]
+        ]
 
     def _density_at(self, step: int) -> float:
         entry = step // (self.warmup_steps or 1)
         return self.warmup[entry] if entry < len(self.warmup) else self.density
-
-
-def check_schedule(densities: Sequence[float], steps: int | None) -> None:
-    """Raise `InputError` unless these are densities that each last so many steps."""
-    if not isinstance(densities, Sequence):
-        raise InputError(f"warmup must be a list of densities, got {densities!r}")
-    for density in densities:
-        check_density(density)
-    if densities and not (isinstance(steps, int) and steps >= 1):
-        raise InputError(
-            f"warmup={list(densities)} needs warmup_steps, the steps that each density lasts, got"
-            f" {steps}; for one epoch each pass warmup_steps=len(loader)"
-        )
-
-
-def check_density(density: float) -> None:
-    """Raise `InputError` unless ``density`` lies in (0, 1]."""
-    if not 0 < density <= 1:
-        percentage = 1 < density <= 100
-        hint = f"; for a percentage pass density={density / 100:g}" if percentage else ""
-        raise InputError(f"density must lie in (0, 1], got {density:g}{hint}")
-
-
-def count_for(density: float, size: int) -> int:
-    """Return how many of ``size`` coordinates a density asks for: max(1, ⌈density·n⌉)."""
-    return max(1, math.ceil(density * size))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sparcel.collectives import all_reduce, check_algorithm
 from sparcel.comm import Communicator
-from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.stream import SparseStream
+from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+
+
+def exchange_topk(selection: Selection, comm: Communicator, algorithm: str = "auto") -> Exchanged:
+    """Sum the ranks' selections; nothing of them goes back to memory."""
+    sent = selection.stream
+    return Exchanged(all_reduce(sent, comm, algorithm=algorithm, max_nnz=selection.most), sent)
 
 
 @dataclass(eq=False)
@@ -31,7 +34,5 @@ class TopK(Sparsifier):
         super().__post_init__()
         check_algorithm(self.algorithm)
 
-    def _sum(self, gradient: Tensor, comm: Communicator) -> SparseStream:
-        sent = self._select(gradient)
-        with self.cost.communicating():
-            return all_reduce(sent, comm, algorithm=self.algorithm, max_nnz=self._most)
+    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+        return exchange_topk(selection, comm, self.algorithm)

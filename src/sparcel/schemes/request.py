@@ -1,0 +1,80 @@
+"""What a driver says about one step: layers, ranges to spare, the divisor, and the meter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from sparcel.comm import Communicator
+from sparcel.memory import Range
+
+Layer = tuple[int, int, float | None]
+"""``(start, stop, density)``: consecutive coordinates with a density of their own. None stands for
+the scheme's density."""
+
+
+@dataclass
+class Meter:
+    """Counts what steps do on this rank, summed over the steps.
+
+    ``asked`` counts the coordinates that the density asks for, ``selected`` those that this rank
+    sent, ``reduced`` those that came back, and ``coordinates`` those of the whole vectors.
+    """
+
+    select_seconds: float = 0.0
+    communicate_seconds: float = 0.0
+    asked: int = 0
+    selected: int = 0
+    reduced: int = 0
+    coordinates: int = 0
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """Add the time of the block to ``select_seconds``."""
+        start = perf_counter()
+        yield
+        self.select_seconds += perf_counter() - start
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Add the time of the block to ``communicate_seconds``."""
+        start = perf_counter()
+        yield
+        self.communicate_seconds += perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one step of a scheme takes into account beside the gradient.
+
+    Parameters
+    ----------
+    layers
+        Ranges of the vector with densities of their own. They follow each other and cover the
+        whole vector; no layers mean the scheme's density everywhere. The same in every step.
+    withheld
+        Ranges ``[start, stop)`` of which this rank sends nothing and forgets nothing in this step.
+        The gradient must be zero there. For drivers that cannot deliver an update to all
+        coordinates.
+    apart
+        Ranges ``[start, stop)`` that the driver sends densely itself. The step leaves them out
+        and their update is zero, unless it sends the whole gradient as it is: then they travel
+        with the rest, and `Scheme.sent_whole` is True.
+    ranks
+        How many ranks the average is over, if the gradient is already a sum of several ranks'
+        gradients. None: the size of the communicator.
+    meter
+        Counts and times what the step does.
+    """
+
+    layers: Sequence[Layer] = ()
+    withheld: Sequence[Range] = ()
+    apart: Sequence[Range] = ()
+    ranks: int | None = None
+    meter: Meter = field(default_factory=Meter)
+
+    def divisor(self, comm: Communicator) -> int:
+        """Return how many ranks the average is over."""
+        return self.ranks or comm.size

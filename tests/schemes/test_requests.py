@@ -1,0 +1,121 @@
+"""Updates that stay streams, and ranges that the driver sends itself."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparcel
+from sparcel import simulate
+from sparcel.schemes import Auto, Dense, Request
+from tests.schemes.steps import (
+    INTEGERS,
+    SCHEMES,
+    SPARSE,
+    copy_of,
+    integers,
+    normal,
+    owed_by,
+    simulate_nodes,
+    total,
+)
+from tests.strategies import FLOATS, same_bits
+
+schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
+
+
+@schemes
+@given(
+    world=st.integers(1, 9),
+    size=st.integers(0, 400),
+    dtype=st.sampled_from(FLOATS),
+    gradient=st.sampled_from([normal, *INTEGERS]),
+)
+def test_a_step_as_a_stream_is_the_step(make, world, size, dtype, gradient):
+    def on_rank(comm):
+        dense, sparse = make(), make()
+        for step in range(2):
+            mine = gradient(comm.rank, step, size, dtype)
+            stream = sparse.step_stream(mine, comm)
+            assert stream.dtype == dtype
+            assert same_bits(mine, gradient(comm.rank, step, size, dtype))
+            assert same_bits(stream.to_dense(), dense.step(mine, comm))
+            assert same_bits(sparse.memory, dense.memory)
+        assert sparse.steps == dense.steps == 2
+
+    simulate_nodes(world, on_rank)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_streams_lose_nothing(name):
+    def on_rank(comm):
+        scheme, updates = SCHEMES[name](), []
+        for step in range(3):
+            updates.append(scheme.step_stream(integers(comm.rank, step, 300), comm).to_dense())
+        return updates, owed_by(scheme)
+
+    results = simulate_nodes(4, on_rank).results
+    came_out = 4 * total(results[0][0]) + total(owed for _, owed in results)
+    went_in = total(integers(rank, step, 300) for rank in range(4) for step in range(3))
+    torch.testing.assert_close(came_out, went_in, rtol=0, atol=1e-4 if "bits" in name else 0)
+
+
+@schemes
+def test_a_stream_of_a_void_step_is_empty_and_says_so(make):
+    def on_rank(comm):
+        scheme = make()
+        scheme.step(integers(comm.rank, 0, 200), comm)
+        before = copy_of(scheme.memory)
+        gradient = integers(comm.rank, 1, 200)
+        gradient[3] = float("inf") if comm.rank == 2 else 1
+        stream = scheme.step_stream(gradient, comm)
+        assert (stream.nnz, stream.finite, stream.size) == (0, False, 200)
+        assert same_bits(scheme.memory, before)
+        assert scheme.steps == 1
+
+    simulate_nodes(4, on_rank)
+
+
+@pytest.mark.parametrize("name", ["gtopk", "oktopk", "scalecom"])
+def test_a_sparse_update_stays_sparse(name):
+    def on_rank(comm):
+        return sparcel.scheme(name, density=0.01).step_stream(normal(comm.rank, 0, 2000), comm)
+
+    for stream in simulate(8, on_rank).results:
+        assert not stream.is_dense
+        assert stream.nnz == 20
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_what_is_set_apart_is_left_out_and_left_as_it_was(name):
+    apart = [(0, 9), (100, 131)]
+
+    def on_rank(comm):
+        scheme, reference = SCHEMES[name](), SCHEMES[name]()
+        for step in range(2):
+            gradient = normal(comm.rank, step, 300)
+            without = gradient.clone()
+            for start, stop in apart:
+                without[start:stop] = 0
+            request = Request(apart=apart)
+            update = scheme.step(gradient, comm, request=request)
+            assert same_bits(gradient, normal(comm.rank, step, 300))
+            if not scheme.sent_whole:
+                assert same_bits(update, reference.step(without, comm))
+                assert same_bits(scheme.memory, reference.memory)
+        return scheme.sent_whole
+
+    sent_whole = simulate_nodes(4, on_rank).results
+    assert set(sent_whole) == {name in ("auto", "auto dense")}
+
+
+def test_what_is_set_apart_travels_with_a_gradient_that_is_sent_as_it_is():
+    def on_rank(comm):
+        scheme, plain = Auto(candidates=["dense"]), Dense()
+        for step in range(3):
+            gradient = normal(comm.rank, step, 300)
+            update = scheme.step(gradient, comm, request=Request(apart=[(10, 50)]))
+            assert scheme.sent_whole
+            assert same_bits(update, plain.step(gradient, comm))
+
+    simulate(4, on_rank)
