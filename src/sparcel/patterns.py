@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Round(NamedTuple):
     """Whom a rank sends to and whom it receives from in one round.
 
-    ``distance`` is how many ranks apart the two ends of a message are. ``blocks`` is how many ranks'
-    blocks a message holds.
+    ``distance`` is how many ranks apart the two ends of a message are. ``blocks`` is how many
+    ranks' blocks a message holds.
     """
 
     to: int

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
 
 import torch
 
 from sparcel import kernels
 from sparcel.errors import InputError
+from sparcel.fill_in import expected_union, log_absent
+from sparcel.stream import dense_from
 
 
 def expected_nnz(size: int, k: int, ranks: int) -> float:
@@ -48,7 +49,7 @@ def expected_nnz(size: int, k: int, ranks: int) -> float:
     useless in floating point: for P = 100 at k/n = 0.9 its terms reach 10²⁷.
     """
     _check(size, k, ranks)
-    return size * _present(size, k, ranks)
+    return expected_union(size, k, ranks)
 
 
 def nnz_variance(size: int, k: int, ranks: int) -> float:
@@ -77,11 +78,11 @@ def nnz_variance(size: int, k: int, ranks: int) -> float:
     _check(size, k, ranks)
     if k in (0, size) or ranks == 1:
         return 0.0
-    absent = math.exp(ranks * _log_absent(size, k))
+    absent = math.exp(ranks * log_absent(size, k))
     # q₂ = q²·(1 − c)^P: where a coordinate is absent, every other one is likelier to be present.
     c = k / ((size - k) * (size - 1))
     likelier = -math.expm1(ranks * math.log1p(-c)) if c < 1 else 1.0
-    spread = _present(size, k, ranks) - (size - 1) * absent * likelier
+    spread = expected_union(size, k, ranks) / size - (size - 1) * absent * likelier
     return max(0.0, size * absent * spread)
 
 
@@ -93,8 +94,7 @@ def delta(size: int, dtype: torch.dtype = torch.float32) -> int:
 
     Source: SparCML, section 5.1.
     """
-    value, index = dtype.itemsize, kernels.index_dtype(size).itemsize
-    return size * value // (value + index)
+    return dense_from(size, dtype.itemsize) - 1
 
 
 def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> int:
@@ -152,23 +152,6 @@ def relative_volume(size: int, k: int, ranks: int, dtype: torch.dtype = torch.fl
     coordinate = 1 + kernels.index_dtype(size).itemsize / dtype.itemsize
     halves = (min(size, nnz * coordinate) for nnz in (k, expected_nnz(size, k, ranks)))
     return sum(halves) / (2 * size)
-
-
-def expected_union(size: int, counts: Sequence[int]) -> float:
-    """Return what `expected_nnz` does where rank r selects ``counts[r]`` coordinates."""
-    if max(counts, default=0) == size:
-        return float(size)
-    return -size * math.expm1(math.fsum(_log_absent(size, count) for count in counts))
-
-
-def _log_absent(size: int, k: int) -> float:
-    """Return log(1 − k/n), for k < n, without losing digits at either end."""
-    return math.log1p(-k / size) if 2 * k < size else math.log((size - k) / size)
-
-
-def _present(size: int, k: int, ranks: int) -> float:
-    """Return 1 − (1 − k/n)^P, the probability that some rank selected a coordinate."""
-    return 1.0 if k == size else -math.expm1(ranks * _log_absent(size, k))
 
 
 def _check(size: int, k: int, ranks: int) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparcel.analysis._inputs import Vector, dense
-from sparcel.analysis.density import delta, expected_union
+from sparcel.analysis.density import delta
 from sparcel.errors import InputError
+from sparcel.fill_in import expected_union_of
 from sparcel.schemes.density import check_density, count_for
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
@@ -45,7 +46,7 @@ class Growth:
     def uniform_density(self) -> tuple[float, ...]:
         """The density expected of ranks that select as many coordinates each, but by chance."""
         counts = [self.selected[: ranks + 1] for ranks in range(len(self.selected))]
-        return tuple(expected_union(self.size, count) / self.size for count in counts)
+        return tuple(expected_union_of(self.size, count) / self.size for count in counts)
 
     def dense_from(self, dtype: torch.dtype = torch.float32) -> int | None:
         """Return the fewest ranks whose sum is dense, values being ``dtype``; None if none is."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel import collectives
+from sparcel import auto
 from sparcel.bench import oracle
 from sparcel.bench.baselines import (
     AS_MANY_BYTES,
@@ -23,6 +23,7 @@ from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.errors import known
 from sparcel.schemes import SCHEMES, Hierarchical, Scheme, scheme
+from sparcel.wire import Wire
 
 EXCHANGES = ("gtopk", "oktopk")
 STEP = "step:"
@@ -70,16 +71,16 @@ def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -
     own = case.streams[comm.rank]
     if name == "gtopk":
         return Contender(
-            lambda: comm.run(lambda: gtopk(own, comm, k)).total,
+            lambda: comm.run(lambda: gtopk(own, Wire(comm), k)).total,
             lambda result: oracle.count_wrong(result, oracle.tree_largest(case.streams, k)),
         )
     if name == "oktopk":
         return Contender(
-            lambda: comm.run(lambda: oktopk(own, comm, k, k)),
+            lambda: comm.run(lambda: oktopk(own, Wire(comm), k, k)),
             lambda result: oracle.count_wrong(result, case.total.largest(k)),
         )
     return Contender(
-        lambda: comm.run(lambda: collectives.all_reduce(own, comm, algorithm=name, max_nnz=k)),
+        lambda: comm.run(lambda: auto.all_reduce(own, Wire(comm), algorithm=name, max_nnz=k)),
         lambda result: oracle.count_wrong(result, case.total),
     )
 

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparcel import auto
 from sparcel.bench.baselines import DENSE
+from sparcel.bench.contenders import STEP
 from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import CLUSTERS, Case
 from sparcel.bench.results import Cell
-from sparcel.cost import LOSSLESS, NAMES, Problem, Rates, predict
+from sparcel.collectives import ALGORITHMS, OTHER_STEPS
+from sparcel.cost import Problem, Rates, predict
 from sparcel.cost.measure import measure
 from sparcel.errors import InputError, known
+from sparcel.fill_in import expected_union
+from sparcel.schedule import Steps
+from sparcel.schemes import PREDICTED, engine_steps, steps_of
 
 NOW = "now"
 """In place of a file of rates: measure them, before all else."""
@@ -52,7 +58,8 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
 
 def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -> float | None:
     """Return the seconds that the row ``name`` is predicted to take, None where nothing is."""
-    if rates is None or name not in NAMES:
+    steps = None if rates is None else _steps(name, rates)
+    if steps is None:
         return None
     dense = name in DENSE
     problem = Problem(
@@ -63,19 +70,30 @@ def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -
         spread=None if dense else _spread(case),
         clusters=CLUSTERS if case.distribution == "clustered" else 0,
     )
-    return predict(name, problem, rates).seconds
+    return predict(steps, problem, rates).seconds
+
+
+def _steps(name: str, rates: Rates) -> Steps | None:
+    """Return what the row ``name`` consists of, None where no steps are known."""
+    if name in DENSE:
+        return engine_steps(DENSE[name].itemsize)
+    if name == "auto":
+        return auto.steps_by(rates)
+    if name in ALGORITHMS:
+        return ALGORITHMS[name].steps
+    scheme = name.removeprefix(STEP)
+    if scheme != name:
+        return steps_of(scheme, rates) if scheme in PREDICTED else None
+    return OTHER_STEPS.get(name)
 
 
 def _spread(case: Case) -> int:
-    """Return of how many coordinates independent choices would have as large a union as these.
-
-    Source: SparCML, section 3.1: m streams of k of n coordinates have n(1 − (1 − k/n)^m).
-    """
+    """Return of how many coordinates independent choices would have as large a union as these."""
     union = case.total.indices.numel()
     low, high = case.k, case.size
     while low < high:
         middle = (low + high) // 2
-        if middle * (1 - (1 - case.k / middle) ** case.ranks) < union:
+        if expected_union(middle, case.k, case.ranks) < union:
             low = middle + 1
         else:
             high = middle
@@ -91,7 +109,7 @@ def verdict(cells: Sequence[Cell]) -> str:
     told = f"{close} of {len(ratios)} predictions within {100 * _CLOSE:.0f} % of the time measured"
     cases: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
-        if cell.predicted is not None and cell.algorithm in LOSSLESS:
+        if cell.predicted is not None and cell.algorithm in ALGORITHMS:
             key = (cell.engine, cell.size, cell.density, cell.distribution)
             cases[key].append(cell)
     regrets = [

@@ -52,7 +52,7 @@ def gather_direct(
     ]
     parts = wire.gather(wire.compact(block), dues)
     size = boundaries[-1]
-    return _join([placed(part, start, size) for part, start in zip(parts, boundaries[:-1], strict=True)])
+    return _join([placed(part, boundaries[rank], size) for rank, part in enumerate(parts)])
 
 
 def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> SparseStream:

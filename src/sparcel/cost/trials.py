@@ -106,7 +106,8 @@ def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
 
 def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
     """Return whom a rank sends to and receives from in each round of a gather."""
-    distances = [nearest * distance for _, _, distance, _ in patterns.bruck(0, -(-ranks // nearest))]
+    rounds = patterns.bruck(0, -(-ranks // nearest))
+    distances = [nearest * distance for _, _, distance, _ in rounds]
     return [((rank - far) % ranks, (rank + far) % ranks) for far in distances]
 
 

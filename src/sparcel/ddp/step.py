@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sparcel import collectives
+from sparcel.auto import all_reduce
 from sparcel.comm import Communicator
 from sparcel.comm import Handle as Job
 from sparcel.ddp.residuals import Vector
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 _FEW = 1 << 16
 """Up to so many elements of small tensors, fewer rounds are worth more than fewer bytes."""
@@ -111,7 +112,7 @@ class Step:
     def _sum(self, stream: SparseStream, algorithm: str) -> SparseStream:
         """Return the average over ranks of what travels whole, or NaN where one is not finite."""
         with self.meter.communicating():
-            total = collectives.all_reduce(stream, self.comm, algorithm=algorithm)
+            total = all_reduce(stream, Wire(self.comm), algorithm=algorithm)
         self.finite &= total.finite
         divisor = self.comm.size if total.finite else float("nan")
         return SparseStream.unchecked(total.indices, total.values / divisor, total.size)

@@ -32,7 +32,7 @@ class Format(Protocol):
     """
 
     def __hash__(self) -> int:
-        """Formats are values: choices are remembered by them."""
+        """Return the hash: formats are values, and choices are remembered by them."""
 
     @property
     def kind(self) -> int:

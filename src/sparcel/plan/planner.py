@@ -11,13 +11,16 @@ from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.server import through_server
-from sparcel.schemes import check_density
+from sparcel.schedule import Steps
+from sparcel.schemes import check_density, engine_steps, steps_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 BASELINE = "dense bf16"
-DENSE = ("dense fp32", BASELINE)
+DENSE: dict[str, Steps] = {"dense fp32": engine_steps(4), BASELINE: engine_steps(2)}
+"""DDP's own all-reduce."""
+
 SPARSE = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
 ON_NODES = ("hitopk", "torus2d")
 
@@ -182,9 +185,8 @@ Predict = Callable[[Problem], Prediction]
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:
-    # DDP's own all-reduce is nothing but the engine's.
-    name = method if method in DENSE else f"step:{method}"
-    return lambda problem: predict(name, problem, rates)
+    steps = DENSE[method] if method in DENSE else steps_of(method, rates)
+    return lambda problem: predict(steps, problem, rates)
 
 
 def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> Row:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sparcel.cost import Prediction, Problem, Rates
-from sparcel.cost.steps import Work
-from sparcel.formats.header import HEADER_BYTES
+from sparcel.cost import Prediction, Problem, Rates, work_seconds
+from sparcel.schedule import Work
 
 
 def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]:
@@ -29,12 +28,12 @@ def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]
         if method in ("topk", "scalecom"):
             busy = 1.0 if method == "topk" else 1 / ranks
             selecting = (Work("select", problem.size, busy), Work("largest", problem.k, busy))
-            work["select"] = sum(step.seconds(problem, rates) for step in selecting)
+            work["select"] = sum(work_seconds(step, rates) for step in selecting)
             entries = ranks * problem.k
             updating = (Work("fill", problem.size), Work("scatter", entries), _add(problem))
-            work["reduce"] = sum(step.seconds(problem, rates) for step in updating)
+            work["reduce"] = sum(work_seconds(step, rates) for step in updating)
         else:
-            work["reduce"] = 3 * _add(problem).seconds(problem, rates)
+            work["reduce"] = 3 * work_seconds(_add(problem), rates)
         return Prediction(
             exchange + sum(work.values()),
             select=work["select"],
@@ -51,13 +50,14 @@ def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]
 def messages(method: str, problem: Problem) -> tuple[float, float]:
     """Return the bytes that a rank sends to the server, and that the server sends each rank."""
     if method.startswith("dense"):
-        whole = HEADER_BYTES + problem.size * (2.0 if method == "dense bf16" else problem.itemsize)
+        itemsize = 2 if method == "dense bf16" else problem.itemsize
+        whole = problem.format.expected_bytes(None, problem.size, itemsize)
         return whole, whole
     if method == "topk":
-        return problem.message(problem.k), problem.message(problem.union(problem.ranks))
-    indices = problem.k * (problem.entry_bytes - problem.itemsize)
-    values = problem.k * problem.itemsize
-    return HEADER_BYTES + values + indices / problem.ranks, 2 * HEADER_BYTES + indices + values
+        return problem.message(problem.k), problem.message(problem.entries(problem.everyone))
+    indices = problem.format.expected_bytes(problem.k, problem.size, 0)
+    values = problem.format.expected_bytes(None, problem.k, problem.itemsize)
+    return values + indices / problem.ranks, indices + values
 
 
 def _add(problem: Problem) -> Work:

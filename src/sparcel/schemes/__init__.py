@@ -7,20 +7,37 @@ from collections.abc import Callable
 from typing import Any
 
 from sparcel.errors import known
+from sparcel.rates import Rates
+from sparcel.schedule import Steps
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.dense import Dense
+from sparcel.schemes.dense import Dense, engine_steps
+from sparcel.schemes.dense import steps as dense_steps
 from sparcel.schemes.density import check_density
 from sparcel.schemes.gtopk import GTopK
+from sparcel.schemes.gtopk import steps as gtopk_steps
 from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of
 from sparcel.schemes.oktopk import OkTopK
-from sparcel.schemes.presets import dgc, gaussiank, hitopk, mstopk, torus2d
+from sparcel.schemes.oktopk import steps as oktopk_steps
+from sparcel.schemes.presets import (
+    dgc,
+    gaussiank,
+    hitopk,
+    hitopk_steps,
+    mstopk,
+    torus2d,
+    torus2d_steps,
+)
 from sparcel.schemes.request import Layer, Meter, Request
 from sparcel.schemes.scalecom import ScaleCom
+from sparcel.schemes.scalecom import steps as scalecom_steps
 from sparcel.schemes.sparcml import SparCML
+from sparcel.schemes.sparcml import steps as sparcml_steps
 from sparcel.schemes.topk import TopK
+from sparcel.schemes.topk import steps_by as topk_steps_by
 
 __all__ = [
+    "PREDICTED",
     "SCHEMES",
     "Auto",
     "Dense",
@@ -36,8 +53,10 @@ __all__ = [
     "TopK",
     "check_density",
     "connect_nodes",
+    "engine_steps",
     "filter_of",
     "scheme",
+    "steps_of",
 ]
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
@@ -54,6 +73,29 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "dgc": dgc,
     "auto": Auto,
 }
+
+
+STEPS: dict[str, Steps] = {
+    "dense": dense_steps,
+    "sparcml": sparcml_steps,
+    "gtopk": gtopk_steps,
+    "oktopk": oktopk_steps,
+    "scalecom": scalecom_steps,
+    "hitopk": hitopk_steps,
+    "torus2d": torus2d_steps,
+}
+"""What a step of these schemes consists of."""
+
+PREDICTED = ("topk", *STEPS)
+"""The schemes whose steps the cost model knows."""
+
+
+def steps_of(name: str, rates: Rates) -> Steps:
+    """Return what a step of the scheme of that name, of `PREDICTED`, consists of.
+
+    ``topk`` sums by the algorithm that is the fastest where these are the rates.
+    """
+    return topk_steps_by(rates) if name == "topk" else STEPS[name]
 
 
 def scheme(name: str, **settings: Any) -> Scheme:

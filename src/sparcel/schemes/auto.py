@@ -15,17 +15,24 @@ from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError, known
 from sparcel.memory import wide_dtype
+from sparcel.rates import Rates
+from sparcel.schedule import Problem, Steps
 from sparcel.schemes._contest import Contest
 from sparcel.schemes.dense import Dense
+from sparcel.schemes.dense import steps as dense_steps
 from sparcel.schemes.density import count_for
 from sparcel.schemes.gtopk import exchange_gtopk
+from sparcel.schemes.gtopk import steps as gtopk_steps
 from sparcel.schemes.oktopk import exchange_oktopk
+from sparcel.schemes.oktopk import steps as oktopk_steps
 from sparcel.schemes.request import Layer, Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import exchange_topk
+from sparcel.schemes.topk import steps_by as topk_steps_by
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
-EXCHANGES: dict[str, Callable[[Selection, Communicator], Exchanged]] = {
+EXCHANGES: dict[str, Callable[[Selection, Wire], Exchanged]] = {
     "topk": exchange_topk,
     "gtopk": exchange_gtopk,
     "oktopk": exchange_oktopk,
@@ -33,6 +40,12 @@ EXCHANGES: dict[str, Callable[[Selection, Communicator], Exchanged]] = {
 """Methods with one memory: each rank sends its own k largest coordinates, and keeps the rest."""
 
 CANDIDATES = ("dense", *EXCHANGES)
+
+
+def _steps_of(name: str, rates: Rates) -> Steps:
+    """Return what a step by a candidate consists of."""
+    fixed = {"dense": dense_steps, "gtopk": gtopk_steps, "oktopk": oktopk_steps}
+    return topk_steps_by(rates) if name == "topk" else fixed[name]
 
 
 @dataclass(eq=False)
@@ -154,13 +167,13 @@ class Auto(Sparsifier):
         size, predicted = max(1, gradient.numel()), {}
         for name in names:
             itemsize = own if name == "dense" else wide
-            problem = cost.Problem(size, min(k, size), comm.size, here, itemsize)
-            predicted[name] = cost.predict(f"step:{name}", problem, rates).seconds
+            problem = Problem(size, min(k, size), comm.size, here, itemsize)
+            predicted[name] = cost.predict(_steps_of(name, rates), problem, rates).seconds
         return predicted
 
     def _meet(self, gradient: Tensor, comm: Communicator, contest: Contest) -> bool:
         """Compare the ranks' predictions; return whether some rank keeps something back."""
-        check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)
+        check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))
         facts = repr(contest.predicted).encode()
         digest = int.from_bytes(hashlib.blake2b(facts, digest_size=7).digest())
         gathered = comm.gather_numbers(digest << 1 | self._keeps_something())
@@ -195,6 +208,6 @@ class Auto(Sparsifier):
     def _sends_all(self, layers: Sequence[Layer]) -> bool:
         return self.chosen == "dense"
 
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         assert self.chosen is not None, "reduce chose"
-        return EXCHANGES[self.chosen](selection, comm)
+        return EXCHANGES[self.chosen](selection, wire)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparcel._checks import all_finite
-from sparcel.collectives.dense import check_agreement
+from sparcel.collectives.dense import agreement_steps, check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import known
+from sparcel.schedule import EngineSum, Problem, Step, Steps, Work
+from sparcel.schemes._phases import apply_steps
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 _WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -52,4 +56,20 @@ class Dense(Scheme):
         return SparseStream.unchecked(None, average, size, finite), 1
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
-        check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), comm)
+        check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step of `Dense`."""
+    yield from agreement_steps(problem)
+    yield Work("add", problem.size)
+    yield EngineSum(problem.size, problem.itemsize)
+    yield from apply_steps(problem, problem.size)
+
+
+def engine_steps(itemsize: int) -> Steps:
+    """Return the steps of the engine's all-reduce alone, of values of so many bytes.
+
+    DDP without sparcel does nothing else.
+    """
+    return lambda problem: [EngineSum(problem.size, itemsize)]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparcel.collectives.gtopk import gtopk
-from sparcel.comm import Communicator
+from sparcel.collectives.gtopk import steps as gtopk_steps
 from sparcel.errors import known
+from sparcel.schedule import Problem, Step, Work
+from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.wire import Wire
 
 
-def exchange_gtopk(
-    selection: Selection, comm: Communicator, put_back: str = "dropped"
-) -> Exchanged:
+def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the tree's top-k of the ranks' selections; what it dropped goes back to memory."""
     sent = selection.stream
-    outcome = gtopk(sent, comm, selection.k)
+    outcome = gtopk(sent, wire, selection.k)
     total = outcome.total
     if not total.finite:
         return Exchanged(total, sent)
@@ -45,5 +47,13 @@ class GTopK(Sparsifier):
         super().__post_init__()
         known(self.put_back, ["dropped", "own"], "put_back")
 
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
-        return exchange_gtopk(selection, comm, self.put_back)
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
+        return exchange_gtopk(selection, wire, self.put_back)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step of `GTopK`."""
+    yield from select_steps(problem)
+    yield from gtopk_steps(problem)
+    yield Work("scatter", problem.k)
+    yield from apply_steps(problem, problem.k)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 from torch import Tensor
 
-from sparcel import formats
-from sparcel.collectives._transfer import decode_from, gather_messages, region_boundaries
+from sparcel import patterns
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
 from sparcel.comm.nodes import grid
 from sparcel.errors import InputError
 from sparcel.memory import emptied, wide_dtype
+from sparcel.schedule import Exchange, Problem, Step, Steps, Work
+from sparcel.schemes._phases import apply_steps
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.stream import SparseStream, concatenate
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire, due, gather_steps
 
 
 @dataclass(eq=False)
@@ -76,17 +79,20 @@ class Hierarchical(Scheme):
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
         here = grid(comm, self.ranks_per_node)
-        boundaries = region_boundaries(gradient.numel(), here.node.size)
+        node = Wire(here.node, request.format)
+        boundaries = patterns.regions(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
         with emptied(gradient, request.apart):
             with request.meter.communicating():
                 self._bring_loaded(gradient, here.node)
-                shard = reduce_scatter(_stream(gradient), here.node).to_dense()
+                shard = reduce_scatter(
+                    _stream(gradient), Wire(here.node, request.format)
+                ).to_dense()
             of_shard = self._of_shard(request, shard, comm)
             total, divisor = self.inner.reduce(shard, here.across, of_shard)
             with request.meter.communicating():
-                whole = _gather_shards(total, here.node, boundaries)
+                whole = _gather_shards(total, node, boundaries)
         return whole, divisor
 
     def commit(self) -> None:
@@ -153,7 +159,7 @@ class Hierarchical(Scheme):
             part = state.get(name)
             if part is None:  # on this rank; others may have something
                 part = gradient.new_zeros(self._size, dtype=wide_dtype(gradient.dtype))
-            state[name] = reduce_scatter(SparseStream.from_dense(part), node).to_dense()
+            state[name] = reduce_scatter(SparseStream.from_dense(part), Wire(node)).to_dense()
         self.inner.load_state_dict(state)
 
     def _of_shard(self, request: Request, shard: Tensor, comm: Communicator) -> Request:
@@ -169,6 +175,7 @@ class Hierarchical(Scheme):
             # Where this rank's gradient is zero, that of another rank of the node may not be.
             withheld=[(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()],
             ranks=request.divisor(comm),
+            format=request.format,
             meter=request.meter,
         )
 
@@ -199,17 +206,32 @@ def _stream(gradient: Tensor) -> SparseStream:
     return SparseStream.unchecked(None, gradient.to(wide_dtype(gradient.dtype)), gradient.numel())
 
 
-def _gather_shards(
-    total: SparseStream, node: Communicator, boundaries: Sequence[int]
-) -> SparseStream:
+def _gather_shards(total: SparseStream, wire: Wire, boundaries: Sequence[int]) -> SparseStream:
     """Join the sums of all shards."""
-    at_most = formats.max_bytes(max(hi - lo for lo, hi in pairwise(boundaries)), total.dtype, None)
-    messages = gather_messages(formats.encode(total.compact()), node, at_most)
-    return concatenate(
-        [
-            decode_from(rank, message, total.empty_like(hi - lo), node)
-            for rank, (message, (lo, hi)) in enumerate(
-                zip(messages, pairwise(boundaries), strict=True)
-            )
-        ]
-    )
+    dues = [due(total, size=stop - start) for start, stop in pairwise(boundaries)]
+    return wire.concatenate(wire.gather(wire.compact(total), dues))
+
+
+def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step on two levels, of which ``inner`` is done across the nodes.
+
+    ``inner`` selects and exchanges on the shard; ``is_dense`` tells that its sum is dense.
+    """
+    here = min(problem.ranks_per_node, problem.ranks)
+    nodes = max(1, problem.ranks // here)
+    shard = ceil(problem.size / here)
+    if here > 1:
+        part = problem.format.expected_bytes(None, shard, problem.itemsize)
+        yield Work("encode", problem.size * problem.itemsize)
+        yield Exchange("rotate", (part,) * (here - 1), (part,) * (here - 1), inside=True)
+        yield Work("add", shard, times=here - 1)
+    k = max(1, min(shard, ceil(problem.k / here)))
+    across = Problem(shard, k, nodes, 1, problem.itemsize, format=problem.format)
+    yield from inner(across)
+    total = shard if is_dense else across.entries(range(nodes))
+    if here > 1:
+        block = across.message(total)
+        yield from gather_steps([block] * here, 0, across.most_bytes(None), inside=True)
+        yield Work("decode", total, times=here)
+        yield Work("encode", problem.message(total * here))
+    yield from apply_steps(problem, total * here)

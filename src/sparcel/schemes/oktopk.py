@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparcel.collectives.oktopk import Estimates, oktopk, oktopk_reuse
-from sparcel.comm import Communicator
+from sparcel.collectives.oktopk import oktopk
+from sparcel.collectives.oktopk import steps as oktopk_steps
+from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.errors import InputError, known
+from sparcel.schedule import Problem, Step, Work
+from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 
-def exchange_oktopk(selection: Selection, comm: Communicator) -> Exchanged:
+def exchange_oktopk(selection: Selection, wire: Wire) -> Exchanged:
     """Find the exact top-k of the sum; what a rank sent of the others goes back to memory."""
     sent = selection.stream
-    return _with_losers(oktopk(sent, comm, selection.k, selection.most), sent)
+    return _with_losers(oktopk(sent, wire, selection.k, selection.most), sent)
 
 
 @dataclass(eq=False)
@@ -51,12 +56,12 @@ class OkTopK(Sparsifier):
         super().__post_init__()
         self._estimates = self._estimated = Estimates()
 
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         if self.threshold == "exact":
-            return exchange_oktopk(selection, comm)
+            return exchange_oktopk(selection, wire)
         total, self._estimated = oktopk_reuse(
             selection.stream,
-            comm,
+            wire,
             selection.k,
             self._estimates,
             renew_boundaries=self.steps % self.boundary_steps == 0,
@@ -88,3 +93,12 @@ def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:
     none.
     """
     return Exchanged(total, sent, sent.without(total) if total.finite else None)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step of `OkTopK`."""
+    yield from select_steps(problem)
+    yield from oktopk_steps(problem)
+    yield Work("without", problem.k)
+    yield Work("scatter", problem.k)
+    yield from apply_steps(problem, problem.k)

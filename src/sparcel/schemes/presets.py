@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
+import torch
+
+from sparcel.collectives.allgather import steps as allgather_steps
+from sparcel.schedule import Problem, Step, Steps
+from sparcel.schemes._phases import select_steps
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.dense import Dense
-from sparcel.schemes.hierarchical import Hierarchical
+from sparcel.schemes.dense import Dense, engine_steps
+from sparcel.schemes.hierarchical import Hierarchical, steps_on_nodes
 from sparcel.schemes.topk import TopK
 
 
@@ -60,3 +66,13 @@ def dgc(
     have no momentum of its own. Source: Lin et al. 2018.
     """
     return TopK(density, "dgc", warmup, warmup_steps, momentum, clip, algorithm="allgather")
+
+
+def _select_and_gather(problem: Problem) -> Iterator[Step]:
+    """Yield the part of HiTopKComm's step that is done across nodes."""
+    yield from select_steps(problem)
+    yield from allgather_steps(problem)
+
+
+hitopk_steps: Steps = partial(steps_on_nodes, _select_and_gather, False)
+torus2d_steps: Steps = partial(steps_on_nodes, engine_steps(torch.float32.itemsize), True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from sparcel.comm import Communicator
+from sparcel.formats import COO, Format
 from sparcel.memory import Range
 
 Layer = tuple[int, int, float | None]
@@ -65,6 +66,8 @@ class Request:
     ranks
         How many ranks the average is over, if the gradient is already a sum of several ranks'
         gradients. None: the size of the communicator.
+    format
+        How streams travel; the same on all ranks.
     meter
         Counts and times what the step does.
     """
@@ -73,6 +76,7 @@ class Request:
     withheld: Sequence[Range] = ()
     apart: Sequence[Range] = ()
     ranks: int | None = None
+    format: Format = COO
     meter: Meter = field(default_factory=Meter)
 
     def divisor(self, comm: Communicator) -> int:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from sparcel.collectives.broadcast import broadcast, message_steps
 from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.index_broadcast import index_broadcast
+from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
+from sparcel.schedule import Problem, Step, Work
+from sparcel.schemes._phases import SMALL, apply_steps
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
+from sparcel.wire import Due, Wire
 
 
 @dataclass(eq=False)
@@ -52,19 +57,46 @@ class ScaleCom(Sparsifier):
             return super()._take(gradient, comm, request)
         return self._memory.accumulate(gradient, request.divisor(comm), request.withheld)
 
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
-        mine, leader = selection.stream, self._leader(comm)
-        chosen = index_broadcast(mine, comm, leader, selection.most)
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
+        mine, leader = selection.stream, self._leader(wire)
+        chosen = broadcast(_indices_of(mine), wire, leader, _indices_due(mine, selection.most))
         if not chosen.finite:
             nothing = mine.empty_like()
             nothing.finite = False
             return Exchanged(nothing, nothing)
         assert chosen.indices is not None, "the leader selects"
-        values = mine.values if comm.rank == leader else self._memory.take(chosen.indices)
+        values = mine.values if wire.rank == leader else self._memory.take(chosen.indices)
         stream = SparseStream.unchecked(None, values, values.numel(), mine.finite)
-        sums = halving_doubling(stream, comm)
+        sums = halving_doubling(stream, wire)
         total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
         return Exchanged(total, total)
 
-    def _leader(self, comm: Communicator) -> int:
-        return self.steps % comm.size
+    def _leader(self, ranks: Communicator | Wire) -> int:
+        return self.steps % ranks.size
+
+
+def _indices_of(stream: SparseStream) -> SparseStream:
+    """Return the indices alone, as a stream of rows of width 0."""
+    rows = stream.values.new_empty(stream.nnz, 0)
+    return SparseStream.unchecked(stream.indices, rows, stream.size, stream.finite)
+
+
+def _indices_due(like: SparseStream, most: int) -> Due:
+    """Return what is due of a leader with at most so many indices."""
+    return Due(like.size, like.dtype, 0, most, sparse=True)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step of `ScaleCom` that rank 0 leads."""
+    rank, ranks, k = problem.rank, problem.ranks, problem.k
+    yield Work("add", problem.size, times=3)  # copied, added to, and looked through
+    yield Work("largest", k, 1 / ranks)
+    yield Work("small", SMALL)
+    indices = problem.format.expected_bytes(k, problem.size, 0)
+    at_most = problem.format.max_bytes(k, problem.size, 0)
+    yield Work("encode", indices, 1 / ranks)
+    yield from message_steps(indices, rank, ranks, 0, at_most)
+    yield Work("decode", k)
+    yield Work("scatter", 2 * k)
+    yield from halving_doubling_steps(replace(problem, size=k, spread=k, clusters=0))
+    yield from apply_steps(problem, k)

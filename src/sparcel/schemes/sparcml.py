@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from sparcel.collectives.split_allgather import quantized_split_allgather, split_allgather
-from sparcel.comm import Communicator
+from sparcel.collectives.split_allgather import steps as split_allgather_steps
 from sparcel.formats import Qsgd
+from sparcel.schedule import Problem, Step
 from sparcel.schemes.request import Layer
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
-from sparcel.selectors import Selector
+from sparcel.schemes.topk import steps as topk_steps
+from sparcel.selectors import Selector, selector
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 
 @dataclass(eq=False)
@@ -41,13 +44,20 @@ class SparCML(Sparsifier):
     def _sends_all(self, layers: Sequence[Layer]) -> bool:
         return self._quantizer is None and super()._sends_all(layers)
 
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         sent, most = selection.stream, selection.most
         if self._quantizer is None:
-            return Exchanged(split_allgather(sent, comm, max_nnz=most), sent)
-        seed = self.seed + (self.steps << 32)
-        outcome = quantized_split_allgather(sent, comm, self._quantizer, seed, most)
+            return Exchanged(split_allgather(sent, wire, max_nnz=most), sent)
+        quantizer = replace(self._quantizer, seed=self.seed + (self.steps << 32))
+        outcome = quantized_split_allgather(sent, wire, quantizer, most)
         if outcome.error is None:
             return Exchanged(outcome.total, sent)
         error = SparseStream.unchecked(None, outcome.error, outcome.error.numel())
         return Exchanged(outcome.total, sent, error, outcome.start)
+
+
+def steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step of `SparCML`, which selects one of each bucket at the least."""
+    k = selector("bucketed").most(problem.k, problem.size)
+    spread = None if problem.spread is None else max(k, problem.spread)
+    yield from topk_steps(split_allgather_steps, replace(problem, k=k, spread=spread))

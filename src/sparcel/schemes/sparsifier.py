@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from sparcel import collectives
+from sparcel.collectives.dense import dense
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import Memory, Share, emptied
@@ -19,6 +19,7 @@ from sparcel.schemes.request import Layer, Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Sparsifier(Scheme):
         meter.asked += everything.size
         meter.selected += everything.size
         with meter.communicating():
-            total = collectives.all_reduce(everything, comm, algorithm="dense")
+            total = dense(everything, Wire(comm, request.format))
         self._memory.take_all()
         return total
 
@@ -172,7 +173,7 @@ class Sparsifier(Scheme):
         with meter.selecting():
             taken = self._take(gradient, comm, request)
         with meter.communicating():
-            outcome = self._exchange(Selection(taken, k, most), comm)
+            outcome = self._exchange(Selection(taken, k, most), Wire(comm, request.format))
         meter.selected += outcome.sent.nnz
         if outcome.kept is not None:
             self._memory.give_back(outcome.kept, outcome.start)
@@ -188,7 +189,7 @@ class Sparsifier(Scheme):
         return self._memory.select(gradient, self._shares, self.steps, divisor, request.withheld)
 
     @abstractmethod
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         """Exchange the ranks' selections: what distinguishes one method from another."""
 
     def _divided(self, size: int, layers: Sequence[Layer]) -> list[Share]:

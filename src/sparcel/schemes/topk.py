@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from sparcel.collectives import all_reduce, check_algorithm
-from sparcel.comm import Communicator
+from sparcel import auto
+from sparcel.collectives import check_algorithm
+from sparcel.rates import Rates
+from sparcel.schedule import Problem, Step, Steps
+from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.wire import Wire
 
 
-def exchange_topk(selection: Selection, comm: Communicator, algorithm: str = "auto") -> Exchanged:
+def exchange_topk(selection: Selection, wire: Wire, algorithm: str = "auto") -> Exchanged:
     """Sum the ranks' selections; nothing of them goes back to memory."""
     sent = selection.stream
-    return Exchanged(all_reduce(sent, comm, algorithm=algorithm, max_nnz=selection.most), sent)
+    return Exchanged(auto.all_reduce(sent, wire, algorithm=algorithm, max_nnz=selection.most), sent)
 
 
 @dataclass(eq=False)
@@ -34,5 +40,17 @@ class TopK(Sparsifier):
         super().__post_init__()
         check_algorithm(self.algorithm)
 
-    def _exchange(self, selection: Selection, comm: Communicator) -> Exchanged:
-        return exchange_topk(selection, comm, self.algorithm)
+    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
+        return exchange_topk(selection, wire, self.algorithm)
+
+
+def steps_by(rates: Rates) -> Steps:
+    """Return the steps of a step of `TopK` with ``algorithm="auto"``, where these are the rates."""
+    return partial(steps, auto.steps_by(rates))
+
+
+def steps(exchange: Steps, problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step that sums the ranks' selections by ``exchange``."""
+    yield from select_steps(problem)
+    yield from exchange(problem)
+    yield from apply_steps(problem, problem.entries(problem.everyone))
