@@ -19,7 +19,8 @@ from typing import Any
 
 from sparcel.bench.inputs import Case
 from sparcel.bench.predicted import predicted
-from sparcel.cost import LOSSLESS, Rates
+from sparcel.collectives import ALGORITHMS
+from sparcel.cost import Rates
 
 NEAR, GOOD = 0.25, 1.15
 """Within which share of the measured time a prediction is near; and how many times as long as the
@@ -75,7 +76,7 @@ def choices(cells: Iterable[Cell]) -> list[tuple[Cell, float]]:
     contests = defaultdict(list)
     for cell in cells:
         kind = "step" if cell.algorithm.startswith("step:") else "sum"
-        if kind == "step" or cell.algorithm in LOSSLESS:
+        if kind == "step" or cell.algorithm in ALGORITHMS:
             contests[cell.engine, cell.where, kind].append(cell)
     found = []
     for contest in contests.values():

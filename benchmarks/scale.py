@@ -22,12 +22,12 @@ import torch
 from machine import machine
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, gtopk, oktopk
+from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.index_broadcast import index_broadcast
 from sparcel.comm import Communicator, Network
 from sparcel.ops import SUM
 from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
+from sparcel.wire import Due, Wire
 
 # A second of latency and no limit on bandwidth count rounds.
 ROUNDS = Network(latency_s=1)
@@ -39,9 +39,11 @@ NODES = Network(
 
 def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
     """Do what a step of ScaleCom sends: rank 0's indices, and everybody's values there."""
-    chosen = index_broadcast(stream, comm, 0, k)
+    wire, rows = Wire(comm), stream.values.new_empty(stream.nnz, 0)
+    indices = SparseStream.unchecked(stream.indices, rows, stream.size)
+    chosen = broadcast(indices, wire, 0, Due(stream.size, stream.dtype, 0, k, sparse=True))
     ones = SparseStream(None, torch.ones(chosen.nnz), chosen.nnz)
-    sums = halving_doubling(ones, comm)
+    sums = halving_doubling(ones, wire)
     return SparseStream.unchecked(chosen.indices, sums.values, stream.size)
 
 
@@ -56,8 +58,8 @@ def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
 
 
 SELECTING = {
-    "gtopk": lambda stream, comm, k: gtopk(stream, comm, k).total,
-    "oktopk": lambda stream, comm, k: oktopk(stream, comm, k, k),
+    "gtopk": lambda stream, comm, k: gtopk(stream, Wire(comm), k).total,
+    "oktopk": lambda stream, comm, k: oktopk(stream, Wire(comm), k, k),
     "scalecom": scalecom,
     "hitopk": two_levels(lambda density: TopK(density, algorithm="allgather")),
     "torus2d": two_levels(lambda density: Dense()),
@@ -84,7 +86,7 @@ def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
         if name in SELECTING:
             total = SELECTING[name](stream, comm, count)
         else:
-            total = ALGORITHMS[name](stream, comm, SUM, count)
+            total = ALGORITHMS[name].reduce(stream, Wire(comm), SUM, count)
         return total.nnz, float(total.values.double().sum())
 
     start = time.perf_counter()

@@ -59,8 +59,8 @@ def test_every_collective_can_be_asynchronous():
 BAD = [
     (lambda s, c: sparcel.all_reduce(s, "mean", group=c), r"op must be one of sum, .*'mean'"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="ringg", group=c), r"did you mean 'ring'\?"),
-    (lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c), r"gtopk\(stream, comm, k\)"),
-    (lambda s, c: sparcel.all_reduce(s, algorithm="oktopk", group=c), r"oktopk\(stream, comm, k\)"),
+    (lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c), r"gtopk\(stream, wire, k\)"),
+    (lambda s, c: sparcel.all_reduce(s, algorithm="oktopk", group=c), r"oktopk\(stream, wire, k\)"),
     (lambda s, c: sparcel.all_reduce(s, group="world"), r"group must be .*, got 'world'"),
     (lambda s, c: sparcel.all_reduce(s.to_dense(), group=c), r"SparseStream.*got Tensor"),
     (lambda s, c: sparcel.all_gather([s], group=c), r"SparseStream.*got list"),

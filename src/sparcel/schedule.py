@@ -88,8 +88,10 @@ class Problem:
         return self.expected(len(ranks)) * self._share(start, stop)
 
     def stored(self, ranks: Sequence[int], start: int, stop: int) -> float:
-        """Return the same, counting all of ``[start, stop)`` where the ranks' streams are dense."""
-        return stop - start if self.is_dense(self.k) else self.entries(ranks, start, stop)
+        """Return the same, counting all of ``[start, stop)`` where a rank's stream is dense."""
+        counts = [self.k] if self.union is None else [self.entries([rank]) for rank in ranks]
+        dense = any(self.is_dense(count) for count in counts)
+        return stop - start if dense else self.entries(ranks, start, stop)
 
     def expected(self, streams: float) -> float:
         """Return the coordinates that the sum of so many ranks' streams is expected to have."""

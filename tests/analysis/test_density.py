@@ -22,7 +22,8 @@ from sparcel.analysis import (
 from sparcel.collectives.split_allgather import split_allgather
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.stream import dense_is_smaller
+from sparcel.stream import dense_from
+from sparcel.wire import Wire
 from tests.strategies import DTYPES
 
 
@@ -127,8 +128,7 @@ def test_delta_is_where_streams_turn_dense(
     size: int, data: st.DataObject, dtype: torch.dtype
 ) -> None:
     nnz = data.draw(st.integers(0, size))
-    values = torch.empty(0, dtype=dtype)
-    assert dense_is_smaller(nnz, size, values) == (nnz > delta(size, dtype))
+    assert (nnz >= dense_from(size, dtype.itemsize)) == (nnz > delta(size, dtype))
 
 
 @given(st.integers(1, 10**12), st.data(), st.sampled_from(DTYPES))
@@ -168,7 +168,7 @@ def test_relative_volume_is_what_the_collective_sends(k: int, world: int) -> Non
     def exchange(comm: Communicator) -> None:
         generator = torch.Generator().manual_seed(comm.rank)
         indices = torch.randperm(size, generator=generator)[:k].sort().values
-        split_allgather(SparseStream(indices, torch.ones(k), size), comm, max_nnz=k)
+        split_allgather(SparseStream(indices, torch.ones(k), size), Wire(comm), max_nnz=k)
 
     traffic = simulate(world, exchange).traffic
     # Each rank sends every other one a slice, and passes on its region, under headers of 40 bytes.

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from sparcel.bench.phases import PHASES
@@ -19,7 +18,8 @@ from sparcel.cli.bench import _rates_source
 from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, predict, stated_rates
 from sparcel.errors import InputError
-from sparcel.formats.coo import message_bytes
+from sparcel.formats import COO
+from sparcel.schemes import engine_steps
 
 _BENCH = [sys.executable, "-m", "sparcel.cli", "bench"]
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
@@ -83,7 +83,7 @@ def test_every_row_is_right_and_plausible(everything: tuple[str, dict[str, Any]]
 @pytest.mark.processes
 def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]]) -> None:
     cells = {cell["algorithm"]: cell for cell in everything[1]["cells"]}
-    stream = message_bytes(_K, _SIZE, torch.float32, None)
+    stream = COO.max_bytes(_K, _SIZE, 4)
     expected = {
         "dense fp32": 4 * _SIZE,
         "dense bf16": 2 * _SIZE,
@@ -101,10 +101,10 @@ def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]])
 def test_predictions_stand_beside_the_times(everything: tuple[str, dict[str, Any]]) -> None:
     output, results = everything
     cells = {cell["algorithm"]: cell for cell in results["cells"]}
-    dense = predict("dense fp32", Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
+    dense = predict(engine_steps(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
     assert cells["dense fp32"]["predicted"] == dense.seconds
     problem = Problem(size=_SIZE, k=_K, ranks=2)
-    close = pytest.approx(predict("allgather", problem, _RATES).seconds, rel=0.01)
+    close = pytest.approx(predict(ALGORITHMS["allgather"].steps, problem, _RATES).seconds, rel=0.01)
     assert cells["allgather"]["predicted"] == close
     assert cells["sparse_coo"]["predicted"] is None
     assert results["rates"] == {"gloo": json.loads(_RATES.to_json())}

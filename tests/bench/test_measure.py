@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from sparcel import formats, kernels, simulate
+from sparcel import kernels, simulate, stream
+from sparcel.auto import all_reduce
 from sparcel.bench import phases
 from sparcel.bench.baselines import Contender
 from sparcel.bench.inputs import Case
 from sparcel.bench.measure import Measured, measure
 from sparcel.bench.phases import Stopwatch, watched
-from sparcel.collectives import all_reduce
 from sparcel.comm import Communicator
-from sparcel.formats.coo import message_bytes
+from sparcel.formats import COO, Coo
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 RunOn = Callable[..., list[Any]]
 CASE = Case(1000, 0.05, "uniform", 2)
@@ -25,8 +26,9 @@ CASE = Case(1000, 0.05, "uniform", 2)
 
 def _measured(comm: Communicator, wrong_on: int = -1) -> Measured:
     """Measure a sum of which one rank finds every result wrong, in 3 coordinates."""
+    own = CASE.streams[comm.rank]
     contender = Contender(
-        lambda: all_reduce(CASE.streams[comm.rank], comm, algorithm="allgather", max_nnz=CASE.k),
+        lambda: all_reduce(own, Wire(comm), algorithm="allgather", max_nnz=CASE.k),
         lambda result: 3 if comm.rank == wrong_on else 0,
     )
     return measure(contender, comm, iterations=4, warmup=1)
@@ -38,7 +40,7 @@ def test_ranks_agree_on_what_they_measured(run_on: RunOn) -> None:
     assert one == other
     assert len(one.seconds) == 4
     assert all(seconds > 0 for seconds in one.seconds)
-    assert one.bytes == message_bytes(CASE.k, CASE.size, torch.float32, None)
+    assert one.bytes == COO.max_bytes(CASE.k, CASE.size, 4)
     assert one.wrong == 0
     assert set(one.phases) == set(phases.PHASES)
     assert one.phases["encode"] > 0 and one.phases["exchange"] > 0 and one.phases["reduce"] > 0
@@ -103,20 +105,25 @@ def test_phases_exclude_each_other() -> None:
 
 
 def test_watching_leaves_nothing_behind() -> None:
-    before = (formats.encode, kernels.topk, SparseStream.topk)
+    def held() -> tuple[Any, ...]:
+        methods = (Wire.encode, Wire.decode, Coo.reduce_messages, SparseStream.topk)
+        return (*methods, kernels.topk, stream.reduce)
+
+    before = held()
 
     def job(comm: Communicator) -> tuple[dict[str, float], bool]:
         exchange = type(comm).exchange
         with watched(comm) as watch:
-            assert formats.encode is not before[0]
+            assert not any(now is one for now, one in zip(held(), before, strict=True))
             assert type(comm).exchange is not exchange
             kernels.topk(torch.arange(10.0), 3)
+            Wire(comm).encode(SparseStream.from_dense(torch.arange(10.0)))
         return watch.seconds, type(comm).exchange is exchange
 
     seconds, restored = simulate(1, job).results[0]
     assert restored
-    assert seconds["select"] > 0 and seconds["reduce"] == 0
-    assert (formats.encode, kernels.topk, SparseStream.topk) == before
+    assert seconds["select"] > 0 and seconds["encode"] > 0 and seconds["reduce"] == 0
+    assert held() == before
 
 
 def _gathering(comm: Communicator, nbytes: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from sparcel.bench import oracle
 from sparcel.bench.inputs import Case
 from sparcel.collectives import gathered_topk, gtopk
 from sparcel.stream import reduce
+from sparcel.wire import Wire
 
 CASES = st.builds(
     Case,
@@ -25,11 +26,11 @@ def test_right_results_have_nothing_wrong(case: Case) -> None:
     assert oracle.count_wrong(total, case.total) == 0
     assert oracle.count_wrong(total.to_dense(), case.total) == 0
     largest = case.total.largest(case.k)
-    exact = simulate(case.ranks, lambda c: gathered_topk(case.streams[c.rank], c, case.k))
+    exact = simulate(case.ranks, lambda c: gathered_topk(case.streams[c.rank], Wire(c), case.k))
     for result in exact.results:
         assert oracle.count_wrong(result, largest) == 0
     tree = oracle.tree_largest(case.streams, case.k)
-    by_tree = simulate(case.ranks, lambda c: gtopk(case.streams[c.rank], c, case.k).total)
+    by_tree = simulate(case.ranks, lambda c: gtopk(case.streams[c.rank], Wire(c), case.k).total)
     for result in by_tree.results:
         assert oracle.count_wrong(result, tree) == 0
 

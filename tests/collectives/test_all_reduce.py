@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, all_reduce
+from sparcel.auto import all_reduce
+from sparcel.collectives import ALGORITHMS
+from sparcel.wire import Wire
 from tests.strategies import (
     DTYPES,
     LAYOUTS,
@@ -28,7 +30,7 @@ def reduced(case, algorithm, max_nnz=None):
     """Run the algorithm on simulated ranks; return each rank's result."""
 
     def on_rank(comm):
-        return all_reduce(case.streams[comm.rank], comm, case.op, algorithm, max_nnz)
+        return all_reduce(case.streams[comm.rank], Wire(comm), case.op, algorithm, max_nnz)
 
     return simulate(case.world, on_rank).results
 
@@ -81,7 +83,7 @@ def test_all_equal_values(algorithm, world):
     stream = SparseStream(torch.arange(0, 40, 5), torch.full((8,), 3.0), 40)
 
     def on_rank(comm):
-        return all_reduce(stream, comm, SUM, algorithm)
+        return all_reduce(stream, Wire(comm), SUM, algorithm)
 
     for result in simulate(world, on_rank).results:
         assert torch.equal(full(result), full(stream) * world)
@@ -121,7 +123,7 @@ def test_indices_beyond_32_bits(algorithm):
     def on_rank(comm):
         indices = torch.tensor([comm.rank, 2**39 + 7, size - 1])
         stream = SparseStream(indices, torch.tensor([1.0, 2.0, float(comm.rank)]), size)
-        return all_reduce(stream, comm, SUM, algorithm, 3)
+        return all_reduce(stream, Wire(comm), SUM, algorithm, 3)
 
     for result in simulate(5, on_rank).results:
         assert result.indices.tolist() == [0, 1, 2, 3, 4, 2**39 + 7, size - 1]

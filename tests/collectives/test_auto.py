@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
-from sparcel import SparseStream, collectives, cost, simulate
+from sparcel import SparseStream, auto, cost, simulate
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM
+from sparcel.wire import Wire
 from tests.strategies import CIRCLE, case_of, dense_reference, full
 
 WORLDS = range(1, 18)
@@ -23,11 +24,11 @@ def taken(monkeypatch):
     names = []
 
     def noting(name, algorithm):
-        def noted(stream, comm, op, max_nnz):
+        def noted(stream, wire, op, max_nnz):
             names.append(name)
-            return algorithm(stream, comm, op, max_nnz)
+            return algorithm.reduce(stream, wire, op, max_nnz)
 
-        return noted
+        return algorithm._replace(reduce=noted)
 
     for name, algorithm in ALGORITHMS.items():
         monkeypatch.setitem(ALGORITHMS, name, noting(name, algorithm))
@@ -40,7 +41,7 @@ def chosen(taken, world, streams, op=SUM, max_nnz=None, rates=None):
 
     def on_rank(comm):
         comm.rates = rates
-        return collectives.all_reduce(streams[comm.rank], comm, op, max_nnz=max_nnz)
+        return auto.all_reduce(streams[comm.rank], Wire(comm), op, max_nnz=max_nnz)
 
     results = simulate(world, on_rank).results
     for result in results:
@@ -59,9 +60,11 @@ def test_ranks_with_different_counts_choose_alike(taken, world):
 @given(size=st.integers(1, 10**8), k=st.integers(1, 10**8), world=st.integers(2, 64))
 def test_the_model_decides(size, k, world):
     k = min(k, size)
-    name = collectives._fastest(size, k, world, 4, True, None)
+    problem = cost.Problem(size, k, world)
+    name = auto.fastest(problem, cost.default_rates())
     seconds = {
-        other: cost.predict(other, cost.Problem(size, k, world)).seconds for other in ALGORITHMS
+        other: cost.predict(algorithm.steps, problem).seconds
+        for other, algorithm in ALGORITHMS.items()
     }
     assert seconds[name] == min(seconds.values())
 
@@ -96,7 +99,7 @@ def test_rates_of_the_communicator_decide(taken):
     for latency in (1.0, 1e-9):
         rates = cost.stated_rates(bandwidth=1e7, latency_s=latency, ranks=8)
         names.append(chosen(taken, 8, streams, max_nnz=4096, rates=rates))
-        assert names[-1] == cost.choose(tuple(ALGORITHMS), cost.Problem(40_000, 4096, 8), rates)
+        assert names[-1] == auto.fastest(cost.Problem(40_000, 4096, 8), rates)
     assert names[0] != names[1]
 
 
@@ -112,6 +115,6 @@ def test_an_operation_that_the_engine_does_not_know_is_never_left_to_it(taken):
 
 @given(st.integers(1, 1 << 40))
 def test_counts_about_alike_are_looked_up_as_one(count):
-    rounded = collectives._rounded(count)
+    rounded = auto._rounded(count)
     assert count <= rounded <= count * 9 / 8
     assert rounded.bit_length() <= 4 or rounded % (1 << rounded.bit_length() - 5) == 0

@@ -1,25 +1,25 @@
 """Ranks that disagree, and ranks that fail in the middle: found, named, and nobody left waiting."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, all_reduce, gathered_topk, gtopk
+from sparcel.auto import all_reduce
+from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk
 from sparcel.collectives.all_gather import all_gather
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.errors import CommunicationError, MismatchError
+from sparcel.wire import Wire
 from tests.strategies import SUM, case_of, dense_reference, full, make_stream
 
 COLLECTIVES = {
-    **{name: partial(all_reduce, algorithm=name) for name in ALGORITHMS},
+    **{name: algorithm.reduce for name, algorithm in ALGORITHMS.items()},
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
-    "gtopk": lambda stream, comm: gtopk(stream, comm, 6),
-    "gathered_topk": lambda stream, comm: gathered_topk(stream, comm, 6),
-    "oktopk": lambda stream, comm: topk_by_regions(stream, comm, 6),
+    "gtopk": lambda stream, wire: gtopk(stream, wire, 6),
+    "gathered_topk": lambda stream, wire: gathered_topk(stream, wire, 6),
+    "oktopk": lambda stream, wire: topk_by_regions(stream, wire, 6),
 }
 
 collectives = pytest.mark.parametrize("name", COLLECTIVES)
@@ -44,14 +44,14 @@ def test_ranks_that_disagree_are_named(name, world, odd, named):
         streams = [make_stream([1, 5], rank, 40) for rank in range(world)]
         streams[culprit] = odd
         with pytest.raises(MismatchError, match=r"rank \d+ sent .*rank \d+.*" + named):
-            simulate(world, lambda comm: COLLECTIVES[name](streams[comm.rank], comm))  # noqa: B023
+            simulate(world, lambda comm: COLLECTIVES[name](streams[comm.rank], Wire(comm)))  # noqa: B023
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "dense"])
 def test_more_entries_than_the_bound_are_found(name):
     stream = make_stream(range(0, 400, 2), 0, 1000)
     with pytest.raises(MismatchError, match=r"rank \d sent \d+ bytes to rank \d, which expected"):
-        simulate(2, lambda comm: all_reduce(stream, comm, SUM, name, max_nnz=2))
+        simulate(2, lambda comm: all_reduce(stream, Wire(comm), SUM, name, max_nnz=2))
 
 
 class DiskError(Exception):
@@ -90,7 +90,7 @@ def test_a_rank_that_fails_in_the_middle_fails_every_rank_that_still_needs_it(na
                 world,
                 culprit,
                 call,
-                lambda comm: COLLECTIVES[name](case.streams[comm.rank], comm),
+                lambda comm: COLLECTIVES[name](case.streams[comm.rank], Wire(comm)),
             )
             if not isinstance(results[culprit], DiskError):
                 assert call > 0  # it needed fewer exchanges than that
@@ -132,5 +132,8 @@ def test_streams_that_are_alike_but_for_their_entries_are_no_mismatch():
         make_stream([], 0, 10),
     ]
     for name in ALGORITHMS:
-        results = simulate(3, lambda comm: COLLECTIVES[name](streams[comm.rank], comm)).results  # noqa: B023
+        results = simulate(
+            3,
+            lambda comm: COLLECTIVES[name](streams[comm.rank], Wire(comm)),  # noqa: B023
+        ).results
         assert full(results[0]).tolist() == [2] * 3 + [1] * 7

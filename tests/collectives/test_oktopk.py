@@ -11,6 +11,7 @@ from sparcel import SparseStream, simulate
 from sparcel.collectives import Estimates, gathered_topk, oktopk, oktopk_reuse
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.errors import InputError
+from sparcel.wire import Wire
 from tests.strategies import (
     FLOATS,
     case_of,
@@ -77,13 +78,13 @@ def streams_of(layout, kind, world, size, count, dtype=torch.float32, seed=0):
 
 
 def run(streams, k, max_nnz=None, call=topk_by_regions):
-    return simulate(len(streams), lambda comm: call(streams[comm.rank], comm, k, max_nnz)).results
+    return simulate(
+        len(streams), lambda comm: call(streams[comm.rank], Wire(comm), k, max_nnz)
+    ).results
 
 
 def oracle(streams, k):
-    return simulate(len(streams), lambda comm: gathered_topk(streams[comm.rank], comm, k)).results[
-        0
-    ]
+    return run(streams, k, call=gathered_topk)[0]
 
 
 def check(streams, k, max_nnz=None):
@@ -200,7 +201,7 @@ def test_integers_and_rows_are_refused(call):
     for values in (torch.ones(3, dtype=torch.int32), torch.ones(3, 2)):
         stream = SparseStream(torch.arange(3), values, 20)
         with pytest.raises(InputError, match="scalar float values"):
-            simulate(2, lambda comm: call(stream, comm, 3))  # noqa: B023
+            simulate(2, lambda comm: call(stream, Wire(comm), 3))  # noqa: B023
 
 
 def reuse(streams, k, estimates, boundaries=False, threshold=False, max_nnz=None):
@@ -208,7 +209,7 @@ def reuse(streams, k, estimates, boundaries=False, threshold=False, max_nnz=None
 
     def on_rank(comm):
         stream = streams[comm.rank]
-        return oktopk_reuse(stream, comm, k, estimates, boundaries, threshold, max_nnz)
+        return oktopk_reuse(stream, Wire(comm), k, estimates, boundaries, threshold, max_nnz)
 
     results = simulate(len(streams), on_rank).results
     assert all(same_stream(total, results[0][0]) for total, _ in results)

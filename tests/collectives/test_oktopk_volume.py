@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.collectives import gathered_topk, oktopk
 from sparcel.collectives._blocks import (
-    Pieces,
-    direct_bytes,
-    evened_bytes,
+    direct_volume,
+    evened_volume,
     gather_direct,
     gather_evened,
+    pieces_to_even,
     placed,
 )
 from sparcel.collectives._regions import balanced_boundaries
 from sparcel.collectives.oktopk import topk_by_regions
+from sparcel.schedule import Problem
+from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
 from tests.collectives.test_traffic import evaluate, table
 from tests.strategies import floats, same_stream
@@ -38,7 +40,7 @@ def measured(steps, k, call=topk_by_regions):
     def on_rank(comm):
         seen = [(0, 0, 0)]
         for streams in steps:
-            call(streams[comm.rank], comm, k, k)
+            call(streams[comm.rank], Wire(comm), k, k)
             traffic = comm.traffic
             seen.append((traffic.bytes_sent, traffic.bytes_received, traffic.messages_sent))
         return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(seen)]
@@ -149,9 +151,7 @@ def test_regions_hold_equal_shares(layout, ranks, seed):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40))
 def test_pieces_even_out_what_ranks_hold(counts):
     total, ranks = sum(counts), len(counts)
-    pieces = Pieces.evening(torch.tensor(counts))
-    moves = zip(*(part.tolist() for part in vars(pieces).values()), strict=True)
-    moves = [(start, stop, owner, target) for start, stop, owner, target in moves]
+    moves = pieces_to_even(counts)
     assert [entry for start, stop, *_ in moves for entry in range(start, stop)] == list(
         range(total)
     )
@@ -188,10 +188,17 @@ def test_what_balancing_saves_is_known_beforehand(counts, dtype, room):
         placed(block, start, boundaries[-1])
         for block, start in zip(blocks, boundaries[:-1], strict=True)
     ]
-    held, ranks = torch.tensor(counts), len(counts)
-    direct = simulate(ranks, lambda comm: gather_direct(blocks[comm.rank], held, boundaries, comm))
-    evened = simulate(ranks, lambda comm: gather_evened(wholes[comm.rank], held, comm))
+    ranks = len(counts)
+    direct = simulate(
+        ranks, lambda comm: gather_direct(blocks[comm.rank], counts, boundaries, Wire(comm))
+    )
+    evened = simulate(ranks, lambda comm: gather_evened(wholes[comm.rank], counts, Wire(comm)))
     for result in direct.results + evened.results:
         assert same_stream(result, direct.results[0])
     volumes = [max(traffic.volume for traffic in run.traffic) for run in (direct, evened)]
-    assert volumes == [direct_bytes(held, boundaries, dtype), evened_bytes(held, wholes[0])]
+    size = max(1, boundaries[-1])  # a problem has a coordinate
+    problem = Problem(size, 1, ranks, itemsize=dtype.itemsize)
+    assert volumes == [
+        direct_volume(problem, counts, boundaries),
+        evened_volume(problem, counts),
+    ]

@@ -10,6 +10,7 @@ from sparcel import SparseStream, simulate
 from sparcel.collectives import gtopk, quantized_split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
+from sparcel.wire import Wire
 from tests.strategies import (
     FLOATS,
     LAYOUTS,
@@ -115,7 +116,7 @@ def tree(vectors, k):
 
 
 def run_gtopk(case, k):
-    return simulate(case.world, lambda comm: gtopk(case.streams[comm.rank], comm, k)).results
+    return simulate(case.world, lambda comm: gtopk(case.streams[comm.rank], Wire(comm), k)).results
 
 
 @given(layouts, worlds, sizes, floats, st.integers(1, 12), st.integers(0, 99))
@@ -153,7 +154,7 @@ def test_gtopk_passes_on_the_flag_of_any_rank(world):
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_gtopk_calls_a_sum_that_overflows_not_finite(world):
     stream = SparseStream(torch.arange(4), torch.full((4,), 3e38), 20)
-    for outcome in simulate(world, lambda comm: gtopk(stream, comm, 2)).results:
+    for outcome in simulate(world, lambda comm: gtopk(stream, Wire(comm), 2)).results:
         assert not outcome.total.finite
 
 
@@ -165,9 +166,8 @@ def test_gtopk_refuses_integers(dtype):
 
 def run_quantized(case, bits, seed=1, max_nnz=None):
     def on_rank(comm):
-        return quantized_split_allgather(
-            case.streams[comm.rank], comm, Qsgd(bits, 8), seed, max_nnz
-        )
+        quantizer = Qsgd(bits, 8, seed)
+        return quantized_split_allgather(case.streams[comm.rank], Wire(comm), quantizer, max_nnz)
 
     return simulate(case.world, on_rank).results
 
@@ -206,7 +206,7 @@ def test_sparse_regions_are_not_quantised():
 def test_a_quantised_sum_that_overflows_is_not_finite_and_leaves_no_error(world):
     stream = SparseStream(None, torch.full((24,), 3e38), 24)
     results = simulate(
-        world, lambda comm: quantized_split_allgather(stream, comm, Qsgd(4), 0)
+        world, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4))
     ).results
     assert not any(outcome.total.finite for outcome in results)
     assert all(outcome.error is None for outcome in results)

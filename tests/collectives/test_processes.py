@@ -5,10 +5,10 @@ import torch
 
 import sparcel
 from sparcel import simulate
+from sparcel.auto import all_reduce
 from sparcel.collectives import (
     ALGORITHMS,
     Estimates,
-    all_reduce,
     gathered_topk,
     gtopk,
     oktopk,
@@ -18,6 +18,7 @@ from sparcel.collectives import (
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.formats import Qsgd
+from sparcel.wire import Wire
 from tests.strategies import (
     CIRCLE,
     DTYPES,
@@ -60,7 +61,7 @@ def all_cases(world, name):
 def reduce_cases(comm, name):
     """Reduce every case, with and without a bound on the entries."""
     return [
-        all_reduce(case.streams[comm.rank], comm, case.op, name, bound)
+        all_reduce(case.streams[comm.rank], Wire(comm), case.op, name, bound)
         for case in all_cases(comm.size, name)
         for bound in (None, case.max_nnz)
     ]
@@ -79,24 +80,24 @@ def test_all_reduce_equals_the_dense_reference_on_every_rank(run_on, world_size,
 
 def run_everything(comm, seed):
     """Return the result of each collective on values whose sums are rounded."""
-    stream = random_case(comm.size, seed).streams[comm.rank]
-    quantized = quantized_split_allgather(stream, comm, Qsgd(4), seed)
-    selected = gtopk(stream, comm, 25)
+    stream, wire = random_case(comm.size, seed).streams[comm.rank], Wire(comm)
+    quantized = quantized_split_allgather(stream, wire, Qsgd(4, seed=seed))
+    selected = gtopk(stream, wire, 25)
     voided = random_case(comm.size, seed).streams[comm.rank]
     voided.finite = comm.rank != comm.size - 1
     return [
-        *(all_reduce(stream, comm, SUM, name) for name in ALGORITHMS if name != "dense"),
+        *(all_reduce(stream, wire, SUM, name) for name in ALGORITHMS if name != "dense"),
         *sparcel.all_gather(stream, group=comm),
         sparcel.broadcast(stream if comm.rank == comm.size - 1 else None, comm.size - 1, comm),
         sparcel.reduce_scatter(stream, group=comm),
         quantized.total,
         selected.total,
         selected.dropped,
-        oktopk(stream, comm, 25),
-        topk_by_regions(stream, comm, 25),
-        oktopk_reuse(stream, comm, 25, Estimates(None, None), True, True)[0],
-        gathered_topk(stream, comm, 25),
-        all_reduce(voided, comm, SUM, "split_allgather"),
+        oktopk(stream, wire, 25),
+        topk_by_regions(stream, wire, 25),
+        oktopk_reuse(stream, wire, 25, Estimates(None, None), True, True)[0],
+        gathered_topk(stream, wire, 25),
+        all_reduce(voided, wire, SUM, "split_allgather"),
     ]
 
 
@@ -134,7 +135,7 @@ def new_world_after(run_on):
 def disagree(comm, name):
     size = 41 if comm.rank == 1 else 40
     try:
-        comm.run(lambda: all_reduce(make_stream([1, 3], 0, size), comm, SUM, name))
+        comm.run(lambda: all_reduce(make_stream([1, 3], 0, size), Wire(comm), SUM, name))
     except (MismatchError, CommunicationError) as error:
         return error
     return None
@@ -158,7 +159,7 @@ def fail_in_the_middle(comm, name):
     if comm.rank == comm.size - 1:
         comm.exchange = comm.exchange_parts = comm.gather = failing
     try:
-        return comm.run(lambda: all_reduce(make_stream([1, 3], 0, 40), comm, SUM, name))
+        return comm.run(lambda: all_reduce(make_stream([1, 3], 0, 40), Wire(comm), SUM, name))
     except Exception as error:
         return error
     finally:
@@ -177,7 +178,7 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others(run_on, name):
 
 
 def reduce_by_circle(comm):
-    return all_reduce(make_stream([1, 3], 0, 40), comm, CIRCLE, "dense")
+    return all_reduce(make_stream([1, 3], 0, 40), Wire(comm), CIRCLE, "dense")
 
 
 @pytest.mark.usefixtures("new_world_after")

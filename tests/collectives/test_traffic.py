@@ -13,6 +13,7 @@ import sparcel
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk, quantized_split_allgather
 from sparcel.formats import Qsgd
+from sparcel.wire import Wire
 from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 31, 32, 33, 64)
@@ -36,13 +37,13 @@ SECOND_PHASE = table(["second phase", "bytes"])
 
 
 def all_reduce_by(algorithm):
-    return lambda stream, comm, k: algorithm(stream, comm, SUM, k)
+    return lambda stream, comm, k: algorithm(stream, Wire(comm), SUM, k)
 
 
 COLLECTIVES = {
-    **{name: all_reduce_by(algorithm) for name, algorithm in ALGORITHMS.items()},
-    "gtopk": gtopk,
-    "gathered_topk": gathered_topk,
+    **{name: all_reduce_by(algorithm.reduce) for name, algorithm in ALGORITHMS.items()},
+    "gtopk": lambda stream, comm, k: gtopk(stream, Wire(comm), k),
+    "gathered_topk": lambda stream, comm, k: gathered_topk(stream, Wire(comm), k),
     "all_gather": lambda stream, comm, k: sparcel.all_gather(stream, comm),
     "reduce_scatter": lambda stream, comm, k: sparcel.reduce_scatter(stream, group=comm),
     "broadcast": lambda stream, comm, k: sparcel.broadcast(stream, 0, comm),
@@ -69,6 +70,13 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
     def dense(n):
         return 40 + up(value_bytes * n)
 
+    def spread(nbytes):
+        lg = ceil(log2(ranks))
+        if ranks <= 2 or nbytes <= 4096:
+            return lg * nbytes
+        gathered = sum(min(2**t, ranks - 2**t) * nbytes // ranks for t in range(lg))
+        return nbytes - nbytes // ranks + gathered
+
     powers = 1 << (ranks.bit_length() - 1)
     direct, few = ranks <= 8, ranks <= 16
     adding = "allgather" if direct else "recursive_doubling" if few else "halving_doubling"
@@ -88,6 +96,8 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "dense": dense,
         "quantized": lambda n: 40 + up(4 * ceil(n / 1024)) + up(ceil(n * bits / 8)),
         "most": lambda k, n: min(sparse(k), dense(n) + 8),
+        "long": ranks > 2 and sparse(count) > 4096,
+        "spread": spread,
         "shared": lambda t: 2 ** (t - 1) + ceil((ranks - powers) * 2 ** (t - 1) / powers),
         "ceil": ceil,
         "max": max,
@@ -160,8 +170,8 @@ def test_a_dense_second_phase_costs_what_the_page_says(phase, ranks):
     def on_rank(comm):
         stream = streams[comm.rank]
         if phase == "plain":
-            return ALGORITHMS["split_allgather"](stream, comm, SUM, region)
-        return quantized_split_allgather(stream, comm, Qsgd(4), 0, region)
+            return ALGORITHMS["split_allgather"].reduce(stream, Wire(comm), SUM, region)
+        return quantized_split_allgather(stream, Wire(comm), Qsgd(4), region)
 
     volume = max(traffic.volume for traffic in simulate(ranks, on_rank).traffic)
     assert volume == evaluate(SECOND_PHASE[phase]["bytes"], ranks, ranks * region, region, 4)

@@ -1,113 +1,227 @@
-"""Predicted bytes and rounds are those that the simulated cluster counts."""
+"""What the steps of an algorithm say is what the simulated cluster counts, on every rank."""
 
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import SparseStream, cost, simulate
-from sparcel.collectives import (
-    ALGORITHMS,
-    _counts,
-    _global_topk,
-    _regions,
-    _transfer,
-    gathered_topk,
-    gtopk,
-    oktopk,
-)
-from sparcel.cost import Problem, predict, problem, schedule, topk_schedule
-from sparcel.kernels import index_dtype
+import sparcel
+from sparcel import SparseStream, simulate
+from sparcel.collectives import ALGORITHMS, OTHER_STEPS, gathered_topk, gtopk, oktopk
+from sparcel.collectives import _global_topk as global_topk_module
+from sparcel.collectives import _regions as regions_module
+from sparcel.collectives._counts import Counted
+from sparcel.collectives.oktopk import Course, by_regions_steps, topk_by_regions
+from sparcel.cost import Counts, Problem, count
 from sparcel.ops import SUM
+from sparcel.schedule import Exchange, Steps, Union
+from sparcel.wire import Wire
 
-TOP_K = {
-    "gtopk": lambda stream, comm, k: gtopk(stream, comm, k),
-    "gathered_topk": lambda stream, comm, k: gathered_topk(stream, comm, k, k),
-    "oktopk": lambda stream, comm, k: oktopk(stream, comm, k, k),
+oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function
+
+COLLECTIVES: dict[str, Callable] = {
+    **{
+        name: lambda stream, comm, k, name=name: ALGORITHMS[name].reduce(stream, Wire(comm), SUM, k)
+        for name in ALGORITHMS
+    },
+    "gtopk": lambda stream, comm, k: gtopk(stream, Wire(comm), k),
+    "gathered_topk": lambda stream, comm, k: gathered_topk(stream, Wire(comm), k, k),
+    "all_gather": lambda stream, comm, k: sparcel.all_gather(stream, comm),
+    "reduce_scatter": lambda stream, comm, k: sparcel.reduce_scatter(stream, group=comm),
+    "broadcast": lambda stream, comm, k: sparcel.broadcast(stream, 0, comm),
 }
-EXCHANGES = (*cost.LOSSLESS, *TOP_K)
+STEPS: dict[str, Steps] = {
+    **{name: algorithm.steps for name, algorithm in ALGORITHMS.items()},
+    **OTHER_STEPS,
+}
+WORLDS = range(1, 34)
 
 
-def uniform(size, k, ranks):
-    """Return each rank's stream of k coordinates, anywhere."""
-    streams = []
-    for rank in range(ranks):
-        draw = torch.Generator().manual_seed(rank)
-        indices = torch.randperm(size, generator=draw)[:k].sort().values.int()
-        streams.append(SparseStream(indices, torch.randn(k, generator=draw), size))
-    return streams
+def evenly(layout: str, ranks: int, size: int, k: int) -> list[torch.Tensor]:
+    """Return each rank's indices, k at about equal distances: the same ones, or interleaved."""
+    spacing = size // k
+    assert spacing >= ranks
+    shift = 1 if layout == "disjoint" else 0
+    return [torch.arange(k) * spacing + shift * rank for rank in range(ranks)]
 
 
-def counted(name, streams, k):
-    def on_rank(comm):
-        if name in TOP_K:
-            return TOP_K[name](streams[comm.rank], comm, k)
-        return ALGORITHMS[name](streams[comm.rank], comm, SUM, k)
-
-    report = simulate(len(streams), on_rank, latency_s=1)
-    return max(traffic.volume for traffic in report.traffic), report.seconds
+def anywhere(ranks: int, size: int, k: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return k indices for each rank, drawn independently."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randperm(size, generator=generator)[:k].sort().values for _ in range(ranks)]
 
 
-def test_every_algorithm_can_be_predicted():
-    assert set(ALGORITHMS) == set(cost.LOSSLESS)
-
-
-def test_constants_are_the_collectives_own():
-    assert schedule.DIRECT_RANKS == _transfer.DIRECT_RANKS
-    assert schedule.DIRECT_BYTES == _transfer.DIRECT_BYTES
-    assert topk_schedule._TOLERANCE == _regions.TOLERANCE
-    assert topk_schedule._TOLERATED == _regions.TOLERATED
-    assert topk_schedule._FEW == _global_topk.FEW
-    assert topk_schedule._FEW_RANKS == _counts._FEW_RANKS
-    assert index_dtype(problem._INT32_SIZES - 1) == torch.int32
-    assert index_dtype(problem._INT32_SIZES) == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("size", "k", "ranks"),
-    [
-        (400_000, 4_000, 2),
-        (100_000, 6_000, 3),
-        (400_000, 12_000, 6),
-        (1_000_000, 20_000, 8),
-        (300_000, 60_000, 8),  # the sum is dense
-        (400_000, 20_000, 13),
-        (1_000_000, 40_000, 16),
-        (500_000, 20_000, 33),
-    ],
-)
-@pytest.mark.parametrize("name", EXCHANGES)
-def test_bytes_and_rounds_of_uniform_indices(name, size, k, ranks):
-    volume, rounds = counted(name, uniform(size, k, ranks), k)
-    predicted = predict(name, Problem(size, k, ranks))
-    assert predicted.bytes == pytest.approx(volume, rel=0.04)
-    assert predicted.rounds == rounds
-
-
-@pytest.mark.parametrize("ranks", [2, 5, 8, 12])
-@pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "oktopk"])
-def test_bytes_of_identical_indices(name, ranks):
-    size, k = 100_000, 6_000
-    indices = uniform(size, k, 1)[0].indices
-    streams = [
-        SparseStream(indices, torch.arange(k) % 7 + 1.0 + rank, size) for rank in range(ranks)
+def streams_at(indices: Sequence[torch.Tensor], size: int) -> list[SparseStream]:
+    """Return streams with values of which no sum is zero."""
+    return [
+        SparseStream(own, 1.0 + (own * (rank + 3)) % 61, size) for rank, own in enumerate(indices)
     ]
-    volume, rounds = counted(name, streams, k)
-    predicted = predict(name, Problem(size, k, ranks, spread=k))
-    assert predicted.bytes == pytest.approx(volume, rel=0.04)
-    assert predicted.rounds == rounds
 
 
-@given(
-    st.sampled_from(EXCHANGES),
-    st.integers(2, 9),
-    st.integers(200, 3000),
-    st.integers(1, 200),
-)
-def test_small_sums_too(name, ranks, size, k):
-    """Headers, padding and the luck of the draw weigh more there; rounds are what they are."""
-    volume, rounds = counted(name, uniform(size, k, ranks), k)
-    predicted = predict(name, Problem(size, k, ranks))
-    assert predicted.bytes == pytest.approx(volume, rel=0.4, abs=400)
-    if name != "oktopk":  # which looks at its data
-        assert predicted.rounds == rounds
+def union_of(indices: Sequence[torch.Tensor], size: int) -> Union:
+    """Return how many of these indices there are, for a problem of which they are known."""
+    stored = np.zeros((len(indices), size), bool)
+    for rank, own in enumerate(indices):
+        stored[rank, own.numpy()] = True
+
+    @cache
+    def counted(ranks: tuple[int, ...], start: int, stop: int) -> int:
+        return int(stored[list(ranks), start:stop].any(axis=0).sum())
+
+    return lambda ranks, start, stop: counted(tuple(ranks), start, stop)
+
+
+def run(call: Callable, streams: Sequence[SparseStream], k: int) -> tuple[list[Counts], int]:
+    """Return what each rank sent and received, and the rounds."""
+    report = simulate(len(streams), lambda comm: call(streams[comm.rank], comm, k), latency_s=1)
+    counted = [
+        Counts(t.messages_sent, t.bytes_sent, t.messages_received, t.bytes_received, 0)
+        for t in report.traffic
+    ]
+    return counted, round(report.seconds)
+
+
+def check(name: str, indices: Sequence[torch.Tensor], size: int, steps: Steps) -> None:
+    """Check each rank's messages and bytes, and the rounds, of streams at these indices."""
+    ranks, k = len(indices), len(indices[0])
+    counted, rounds = run(COLLECTIVES[name], streams_at(indices, size), k)
+    problem = Problem(size, k, ranks, union=union_of(indices, size))
+    for rank in range(ranks):
+        told = count(steps, replace(problem, rank=rank))
+        assert told[:4] == counted[rank][:4], (rank, told, counted[rank])
+    assert count(steps, problem).rounds == rounds
+
+
+def test_every_collective_is_compared() -> None:
+    assert set(STEPS) - {"oktopk"} == set(COLLECTIVES)
+
+
+@pytest.mark.parametrize("layout", ["identical", "disjoint"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_evenly_spread_indices_travel_as_the_steps_say(name: str, layout: str) -> None:
+    """Sizes and counts that the ranks do not divide, with sums that stay sparse and dense ones."""
+    for ranks in WORLDS:
+        for size, k in ((37 * ranks + 11, 13), (7 * ranks * 29 + 3, 29)):
+            check(name, evenly(layout, ranks, size, min(k, size // ranks)), size, STEPS[name])
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@given(st.integers(1, 17), st.integers(1, 900), st.integers(1, 60), st.integers(0, 99))
+def test_known_indices_travel_as_the_steps_say(
+    name: str, ranks: int, size: int, k: int, seed: int
+) -> None:
+    # Whether all of a vector, or all of a part of it, is dense is a matter of a coordinate.
+    k = min(k, max(1, size // 20))
+    check(name, anywhere(ranks, size, k, seed), size, STEPS[name])
+
+
+class Recorder:
+    """Notes what `topk_by_regions` decided by, on every rank: the refinements of a run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, ranks: int) -> None:
+        self.ranks = ranks
+        self.counts: dict[str, dict[int, list[torch.Tensor]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self.listed: dict[int, int] = {}
+        self.boundaries: list[int] = []
+        self.winners: list[int] = []
+        for kind, module in (("boundaries", regions_module), ("histograms", global_topk_module)):
+            patch.setattr(module, "sum_counts", partial(self._sum, module.sum_counts, kind))
+        gather = partial(self._gather, global_topk_module.gather_numbers)
+        patch.setattr(global_topk_module, "gather_numbers", gather)
+        split = partial(self._split, oktopk_module.balanced_boundaries)
+        patch.setattr(oktopk_module, "balanced_boundaries", split)
+        select = partial(self._select, oktopk_module.global_topk)
+        patch.setattr(oktopk_module, "global_topk", select)
+
+    def _sum(self, own, kind, counts, comm, *rest):
+        self.counts[kind][comm.rank].append(counts)
+        return own(counts, comm, *rest)
+
+    def _gather(self, own, numbers, comm, *rest):
+        self.listed[comm.rank] = numbers.numel()
+        return own(numbers, comm, *rest)
+
+    def _split(self, own, *arguments):
+        self.boundaries, finite = own(*arguments)
+        return self.boundaries, finite
+
+    def _select(self, own, *arguments):
+        winners = own(*arguments)
+        self.winners = winners.counts
+        return winners
+
+    def course(self) -> Course:
+        return Course(
+            self._counted("boundaries"),
+            self.boundaries,
+            self._counted("histograms"),
+            [self.listed[rank] for rank in range(self.ranks)],
+            self.winners,
+        )
+
+    def _counted(self, kind: str) -> list[Counted]:
+        by_rank = [self.counts[kind][rank] for rank in range(self.ranks)]
+        return [counted(counts) for counts in zip(*by_rank, strict=True)]
+
+
+def counted(counts: Sequence[torch.Tensor]) -> Counted:
+    """Return what the bytes of a sum of counts depend on."""
+    places = [own.nonzero().squeeze(1) for own in counts]
+    occupied = [int(at[-1] - at[0]) + 1 if at.numel() else 0 for at in places]
+    size = counts[0].numel()
+    return Counted(size, occupied, union_of(places, size))
+
+
+def moved_by(problem: Problem, course: Course) -> int:
+    """Return how many messages a rank sends or receives to even out; 0 where nobody does."""
+    taken = list(by_regions_steps(problem, course))
+    evening = [step for step in taken if isinstance(step, Exchange) and step.pattern == "rotate"]
+    return evening[-1].rounds if len(evening) > 1 else 0
+
+
+@pytest.mark.parametrize("layout", ["identical", "disjoint", "anywhere"])
+@pytest.mark.parametrize("k", [3, 40, 700])
+def test_oktopk_travels_as_the_steps_say_given_its_refinements(layout: str, k: int) -> None:
+    for ranks in WORLDS:
+        size = 40 * ranks * k // 7 + 5
+        indices = (
+            anywhere(ranks, size, k) if layout == "anywhere" else evenly(layout, ranks, size, k)
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            recorder = Recorder(patch, ranks)
+            call = lambda stream, comm, k: topk_by_regions(stream, Wire(comm), k, k)  # noqa: E731
+            found, rounds = run(call, streams_at(indices, size), k)
+            course = recorder.course()
+        problem = Problem(size, k, ranks, union=union_of(indices, size))
+        told = [
+            count(partial(by_regions_steps, course=course), replace(problem, rank=rank))
+            for rank in range(ranks)
+        ]
+        assert [one[:4] for one in told] == [one[:4] for one in found]
+        # A rank that moves several pieces to even out what the ranks hold keeps others waiting.
+        waiting = max(moved_by(replace(problem, rank=rank), course) for rank in range(ranks))
+        longest = max(one.rounds for one in told)
+        assert longest <= rounds <= longest + waiting
+
+
+@pytest.mark.parametrize(("ranks", "k"), [(1, 5), (2, 500), (3, 200), (8, 100), (17, 20), (33, 9)])
+def test_oktopk_gathers_little_data_as_the_steps_say(ranks: int, k: int) -> None:
+    size = 100 * k
+    indices = anywhere(ranks, size, k)
+    call = lambda stream, comm, k: oktopk(stream, Wire(comm), k, k)  # noqa: E731
+    found, rounds = run(call, streams_at(indices, size), k)
+    problem = Problem(size, k, ranks, union=union_of(indices, size))
+    for rank in range(ranks):
+        assert count(STEPS["oktopk"], replace(problem, rank=rank))[:4] == found[rank][:4]
+    assert count(STEPS["oktopk"], problem).rounds == rounds

@@ -22,7 +22,7 @@ def dense_stream(size, dtype=torch.float32, seed=0):
 @given(bits, buckets, st.integers(0, 200), st.sampled_from(FLOATS), st.integers(0, 2**70))
 def test_every_value_comes_back_within_a_level_of_its_bucket(bits, bucket, size, dtype, seed):
     stream = dense_stream(size, dtype, seed % 1000)
-    decoded = formats.decode(Qsgd(bits, bucket).encode(stream, seed, offset=3), stream)
+    decoded = formats.decode(Qsgd(bits, bucket, seed).encode(stream, start=3).message, stream)
     assert (decoded.dtype, decoded.size, decoded.is_dense) == (dtype, size, True)
     levels = 2 ** (bits - 1) - 1
     for start in range(0, size, bucket):
@@ -37,7 +37,7 @@ def test_the_length_is_the_documented_one(bits, bucket, size):
     def padded(count):
         return (count + 7) // 8 * 8
 
-    message = Qsgd(bits, bucket).encode(dense_stream(size), 0, 0)
+    message = Qsgd(bits, bucket).encode(dense_stream(size)).message
     expected = 40 + padded(4 * -(-size // bucket)) + padded(-(-size * bits // 8))
     assert message.numel() == expected
 
@@ -46,10 +46,12 @@ def test_the_length_is_the_documented_one(bits, bucket, size):
 def test_the_same_seed_gives_the_same_message_and_a_part_the_same_rounding(bits, size, finite):
     stream = dense_stream(16 + size)
     stream.finite = finite
-    whole = Qsgd(bits, 8).encode(stream, 7, 0)
-    assert torch.equal(whole, Qsgd(bits, 8).encode(stream, 7, 0))
+    whole = Qsgd(bits, 8, seed=7).encode(stream).message
+    assert torch.equal(whole, Qsgd(bits, 8, seed=7).encode(stream).message)
     assert formats.decode(whole).finite == finite
-    part = formats.decode(Qsgd(bits, 8).encode(stream.slice(16, 16 + size), 7, 16))
+    part = formats.decode(
+        Qsgd(bits, 8, seed=7).encode(stream.slice(16, 16 + size), start=16).message
+    )
     assert torch.equal(part.values, formats.decode(whole).values[16:])
 
 
@@ -57,7 +59,7 @@ def test_rounding_is_unbiased():
     """The mean over seeds comes within five standard errors of every value."""
     stream = dense_stream(32)
     rounds = torch.stack(
-        [formats.decode(Qsgd(2, 8).encode(stream, seed, 0)).values for seed in range(2000)]
+        [formats.decode(Qsgd(2, 8, seed).encode(stream).message).values for seed in range(2000)]
     )
     bound = 5 * rounds.std(dim=0) / 2000**0.5 + 1e-6
     assert bool(((rounds.mean(dim=0) - stream.values).abs() <= bound).all())
@@ -66,12 +68,12 @@ def test_rounding_is_unbiased():
 @given(bits, st.integers(0, 40))
 def test_zeros_stay_zeros(bits, size):
     stream = SparseStream(None, torch.zeros(size), size)
-    assert same_stream(formats.decode(Qsgd(bits, 8).encode(stream, 1, 0)), stream)
+    assert same_stream(formats.decode(Qsgd(bits, 8, seed=1).encode(stream).message), stream)
 
 
 @given(st.data(), bits)
 def test_truncated_and_overwritten_messages_are_refused_or_harmless(data, bits):
-    message = Qsgd(bits, 8).encode(dense_stream(30), 1, 0)
+    message = Qsgd(bits, 8, seed=1).encode(dense_stream(30)).message
     length = data.draw(st.integers(0, message.numel() - 1))
     with pytest.raises(FormatError):
         formats.decode(message[:length])

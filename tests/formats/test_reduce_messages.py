@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from sparcel import SparseStream, formats
 from sparcel.errors import SparcelError
+from sparcel.formats import COO, Qsgd
 from sparcel.formats.header import HEADER_BYTES
 from sparcel.ops import SUM
 from sparcel.stream import reduce
@@ -29,8 +30,8 @@ def alike(draw):
 @given(alike())
 def test_it_equals_decoding_and_reducing(case):
     op, streams = case
-    messages = [formats.encode(stream) for stream in streams]
-    total = formats.reduce_messages(messages, streams[0], op)
+    messages = [COO.encode(stream).message for stream in streams]
+    total = COO.reduce_messages(messages, streams[0], op)
     assert total is not None
     expected = reduce([formats.decode(message) for message in messages], op)
     assert total.finite == expected.finite
@@ -41,10 +42,10 @@ def test_it_equals_decoding_and_reducing(case):
 def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
     """Where a byte is wrong, it does not read out of bounds, and decoding says what is wrong."""
     op, streams = case
-    messages = [formats.encode(stream) for stream in streams]
+    messages = [COO.encode(stream).message for stream in streams]
     corrupt = messages[-1].clone()
     corrupt[position % corrupt.numel()] ^= flip
-    total = formats.reduce_messages([*messages[:-1], corrupt], streams[0], op)
+    total = COO.reduce_messages([*messages[:-1], corrupt], streams[0], op)
     try:
         decoded = formats.decode(corrupt, streams[0])
     except SparcelError:
@@ -59,25 +60,25 @@ def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
 def test_a_message_of_rows_or_of_another_format_is_refused(case, field, number):
     """By its header's width, or its detail."""
     op, streams = case
-    messages = [formats.encode(stream) for stream in streams]
+    messages = [COO.encode(stream).message for stream in streams]
     messages[0][field] = number
-    assert formats.reduce_messages(messages, streams[0], op) is None
+    assert COO.reduce_messages(messages, streams[0], op) is None
 
 
 @given(alike(), st.integers(1, 20))
 def test_a_message_with_more_behind_it_is_refused(case, count):
     op, streams = case
-    messages = [formats.encode(stream) for stream in streams]
+    messages = [COO.encode(stream).message for stream in streams]
     messages[0] = torch.cat((messages[0], torch.zeros(count, dtype=torch.uint8)))
-    assert formats.reduce_messages(messages, streams[0], op) is None
+    assert COO.reduce_messages(messages, streams[0], op) is None
 
 
 @given(alike(), st.data())
 def test_a_truncated_message_is_refused(case, data):
     op, streams = case
-    messages = [formats.encode(stream) for stream in streams]
+    messages = [COO.encode(stream).message for stream in streams]
     short = messages[0][: data.draw(st.integers(0, messages[0].numel() - 1))].clone()
-    assert formats.reduce_messages([short, *messages[1:]], streams[0], op) is None
+    assert COO.reduce_messages([short, *messages[1:]], streams[0], op) is None
 
 
 def test_what_takes_decoding_is_left_to_it():
@@ -86,14 +87,14 @@ def test_what_takes_decoding_is_left_to_it():
     dense = SparseStream(None, torch.ones(40), 40)
     other = make_stream([1, 3], 0, 41)
     double = make_stream([1, 3], 0, 40, torch.float64)
-    message = formats.encode(sparse)
+    message = COO.encode(sparse).message
     for stream in (rows, dense, other, double):
-        pair = [message, formats.encode(stream)]
-        assert formats.reduce_messages(pair, sparse, SUM) is None
-    assert formats.reduce_messages([message], sparse, SUM) is None
-    assert formats.reduce_messages([message, message], sparse, OPS["circle"]) is None
-    quantized = formats.Qsgd(bits=4).encode(dense, 0, 0)
-    assert formats.reduce_messages([message, quantized], sparse, SUM) is None
+        pair = [message, COO.encode(stream).message]
+        assert COO.reduce_messages(pair, sparse, SUM) is None
+    assert COO.reduce_messages([message], sparse, SUM) is None
+    assert COO.reduce_messages([message, message], sparse, OPS["circle"]) is None
+    quantized = Qsgd(bits=4).encode(dense).message
+    assert COO.reduce_messages([message, quantized], sparse, SUM) is None
     unaligned = torch.cat((torch.zeros(1, dtype=torch.uint8), message))[1:]
-    assert formats.reduce_messages([message, unaligned], sparse, SUM) is None
+    assert COO.reduce_messages([message, unaligned], sparse, SUM) is None
     assert message.numel() == HEADER_BYTES + 16

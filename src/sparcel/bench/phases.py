@@ -10,19 +10,29 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from sparcel import formats, kernels, stream
+from sparcel import kernels, stream
 from sparcel.comm import Communicator
+from sparcel.formats import Coo
+from sparcel.wire import Wire
 
 PHASES = ("select", "encode", "exchange", "reduce")
 
 _WORDS = {
     "select": ("topk", "select", "histogram"),
-    "encode": ("encode", "decode", "quantize"),
+    "encode": ("quantize",),
     "reduce": ("reduce", "merge", "scatter", "concatenate"),
 }
 """What the names of a phase's functions contain, in the rooms that do the work."""
 
-_ROOMS = (formats, kernels, stream)
+_ROOMS = (kernels, stream)
+
+_METHODS = (
+    (stream.SparseStream, "topk", "select"),
+    (Wire, "encode", "encode"),
+    (Wire, "decode", "encode"),
+    (Coo, "reduce_messages", "reduce"),
+)
+"""Methods that do such work: class, name and phase."""
 
 _EXCHANGES = ("exchange", "exchange_parts", "gather", "all_reduce")
 
@@ -80,7 +90,8 @@ def watched(comm: Communicator) -> Iterator[Stopwatch]:
         for function, phase in _functions().items():
             for module, name in _holders(function):
                 replace(module, name, phase)
-        replace(stream.SparseStream, "topk", "select")
+        for owner, name, phase in _METHODS:
+            replace(owner, name, phase)
         for name in _EXCHANGES:
             replace(type(comm), name, "exchange")
         yield watch

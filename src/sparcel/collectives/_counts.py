@@ -163,7 +163,7 @@ def sum_steps(problem: Problem, counted: Counted, limit: int) -> Iterator[Step]:
         return
     part = Problem(
         counted.size,
-        max(1, *counted.occupied),
+        max(1, *(round(counted.union([rank], 0, counted.size)) for rank in problem.everyone)),
         problem.ranks,
         problem.ranks_per_node,
         itemsize,

@@ -62,12 +62,11 @@ def fold_steps(problem: Problem) -> Iterator[Step]:
         yield Work("merge", own + other, busy)
 
 
-def unfold_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `unfold`."""
+def unfold_steps(problem: Problem, message: float) -> Iterator[Step]:
+    """Yield the steps of `unfold`, of a result whose message has so many bytes."""
     powers, partner = patterns.fold(problem.rank, problem.ranks)
     if partner is None:
         return
-    message = problem.message(problem.entries(problem.everyone))
     yield Work("encode", message, (problem.ranks - powers) / problem.ranks)
     if problem.rank >= powers:
         yield Exchange("tree", (), (message,), powers)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
 
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_steps, unfold, unfold_steps
@@ -72,43 +74,93 @@ def _halves(rank: int, distance: int, boundaries: Sequence[int]) -> tuple[int, i
 
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of `halving_doubling`."""
-    rank, everyone = problem.rank, problem.everyone
+    rank = problem.rank
     powers = patterns.fold(rank, problem.ranks).powers
-    boundaries = patterns.regions(problem.size, powers)
+    halves = _Halves(problem, patterns.regions(problem.size, powers))
     yield from fold_steps(problem)
     if rank < powers:
         yield Work("split", problem.k)
         for peer, _, distance, _ in patterns.halving(rank, powers):
-            own, other = (_summed(r, distance, problem) for r in (rank, peer))
-            start, middle, stop = _halves(rank, distance, boundaries)
-            kept, given = ((start, middle), (middle, stop))[:: 1 if rank < peer else -1]
-            message = problem.message(problem.stored(own, *given), given[1] - given[0])
-            arriving = problem.message(problem.stored(other, *kept), kept[1] - kept[0])
+            given, coming = halves.part(rank, peer, distance), halves.part(peer, rank, distance)
             yield Work("small", ROUND, times=2)  # the halves are cut out first
-            yield Work("encode", message)
-            yield Exchange("pair", (message,), (arriving,), distance)
-            yield Work("decode", problem.stored(other, *kept))
-            yield from merge_two(problem, own, other, *kept)
+            yield from _swap(problem, given, coming, distance)
+            start, stop = halves.range(rank, distance)
+            own, other = halves.summed(rank, 2 * distance), halves.summed(peer, 2 * distance)
+            yield from merge_two(problem, own, other, start, stop)
         for peer, _, distance, _ in patterns.doubling(rank, powers):
-            start, middle, stop = _halves(rank, distance, boundaries)
-            held, due_there = ((start, middle), (middle, stop))[:: 1 if rank < peer else -1]
-            message = problem.message(problem.stored(everyone, *held), held[1] - held[0])
-            coming = problem.stored(everyone, *due_there)
+            held, coming = halves.joined(rank, distance), halves.joined(peer, distance)
             yield Work("small", ROUND)
-            yield Work("encode", message)
-            arriving = problem.message(coming, due_there[1] - due_there[0])
-            yield Exchange("pair", (message,), (arriving,), distance)
-            yield Work("decode", coming)
-        yield Work("join", problem.entries(everyone))  # two in each round
-    yield from unfold_steps(problem)
+            yield from _swap(problem, held, coming, distance)
+        yield Work("join", problem.entries(problem.everyone))  # two in each round
+    total = halves.joined(rank % powers, powers)
+    yield from unfold_steps(problem, problem.message(*total))
 
 
-def _summed(rank: int, distance: int, problem: Problem) -> list[int]:
-    """Return the ranks whose streams a rank has summed before it talks at ``distance``.
+class _Part(NamedTuple):
+    """How many coordinates of how many a message stores."""
 
-    The rounds before were at larger distances, so they are the ranks as far from it as a multiple
-    of twice the distance, and those folded into them.
+    stored: float
+    size: int
+
+
+def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Iterator[Step]:
+    """Yield the exchange of two partners, without what is special to either half."""
+    message, arriving = problem.message(*given), problem.message(*coming)
+    yield Work("encode", message)
+    yield Exchange("pair", (message,), (arriving,), distance)
+    yield Work("decode", coming.stored)
+
+
+class _Halves:
+    """What ranks hold of the ranges that they share.
+
+    Where partners are ``distance`` apart, a rank goes on with a range of as many regions; it then
+    has the sum over the ranks as far from it as a multiple of ``distance``. What is dense stays so.
     """
-    powers = patterns.fold(rank, problem.ranks).powers
-    members = range(rank % (2 * distance), powers, 2 * distance)
-    return [*members, *(r + powers for r in members if r + powers < problem.ranks)]
+
+    def __init__(self, problem: Problem, boundaries: Sequence[int]) -> None:
+        self.problem, self.boundaries, self.powers = problem, boundaries, len(boundaries) - 1
+        self.is_dense = cache(self._is_dense)
+
+    def range(self, rank: int, distance: int) -> tuple[int, int]:
+        """Return the range of as many regions as ``distance`` that the rank's region is in."""
+        first = rank // distance * distance
+        return self.boundaries[first], self.boundaries[first + distance]
+
+    def summed(self, rank: int, distance: int) -> list[int]:
+        """Return the ranks that are summed there, those that were folded into others included."""
+        members = range(rank % distance, self.powers, distance)
+        return [
+            *members,
+            *(r + self.powers for r in members if r + self.powers < self.problem.ranks),
+        ]
+
+    def part(self, sender: int, receiver: int, distance: int) -> _Part:
+        """Return what a rank gives its partner, of the sum that it had before."""
+        start, stop = self.range(receiver, distance)
+        if self.is_dense(sender, 2 * distance):
+            return _Part(stop - start, stop - start)
+        return _Part(
+            self.problem.entries(self.summed(sender, 2 * distance), start, stop), stop - start
+        )
+
+    def joined(self, rank: int, distance: int) -> _Part:
+        """Return what a rank holds of the result once it has joined as many regions."""
+        start, stop = self.range(rank, distance)
+        if distance == 1:
+            everyone = self.problem.entries(self.problem.everyone, start, stop)
+            stored = stop - start if self.is_dense(rank, 1) else everyone
+        else:
+            half = distance // 2
+            stored = self.joined(rank, half).stored + self.joined(rank ^ half, half).stored
+        dense = self.problem.is_dense(stored, stop - start)
+        return _Part(stop - start if dense else stored, stop - start)
+
+    def _is_dense(self, rank: int, distance: int) -> bool:
+        """Tell whether a rank's sum over its range is dense: by its count, or that of a part."""
+        start, stop = self.range(rank, distance)
+        stored = self.problem.stored(self.summed(rank, distance), start, stop)
+        if self.problem.is_dense(stored, stop - start):
+            return True
+        before = (rank, rank ^ distance) if distance < self.powers else ()
+        return any(self.is_dense(other, 2 * distance) for other in before)

@@ -87,7 +87,8 @@ def topk_by_regions(
 
 def _problem(like: SparseStream, wire: Wire) -> Problem:
     """Return what all ranks know alike: the vector's kind, the ranks and the format."""
-    return Problem(like.size, 1, wire.size, itemsize=like.value_bytes, format=wire.format)
+    size = max(1, like.size)  # a problem has a coordinate; a vector without any costs no more
+    return Problem(size, 1, wire.size, itemsize=like.value_bytes, format=wire.format)
 
 
 def _gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:

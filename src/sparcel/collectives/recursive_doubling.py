@@ -49,4 +49,4 @@ def steps(problem: Problem) -> Iterator[Step]:
             yield Work("encode", message)
             yield Exchange("pair", (message,), (arriving,), distance)
             yield from merge_two(problem, held, other, 0, problem.size)
-    yield from unfold_steps(problem)
+    yield from unfold_steps(problem, problem.message(problem.entries(problem.everyone)))

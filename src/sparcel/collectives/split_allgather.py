@@ -45,7 +45,7 @@ def split_allgather(
     Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather).
     """
     region = reduce_scatter(stream, wire, op, max_nnz)
-    return _gather_regions(wire.encode(region), stream, wire, op, max_nnz)
+    return wire.concatenate(_gather_regions(wire.encode(region), stream, wire, max_nnz), op)
 
 
 def quantized_split_allgather(
@@ -63,18 +63,18 @@ def quantized_split_allgather(
     if error is not None and not all_finite(error):  # the sum overflowed: nobody may remember it
         region.finite = False
         message, error = quantizer.encode(region, start)
-    total = _gather_regions(message, stream, wire, SUM, max_nnz)
-    return Quantized(total, start, error)
+    regions = _gather_regions(message, stream, Wire(wire.comm, quantizer), max_nnz)
+    return Quantized(wire.concatenate(regions), start, error)
 
 
 def _gather_regions(
-    message: Tensor, like: SparseStream, wire: Wire, op: Op, max_nnz: int | None
-) -> SparseStream:
-    """Gather the owners' messages and join the regions that they hold."""
+    message: Tensor, like: SparseStream, wire: Wire, max_nnz: int | None
+) -> list[SparseStream]:
+    """Gather the owners' messages, in the wire's format, and return the regions that they hold."""
     bound = None if max_nnz is None else max_nnz * wire.size
     boundaries = patterns.regions(like.size, wire.size)
     dues = [due(like, bound, stop - start) for start, stop in pairwise(boundaries)]
-    return wire.concatenate(wire.gather_messages(message, dues), op)
+    return wire.gather_messages(message, dues)
 
 
 def steps(problem: Problem) -> Iterator[Step]:
@@ -93,7 +93,7 @@ def _gather_steps(problem: Problem, encoded: Problem) -> Iterator[Step]:
     """Yield the steps of the second phase; ``encoded`` has the format that its messages are in."""
     everyone, ranges = problem.everyone, list(pairwise(problem.regions))
     blocks = [encoded.message(problem.stored(everyone, lo, hi), hi - lo) for lo, hi in ranges]
-    at_most = max(problem.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
+    at_most = max(encoded.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
     total = problem.entries(everyone)
     yield Work("encode", blocks[problem.rank])
     yield from gather_steps(blocks, problem.rank, at_most)

@@ -109,7 +109,10 @@ class Qsgd:
 
     def max_bytes(self, nnz: int | None, size: int, value_bytes: int) -> int:
         """See `Format.max_bytes`: a stream that is not finite travels as `COO`."""
-        return COO.max_bytes(nnz, size, value_bytes)
+        plain = COO.max_bytes(nnz, size, value_bytes)
+        if nnz is not None:
+            return plain
+        return max(plain, int(self.expected_bytes(None, size, value_bytes)))
 
     def dense_from(self, size: int, value_bytes: int) -> int:
         """See `Format.dense_from`: what is sparse stays exact as long as it is smaller exactly."""

@@ -1,0 +1,171 @@
+"""A format is one file: collectives, schemes and costs work with formats that they never saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import SparseStream, scheme, simulate
+from sparcel.collectives import (
+    ALGORITHMS,
+    OTHER_STEPS,
+    Estimates,
+    all_gather,
+    broadcast,
+    gathered_topk,
+    gtopk,
+    oktopk,
+    oktopk_reuse,
+    reduce_scatter,
+)
+from sparcel.collectives.oktopk import topk_by_regions
+from sparcel.cost import Problem, count
+from sparcel.errors import InputError
+from sparcel.formats import COO, Qsgd, decode
+from sparcel.ops import MAX, SUM
+from sparcel.schedule import most_bytes
+from sparcel.schemes import SCHEMES, Request
+from sparcel.wire import Wire
+from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
+from tests.formats.toys import Bytes, Deltas
+from tests.strategies import same_stream, streams
+
+TOYS = [Deltas(), Bytes()]
+WORLDS = range(1, 10)
+SIZE, K = 9001, 300
+
+REDUCTIONS = {
+    name: lambda stream, wire, algorithm=algorithm: algorithm.reduce(stream, wire, SUM, K)
+    for name, algorithm in ALGORITHMS.items()
+}
+SELECTIONS = {
+    "gtopk": lambda stream, wire: gtopk(stream, wire, K).total,
+    "gathered_topk": lambda stream, wire: gathered_topk(stream, wire, K, K),
+    "oktopk": lambda stream, wire: oktopk(stream, wire, K, K),
+    "by regions": lambda stream, wire: topk_by_regions(stream, wire, K, K),
+    "oktopk_reuse": lambda stream, wire: oktopk_reuse(stream, wire, K, Estimates(), True, True, K)[
+        0
+    ],
+}
+OTHERS = {
+    "reduce_scatter": lambda stream, wire: reduce_scatter(stream, wire, SUM, K),
+    "all_gather": lambda stream, wire: all_gather(stream, wire)[-1],
+    "broadcast": lambda stream, wire: broadcast(stream, wire, wire.size - 1),
+}
+COLLECTIVES = REDUCTIONS | SELECTIONS | OTHERS
+PREDICTED = {name: algorithm.steps for name, algorithm in ALGORITHMS.items()} | OTHER_STEPS
+
+
+def run(call, given, format):
+    return simulate(len(given), lambda comm: call(given[comm.rank], Wire(comm, format)))
+
+
+@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_every_collective_gives_the_bits_that_it_gives_with_coo(name, format) -> None:
+    for ranks in WORLDS:
+        given = streams_at(anywhere(ranks, SIZE, K), SIZE)
+        plain, other = (run(COLLECTIVES[name], given, f).results for f in (COO, format))
+        for one, two in zip(plain, other, strict=True):
+            assert torch.equal(one.to_dense(), two.to_dense())
+
+
+@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+def test_other_operations_rows_and_integers_travel_too(format) -> None:
+    for ranks in (1, 3, 9):
+        rows = [
+            SparseStream(at, torch.stack((at, at + rank), dim=1).int(), SIZE)
+            for rank, at in enumerate(anywhere(ranks, SIZE, 40))
+        ]
+        for name, algorithm in ALGORITHMS.items():
+            call = lambda s, wire, a=algorithm: a.reduce(s, wire, MAX, None)  # noqa: E731
+            plain, other = (run(call, rows, f).results[0] for f in (COO, format))
+            fill = MAX.neutral_for(torch.int32)
+            assert torch.equal(plain.to_dense(fill), other.to_dense(fill)), name
+
+
+@pytest.mark.parametrize("layout", ["identical", "disjoint"])
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name in PREDICTED])
+def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> None:
+    for ranks in WORLDS:
+        indices = evenly(layout, ranks, SIZE, K)
+        call = (
+            COLLECTIVES[name]
+            if name != "broadcast"
+            else lambda stream, wire: broadcast(stream, wire, 0)
+        )
+        if name == "oktopk" and ranks > 2:
+            continue  # what it sends depends on more than the indices: see tests/cost
+        traffic = run(call, streams_at(indices, SIZE), Deltas()).traffic
+        problem = Problem(SIZE, K, ranks, format=Deltas(), union=union_of(indices, SIZE))
+        for rank in range(ranks):
+            told = count(PREDICTED[name], replace(problem, rank=rank))
+            assert (told.bytes_sent, told.bytes_received) == (
+                traffic[rank].bytes_sent,
+                traffic[rank].bytes_received,
+            )
+
+
+@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_gives_the_updates_that_it_gives_with_coo(name, format) -> None:
+    nodes = {"ranks_per_node": 1} if name in ("hitopk", "torus2d") else {}
+    for ranks in WORLDS:
+        draw = torch.Generator().manual_seed(ranks)
+        gradients = torch.randint(-8, 9, (ranks, 2, 2500), generator=draw).float()
+
+        def two_steps(comm, format):
+            made = scheme(name, **nodes, **({"corrected": False} if name == "auto" else {}))
+            request = Request(format=format)
+            return [made.step(own, comm, request=request) for own in gradients[comm.rank]]  # noqa: B023
+
+        plain, other = (
+            simulate(ranks, lambda comm, f=f: two_steps(comm, f)).results for f in (COO, format)
+        )
+        for one, two in zip(plain, other, strict=True):
+            assert torch.equal(torch.stack(one), torch.stack(two))
+
+
+@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@given(stream=streams())
+def test_no_message_is_longer_than_its_format_says(format, stream) -> None:
+    compact = stream.compact(dense_at=format.dense_from(stream.size, stream.value_bytes))
+    message = format.encode(compact).message
+    assert same_stream(decode(message, stream, format), compact)
+    nnz = None if compact.is_dense else compact.nnz
+    assert message.numel() <= format.max_bytes(nnz, stream.size, stream.value_bytes)
+    assert message.numel() <= most_bytes(format, stream.nnz, stream.size, stream.value_bytes)
+
+
+@given(st.integers(1, 2000), st.integers(0, 99))
+def test_a_length_that_depends_on_the_data_is_predicted_within_its_spread(k, seed) -> None:
+    """Each of k distances takes 1, 2 or 3 bytes, so the length's deviation is at most √k bytes.
+
+    Drawn without repetition, distances vary less than independent ones. Half a unit of padding
+    comes on top, and the distances are of [0, n/k) on average, not of an endless vector.
+    """
+    size = 50_000
+    [stream] = streams_at(anywhere(1, size, k, seed), size)
+    length = Bytes().encode(stream).message.numel()
+    assert abs(length - Bytes().expected_bytes(k, size, 4)) <= 6 * sqrt(k) + 8
+
+
+def test_a_format_that_loses_something_is_refused_where_nobody_would_learn_of_it() -> None:
+    whole = SparseStream(None, torch.arange(16.0), 16)
+    with pytest.raises(InputError, match="loses a part of what it encodes"):
+        run(REDUCTIONS["allgather"], [whole, whole], Qsgd(bits=4))
+
+
+def test_what_a_lossy_format_loses_is_returned() -> None:
+    stream = SparseStream(None, torch.randn(100, generator=torch.Generator().manual_seed(1)), 100)
+    message, error = Qsgd(bits=4).encode(stream)
+    assert error is not None
+    assert torch.allclose(decode(message).values + error, stream.values, rtol=0, atol=1e-6)
+    assert error.count_nonzero() > 50
+    sparse = stream.largest(10)
+    assert Qsgd(bits=4).encode(sparse).error is None
