@@ -13,7 +13,7 @@ from sparcel.collectives import check_algorithm
 from sparcel.collectives._transfer import broadcast_message
 from sparcel.collectives.all_gather import all_gather as _all_gather
 from sparcel.collectives.reduce_scatter import reduce_scatter as _reduce_scatter
-from sparcel.comm import Communicator, Group, Handle, resolve
+from sparcel.comm import Communicator, Group, Job, resolve
 from sparcel.errors import InputError
 from sparcel.ops import Op
 from sparcel.ops import resolve as resolve_op
@@ -40,7 +40,7 @@ def all_reduce(
     *,
     async_op: Literal[True],
     max_nnz: int | None = ...,
-) -> Handle[SparseStream]: ...
+) -> Job[SparseStream]: ...
 def all_reduce(
     stream: SparseStream,
     op: str | Op = "sum",
@@ -48,7 +48,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     max_nnz: int | None = None,
-) -> SparseStream | Handle[SparseStream]:
+) -> SparseStream | Job[SparseStream]:
     """Reduce the streams of all ranks, coordinate by coordinate; every rank gets the result.
 
     Parameters
@@ -68,14 +68,14 @@ def all_reduce(
         A torch process group, an MPI communicator of mpi4py's, a sparcel communicator, or None
         for torch's default group.
     async_op
-        Return a `Handle` at once; its ``wait()`` gives the result.
+        Return a `Job` at once; its ``wait()`` gives the result.
     max_nnz
         The most entries that the stream of any rank has, if all ranks know it and give the same: it
         saves rounds, and room for what may come.
 
     Returns
     -------
-    SparseStream or Handle
+    SparseStream or Job
         Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's, and
         which ``"auto"`` may choose);
         dense where that takes fewer bytes; in memory of its own.
@@ -113,10 +113,10 @@ def all_gather(
 @overload
 def all_gather(
     stream: SparseStream, group: Group = ..., *, async_op: Literal[True]
-) -> Handle[list[SparseStream]]: ...
+) -> Job[list[SparseStream]]: ...
 def all_gather(
     stream: SparseStream, group: Group = None, async_op: bool = False
-) -> list[SparseStream] | Handle[list[SparseStream]]:
+) -> list[SparseStream] | Job[list[SparseStream]]:
     """Return the streams of all ranks, by rank; sizes, dtypes and widths must agree.
 
     Raises
@@ -135,10 +135,10 @@ def reduce_scatter(
 @overload
 def reduce_scatter(
     stream: SparseStream, op: str | Op = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Handle[SparseStream]: ...
+) -> Job[SparseStream]: ...
 def reduce_scatter(
     stream: SparseStream, op: str | Op = "sum", group: Group = None, async_op: bool = False
-) -> SparseStream | Handle[SparseStream]:
+) -> SparseStream | Job[SparseStream]:
     """Reduce the streams of all ranks; rank r gets coordinates ``[r·n // P, (r+1)·n // P)``.
 
     The result is numbered from the start of the rank's region.
@@ -162,10 +162,10 @@ def broadcast(
 @overload
 def broadcast(
     stream: SparseStream | None, root: int = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Handle[SparseStream]: ...
+) -> Job[SparseStream]: ...
 def broadcast(
     stream: SparseStream | None, root: int = 0, group: Group = None, async_op: bool = False
-) -> SparseStream | Handle[SparseStream]:
+) -> SparseStream | Job[SparseStream]:
     """Return the root's stream on every rank; the others pass None and need know nothing of it.
 
     Rounds: 2⌈log₂P⌉, since the length goes ahead.
@@ -221,5 +221,5 @@ def _copy(stream: SparseStream) -> SparseStream:
     return SparseStream.unchecked(indices, stream.values.clone(), stream.size, stream.finite)
 
 
-def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Handle[T]:
+def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Job[T]:
     return comm.submit(job) if async_op else comm.run(job)

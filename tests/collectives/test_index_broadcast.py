@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
 from sparcel.collectives.index_broadcast import index_broadcast
-from sparcel.comm import Communicator
-from sparcel.comm.simulated import Report
+from sparcel.comm import Communicator, Report
 from sparcel.errors import CommunicationError, MismatchError
 from tests.workers import WORLD_SIZES
 

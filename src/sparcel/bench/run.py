@@ -23,7 +23,6 @@ from sparcel.bench.predicted import predicted, rates_for, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import Settings
 from sparcel.comm import Communicator
-from sparcel.comm.nodes import consecutive_per_node
 from sparcel.cost import Rates
 
 _BASELINE = "dense fp32"
@@ -81,7 +80,7 @@ def network(settings: Settings, comm: Communicator) -> dict[str, Any]:
     """
     rate = settings.rate_bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
     each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE")
-    each = each or comm.run(lambda: consecutive_per_node(comm))
+    each = each or comm.run(comm.ranks_per_node)
     nodes = _number("SPARCEL_LAB_NODES") or -(-comm.size // each)
     description = os.environ.get("SPARCEL_LAB_DESCRIPTION", f"{comm.size} ranks, as launched")
     return {

@@ -13,7 +13,6 @@ from sparcel import formats
 from sparcel.collectives._transfer import decode_from, gather_messages, region_boundaries
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
-from sparcel.comm.nodes import grid
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.schemes.base import Layer, Scheme
@@ -71,14 +70,14 @@ class Hierarchical(Scheme):
 
     def prepare(self, comm: Communicator) -> None:
         """See `Scheme.prepare`: connect the ranks of each node, and those of each shard."""
-        ranks = grid(comm, self.ranks_per_node)
+        ranks = comm.grid(self.ranks_per_node)
         self.inner.prepare(ranks.across)
 
     def reduce(
         self, gradient: Tensor, comm: Communicator, ranks: int | None = None
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        here = grid(comm, self.ranks_per_node)
+        here = comm.grid(self.ranks_per_node)
         boundaries = region_boundaries(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
