@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from sparcel.lab import Ended, Job, Line, Loopback
+from sparcel.lab import Ended, Line, Loopback, Workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -34,8 +34,8 @@ def ends(ranks: int, script: str, opt_in: bool = True, first: str = "") -> tuple
     program = first + _IMPORTS + call + _CONNECT + textwrap.dedent(script)
     argv = [sys.executable, "-c", program]
     statuses, errors = {}, []
-    with Loopback(ranks) as network, Job(network, argv, mpi=True) as job:
-        for event in job.events():
+    with Loopback(ranks) as network, Workers(network, argv, mpi=True) as workers:
+        for event in workers.events():
             match event:
                 case Ended(rank, status):
                     statuses[rank] = status
