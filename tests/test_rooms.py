@@ -43,7 +43,8 @@ def imported(source: Path) -> Iterator[str]:
             yield from (
                 n.name.split(".", 1)[1] for n in node.names if n.name.startswith("sparcel.")
             )
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and node.level == 0, f"{source} has a relative import"
             package, *inner = node.module.split(".")
             if package == "sparcel":
                 for alias in node.names:
