@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints-dev.txt
 
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+PACKAGES := $(shell find src/sparcel -name __init__.py)
 
 .PHONY: help demo test quick check lint types format sanitize clean
 .DEFAULT_GOAL := help
@@ -53,7 +54,8 @@ $(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 # The build tools are in the dev group already, hence no isolation, which would fetch them again.
-# An editable install: changes of Python files need no reinstall, changes of C++ files do.
-$(VENV)/built: $(VENV)/installed CMakeLists.txt $(CPP_SOURCES)
+# An editable install: changes of Python files need no reinstall; changes of C++ files and new
+# packages, which the install lists, do.
+$(VENV)/built: $(VENV)/installed CMakeLists.txt $(CPP_SOURCES) $(PACKAGES)
 	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[demo]"
 	@touch $@

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from sparcel.demo.data import load
 from sparcel.demo.run import run
-from sparcel.demo.settings import BATCH_PER_RANK, Settings
+from sparcel.demo.settings import BATCH_PER_RANK, DemoSettings
 from sparcel.lab import Loopback
 
 _RESULTS = Path(__file__).parent / "results"
@@ -43,7 +43,7 @@ def main() -> None:
     data = arguments.data and str(Path(arguments.data).resolve())
     schemes = ("topk", "sparcml", "gtopk")
     settings = [
-        Settings(arguments.steps, seed, arguments.density, schemes, data, counts_wire=False)
+        DemoSettings(arguments.steps, seed, arguments.density, schemes, data, counts_wire=False)
         for seed in range(arguments.seeds)
     ]
     accuracies: dict[str, list[float]] = {}

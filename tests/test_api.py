@@ -6,7 +6,7 @@ from hypothesis import given
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.comm import Handle
+from sparcel.comm import Job
 from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelError
 from tests.strategies import OPS, case_of, cases, dense_reference, full, make_stream, same_stream
 from tests.workers import WORLD_SIZES
@@ -24,7 +24,7 @@ def test_all_reduce_takes_operations_by_name_or_as_they_are(case):
     def on_rank(comm):
         blocking = sparcel.all_reduce(case.streams[comm.rank], op, group=comm)
         handle = sparcel.all_reduce(case.streams[comm.rank], op, group=comm, async_op=True)
-        assert isinstance(handle, Handle)
+        assert isinstance(handle, Job)
         assert same_stream(handle.wait(), blocking)
         return blocking
 
@@ -50,7 +50,7 @@ def test_every_collective_can_be_asynchronous():
                 [sparcel.broadcast(first, 0, comm, async_op=True).wait()],
             ),
         ]:
-            later = later.wait() if isinstance(later, Handle) else later
+            later = later.wait() if isinstance(later, Job) else later
             assert all(map(same_stream, now, later))
 
     simulate(3, on_rank)

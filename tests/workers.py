@@ -46,8 +46,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparcel.comm.connected import ConnectedCommunicator
-from sparcel.comm.process_group import connect
+from sparcel.comm import Communicator, resolve
 from sparcel.errors import CommunicationError
 
 WORLD_SIZES = (2, 3, 4, 8)
@@ -241,7 +240,7 @@ class Worker:
 
 # What follows runs in the workers.
 
-joined: list[ConnectedCommunicator] = []
+joined: list[Communicator] = []
 
 
 def serve(pipe: Connection) -> None:
@@ -289,7 +288,7 @@ def join_gloo(rank: int, world: World) -> None:
 
 def _join(rank: int, world: World) -> None:
     join_gloo(rank, world)
-    joined.append(connect(None))
+    joined.append(resolve(None))
 
 
 def _run(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

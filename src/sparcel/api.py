@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, TypeVar, overload
 
 from sparcel import auto, collectives
-from sparcel.comm import Communicator, Group, Handle, resolve
+from sparcel.comm import Communicator, Group, Job, resolve
 from sparcel.errors import InputError
 from sparcel.ops import Op
 from sparcel.ops import resolve as resolve_op
@@ -34,7 +34,7 @@ def all_reduce(
     *,
     async_op: Literal[True],
     max_nnz: int | None = ...,
-) -> Handle[SparseStream]: ...
+) -> Job[SparseStream]: ...
 def all_reduce(
     stream: SparseStream,
     op: str | Op = "sum",
@@ -42,7 +42,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     max_nnz: int | None = None,
-) -> SparseStream | Handle[SparseStream]:
+) -> SparseStream | Job[SparseStream]:
     """Reduce the streams of all ranks, coordinate by coordinate; every rank gets the result.
 
     Parameters
@@ -62,14 +62,14 @@ def all_reduce(
         A torch process group, an MPI communicator of mpi4py's, a sparcel communicator, or None
         for torch's default group.
     async_op
-        Return a `Handle` at once; its ``wait()`` gives the result.
+        Return a `Job` at once; its ``wait()`` gives the result.
     max_nnz
         The most entries that the stream of any rank has, if all ranks know it and give the same: it
         saves rounds, and room for what may come.
 
     Returns
     -------
-    SparseStream or Handle
+    SparseStream or Job
         Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's, and
         which ``"auto"`` may choose);
         dense where that takes fewer bytes; in memory of its own.
@@ -107,10 +107,10 @@ def all_gather(
 @overload
 def all_gather(
     stream: SparseStream, group: Group = ..., *, async_op: Literal[True]
-) -> Handle[list[SparseStream]]: ...
+) -> Job[list[SparseStream]]: ...
 def all_gather(
     stream: SparseStream, group: Group = None, async_op: bool = False
-) -> list[SparseStream] | Handle[list[SparseStream]]:
+) -> list[SparseStream] | Job[list[SparseStream]]:
     """Return the streams of all ranks, by rank; sizes, dtypes and widths must agree.
 
     Raises
@@ -133,10 +133,10 @@ def reduce_scatter(
 @overload
 def reduce_scatter(
     stream: SparseStream, op: str | Op = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Handle[SparseStream]: ...
+) -> Job[SparseStream]: ...
 def reduce_scatter(
     stream: SparseStream, op: str | Op = "sum", group: Group = None, async_op: bool = False
-) -> SparseStream | Handle[SparseStream]:
+) -> SparseStream | Job[SparseStream]:
     """Reduce the streams of all ranks; rank r gets coordinates ``[r·n // P, (r+1)·n // P)``.
 
     The result is numbered from the start of the rank's region.
@@ -164,10 +164,10 @@ def broadcast(
 @overload
 def broadcast(
     stream: SparseStream | None, root: int = ..., group: Group = ..., *, async_op: Literal[True]
-) -> Handle[SparseStream]: ...
+) -> Job[SparseStream]: ...
 def broadcast(
     stream: SparseStream | None, root: int = 0, group: Group = None, async_op: bool = False
-) -> SparseStream | Handle[SparseStream]:
+) -> SparseStream | Job[SparseStream]:
     """Return the root's stream on every rank; the others pass None and need know nothing of it.
 
     Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams: see `sparcel.collectives.broadcast`.
@@ -219,5 +219,5 @@ def _copy(stream: SparseStream) -> SparseStream:
     return SparseStream.unchecked(indices, stream.values.clone(), stream.size, stream.finite)
 
 
-def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Handle[T]:
+def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Job[T]:
     return comm.submit(job) if async_op else comm.run(job)

@@ -8,7 +8,7 @@ from sparcel.bench.engines import connected, launched
 from sparcel.bench.predicted import verdict
 from sparcel.bench.results import Cell, summarized
 from sparcel.bench.run import network
-from sparcel.bench.settings import Settings
+from sparcel.bench.settings import BenchSettings
 from sparcel.errors import InputError
 
 
@@ -47,7 +47,7 @@ def test_nodes_are_those_of_the_launcher_or_what_the_communicator_finds(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    settings = Settings((1000,), (0.01,), ("uniform",))
+    settings = BenchSettings((1000,), (0.01,), ("uniform",))
     for found in simulate(6, lambda comm: network(settings, comm), ranks_per_node=2).results:
         assert (found["nodes"], found["ranks_per_node"]) == (nodes, each)
 

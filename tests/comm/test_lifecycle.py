@@ -138,33 +138,33 @@ def test_interrupted_rank_leaves_and_the_other_is_told(tmp_path: Path) -> None:
     assert "rank 0 failed: KeyboardInterrupt" in errors1
 
 
-def close_part_early(comm: TorchCommunicator) -> list[int]:
-    """All but the last rank close their part long before that does, amid a job of that rank's."""
-    part = comm.split(0)
-    part.gather_numbers(part.rank)
+def close_child_early(comm: TorchCommunicator) -> list[int]:
+    """All ranks but the last close their child long before the last rank, which runs a job."""
+    child = comm.split(0)
+    child.gather_numbers(child.rank)
     if comm.rank == comm.size - 1:
         comm.run(lambda: time.sleep(5.0))
-    part.close()
+    child.close()
     with pytest.raises(CommunicationError, match="closed"):
-        part.gather_numbers(0)
+        child.gather_numbers(0)
     return comm.gather_numbers(comm.rank)
 
 
-def test_part_closed_early_leaves_the_family_alive(run_on) -> None:
-    assert run_on(3, close_part_early) == [[0, 1, 2]] * 3
+def test_a_child_closed_early_leaves_its_parent_alive(run_on) -> None:
+    assert run_on(3, close_child_early) == [[0, 1, 2]] * 3
 
 
 def close_parent_first(comm: TorchCommunicator) -> None:
     parent = TorchCommunicator.of(dist.group.WORLD)
-    part = parent.split(0)
+    child = parent.split(0)
     parent.close()
-    part.close()
-    part.close()
+    child.close()
+    child.close()
     with pytest.raises(CommunicationError, match="closed"):
-        part.gather_numbers(0)
+        child.gather_numbers(0)
 
 
-def test_part_may_be_closed_after_its_parent(run_on) -> None:
+def test_a_child_may_be_closed_after_its_parent(run_on) -> None:
     run_on(3, close_parent_first)
 
 

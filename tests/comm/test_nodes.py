@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.comm.nodes import grid
 from sparcel.errors import CommunicationError, InputError, MismatchError
 
 Members = tuple[list[int], list[int]]
@@ -20,7 +19,7 @@ Members = tuple[list[int], list[int]]
 
 def members(comm: Communicator, ranks_per_node: int | None = None) -> Members:
     """Return the ranks of this one's node, and those of its place."""
-    ranks = grid(comm, ranks_per_node)
+    ranks = comm.grid(ranks_per_node)
     return ranks.node.gather_numbers(comm.rank), ranks.across.gather_numbers(comm.rank)
 
 
@@ -48,10 +47,10 @@ def test_a_simulated_cluster_knows_its_nodes(nodes: int, per_node: int) -> None:
     assert simulate(world, members, ranks_per_node=per_node).results == blocks(world, per_node)
 
 
-def test_parts_of_a_simulated_cluster_keep_its_nodes() -> None:
+def test_children_on_a_simulated_cluster_keep_its_nodes() -> None:
     def on_rank(comm: Communicator) -> list[int]:
-        part = comm.split(comm.rank % 2)  # half of each of two nodes of four
-        return grid(part).node.gather_numbers(comm.rank)
+        child = comm.split(comm.rank % 2)  # half of each of two nodes of four
+        return child.grid().node.gather_numbers(comm.rank)
 
     expected = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
     assert simulate(8, on_rank, ranks_per_node=4).results == expected
@@ -59,11 +58,11 @@ def test_parts_of_a_simulated_cluster_keep_its_nodes() -> None:
 
 def test_groups_are_made_once_for_a_communicator() -> None:
     def on_rank(comm: Communicator) -> None:
-        first, before = grid(comm), comm.traffic.messages_sent
-        assert grid(comm) is first
+        first, before = comm.grid(), comm.traffic.messages_sent
+        assert comm.grid() is first
         assert comm.traffic.messages_sent == before
-        assert grid(comm, 4) is not first
-        assert grid(comm) is first
+        assert comm.grid(4) is not first
+        assert comm.grid() is first
 
     simulate(4, on_rank, ranks_per_node=2)
 
@@ -78,7 +77,7 @@ def test_uneven_nodes_are_refused_on_all_ranks(world: int, per_node: int) -> Non
 
     def on_rank(comm: Communicator) -> str:
         with pytest.raises(InputError) as refused:
-            grid(comm, per_node)
+            comm.grid(per_node)
         return str(refused.value)
 
     sizes = [per_node] * (world // per_node) + [world % per_node]
@@ -104,18 +103,18 @@ def found(comm: Communicator, hosts: str, local: Places, variable: str) -> Membe
 
     Where it is refused, return what was said.
     """
-    part = comm.split(0)
+    child = comm.split(0)
     given_here = {} if local is None or local[comm.rank] is None else {variable: local[comm.rank]}
     with (
         patch.object(socket, "gethostname", lambda: f"host {hosts[comm.rank]}"),
         patch.dict("os.environ", {name: str(number) for name, number in given_here.items()}),
     ):
         try:
-            return members(part)
+            return members(child)
         except InputError as refused:
             return str(refused)
         finally:
-            part.close()
+            child.close()
 
 
 def all_found(
@@ -169,7 +168,7 @@ def test_uneven_hosts_are_refused_on_all_ranks(run_on) -> None:
 
 def use_of_groups(comm: Communicator) -> tuple[list[int], int, int]:
     """Return how many messages and bytes groups sent that the communicator counted."""
-    ranks = grid(comm, 2)
+    ranks = comm.grid(2)
     before = comm.traffic.messages_sent, comm.traffic.bytes_sent
     numbers = ranks.node.gather_numbers(comm.rank) + ranks.across.gather_numbers(comm.rank)
     return numbers, comm.traffic.messages_sent - before[0], comm.traffic.bytes_sent - before[1]

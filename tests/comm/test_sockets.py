@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from sparcel.comm import sockets
-from sparcel.comm.engine import expecting
+from sparcel.comm.rendezvous import connecting
 from sparcel.errors import CommunicationError
 
 
@@ -122,7 +122,7 @@ def test_what_hinders_the_ranks_is_told_in_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         store.set("address0", f"127.0.0.1 {gone.getsockname()[1]}")
     for rank, why in ((1, "refused"), (0, "timed out")):
-        with pytest.raises(CommunicationError) as caught, expecting(rank, [0, 1]):
+        with pytest.raises(CommunicationError) as caught, connecting(rank, [0, 1]):
             sockets.connect_all(store, rank, 2, 0.2)
         assert str(caught.value).startswith(f"rank {rank} could not connect to ranks [{1 - rank}],")
         assert why in str(caught.value)

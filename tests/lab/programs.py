@@ -80,15 +80,15 @@ def _serve(peer: socket.socket, direction: str, share: int) -> None:
 
 def parent(kind: str) -> None:
     """Open a network, run workers that never end, and say what exists; for tests that kill it."""
-    from sparcel.lab import Job, Link, Loopback, open_network
+    from sparcel.lab import Link, Loopback, Workers, open_network
 
     with open_network(3, None if kind == "loopback" else Link()) as network:
         here = {os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES}
         namespaces = {os.readlink(f"/proc/self/fd/{fd}") for fd in network.descriptors} - here
-        with Job(network, [sys.executable, "-c", _worker(kind)], mpi=kind == "mpi") as job:
-            lines = job.lines()
+        with Workers(network, [sys.executable, "-c", _worker(kind)], mpi=kind == "mpi") as workers:
+            lines = workers.lines()
             printed = [int(next(lines)[1]) for _ in range(3)]
-            known = [process.pid for process in job.processes]
+            known = [process.pid for process in workers.processes]
             pids = known if kind != "loopback" else known + printed
             print(json.dumps({"namespaces": sorted(namespaces), "pids": pids}), flush=True)
             command = sys.stdin.readline().strip()

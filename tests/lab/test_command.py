@@ -97,7 +97,7 @@ def test_where_namespaces_are_refused_it_says_so_in_one_line(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kill-node", "3"], "can't kill node 3: the nodes are 0 to 2"),
+        (["--kill-node", "3"], "cannot kill node 3: the nodes are 0 to 2"),
         (["--after", "5s"], "add --kill-node or --cut-link"),
         (["--cut-link", "1", "--after", "5"], "such as 5s; got '5'"),
         (["--rate", "1gb"], "such as 1gbit; got '1gb'"),

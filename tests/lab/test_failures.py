@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparcel.lab import EmulatedNetwork, Ended, Job, Line, Link
+from sparcel.lab import EmulatedNetwork, Ended, Line, Link, Workers
 from tests.lab.programs import TIMEOUT_S
 
 pytestmark = [
@@ -35,8 +35,8 @@ def test_survivors_raise_one_clear_error_and_keep_their_memory(
         pytest.importorskip("mpi4py")
     network = EmulatedNetwork(NODES, Link())
     argv = [sys.executable, programs, "steps", engine]
-    with network, Job(network, argv, mpi=engine == "mpi") as job:
-        reports = _reports(job)
+    with network, Workers(network, argv, mpi=engine == "mpi") as workers:
+        reports = _reports(workers)
         assert {next(reports)[0] for _ in range(NODES)} == set(range(NODES))
         getattr(network, fault)(CULPRIT)
         ends = dict(reports)
@@ -52,10 +52,10 @@ def test_survivors_raise_one_clear_error_and_keep_their_memory(
         assert end["seconds"] < TIMEOUT_S + _SLACK_S
 
 
-def _reports(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield what ranks print, as `Job.lines` does, but let the killed ones end."""
+def _reports(workers: Workers) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield what ranks print, as `Workers.lines` does, but let the killed ones end."""
     errors = []
-    for event in job.events():
+    for event in workers.events():
         match event:
             case Line(rank, text, is_error=False) if text.startswith("{"):
                 yield rank, json.loads(text)

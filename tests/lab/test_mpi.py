@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sparcel.lab import EmulatedNetwork, Job, Link, Loopback, run
+from sparcel.lab import EmulatedNetwork, Link, Loopback, Workers, run
 from sparcel.lab.pmi import PmiServer
 
 NODES, RANKS_PER_NODE = 2, 2
@@ -34,9 +34,9 @@ def test_ranks_are_the_same_for_mpi(kind: str, request: pytest.FixtureRequest) -
     network = EmulatedNetwork(NODES, Link()) if kind == "emulated" else Loopback(NODES)
     share = RANKS_PER_NODE if kind == "emulated" else NODES * RANKS_PER_NODE
     argv = [sys.executable, "-c", _PROGRAM]
-    with network, Job(network, argv, ranks_per_node=RANKS_PER_NODE, mpi=True) as job:
-        seen = {rank: json.loads(line) for rank, line in job.lines()}
-        assert job.started_mpi
+    with network, Workers(network, argv, ranks_per_node=RANKS_PER_NODE, mpi=True) as workers:
+        seen = {rank: json.loads(line) for rank, line in workers.lines()}
+        assert workers.started_mpi
     assert seen == {rank: [rank, rank, 1111, share, rank % share] for rank in range(4)}
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from sparcel.lab import (
     EmulatedNetwork,
-    Job,
     LabUnavailableError,
     Link,
     Loopback,
     WorkerFailedError,
+    Workers,
     open_network,
 )
 
@@ -26,8 +26,8 @@ _BYTES = 4 * 10**6
 
 
 def _run(network: EmulatedNetwork | Loopback, argv: list[str]) -> list[tuple[int, str]]:
-    with network, Job(network, argv) as job:
-        return list(job.lines())
+    with network, Workers(network, argv) as workers:
+        return list(workers.lines())
 
 
 @pytest.mark.usefixtures("emulation")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.lab import EmulatedNetwork, Faults, Job, Link, Loopback, run
+from sparcel.lab import EmulatedNetwork, Faults, Link, Loopback, Workers, run
 
 pytestmark = [pytest.mark.network, pytest.mark.processes, pytest.mark.usefixtures("emulation")]
 
@@ -29,8 +29,8 @@ def run_python(
 def reports(script: str, ranks_per_node: int = 1) -> dict[int, list[str]]:
     """Return what each rank prints, as JSON, by rank."""
     network = EmulatedNetwork(NODES, Link())
-    with network, Job(network, [sys.executable, "-c", script], None, ranks_per_node) as job:
-        return {rank: json.loads(line) for rank, line in job.lines()}
+    with network, Workers(network, [sys.executable, "-c", script], None, ranks_per_node) as workers:
+        return {rank: json.loads(line) for rank, line in workers.lines()}
 
 
 def test_ranks_know_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +79,8 @@ def test_links_are_fast_inside_a_node_and_slow_between(programs: str) -> None:
     for nodes, ranks_per_node in ((1, 2), (2, 1)):
         argv = [sys.executable, programs, "transfer", "receive", "2000000"]
         network = EmulatedNetwork(nodes, link)
-        with network, Job(network, argv, ranks_per_node=ranks_per_node) as job:
-            ((_, line),) = job.lines()
+        with network, Workers(network, argv, ranks_per_node=ranks_per_node) as workers:
+            ((_, line),) = workers.lines()
         seconds[nodes] = json.loads(line)["seconds"]
     assert seconds[2] >= 8 * 2e6 / link.rate_bits_per_s / 1.1
     assert seconds[1] < seconds[2] / 3
@@ -151,12 +151,12 @@ def test_a_killed_node_takes_all_its_processes_and_does_not_count(
 def test_only_the_named_node_dies() -> None:
     script = "import os\nprint(os.getpid(), flush=True)\nimport time; time.sleep(1e6)"
     network = EmulatedNetwork(NODES, Link())
-    with network, Job(network, [sys.executable, "-c", script]) as job:
-        lines = job.lines()
+    with network, Workers(network, [sys.executable, "-c", script]) as workers:
+        lines = workers.lines()
         assert {next(lines)[0] for _ in range(NODES)} == set(range(NODES))
         network.kill_node(2)
-        assert job.processes[2].wait() == -signal.SIGKILL
-        assert [process.poll() for process in job.processes[:2]] == [None, None]
+        assert workers.processes[2].wait() == -signal.SIGKILL
+        assert [process.poll() for process in workers.processes[:2]] == [None, None]
 
 
 _PING = """
@@ -184,8 +184,8 @@ except TimeoutError:
 
 def test_a_cut_link_falls_silent_without_a_sign() -> None:
     network = EmulatedNetwork(2, Link())
-    with network, Job(network, [sys.executable, "-c", _PING]) as job:
-        lines = job.lines()
+    with network, Workers(network, [sys.executable, "-c", _PING]) as workers:
+        lines = workers.lines()
         assert [next(lines)[1] for _ in range(2)] == ["connected"] * 2
         network.cut_link(1)
         assert [line for _, line in lines] == ["silence"] * 2
@@ -198,7 +198,7 @@ def test_a_fault_that_never_came_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert run_python("import sys; sys.exit(7)", faults=Faults(cut_link=1, after_s=1e6)) == 7
 
 
-def test_a_fault_that_cannot_be_provoked_is_told(
+def test_a_fault_that_cannot_be_caused_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(network: EmulatedNetwork, node: int) -> None:
@@ -207,7 +207,7 @@ def test_a_fault_that_cannot_be_provoked_is_told(
     monkeypatch.setattr(EmulatedNetwork, "cut_link", refuse)
     assert run_python("import time; time.sleep(1)", faults=Faults(cut_link=1)) == 1
     err = capsys.readouterr().err
-    assert "the fault could not be provoked: OSError('node 1 is not ours')" in err
+    assert "the fault could not be caused: OSError('node 1 is not ours')" in err
 
 
 @pytest.mark.parametrize("faults", [Faults(kill_node=3), Faults(cut_link=-1)])
@@ -216,6 +216,6 @@ def test_a_fault_of_no_node_is_named(faults: Faults) -> None:
         run_python("", faults=faults)
 
 
-def test_a_job_has_ranks() -> None:
+def test_workers_need_ranks() -> None:
     with pytest.raises(InputError, match="ranks_per_node=0"):
-        Job(Loopback(1), [sys.executable], ranks_per_node=0)
+        Workers(Loopback(1), [sys.executable], ranks_per_node=0)

@@ -6,11 +6,11 @@ import sys
 
 from sparcel.bench.report import console
 from sparcel.bench.run import run
-from sparcel.bench.settings import Settings
+from sparcel.bench.settings import BenchSettings
 from sparcel.errors import SparcelError
 
 if __name__ == "__main__":
     try:
-        run(Settings.from_json(sys.argv[1]), console())
+        run(BenchSettings.from_json(sys.argv[1]), console())
     except SparcelError as error:
         sys.exit(f"sparcel: {error}")

@@ -35,9 +35,7 @@ class BenchEngine(ABC):
 
     def close(self) -> None:
         """Disconnect; all ranks call."""
-        close = getattr(self.comm, "close", None)
-        if close is not None:
-            close()
+        self.comm.close()
 
 
 class Gloo(BenchEngine):
@@ -67,6 +65,10 @@ class Mpi(BenchEngine):
     def __init__(self) -> None:
         from mpi4py import MPI
 
+        from sparcel.comm.mpi import exit_after_failure
+
+        # After a failure, ranks that already died must not leave the others in MPI_Finalize.
+        exit_after_failure()
         self.comm = resolve(MPI.COMM_WORLD)
         self._world = MPI.COMM_WORLD.Dup()
         self._in_place = MPI.IN_PLACE

@@ -7,11 +7,11 @@ import sys
 
 from rich.console import Console
 
-from sparcel.bench.settings import Settings
-from sparcel.lab import Job, Loopback
+from sparcel.bench.settings import BenchSettings
+from sparcel.lab import Loopback, Workers
 
 
-def start(settings: Settings, ranks: int, console: Console) -> None:
+def start(settings: BenchSettings, ranks: int, console: Console) -> None:
     """Run the benchmark on processes of this machine, and show what rank 0 prints.
 
     Raises
@@ -24,7 +24,7 @@ def start(settings: Settings, ranks: int, console: Console) -> None:
     environment = {"OMP_NUM_THREADS": threads, "COLUMNS": str(console.width)}
     # UCX finds the loopback interface among all, and no route by it where it is the only one.
     environment["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "all")
-    with Job(Loopback(ranks), argv, environment, mpi="mpi" in settings.engines) as job:
-        for rank, line in job.lines():
+    with Workers(Loopback(ranks), argv, environment, mpi="mpi" in settings.engines) as workers:
+        for rank, line in workers.lines():
             if rank == 0:
                 console.print(line, markup=False, soft_wrap=True)

@@ -18,12 +18,11 @@ from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import contender
 from sparcel.bench.engines import BenchEngine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
-from sparcel.bench.measure import Measured, measure, merged
 from sparcel.bench.predicted import predicted, rates_for, verdict
 from sparcel.bench.results import Cell, Results, summarized
-from sparcel.bench.settings import Settings
+from sparcel.bench.settings import BenchSettings
+from sparcel.bench.timing import Measured, merged, time_contender
 from sparcel.comm import Communicator
-from sparcel.comm.nodes import consecutive_per_node
 from sparcel.cost import Rates
 
 _BASELINE = "dense fp32"
@@ -41,7 +40,7 @@ class Place:
     engine: BenchEngine
 
 
-def run(settings: Settings, console: Console) -> Results:
+def run(settings: BenchSettings, console: Console) -> Results:
     """Measure what the settings ask for; every rank calls, rank 0 shows and saves.
 
     Raises
@@ -63,8 +62,8 @@ def run(settings: Settings, console: Console) -> Results:
                 results.cells += _cells(groups.pop(0), settings, results.network, rates, show)
         _compare(results)
         if comm.rank == 0:
-            for part in report.tables(results):
-                console.print(part, soft_wrap=isinstance(part, str))
+            for block in report.tables(results):
+                console.print(block, soft_wrap=isinstance(block, str))
             for line in (report.summary(results), verdict(results.cells)):
                 if line:
                     console.print(line, soft_wrap=True)
@@ -74,14 +73,14 @@ def run(settings: Settings, console: Console) -> Results:
         return results
 
 
-def network(settings: Settings, comm: Communicator) -> dict[str, Any]:
+def network(settings: BenchSettings, comm: Communicator) -> dict[str, Any]:
     """Describe what joins the ranks: what the lab says, or the launcher and the settings.
 
     All ranks call.
     """
     rate = settings.rate_bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
     each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE")
-    each = each or comm.run(lambda: consecutive_per_node(comm))
+    each = each or comm.run(comm.ranks_per_node)
     nodes = _number("SPARCEL_LAB_NODES") or -(-comm.size // each)
     description = os.environ.get("SPARCEL_LAB_DESCRIPTION", f"{comm.size} ranks, as launched")
     return {
@@ -106,7 +105,7 @@ def _share_cores(ranks: int) -> None:
 
 
 def _groups(
-    settings: Settings, engines: list[BenchEngine], ranks_per_node: int
+    settings: BenchSettings, engines: list[BenchEngine], ranks_per_node: int
 ) -> Iterator[list[Place]]:
     """Yield the cells of each case, engines side by side.
 
@@ -130,7 +129,7 @@ def _rows(gradients: Tensor | None, distribution: str) -> Tensor | None:
 
 def _cells(
     group: list[Place],
-    settings: Settings,
+    settings: BenchSettings,
     network: dict[str, Any],
     rates: dict[str, Rates],
     show: report.Show,
@@ -146,12 +145,12 @@ def _cells(
                 continue
             comm = place.engine.comm
             found.setdefault(place, []).append(
-                measure(made, comm, settings.iterations, settings.warmup)
+                time_contender(made, comm, settings.iterations, settings.warmup)
             )
             show(_cell(place, found[place][-1], network))
     cells = []
-    for place, parts in found.items():
-        cells.append(_cell(place, merged(parts), network))
+    for place, rounds in found.items():
+        cells.append(_cell(place, merged(rounds), network))
         cells[-1].predicted = predicted(
             place.algorithm, place.case, each, rates.get(place.engine.name)
         )

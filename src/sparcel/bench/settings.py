@@ -13,7 +13,7 @@ from sparcel.schemes import check_density
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What `sparcel bench` was asked for.
 
     Attributes

@@ -17,7 +17,7 @@ bench = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
 
 @bench.callback()
-def measure(
+def bench_command(
     context: typer.Context,
     sizes: Annotated[
         str,
@@ -101,12 +101,12 @@ def measure(
     from sparcel.bench.engines import launched
     from sparcel.bench.launch import start
     from sparcel.bench.run import run
-    from sparcel.bench.settings import Settings
+    from sparcel.bench.settings import BenchSettings
 
     refuse_ignored(context, {"gradients": ["sizes"]})
     check_folder(json)
     usual = "uniform" if gradients is None else "file"
-    settings = Settings(
+    settings = BenchSettings(
         sizes=tuple(units.whole(size) for size in items(sizes)),
         densities=tuple(_share(density) for density in items(densities)),
         distributions=items(distributions or usual),

@@ -61,7 +61,7 @@ def demo(
     from sparcel.demo.data import load
     from sparcel.demo.report import table
     from sparcel.demo.run import run, write_json
-    from sparcel.demo.settings import Settings
+    from sparcel.demo.settings import DemoSettings
 
     console = Console(highlight=False)
     link = None if rate == "none" else Link(parse_rate(rate))
@@ -75,7 +75,7 @@ def demo(
         console.print(f"Network: {network.description}")
         console.print(f"Data: {dataset.description}")
         counts_wire = isinstance(network, EmulatedNetwork)
-        settings = Settings(steps, seed, density, names, where, counts_wire)
+        settings = DemoSettings(steps, seed, density, names, where, counts_wire)
         outcome = run(network, settings, console)
     console.print(table(outcome.rows))
     write_json(json, network, dataset.name, settings, outcome)

@@ -1,4 +1,8 @@
-"""Communicators: what carries messages between ranks."""
+"""Communicators: they carry messages between ranks.
+
+The modules here are shared by the rooms `torch`, `mpi` and `simulated`, one for each kind of
+communicator. These rooms do not import one another.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
-from sparcel.comm.base import Communicator, Handle, Traffic
-from sparcel.comm.process_group import TorchCommunicator, connect
-from sparcel.comm.simulated import Report, SimulatedCommunicator, simulate
-from sparcel.comm.timing import Network
+from sparcel.comm.communicator import Communicator
+from sparcel.comm.jobs import Job
+from sparcel.comm.nodes import Grid
+from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
+from sparcel.comm.torch import TorchCommunicator
+from sparcel.comm.torch import connect as connect_torch
+from sparcel.comm.traffic import Traffic
 from sparcel.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,8 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Communicator",
+    "Grid",
     "Group",
-    "Handle",
+    "Job",
     "Network",
     "Report",
     "SimulatedCommunicator",
@@ -31,7 +39,7 @@ __all__ = [
 
 
 Group: TypeAlias = "Communicator | dist.ProcessGroup | MPI.Intracomm | None"
-"""What every ``group=`` argument takes; None is torch.distributed's default group."""
+"""The type of every ``group=`` argument; None is torch.distributed's default group."""
 
 
 def resolve(group: Group = None) -> Communicator:
@@ -40,24 +48,23 @@ def resolve(group: Group = None) -> Communicator:
     Parameters
     ----------
     group
-        A communicator of sparcel's, which is returned as it is; a torch.distributed process
-        group, or None for the default one; or an MPI communicator of mpi4py's. All its ranks
-        call. The communicator of a group is made once and kept until it is closed, dead or
-        alive: after a failure all ranks call ``resolve(group).close()``, and the next use connects
-        anew.
+        A sparcel communicator, which is returned as it is; a torch.distributed process group, or
+        None for the default one; or an mpi4py communicator. All its ranks call. The communicator of
+        a group is made once and kept until it is closed, even when it has failed. After a failure
+        all ranks call ``resolve(group).close()``; the next use then connects anew.
 
     Raises
     ------
     InputError
         When ``group`` is something else, or there is no default process group.
     CommunicationError
-        When not all ranks came within the process group's timeout, or 300 s on MPI.
+        When some rank does not connect within the process group's timeout, or within 300 s on MPI.
     """
     if isinstance(group, Communicator):
         return group
     if group is None or isinstance(group, dist.ProcessGroup):
-        return connect(group)
-    mpi = sys.modules.get("mpi4py.MPI")  # whoever passes a communicator of its has imported it
+        return connect_torch(group)
+    mpi = sys.modules.get("mpi4py.MPI")  # imported already if the group is an MPI communicator
     if mpi is not None and isinstance(group, mpi.Comm):
         from sparcel.comm.mpi import connect as connect_mpi
 

@@ -1,19 +1,20 @@
-"""What communicators have in common whose messages an engine carries between processes."""
+"""The communicator between processes, over whichever engine carries the bytes."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from sparcel.comm.base import Communicator, Handle, Traffic
-from sparcel.comm.engine import Engine
-from sparcel.comm.family import Family
-from sparcel.comm.fate import Fate
+from sparcel.comm.communicator import Communicator
+from sparcel.comm.executor import Executor
+from sparcel.comm.jobs import Job
+from sparcel.comm.rendezvous import Rendezvous
+from sparcel.comm.traffic import Traffic
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
 
@@ -23,68 +24,44 @@ _REDUCED_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
 )
-"""What Gloo, NCCL and MPI can reduce."""
-
-
-class Meeting(Protocol):
-    """Where the ranks of a communicator meet, the same for all but ``rank``."""
-
-    @property
-    def rank(self) -> int:
-        """Index of this process in ``members``."""
-
-    @property
-    def members(self) -> list[int]:
-        """What errors call the ranks, by rank."""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds after which an exchange that hangs raises."""
-
-    def engine(self) -> Engine:
-        """Connect to the other ranks, which all do; raises `CommunicationError`."""
-
-    def fate(self) -> Fate:
-        """Return the end that the ranks share; called after `engine`."""
-
-    def part(self, ranks: list[int], label: str) -> Self:
-        """Return where these ranks meet, this one among them; no two parts share a ``label``."""
+"""The dtypes that Gloo, NCCL and MPI can reduce."""
 
 
 class ConnectedCommunicator(Communicator):
-    """Ranks in processes of their own, with connections that nothing else uses.
+    """Ranks in separate processes, joined by connections that nothing else uses.
 
-    When one rank fails, all connections of the family (the communicator, and all split from it) are
-    closed, and every rank raises the first cause.
+    When one rank fails, the connections of the communicator, and of all communicators that are
+    split from one another, are closed; every rank raises the first cause.
 
     Parameters
     ----------
-    meeting
+    rendezvous
         Where the ranks meet; all ranks construct at the same time.
     parent
-        What this is split from.
+        The communicator from which this one is split.
     """
 
-    def __init__(self, meeting: Meeting, parent: Self | None = None) -> None:
-        self.meeting = meeting
-        self.rank, self.size = meeting.rank, len(meeting.members)
-        self.timeout = meeting.timeout
-        # A part's messages are its rank's messages.
+    def __init__(self, rendezvous: Rendezvous, parent: Self | None = None) -> None:
+        self.rendezvous = rendezvous
+        self.rank, self.size = rendezvous.rank, len(rendezvous.members)
+        self.timeout = rendezvous.timeout
+        # A rank's counter includes the messages of communicators split from its own.
         self.traffic = Traffic() if parent is None else parent.traffic
         self.closed = False
-        self.engine = meeting.engine()
+        self.engine = rendezvous.engine()
         self.device = self.engine.device
         self._splits = 0
-        self._fate = meeting.fate()
-        self._parent = parent  # lives as long as its parts
-        self._family: Family
+        self._failure = rendezvous.failure()
+        self._parent = parent  # keeps the parent alive
+        self._executor: Executor
         if parent is not None:
-            self._family = parent._family
+            self._executor = parent._executor
         else:
-            self._family = Family(meeting.members[meeting.rank], self._fate)
-            # Not disconnected at once: the other ranks may forget theirs later, or never.
-            weakref.finalize(self, self._family.retire).atexit = False
-        self._family.engines.append(self.engine)
+            self._executor = Executor(rendezvous.members[rendezvous.rank], self._failure)
+            # The finalizer only shuts down, and does not wait: the other ranks may drop their
+            # communicator later, or never.
+            weakref.finalize(self, self._executor.shutdown).atexit = False
+        self._executor.engines.append(self.engine)
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
@@ -95,7 +72,7 @@ class ConnectedCommunicator(Communicator):
     def exchange_parts(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, list[Tensor]]:
-        """See `Communicator.exchange_parts`; what comes is whole."""
+        """See `Communicator.exchange_parts`; messages arrive in one part."""
         return {rank: [message] for rank, message in self._exchange(sends, receives).items()}
 
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
@@ -104,8 +81,8 @@ class ConnectedCommunicator(Communicator):
         Raises
         ------
         InputError
-            When ``op`` is a user's, for the engine knows sum, product, min and max alone; when
-            the engine does not reduce tensors of that dtype, or that are not contiguous.
+            When ``op`` is user-defined: engines know sum, product, min and max only. When the
+            tensor is not contiguous, or has a dtype that the engine does not reduce.
         """
         if op.name is None:
             raise InputError(
@@ -125,40 +102,40 @@ class ConnectedCommunicator(Communicator):
         self.run(job)
 
     def split(self, colour: int) -> Self:
-        """See `Communicator.split`; the part has connections of its own until it is closed."""
+        """See `Communicator.split`; the new communicator has its own connections."""
         return self.run(lambda: self._split(colour))
 
     def run(self, job: Callable[[], T]) -> T:
         """See `Communicator.run`."""
-        if self._family.queue.is_current():
+        if self._executor.queue.is_current():
             return job()
         self._check_open()
-        if self.device.type != "cpu":  # nobody could interrupt a thread that waits inside NCCL
-            return self._family.submit(job).wait()
-        return self._family.run(job)
+        if self.device.type != "cpu":  # a thread that waits inside NCCL ignores Ctrl-C
+            return self._executor.submit(job).wait()
+        return self._executor.run(job)
 
-    def submit(self, job: Callable[[], T]) -> Handle[T]:
+    def submit(self, job: Callable[[], T]) -> Job[T]:
         """See `Communicator.submit`."""
         self._check_open()
-        return self._family.submit(job)
+        return self._executor.submit(job)
 
     def close(self) -> None:
-        """Wait for the jobs submitted so far and disconnect; all ranks call, at about one time.
+        """Wait for the jobs submitted so far and disconnect; all ranks call at about the same time.
 
-        Closing a communicator closes what was split from it, and ends their thread. A communicator
-        that nobody refers to any more, or that is open when the interpreter exits, closes itself.
+        Closing a communicator also closes all communicators that were split from it, and ends their
+        thread. A communicator closes itself when it is no longer referred to, and when the
+        interpreter exits.
         """
         if self.closed:
             return
         self.closed = True
         if self._parent is None:
-            self._family.close(seconds=None)
+            self._executor.close(seconds=None)
         else:
-            with suppress(CommunicationError):  # the family has ended, and this with it
-                leaving = self._family.queue.submit(
-                    lambda: self._family.leave(self.engine, self._fate)
-                )
-                leaving.wait()
+            with suppress(CommunicationError):  # the parent was closed, and this one with it
+                self._executor.queue.submit(
+                    lambda: self._executor.disconnect(self.engine, self._failure)
+                ).wait()
 
     def _exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
@@ -178,5 +155,4 @@ class ConnectedCommunicator(Communicator):
         colours = self.gather_numbers(colour)
         ranks = [rank for rank in range(self.size) if colours[rank] == colour]
         self._splits += 1
-        part = self.meeting.part(ranks, f"{self._splits}.{colour}")
-        return type(self)(part, self)
+        return type(self)(self.rendezvous.subgroup(ranks, f"{self._splits}.{colour}"), self)

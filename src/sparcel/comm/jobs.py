@@ -1,4 +1,4 @@
-"""The queue: jobs one at a time, in the order of their submission."""
+"""Jobs, and the queue that runs them one at a time in the order of submission."""
 
 from __future__ import annotations
 
@@ -7,31 +7,57 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from sparcel.comm.base import Handle
+import torch
+
 from sparcel.errors import CommunicationError
 
 T = TypeVar("T")
 
 _SIGNAL_SECONDS = 0.2
-"""How long Ctrl-C may go unseen."""
+"""How long a waiting thread may take to notice Ctrl-C."""
 
 _CLOSED = "the communicator was closed"
 
 
-class QueuedHandle(Handle[T]):
-    """A job in a queue, ``expected`` where it was counted as due."""
+class Job(Generic[T]):
+    """A function that a communicator runs, or has run, in its turn.
 
-    def __init__(self, job: Callable[[], T], expected: bool) -> None:
+    Attributes
+    ----------
+    future
+        Receives the function's result, or what it raised.
+    """
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[T] = torch.futures.Future()
+
+    def wait(self) -> T:
+        """Block until the job has ended; return its result, or raise what it raised."""
+        return self.future.wait()
+
+
+class QueuedJob(Job[T]):
+    """A job in a queue.
+
+    Parameters
+    ----------
+    job
+        The function to run.
+    counted
+        Whether the queue counts the job as due.
+    """
+
+    def __init__(self, job: Callable[[], T], counted: bool) -> None:
         super().__init__()
-        self.expected = expected
+        self.counted = counted
         self._job: Callable[[], T] | None = job
         self._claim = threading.Lock()
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Run the job on this thread; what comes of it goes to whoever waits."""
+        """Run the job on this thread and pass its result, or its error, to those who wait."""
         job, self._job = self._job, None
         assert job is not None
         try:
@@ -46,22 +72,22 @@ class QueuedHandle(Handle[T]):
                 self._ended.set()
 
     def fail(self, error: Exception) -> None:
-        """Let ``error`` be what comes of the job, unless it has ended."""
+        """Make the job raise ``error``, unless it has ended."""
         if self._claim.acquire(blocking=False):
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
             self._ended.set()
 
     def wait(self) -> T:
-        """See `Handle.wait`; Ctrl-C ends the wait, and the job goes on."""
-        # torch's own wait cannot be interrupted, and a signal just before a wait without a limit
-        # would go unseen until its end.
+        """See `Job.wait`; Ctrl-C interrupts the wait, but not the job."""
+        # torch's own wait cannot be interrupted. A wait without a limit would miss a signal that
+        # arrives just before it begins.
         while not self._ended.wait(_SIGNAL_SECONDS):
             pass
         return self.future.wait()
 
 
 class JobQueue:
-    """Runs jobs one at a time, on a daemon thread or the caller's, until it is ended."""
+    """Runs jobs one at a time, on a daemon thread or on the caller's thread, until it ends."""
 
     def __init__(self, name: str) -> None:
         self._pending: _Pending = SimpleQueue()
@@ -75,43 +101,43 @@ class JobQueue:
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` after all jobs submitted before, and return its result.
 
-        It runs on the caller's thread where no other job is due, which saves waking two threads.
+        If no other job is due, the job runs on the caller's thread; this saves waking two threads.
 
         Raises
         ------
         CommunicationError
-            When the queue was ended.
+            When the queue has ended.
         """
         if self.is_current():
             return job()
         if self.ended:
             raise CommunicationError(_CLOSED)
         state = self._state
-        if not state.due and not state.turn.locked():  # else wait where Ctrl-C is seen
+        if not state.due and not state.turn.locked():  # acquiring a taken lock ignores Ctrl-C
             with state.turn:
                 if not state.due and not self.ended:
                     return state.perform(job)
         return self.submit(job).wait()
 
-    def submit(self, job: Callable[[], T]) -> Handle[T]:
-        """Queue ``job``; a job that submits another runs it at once, for it may wait for it.
+    def submit(self, job: Callable[[], T]) -> Job[T]:
+        """Queue ``job``; inside another job it runs at once, since that job may wait for it.
 
         Raises
         ------
         CommunicationError
-            When the queue was ended.
+            When the queue has ended.
         """
         if self.ended:
             raise CommunicationError(_CLOSED)
-        handle = QueuedHandle(job, expected=True)
+        queued = QueuedJob(job, counted=True)
         if self.is_current():
-            handle.run()
+            queued.run()
         else:
             self._state.count(1)
-            self._pending.put(handle)
-            if self._state.over:  # the queue was ended since it was asked
-                handle.fail(CommunicationError(_CLOSED))
-        return handle
+            self._pending.put(queued)
+            if self._state.over:  # the queue ended after the check above
+                queued.fail(CommunicationError(_CLOSED))
+        return queued
 
     def is_current(self) -> bool:
         """Tell whether the caller is a job of this queue."""
@@ -119,34 +145,34 @@ class JobQueue:
 
     @property
     def since(self) -> float | None:
-        """When the job under way began, on the monotonic clock; None where there is none."""
+        """When the job under way began, on the monotonic clock; None if there is none."""
         return self._state.since
 
     def end(self, last: Callable[[], object]) -> None:
-        """Take no more jobs; after those submitted so far run ``last``, and end the thread.
+        """Refuse new jobs; run those submitted so far, then ``last``, and end the thread.
 
-        May be called by the garbage collector, which may run inside any other call.
+        The garbage collector may call this, inside any other call.
         """
         if not self.ended:
             self.ended = True
-            self._pending.put(QueuedHandle(last, expected=False))
+            self._pending.put(QueuedJob(last, counted=False))
             self._pending.put(None)
 
     def join(self, timeout: float | None) -> bool:
-        """Wait for the thread to end, and tell whether it has."""
+        """Wait for the thread to end; return whether it has ended."""
         if not self.is_current():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
 
-_Pending: TypeAlias = "SimpleQueue[QueuedHandle[Any] | None]"
+_Pending: TypeAlias = "SimpleQueue[QueuedJob[Any] | None]"
 
 
 class _State:
-    """Whose turn it is: one job at a time, the jobs in the queue before any that comes later.
+    """Decides whose turn it is: one job at a time, and queued jobs before later ones.
 
-    Ctrl-C may come at any point, and neither ``with`` on a lock nor plain assignments can be torn
-    apart by it: the turn is never left taken.
+    Ctrl-C may arrive at any point. It cannot interrupt entering a ``with`` on a lock, or a plain
+    assignment, halfway; so ``turn`` never stays taken.
     """
 
     def __init__(self) -> None:
@@ -158,12 +184,12 @@ class _State:
         self.over = False
 
     def count(self, change: int) -> None:
-        """Count jobs in the queue, from when they are submitted until they have run."""
+        """Change the number of jobs that were submitted and have not yet run."""
         with self._counting:
             self.due += change
 
     def perform(self, job: Callable[[], T]) -> T:
-        """Run a job on this thread, whose turn it is."""
+        """Run a job on this thread, which holds ``turn``."""
         try:
             self.since, self.runner = time.monotonic(), threading.get_ident()
             return job()
@@ -172,12 +198,12 @@ class _State:
 
 
 def _work(pending: _Pending, state: _State) -> None:
-    while (handle := pending.get()) is not None:
+    while (queued := pending.get()) is not None:
         with state.turn:
-            state.perform(handle.run)
-            state.count(-handle.expected)
-        del handle  # or the job's tensors would live until the next
-    state.over = True  # what is put from now on, or was since the end, nobody runs
+            state.perform(queued.run)
+            state.count(-queued.counted)
+        del queued  # otherwise the job's tensors would live until the next job
+    state.over = True  # jobs that were put since the end, or will be, must fail
     with suppress(Empty):
         while True:
             if (late := pending.get_nowait()) is not None:

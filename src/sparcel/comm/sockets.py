@@ -1,4 +1,4 @@
-"""How ranks come to TCP connections to each other: by a store in which they publish addresses."""
+"""Connects every rank to every other over TCP; a store holds the addresses of the ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from ipaddress import ip_address
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _GREETING = struct.Struct("<16sI")
-"""What a connection begins with: the group's cookie and the rank that connects."""
+"""The first bytes on a connection: the group's cookie and the rank that connects."""
 
 _GREETING_SECONDS = 2.0
-"""How long who connected may take to say so; a rank does at once."""
+"""How long to wait for the greeting of a new connection; ranks send it at once."""
 
 _INTERFACE_ADDRESS = {"Linux": 0x8915, "Darwin": 0xC0206921}
-"""The ioctl that tells an interface's IPv4 address (SIOCGIFADDR)."""
+"""The ioctl that returns an interface's IPv4 address (SIOCGIFADDR)."""
 
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that no machine has (RFC 5737, RFC 3849): the way to them leads out of this one."""
+"""Addresses of no machine (RFC 5737, RFC 3849); the route to them leads off this machine."""
 
 _LOOPBACK = "127.0.0.1"
 
 
 def connect_all(store: Store, rank: int, size: int, timeout: float) -> list[socket.socket | None]:
-    """Return a connected socket for every other rank: lower ranks listen to higher ones.
+    """Return a connected socket for every other rank, by rank, and None for this one.
+
+    Every rank listens for the higher ranks and connects to the lower ones.
 
     Raises
     ------
@@ -64,26 +66,26 @@ def connect_all(store: Store, rank: int, size: int, timeout: float) -> list[sock
 
 
 def _listen(store: Store, size: int) -> socket.socket:
-    """Listen where the other ranks reach this one."""
+    """Return a socket that listens at an address which the other ranks can reach."""
     address = own_address(store)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=size)
 
 
 def own_address(store: Store | None = None) -> str:
-    """Return an address by which other ranks reach this process.
+    """Return an address at which other ranks can reach this process.
 
-    That of the interface that Gloo is told to use, or else of the one that leads to the store.
-    Where that is loopback, which tells no other machine anything, it is the one that leads away
-    from here, and loopback only where none does.
+    The interface in ``GLOO_SOCKET_IFNAME`` takes precedence, then the interface on the route to
+    the store. Other machines cannot use a loopback address; if the store is on this machine, the
+    interface of the default route is used instead, and loopback only if there is no such route.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        with suppress(OSError):  # it has no IPv4 address
+        with suppress(OSError):  # the interface has no IPv4 address
             return _address_of(interface)
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    host = getattr(store, "host", None)  # only a TCPStore is somewhere
+    host = getattr(store, "host", None)  # only a TCPStore has a host
     for target in (*([host] if host else []), *_ELSEWHERE):
         with suppress(OSError):
             address = _address_towards(target)
@@ -93,7 +95,7 @@ def own_address(store: Store | None = None) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether no other machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     return ip_address(address).is_loopback
 
 
@@ -105,11 +107,11 @@ def _address_of(interface: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return the address of this machine's from which packets to a host would come."""
+    """Return the source address of packets that this machine would send to a host."""
     any_port = 9
     family, kind, protocol, _, there = socket.getaddrinfo(host, any_port, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, kind, protocol)) as probe:
-        probe.connect(there)  # sends nothing
+        probe.connect(there)  # connecting a datagram socket sends nothing
         own: str = probe.getsockname()[0]
         return own
 
@@ -127,11 +129,11 @@ def _dial(host: str, port: int, cookie: bytes, rank: int, deadline: float) -> so
 
 
 def _accept(listener: socket.socket, cookie: bytes, deadline: float) -> tuple[int, socket.socket]:
-    """Wait for the next rank that connects; who does not know the cookie is turned away."""
+    """Wait for the next rank to connect; close connections that do not send the cookie."""
     while True:
         listener.settimeout(_left(deadline))
         connection, _ = listener.accept()
-        with suppress(OSError):  # it went away, or says nothing
+        with suppress(OSError):  # the other side closed, or sends nothing
             known, rank = _greeting(connection, deadline)
             if known == cookie:
                 return rank, connection
@@ -139,14 +141,14 @@ def _accept(listener: socket.socket, cookie: bytes, deadline: float) -> tuple[in
 
 
 def _greeting(connection: socket.socket, deadline: float) -> tuple[bytes, int]:
-    """Return the cookie and the rank that a connection begins with; raises `OSError`."""
+    """Read the cookie and the rank from a new connection; raises `OSError`."""
     deadline = min(deadline, time.monotonic() + _GREETING_SECONDS)
     greeting = b""
     while len(greeting) < _GREETING.size:
         connection.settimeout(_left(deadline))
         came = connection.recv(_GREETING.size - len(greeting))
         if not came:
-            raise ConnectionError("closed before it said who it is")
+            raise ConnectionError("the connection closed before it sent its greeting")
         greeting += came
     cookie, rank = _GREETING.unpack(greeting)
     return cookie, rank

@@ -11,7 +11,6 @@ from time import perf_counter
 import torch
 
 from sparcel.comm import Communicator
-from sparcel.comm.nodes import consecutive_per_node
 from sparcel.cost import trials
 from sparcel.cost.trials import Trial
 from sparcel.errors import InputError
@@ -75,7 +74,7 @@ def measure(comm: Communicator, description: str = "") -> Rates:
         )
     if comm.size < 2:
         raise InputError("there is nothing to measure between ranks where there is only one")
-    here = comm.run(lambda: consecutive_per_node(comm))
+    here = comm.run(comm.ranks_per_node)
     points = [
         _Point(name, amount, make, loop_seconds)
         for name, amounts, make, loop_seconds in _everything(comm, here)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.auto import all_reduce
-from sparcel.comm import Communicator
-from sparcel.comm import Handle as Job
+from sparcel.comm import Communicator, Job
 from sparcel.ddp.residuals import Vector
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request

@@ -1,1 +1,1 @@
-"""The main job: real data-parallel training on an emulated network, dense and sparse."""
+"""Real data-parallel training on an emulated network, dense and sparse."""

@@ -148,15 +148,15 @@ def _parse_idx(content: bytes, path: Path) -> Array:
 
 
 def _dataset(name: str, arrays: Mapping[str, Array]) -> Dataset:
-    for part in ("train", "test"):
-        x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    for subset in ("train", "test"):
+        x, y = arrays[f"x_{subset}"], arrays[f"y_{subset}"]
         if x.ndim < 2 or y.shape != x.shape[:1] or len(y) == 0:
             raise InputError(
-                f"{name}: x_{part} must be [samples, ...] and y_{part} [samples], "
+                f"{name}: x_{subset} must be [samples, ...] and y_{subset} [samples], "
                 f"got {list(x.shape)} and {list(y.shape)}"
             )
         if not np.issubdtype(y.dtype, np.integer) or int(y.min()) < 0:
-            raise InputError(f"{name}: y_{part} must be integers from 0 on, got {y.dtype}")
+            raise InputError(f"{name}: y_{subset} must be integers from 0 on, got {y.dtype}")
     x_train, x_test = (
         torch.from_numpy(arrays[key].reshape(len(arrays[key]), -1).astype(np.float32))
         for key in ("x_train", "x_test")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from sparcel.demo.results import Row
+from sparcel.demo.results import MethodResult
 
 _LEGEND = (
     "One training step: the whole, its computation alone, and what the exchange of gradients adds. "
@@ -16,7 +16,7 @@ _LEGEND = (
 )
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[MethodResult]) -> Table:
     """Return the results as a table, the speed-ups over the first two rows, the dense baselines."""
     result = Table(
         box=box.SIMPLE_HEAD,

@@ -15,7 +15,7 @@ class DivergedError(SparcelError):
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodResult:
     """A method's results. Times are a step's, as the median over steps, then the mean over ranks.
 
     Attributes
@@ -55,7 +55,7 @@ class Row:
         return self.payload_bytes if self.wire_bytes is None else self.wire_bytes
 
 
-def combine(method: str, ranks: Sequence[Mapping[str, Any]]) -> Row:
+def combine(method: str, ranks: Sequence[Mapping[str, Any]]) -> MethodResult:
     """Make a method's row of what its ranks reported.
 
     Raises
@@ -71,7 +71,7 @@ def combine(method: str, ranks: Sequence[Mapping[str, Any]]) -> Row:
 
     step_s, compute_s = mean("step_s"), mean("compute_s")
     assert step_s is not None and compute_s is not None
-    return Row(
+    return MethodResult(
         method,
         step_s,
         compute_s,

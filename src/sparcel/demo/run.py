@@ -16,15 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparcel.demo.results import Row, combine
+from sparcel.demo.results import MethodResult, combine
 from sparcel.demo.settings import (
     BATCH_PER_RANK,
     COMPUTE_STEPS,
     WARM_UP_STEPS,
-    Settings,
+    DemoSettings,
     methods,
 )
-from sparcel.lab import Job, Network
+from sparcel.lab import Network, Workers
 
 _WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
@@ -41,11 +41,11 @@ class Outcome:
         Number of the model's parameters.
     """
 
-    rows: list[Row]
+    rows: list[MethodResult]
     parameters: int
 
 
-def run(network: Network, settings: Settings, console: Console) -> Outcome:
+def run(network: Network, settings: DemoSettings, console: Console) -> Outcome:
     """Train by every method on a network.
 
     Parameters
@@ -65,12 +65,12 @@ def run(network: Network, settings: Settings, console: Console) -> Outcome:
         When a method left the ranks with different models.
     """
     argv = [sys.executable, "-m", "sparcel.demo.worker", settings.to_json()]
-    with _progress(console) as progress, Job(network, argv, _WORKER_ENVIRONMENT) as job:
-        return _follow(progress, network.nodes, settings, _events(job))
+    with _progress(console) as progress, Workers(network, argv, _WORKER_ENVIRONMENT) as workers:
+        return _follow(progress, network.nodes, settings, _events(workers))
 
 
-def _events(job: Job) -> Iterator[dict[str, Any]]:
-    for rank, line in job.lines():
+def _events(workers: Workers) -> Iterator[dict[str, Any]]:
+    for rank, line in workers.lines():
         yield {"rank": rank, **json.loads(line)}
 
 
@@ -87,7 +87,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _follow(
-    progress: Progress, nodes: int, settings: Settings, events: Iterator[dict[str, Any]]
+    progress: Progress, nodes: int, settings: DemoSettings, events: Iterator[dict[str, Any]]
 ) -> Outcome:
     """Show the workers' reports as they come, and put them together."""
     names = [method.name for method in methods(settings)]
@@ -98,7 +98,7 @@ def _follow(
     waiting = iter(tasks.values())
     progress.update(next(waiting), visible=True)
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    rows: dict[str, Row] = {}
+    rows: dict[str, MethodResult] = {}
     for event in events:
         name = event["method"]
         if event["event"] == "step":
@@ -119,7 +119,7 @@ def _follow(
     return Outcome([rows[name] for name in names], reports[names[0]][0]["parameters"])
 
 
-def _command(network: Network, data: str, settings: Settings) -> str:
+def _command(network: Network, data: str, settings: DemoSettings) -> str:
     """Return the command that repeats a run, with the data's name for its path."""
     options = {
         "nodes": network.nodes,
@@ -134,7 +134,7 @@ def _command(network: Network, data: str, settings: Settings) -> str:
 
 
 def write_json(
-    path: Path, network: Network, data: str, settings: Settings, outcome: Outcome
+    path: Path, network: Network, data: str, settings: DemoSettings, outcome: Outcome
 ) -> None:
     """Write a run's results, with all that is needed to read and to repeat them.
 

@@ -15,7 +15,7 @@ COMPUTE_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What the workers need to know, the same for all ranks.
 
     Attributes
@@ -76,7 +76,7 @@ FP32 = Method("dense fp32")
 BF16 = Method("dense bf16", "dense", {"wire": "bfloat16"})
 
 
-def methods(settings: Settings) -> list[Method]:
+def methods(settings: DemoSettings) -> list[Method]:
     """Return the methods that a run compares, the two dense baselines first."""
     sparse = [Method(name, name, {"density": settings.density}) for name in settings.schemes]
     return [FP32, BF16, *sparse]

@@ -27,8 +27,8 @@ from sparcel.demo.settings import (
     BATCH_PER_RANK,
     COMPUTE_STEPS,
     WARM_UP_STEPS,
+    DemoSettings,
     Method,
-    Settings,
     methods,
 )
 
@@ -64,7 +64,7 @@ class Training:
         The samples.
     """
 
-    def __init__(self, method: Method, settings: Settings, dataset: Dataset) -> None:
+    def __init__(self, method: Method, settings: DemoSettings, dataset: Dataset) -> None:
         self.settings, self.dataset = settings, dataset
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = build_model(dataset.features, dataset.classes, settings.seed)
@@ -144,7 +144,7 @@ class Training:
 
 
 def _run_method(
-    method: Method, settings: Settings, dataset: Dataset, report: Callable[..., None]
+    method: Method, settings: DemoSettings, dataset: Dataset, report: Callable[..., None]
 ) -> None:
     training = Training(method, settings, dataset)
     quiet = training.rank != 0
@@ -181,7 +181,7 @@ def _reporter() -> Callable[..., None]:
 
 def main() -> None:
     """Run all methods that the settings in the first argument name."""
-    settings = Settings.from_json(sys.argv[1])
+    settings = DemoSettings.from_json(sys.argv[1])
     report = _reporter()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

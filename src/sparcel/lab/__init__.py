@@ -1,11 +1,11 @@
-"""A cluster on one machine: nodes joined by emulated Ethernet, and workers launched on them.
+"""A cluster on one machine: nodes joined by emulated Ethernet, and workers that run on them.
 
-Everything runs in anonymous namespaces that vanish with the process that made them, so nothing is
-left behind, however it ends. No traffic leaves the machine.
+Everything runs in anonymous namespaces. They vanish with the process that made them, so nothing is
+left behind however that process ends. No traffic leaves the machine.
 """
 
 from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
-from sparcel.lab.launch import Ended, Job, Line, WorkerFailedError
+from sparcel.lab.launch import Ended, Line, WorkerFailedError, Workers
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
 from sparcel.lab.network import Network, open_network
@@ -15,13 +15,13 @@ __all__ = [
     "EmulatedNetwork",
     "Ended",
     "Faults",
-    "Job",
     "LabUnavailableError",
     "Line",
     "Link",
     "Loopback",
     "Network",
     "WorkerFailedError",
+    "Workers",
     "open_network",
     "parse_rate",
     "run",

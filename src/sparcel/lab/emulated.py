@@ -23,27 +23,27 @@ _SWITCH = Path(__file__).with_name("switch.py")
 
 
 class LabUnavailableError(SparcelError):
-    """The emulated network can't be built on this system; the message says why in one line."""
+    """The system cannot emulate a network; the message tells why in one line."""
 
 
 class EmulatedNetwork:
     """Nodes in network namespaces, each joined to one switch by a rate-limited link.
 
-    The nodes see each other and nothing else. Everything hangs on one process
-    (:mod:`sparcel.lab.switch`) that ends when :meth:`close` is called or this process dies, by
-    whatever signal; the kernel then kills whatever runs on the nodes and drops the namespaces.
+    The nodes reach each other and nothing else. One process (:mod:`sparcel.lab.switch`) keeps the
+    network alive. It ends when :meth:`close` is called, and when this process dies by any signal;
+    the kernel then kills all processes on the nodes and removes the namespaces.
 
     Parameters
     ----------
     nodes
-        How many, at least 1.
+        Number of nodes, at least 1.
     link
         Each node's link to the switch.
 
     Raises
     ------
     LabUnavailableError
-        When the system has no network namespaces or doesn't let this user make them.
+        When the system has no network namespaces, or does not let this user make them.
     """
 
     interface = "eth0"
@@ -55,7 +55,7 @@ class EmulatedNetwork:
         self._names = {f"node{node}": str(_SUBNET[node + 1]) for node in range(nodes)}
         self._namespaces: list[int] = []
         _require_tools()
-        # Real root needs no user namespace, and keeps its rights over everybody's files without.
+        # Real root needs no user namespace, and without one keeps its rights over all files.
         self._user_namespace = os.geteuid() != 0
         try:
             self._start()
@@ -66,7 +66,7 @@ class EmulatedNetwork:
             self._start()
 
     def _start(self) -> None:
-        """Start the switch; take descriptors of user, mnt, pid, ipc, and every node's net, uts."""
+        """Start the switch; receive descriptors: user, mnt, pid, ipc, and each node's net, uts."""
         self._control, theirs = socket.socketpair()
         settings = {
             "socket": theirs.fileno(),
@@ -89,7 +89,7 @@ class EmulatedNetwork:
         try:
             message, self._namespaces, _, _ = socket.recv_fds(self._control, 4096, 4)
             if message != b"ready":
-                raise LabUnavailableError(message.decode() or self._last_words())
+                raise LabUnavailableError(message.decode() or self._last_error())
             for _ in range(self.nodes):
                 self._control.sendall(b"n")
                 self._namespaces += socket.recv_fds(self._control, 4, 2)[1]
@@ -97,7 +97,7 @@ class EmulatedNetwork:
             self.close()
             raise
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         assert self._process.stderr is not None
         lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"unshare ended with status {self._process.wait()}"
@@ -107,14 +107,14 @@ class EmulatedNetwork:
         return self._names[f"node{node}"]
 
     def free_port(self) -> int:
-        """Return a TCP port of node 0 that nobody listens on: any, the nodes are new."""
+        """Return a free TCP port of node 0; all ports are free, because the nodes are new."""
         return 29500
 
     def command(self, node: int, argv: Sequence[str]) -> list[str]:
-        """Return what to execute, in a session of its own, so that ``argv`` runs on a node.
+        """Return the command that runs ``argv`` on a node; execute it in a new session.
 
-        The process must inherit :attr:`descriptors`. As it joins namespaces by their open files,
-        it fails, and reaches no other process, when the network is gone meanwhile.
+        The process must inherit :attr:`descriptors`. It joins the namespaces by these open files,
+        so if the network is gone meanwhile, it fails and cannot reach another process.
         """
         user, mount, pid, ipc, *nodes = (f"/proc/self/fd/{number}" for number in self._namespaces)
         net, uts = nodes[2 * node : 2 * node + 2]
@@ -126,24 +126,24 @@ class EmulatedNetwork:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Open files that a process started by :meth:`command` has to inherit."""
+        """Open files that the process of :meth:`command` must inherit."""
         return tuple(self._namespaces)
 
     def kill_node(self, node: int) -> None:
-        """Kill every process of a node at once, as a crash of its system would."""
+        """Kill every process of a node at once, like a crash of the node's system."""
         self._ask(f"kill {node}")
 
     def cut_link(self, node: int) -> None:
-        """Let all that a node sends or is sent vanish from now on, with no sign to either end."""
+        """Drop all packets from and to a node from now on; neither end is told."""
         self._ask(f"cut {node}")
 
     def _ask(self, request: str) -> None:
         self._control.sendall(request.encode())
         if self._control.recv(4) != b"done":
-            raise SparcelError(f"the lab's switch ended at the request to {request}")
+            raise SparcelError(f"the lab's switch process ended during the request {request!r}")
 
     def close(self) -> None:
-        """Take the network down, with every process that runs on its nodes."""
+        """Remove the network and kill every process on its nodes."""
         for namespace in self._namespaces:
             os.close(namespace)
         self._namespaces = []
@@ -161,7 +161,7 @@ class EmulatedNetwork:
 
 def _require_tools() -> None:
     if sys.platform != "linux":
-        raise LabUnavailableError(f"network namespaces are Linux's, this is {sys.platform}")
+        raise LabUnavailableError(f"network namespaces need Linux, this is {sys.platform}")
     for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
-            raise LabUnavailableError(f"{tool} is missing, Debian has it in util-linux")
+            raise LabUnavailableError(f"{tool} is missing; on Debian, install util-linux")

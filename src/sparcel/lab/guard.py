@@ -1,11 +1,11 @@
 """Run a command that ends with the process that started it, on any POSIX system.
 
-``python guard.py COMMAND ...``, started in a session of its own, runs the command and kills the
-session's process group, itself included, when standard input is closed, as it is when the starter
-dies, be it by SIGKILL. It is what keeps loopback workers from outliving a run; inside an emulated
-network, the PID namespace does that.
+``python guard.py COMMAND ...``, started in a session of its own, runs the command. When its
+standard input is closed, it kills the session's process group, itself included. The kernel closes
+the input when the starter dies, even by SIGKILL. So no loopback worker outlives a run; on an
+emulated network the PID namespace ensures that.
 
-It runs as a file, with nothing of sparcel imported, since that would load torch.
+This file runs as a script and imports nothing of sparcel, because that would load torch.
 """
 
 from __future__ import annotations

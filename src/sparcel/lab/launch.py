@@ -1,4 +1,4 @@
-"""Run one program on all nodes of a network, as one job that ends as a whole."""
+"""Starts the processes of one program on all nodes of a network, and ends them together."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sparcel.lab.network import Network
 from sparcel.lab.pmi import PmiServer
 
 _KEPT_LINES = 60
-_LAST_WORDS_S = 1.0  # how long output may come after its process; a child may hold it open for ever
+_OUTPUT_S = 1.0  # how long to read after a process ended; its child may hold the pipe open for ever
 _UCX = {
     "UCX_TLS": "tcp,self",
-    # Large messages in large pieces, at once: MPICH's all-reduce of 64 MB on 8 nodes took 1.1 s
-    # where UCX's own settings, 8 KB and a handshake, took 2.0 s.
+    # Send large messages eagerly in large segments: MPICH's all-reduce of 64 MB on 8 nodes took
+    # 1.1 s so, and 2.0 s with UCX's defaults (8 KB segments after a handshake).
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
     "UCX_RNDV_THRESH": "inf",
 }
-"""What MPICH's transport is told where the environment says nothing."""
+"""Defaults for the variables of MPICH's transport, UCX."""
 
 
 class WorkerFailedError(SparcelError):
@@ -36,9 +36,9 @@ class WorkerFailedError(SparcelError):
     Attributes
     ----------
     rank
-        Whose worker was the first to fail.
+        The rank of the worker that failed first.
     status
-        Its exit status; negative for a signal.
+        Its exit status; the negative number of the signal if one killed it.
     output
         The last lines of its standard error.
     """
@@ -46,13 +46,13 @@ class WorkerFailedError(SparcelError):
     def __init__(self, rank: int, status: int, output: str) -> None:
         self.rank, self.status, self.output = rank, status, output
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        last = output.strip().splitlines()[-1:] or ["it wrote nothing to standard error"]
+        last = output.strip().splitlines()[-1:] or ["nothing on standard error"]
         super().__init__(f"the worker of rank {rank} failed ({how}): {last[0]}")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that a rank has written, to standard error or to standard output."""
+    """A line that a rank wrote to standard error or to standard output."""
 
     rank: int
     text: str
@@ -61,35 +61,36 @@ class Line:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a rank's process; the status is negative for a signal."""
+    """The end of a rank's process, whose status is negative for a signal."""
 
     rank: int
     status: int
 
 
-class Job:
+class Workers:
     """The processes of one distributed program; rank r runs on node r // ranks_per_node.
 
-    Each gets the variables that torchrun sets in its environment (``RANK``, ``WORLD_SIZE``,
+    The environment of each process has the variables that torchrun sets (``RANK``, ``WORLD_SIZE``,
     ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``NODE_RANK``, ``MASTER_ADDR``,
-    ``MASTER_PORT``), ``GLOO_SOCKET_IFNAME``, the interface of its node, and ``OMP_NUM_THREADS``
-    1 unless that is set. Benchmarks read ``SPARCEL_LAB_DESCRIPTION``, ``SPARCEL_LAB_NODES``,
-    ``SPARCEL_LAB_RANKS_PER_NODE`` and ``SPARCEL_LAB_RATE_BITS_PER_S``, empty without a limit.
+    ``MASTER_PORT``). ``GLOO_SOCKET_IFNAME`` names the interface of the node, and
+    ``OMP_NUM_THREADS`` is 1 unless it is set already. For benchmarks there are
+    ``SPARCEL_LAB_DESCRIPTION``, ``SPARCEL_LAB_NODES``, ``SPARCEL_LAB_RANKS_PER_NODE`` and
+    ``SPARCEL_LAB_RATE_BITS_PER_S``, which is empty if the rate is not limited.
 
     Parameters
     ----------
     network
-        Where to run; it must outlive the job.
+        Where to run; it must outlive the workers.
     argv
         The command, the same on all nodes.
     environment
-        Variables to set besides.
+        Further variables to set.
     ranks_per_node
-        How many processes on each node, at least 1.
+        Number of processes on each node, at least 1.
     mpi
-        Make the processes the ranks of ``MPI_COMM_WORLD`` too, as ``mpiexec`` would, for MPICH or
-        another MPI that speaks PMI-1. Unless the environment says otherwise, UCX is told to use
-        TCP, with large segments, on the node's interface where the network is emulated.
+        Whether to make the processes ranks of ``MPI_COMM_WORLD`` too, as ``mpiexec`` would, for
+        MPICH or another MPI that uses PMI-1. The default variables make UCX use TCP with large
+        segments and, on an emulated network, the node's interface.
 
     Raises
     ------
@@ -121,14 +122,16 @@ class Job:
 
     @property
     def started_mpi(self) -> bool:
-        """Whether any rank has asked for its MPI rank."""
+        """Whether any process has started MPI."""
         return self._pmi is not None and self._pmi.used
 
     def _shared_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         network = self._network
         rate = str(network.link.rate_bits_per_s) if network.link else ""
         mpi = dict(_UCX) if self._pmi else {}
-        if self._pmi and network.link is not None:  # UCX refuses loopback where it is all there is
+        if (
+            self._pmi and network.link is not None
+        ):  # UCX refuses loopback if there is no other interface
             mpi["UCX_NET_DEVICES"] = network.interface
         return {
             "OMP_NUM_THREADS": "1",
@@ -162,12 +165,12 @@ class Job:
             self._network.command(rank // self._ranks_per_node, argv),
             env=environment,
             pass_fds=(*self._network.descriptors, *inherited),
-            stdin=subprocess.PIPE,  # held open, never written: a guard takes its end for ours
+            stdin=subprocess.PIPE,  # never written; the guard takes its closing for our death
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # a terminal's Ctrl-C is for us, who then end the workers
+            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the workers
         )
         self.processes.append(process)
         if self._pmi:
@@ -190,11 +193,11 @@ class Job:
     ) -> None:
         status = process.wait()
         for reader in readers:
-            reader.join(_LAST_WORDS_S)
+            reader.join(_OUTPUT_S)
         self._events.put(Ended(rank, status))
 
     def events(self) -> Iterator[Line | Ended]:
-        """Yield what the ranks write and how they end, as it comes, until all have ended."""
+        """Yield the lines and the ends of the ranks as they come, until all have ended."""
         running = len(self.processes)
         while running:
             event = self._events.get()
@@ -202,12 +205,12 @@ class Job:
             yield event
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield what the ranks write to standard output as (rank, line), until all have ended.
+        """Yield (rank, line) for each line on standard output, until all ranks have ended.
 
         Raises
         ------
         WorkerFailedError
-            As soon as one ends with an error. The others are left to :meth:`close`.
+            As soon as a rank ends with an error. :meth:`close` ends the others.
         """
         errors: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_KEPT_LINES))
         for event in self.events():
@@ -220,7 +223,7 @@ class Job:
                     raise WorkerFailedError(rank, status, "\n".join(errors[rank]))
 
     def close(self) -> None:
-        """End all ranks that still run, at once."""
+        """Kill all processes that still run."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:
@@ -238,6 +241,6 @@ class Job:
 
 
 def _pmi_server(network: Network, ranks_per_node: int) -> PmiServer:
-    if network.link is None:  # one machine, on which MPI needs no network
+    if network.link is None:  # all ranks are on one machine, where MPI needs no network
         return PmiServer(1, network.nodes * ranks_per_node)
     return PmiServer(network.nodes, ranks_per_node)

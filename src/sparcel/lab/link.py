@@ -1,4 +1,4 @@
-"""What joins a node to the switch of an emulated network."""
+"""The link that joins a node to the switch of an emulated network."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sparcel.errors import InputError
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex Ethernet link, limited alike in both directions.
+    """A full-duplex Ethernet link with the same limits in both directions.
 
     Attributes
     ----------
     rate_bits_per_s
-        What the link carries each way, Ethernet headers included.
+        Rate in each direction, Ethernet headers included.
     burst_bytes
-        What may pass at once after an idle time. It must cover the largest packet that TCP hands
-        down in one piece (64 KiB), and the rate times the kernel's timer error.
+        Bytes that may pass at once after an idle time. The burst must cover the largest packet that
+        TCP hands to the link (64 KiB), and the rate times the kernel's timer error.
     queue_s
-        How long a packet may wait for the link before the queue is full and drops it.
+        Seconds that a packet may wait for the link; a full queue drops packets.
     mtu_bytes
         Largest IP packet.
     """
@@ -38,7 +38,7 @@ class Link:
 
 
 def parse_rate(text: str) -> int:
-    """Read a rate such as ``1gbit`` or ``2.5gbit`` as bits a second.
+    """Return a rate such as ``1gbit`` or ``2.5gbit`` in bits a second.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The network that every machine has: processes that reach each other over loopback."""
+"""A network of processes on this machine that reach each other over loopback."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 
 class Loopback:
-    """Nodes that are plain processes of this machine, reaching each other over loopback.
+    """Nodes that are plain processes of this machine and use the loopback interface.
 
     Parameters
     ----------
     nodes
-        How many.
+        Number of nodes.
     reason
-        Why it is loopback and not an emulated network, for :attr:`description`.
+        Why this is no emulated network, for :attr:`description`.
     """
 
     link = None
@@ -36,23 +36,23 @@ class Loopback:
         return "127.0.0.1"
 
     def free_port(self) -> int:
-        """Return a TCP port of node 0 that nobody listens on."""
+        """Return a free TCP port of node 0."""
         with socket.socket() as probe:
             probe.bind((self.address(0), 0))
             port: int = probe.getsockname()[1]
             return port
 
     def command(self, node: int, argv: Sequence[str]) -> list[str]:
-        """Return what to execute, in a session of its own, so that ``argv`` runs on a node."""
+        """Return the command that runs ``argv`` on a node; execute it in a new session."""
         return [sys.executable, "-P", str(_GUARD), *argv]
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Open files that a process started by :meth:`command` has to inherit."""
+        """Open files that the process of :meth:`command` must inherit."""
         return ()
 
     def close(self) -> None:
-        """Take the network down."""
+        """Do nothing: there is no network to remove."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,6 @@
-"""Networks to run distributed workers on: emulated Ethernet, or plain loopback.
+"""Networks on which to run distributed workers: emulated Ethernet, or plain loopback.
 
-A network says at which address a node is reached, through which interface, and how a command is
-run there.
+A network tells the address and the interface of each node, and how to run a command there.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from sparcel.lab.loopback import Loopback
 
 Network = EmulatedNetwork | Loopback
 
-_MOST_NODES = 250  # so many descriptors fit in one message: 253, with the three shared namespaces
+_MOST_NODES = 250  # one message carries at most 253 descriptors, three of them shared namespaces
 
 
 def open_network(nodes: int, link: Link | None) -> Network:
-    """Build an emulated network, or fall back on loopback where that isn't possible.
+    """Build an emulated network, or fall back on loopback if that is not possible.
 
     Parameters
     ----------
     nodes
-        How many nodes, 1 to 250.
+        Number of nodes, 1 to 250.
     link
-        The link of each node; None asks for loopback.
+        The link of each node; None stands for loopback.
 
     Returns
     -------
     EmulatedNetwork or Loopback
-        To be closed, or used in a ``with`` statement. Its ``description`` says in one line what it
-        is, and for a fallback why.
+        To be closed, or used in a ``with`` statement. Its ``description`` tells in one line what
+        the network is and, for a fallback, the reason.
 
     Raises
     ------
     InputError
-        When there can't be a network of so many nodes.
+        When ``nodes`` is out of its range.
     """
     if not 1 <= nodes <= _MOST_NODES:
         raise InputError(f"a network has 1 to {_MOST_NODES} nodes, got {nodes}")

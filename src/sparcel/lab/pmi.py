@@ -1,10 +1,10 @@
-"""What an MPI library asks of whoever starts it, so that workers find each other as MPI ranks.
+"""A server for PMI-1, the protocol by which an MPI library learns its rank from its launcher.
 
-MPICH, and what descends from it (Intel MPI, MVAPICH), speak PMI-1 on a socket that they inherit:
-lines of ``key=value`` by which ranks publish their addresses, wait for each other and read them.
-A launcher such as ``mpiexec`` serves it from a tree of its own processes, and ends all when one
-fails. Here the job serves it itself: its workers stay its children, their output and exit statuses
-reach it as they are, and who survives a failure is left to tell of it.
+MPICH and its descendants (Intel MPI, MVAPICH) use PMI-1 on a socket that they inherit. In lines of
+``key=value``, ranks publish their addresses, wait for each other, and read the addresses. Launchers
+such as ``mpiexec`` serve PMI-1 from their own tree of processes and end all ranks when one fails.
+The lab serves it itself: the workers stay its children, it sees their output and exit statuses
+unchanged, and the survivors of a failure keep running.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "4096"}
 
 
 class PmiServer:
-    """Answers the ranks of one job until it is closed.
+    """Answers the ranks of one program until it is closed.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class PmiServer:
     Attributes
     ----------
     used
-        Whether any rank has asked, as all do that start MPI.
+        Whether any rank has sent a request; every rank that starts MPI does.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int) -> None:
@@ -39,7 +39,7 @@ class PmiServer:
         self._values = {"PMI_process_mapping": f"(vector,(0,{nodes},{ranks_per_node}))"}
         self._waiting: list[socket.socket] = []
         self._gone = 0
-        # MPICH derives the names of shared memory from it, which must not meet another job's.
+        # MPICH derives the names of shared memory from this, so it must be unique on the machine.
         space = f"sparcel-{uuid.uuid4()}"
         self._answers: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
             "init": self._init,
@@ -62,11 +62,11 @@ class PmiServer:
         self._thread.start()
 
     def descriptor(self, rank: int) -> int:
-        """Return the open file that the rank's process has to inherit."""
+        """Return the open file that the rank's process must inherit."""
         return self._theirs[rank].fileno()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables by which the rank's process finds the server."""
+        """Return the environment variables that lead the rank's process to the server."""
         return {
             "PMI_FD": str(self.descriptor(rank)),
             "PMI_RANK": str(rank),
@@ -74,7 +74,7 @@ class PmiServer:
         }
 
     def started(self, rank: int) -> None:
-        """Forget the rank's end of the socket, now that its process has it."""
+        """Close this copy of the rank's end of the socket, once its process has inherited it."""
         self._theirs[rank].close()
 
     def _serve(self, stopped: socket.socket) -> None:
@@ -110,13 +110,13 @@ class PmiServer:
             self._release()
         elif command in self._answers:
             _send(end, self._answers[command](words))
-        else:  # spawning, publishing names: an error at the rank that wants it
+        else:  # for example, spawning or publishing names
             _send(end, {"cmd": command, "rc": "-1", "msg": "not_supported_in_the_lab"})
 
     def _release(self) -> None:
-        """Let the ranks go on that wait for each other, once all have come that still can.
+        """Release the barrier once all ranks wait that are still connected.
 
-        Those that survive others meet no less in `MPI_Finalize`, and would hang there.
+        Otherwise the survivors of a failure would hang in the barrier of MPI_Finalize.
         """
         if len(self._waiting) + self._gone >= self._ranks:
             for waiting in self._waiting:
@@ -137,7 +137,7 @@ class PmiServer:
         return {"cmd": "get_result", "msg": "success", "value": value}
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop the server."""
         self._stop.close()
         self._thread.join()
         self._selector.close()
@@ -146,7 +146,7 @@ class PmiServer:
 
 
 def _send(end: socket.socket, answer: dict[str, str]) -> None:
-    words = {"cmd": answer["cmd"], "rc": "0", **answer}  # some clients want them in this order
+    words = {"cmd": answer["cmd"], "rc": "0", **answer}  # some clients need this order
     line = " ".join(f"{key}={value}" for key, value in words.items())
-    with contextlib.suppress(OSError):  # the rank has died; its job hears of it otherwise
+    with contextlib.suppress(OSError):  # the rank has died, which its exit status tells
         end.sendall((line + "\n").encode())

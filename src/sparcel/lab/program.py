@@ -1,4 +1,4 @@
-"""Run a program on an emulated network as ``mpiexec`` or ``torchrun`` would, faults included."""
+"""Runs a program on an emulated network as ``mpiexec`` or ``torchrun`` would, and causes faults."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 from sparcel.errors import InputError
 from sparcel.lab.emulated import EmulatedNetwork
-from sparcel.lab.launch import Ended, Job, Line
+from sparcel.lab.launch import Ended, Line, Workers
 
 GRACE_S = 5.0
-"""How long the other ranks may go on once one has failed, to raise and print their own errors."""
+"""How long the other ranks may run after one has failed, to raise and print their own errors."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong during a run, and when.
+    """Faults to cause during a run.
 
     Attributes
     ----------
     kill_node
-        Whose processes are killed at once.
+        The node whose processes are all killed.
     cut_link
-        Whose link carries nothing any more; neither end is told.
+        The node whose link stops carrying packets; neither end is told.
     after_s
-        How long after the start, in seconds.
+        Seconds from the start of the run to the faults.
     """
 
     kill_node: int | None = None
@@ -35,10 +35,10 @@ class Faults:
     after_s: float = 0.0
 
     def check(self, nodes: int) -> None:
-        """Raise InputError when a node is named that a network of so many hasn't."""
+        """Raise InputError when a fault names a node outside a network of ``nodes`` nodes."""
         for what, node in (("kill", self.kill_node), ("cut", self.cut_link)):
             if node is not None and not 0 <= node < nodes:
-                raise InputError(f"can't {what} node {node}: the nodes are 0 to {nodes - 1}")
+                raise InputError(f"cannot {what} node {node}: the nodes are 0 to {nodes - 1}")
 
 
 def run(
@@ -48,70 +48,75 @@ def run(
     mpi: bool = False,
     faults: Faults | None = None,
 ) -> int:
-    """Run a program on all nodes and pass on what it prints, each line after its rank.
+    """Run a program on all nodes and print its lines, each after its rank.
 
-    When a rank fails, the others have :data:`GRACE_S` to end by themselves, and are then killed.
+    When a rank fails, the others have :data:`GRACE_S` to end by themselves; then they are killed.
 
     Parameters
     ----------
     network
-        Where.
+        Where to run.
     argv, ranks_per_node, mpi
-        As for :class:`~sparcel.lab.Job`.
+        As for :class:`~sparcel.lab.Workers`.
     faults
-        What to provoke.
+        Faults to cause; None for no faults.
 
     Returns
     -------
     int
-        0, or the exit status of the rank that failed first, 128 + the number if by a signal. Ranks
-        of a node that was killed on purpose don't count. 1 when no rank failed and a fault did not
-        come about, since all ranks had ended before or it could not be provoked.
+        0, or the exit status of the rank that failed first, 128 + the number of the signal if one
+        killed it. Ranks of a node that was killed on purpose do not count. 1 when no rank failed
+        but a fault could not be caused, or all ranks had ended before it was due.
 
     Raises
     ------
     InputError
-        When a fault names a node that isn't there.
+        When a fault names a node that is not on the network.
     """
     faults = faults or Faults()
     faults.check(network.nodes)
-    doomed: set[int] = set()
+    killed: set[int] = set()
     failure: Ended | None = None
-    unprovoked: str | None = None
-    with contextlib.ExitStack() as timers, Job(network, argv, None, ranks_per_node, mpi) as job:
+    fault_error: str | None = None
+    with (
+        contextlib.ExitStack() as timers,
+        Workers(network, argv, None, ranks_per_node, mpi) as workers,
+    ):
 
-        def provoke() -> None:
-            nonlocal unprovoked
+        def cause_faults() -> None:
+            nonlocal fault_error
             if faults.kill_node is not None:
                 first = faults.kill_node * ranks_per_node
-                doomed.update(range(first, first + ranks_per_node))
+                killed.update(range(first, first + ranks_per_node))
             try:
-                _provoke(faults, network)
+                _cause(faults, network)
             except Exception as error:
-                unprovoked = f"the fault could not be provoked: {error!r}"
+                fault_error = f"the fault could not be caused: {error!r}"
             else:
-                unprovoked = None
+                fault_error = None
 
         if faults.kill_node is not None or faults.cut_link is not None:
-            unprovoked = f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
-            timers.enter_context(_after(faults.after_s, provoke))
-        for event in job.events():
+            fault_error = (
+                f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
+            )
+            timers.enter_context(_after(faults.after_s, cause_faults))
+        for event in workers.events():
             if isinstance(event, Line):
-                _pass_on(event)
-            elif event.status != 0 and event.rank not in doomed and failure is None:
+                _print(event)
+            elif event.status != 0 and event.rank not in killed and failure is None:
                 failure = event
                 _say(f"rank {event.rank} failed: {_how(event.status)}")
-                timers.enter_context(_after(GRACE_S, job.close))
-        if mpi and not job.started_mpi:
-            _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that speak PMI-1")
-    if unprovoked is not None:
-        _say(unprovoked)
+                timers.enter_context(_after(GRACE_S, workers.close))
+        if mpi and not workers.started_mpi:
+            _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that use PMI-1")
+    if fault_error is not None:
+        _say(fault_error)
     if failure is None:
-        return 0 if unprovoked is None else 1
+        return 0 if fault_error is None else 1
     return failure.status if failure.status > 0 else 128 - failure.status
 
 
-def _provoke(faults: Faults, network: EmulatedNetwork) -> None:
+def _cause(faults: Faults, network: EmulatedNetwork) -> None:
     if faults.cut_link is not None:
         _say(f"the link of node {faults.cut_link} is cut")
         network.cut_link(faults.cut_link)
@@ -122,7 +127,7 @@ def _provoke(faults: Faults, network: EmulatedNetwork) -> None:
 
 @contextlib.contextmanager
 def _after(seconds: float, do: Callable[[], None]) -> Iterator[None]:
-    """Do something later, unless the block ends first."""
+    """Call ``do`` after some seconds, unless the block ends first."""
     timer = threading.Timer(seconds, do)
     timer.start()
     try:
@@ -136,7 +141,7 @@ def _how(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def _pass_on(line: Line) -> None:
+def _print(line: Line) -> None:
     stream = sys.stderr if line.is_error else sys.stdout
     stream.write(f"[{line.rank}] {line.text}\n")
     stream.flush()

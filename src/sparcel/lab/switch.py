@@ -1,12 +1,12 @@
-"""The emulated network's first process: builds it, and takes it along when it ends.
+"""The first process of an emulated network, which builds the network and keeps it alive.
 
 :mod:`sparcel.lab.emulated` starts this file as process 1 of new PID, network and mount namespaces.
-It joins the nodes' network namespaces by a bridge in its own, sends the namespaces' descriptors
-back, and obeys its parent until that closes the socket or dies. Nothing here has a name outside:
-when process 1 goes, for whatever reason, the kernel kills every process of the PID namespace, and
-the other namespaces vanish with the last of their holders.
+The process joins the nodes' network namespaces by a bridge in its own, sends the descriptors of the
+namespaces back, and serves its parent's requests until the parent closes the socket or dies.
+Nothing here has a name outside. When process 1 ends, for whatever reason, the kernel kills every
+process of the PID namespace; the other namespaces vanish with their last users.
 
-It runs as a file, with nothing of sparcel imported, since that would load torch.
+This file runs as a script and imports nothing of sparcel, because that would load torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _checked(result: int, call: str) -> None:
 
 @contextmanager
 def _inside(namespace: int) -> Iterator[None]:
-    """Move this thread into a network namespace for a while."""
+    """Run the block in a network namespace."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         _checked(_libc.setns(namespace, _CLONE_NEWNET), "setns")
@@ -47,7 +47,7 @@ def _inside(namespace: int) -> Iterator[None]:
 
 
 def _new_node(name: str) -> tuple[int, int]:
-    """Make a node's network and host name; return the descriptors that keep the namespaces."""
+    """Make a node's network and UTS namespaces; return descriptors that keep them alive."""
     homes = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
     _checked(_libc.unshare(_CLONE_NEWNET | _CLONE_NEWUTS), "unshare")
     socket.sethostname(name)
@@ -64,20 +64,20 @@ def _mount(source: str, target: str, kind: str | None, flags: int = 0) -> None:
 
 
 def _own_files(names: dict[str, str]) -> None:
-    """Make the nodes' names known, and keep what they share in memory from the host's files."""
+    """Make the nodes' names resolve, and give the nodes a /dev/shm of their own."""
     _mount("sparcel", "/dev/shm", "tmpfs")
     hosts = Path("/dev/shm/hosts")
     lines = ["127.0.0.1 localhost\n"]
-    # The second is how a socket for both IPv6 and IPv4 sees the address, and looks it up.
+    # A socket for both IPv6 and IPv4 looks up the second form of the address.
     lines += [f"{address} {name}\n::ffff:{address} {name}\n" for name, address in names.items()]
     hosts.write_text("".join(lines))
-    if Path("/etc/hosts").exists():  # what is bound outlives its name
+    if Path("/etc/hosts").exists():  # the mount outlives the file's name
         _mount(str(hosts), "/etc/hosts", None, _MS_BIND)
     hosts.unlink()
 
 
 def _limit(ip: Any, index: int, link: dict[str, Any]) -> None:
-    """Limit what leaves through an interface by a token bucket."""
+    """Limit the rate of packets that leave through an interface, by a token bucket."""
     rate_bytes_per_s = link["rate_bits_per_s"] / 8
     ip.tc(
         "add",
@@ -106,16 +106,16 @@ def build(names: dict[str, str], prefix: int, link: dict[str, Any]) -> list[tupl
     Parameters
     ----------
     names
-        Each node's name, and its address.
+        Address by node name.
     prefix
-        How many bits of an address tell the network.
+        Number of bits of an address that identify the network.
     link
         The fields of :class:`sparcel.lab.Link`.
 
     Returns
     -------
     list of (int, int)
-        Descriptors of each node's network namespace and of the namespace that has its name.
+        Descriptors of each node's network and UTS namespaces.
     """
     from pyroute2 import IPRoute
 
@@ -137,7 +137,7 @@ def build(names: dict[str, str], prefix: int, link: dict[str, Any]) -> list[tupl
 
 
 def _cut(node: int) -> None:
-    """Take a node's port off the switch: what either side sends vanishes, and nobody is told."""
+    """Remove a node's port from the switch, so that packets vanish and neither side is told."""
     from pyroute2 import IPRoute
 
     with IPRoute() as ip:
@@ -145,20 +145,20 @@ def _cut(node: int) -> None:
 
 
 def _kill(namespace: int) -> None:
-    """Kill every process in a network namespace, also those that appear meanwhile."""
+    """Kill every process in a network namespace, including those that start meanwhile."""
     wanted = os.fstat(namespace)
     found = True
     while found:
         found = False
         for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has gone, or is a zombie and in no namespace
+            with suppress(OSError):  # it has ended, or is a zombie in no namespace
                 if os.path.samestat(os.stat(entry / "ns/net"), wanted):
                     os.kill(int(entry.name), signal.SIGKILL)
                     found = True
 
 
-def _obey(parent: socket.socket, nodes: list[tuple[int, int]]) -> None:
-    """Do what the parent asks, such as ``cut 2``, until it is gone."""
+def _serve(parent: socket.socket, nodes: list[tuple[int, int]]) -> None:
+    """Serve the parent's requests, such as ``cut 2``, until it closes the socket or dies."""
     while request := parent.recv(64):
         what, node = request.decode().split()
         if what == "cut":
@@ -169,22 +169,22 @@ def _obey(parent: socket.socket, nodes: list[tuple[int, int]]) -> None:
 
 
 def main() -> None:
-    """Build the network that the first argument describes, report it, and serve to the end."""
-    settings = json.loads(sys.argv[1])
-    with socket.socket(fileno=settings["socket"]) as parent:
+    """Build the network that the first argument describes, report it, and serve requests."""
+    description = json.loads(sys.argv[1])
+    with socket.socket(fileno=description["socket"]) as parent:
         try:
-            nodes = build(settings["names"], settings["prefix"], settings["link"])
-        except Exception as error:  # any failure means "not here": the parent tells the user
+            nodes = build(description["names"], description["prefix"], description["link"])
+        except Exception as error:  # the parent reports any failure to the user
             parent.sendall(f"{type(error).__name__}: {error}".encode())
             sys.exit(1)
         own = [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in _OWN]
         socket.send_fds(parent, [b"ready"], own)
         for node in nodes:
-            parent.recv(1)  # so that one message comes at a time
+            parent.recv(1)  # the parent asks for each message, so that two never merge
             socket.send_fds(parent, [b"node"], node)
         for descriptor in own:
             os.close(descriptor)
-        _obey(parent, nodes)
+        _serve(parent, nodes)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Will it help: what a step of training takes with every method, on a cluster as it is."""
 
 from sparcel.plan.models import MODELS, Model, model_of
-from sparcel.plan.planner import Plan, Row, Workload, plan
+from sparcel.plan.planner import Plan, PlannedStep, Workload, plan
 
-__all__ = ["MODELS", "Model", "Plan", "Row", "Workload", "model_of", "plan"]
+__all__ = ["MODELS", "Model", "Plan", "PlannedStep", "Workload", "model_of", "plan"]

@@ -62,7 +62,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedStep:
     """A step with one method; seconds.
 
     ``select``, ``pack`` (into messages and out of them), ``exchange`` and ``reduce`` are those of
@@ -95,22 +95,22 @@ class Plan:
 
     workload: Workload
     rates: Rates
-    rows: tuple[Row, ...]
+    rows: tuple[PlannedStep, ...]
     flip_bytes_per_s: float | None
     topology: str
 
     @property
-    def advised(self) -> Row:
+    def advised(self) -> PlannedStep:
         """The method to use."""
         return _advised(self.rows)
 
     @property
-    def best_dense(self) -> Row:
+    def best_dense(self) -> PlannedStep:
         """The fastest of the methods that send everything."""
         return _best(self.rows)[0]
 
     @property
-    def best_sparse(self) -> Row:
+    def best_sparse(self) -> PlannedStep:
         """The fastest of the others."""
         return _best(self.rows)[1]
 
@@ -120,13 +120,13 @@ def is_dense(method: str) -> bool:
     return method in (*DENSE, "torus2d")
 
 
-def _best(rows: Sequence[Row]) -> tuple[Row, Row]:
+def _best(rows: Sequence[PlannedStep]) -> tuple[PlannedStep, PlannedStep]:
     """Return the fastest dense and the fastest sparse method of sorted rows."""
     dense = next(row for row in rows if is_dense(row.method))
     return dense, next(row for row in rows if not is_dense(row.method))
 
 
-def _advised(rows: Sequence[Row]) -> Row:
+def _advised(rows: Sequence[PlannedStep]) -> PlannedStep:
     dense, sparse = _best(rows)
     return sparse if WORTH * sparse.step < dense.step else dense
 
@@ -167,7 +167,7 @@ def plan(
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
-    def rows(rates: Rates) -> tuple[Row, ...]:
+    def rows(rates: Rates) -> tuple[PlannedStep, ...]:
         nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
         if topology == "parameter-server":
             found = [_row(name, work, through_server(name, rates), rates) for name in _SERVED]
@@ -189,7 +189,7 @@ def _in_ring(method: str, rates: Rates) -> Predict:
     return lambda problem: predict(steps, problem, rates)
 
 
-def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> Row:
+def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
     """Send the buckets one after the other, each once it is ready."""
     size = work.model.parameters
     buckets = ceil(4 * size / work.bucket_bytes)
@@ -199,7 +199,7 @@ def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> Row:
     for done in range(1, buckets + 1):
         ready = work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
         sent_until = max(ready, sent_until) + bucket.seconds
-    return Row(
+    return PlannedStep(
         method,
         step=sent_until,
         select=buckets * bucket.select,
@@ -215,7 +215,7 @@ def _problem(size: int, density: float, rates: Rates) -> Problem:
     return Problem(size, max(1, ceil(density * size)), rates.ranks, rates.ranks_per_node)
 
 
-def _flip(rows: Callable[[Rates], Sequence[Row]], rates: Rates) -> float | None:
+def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float | None:
     """Return the bandwidth at which the advice changes, by bisection."""
 
     def dense_wins(factor: float) -> bool:

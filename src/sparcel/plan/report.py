@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from sparcel.plan.planner import BASELINE, WORTH, Plan, Row
+from sparcel.plan.planner import BASELINE, WORTH, Plan, PlannedStep
 
 
 def table(plan: Plan) -> Table:
@@ -79,14 +79,14 @@ def _flip(plan: Plan) -> str:
     return f"Dense would do on links above {at}."
 
 
-def _step(row: Row) -> str:
+def _step(row: PlannedStep) -> str:
     return (
         f"with {row.method} a step takes {_ms(row.step)} ms, {_ms(row.exposed)} ms of them waiting"
         f" for {_mb(row)} a rank"
     )
 
 
-def _mb(row: Row) -> str:
+def _mb(row: PlannedStep) -> str:
     return f"{_short(row.bytes / 1e6)} MB"
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
-from sparcel.comm.nodes import grid
 from sparcel.errors import InputError
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schedule import Exchange, Problem, Step, Steps, Work
@@ -78,7 +77,7 @@ class Hierarchical(Scheme):
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        here = grid(comm, self.ranks_per_node)
+        here = comm.grid(self.ranks_per_node)
         node = Wire(here.node, request.format)
         boundaries = patterns.regions(gradient.numel(), here.node.size)
         self._size = gradient.numel()
@@ -86,9 +85,7 @@ class Hierarchical(Scheme):
         with emptied(gradient, request.apart):
             with request.meter.communicating():
                 self._bring_loaded(gradient, here.node)
-                shard = reduce_scatter(
-                    _stream(gradient), Wire(here.node, request.format)
-                ).to_dense()
+                shard = reduce_scatter(_stream(gradient), node).to_dense()
             of_shard = self._of_shard(request, shard, comm)
             total, divisor = self.inner.reduce(shard, here.across, of_shard)
             with request.meter.communicating():
@@ -191,7 +188,7 @@ def connect_nodes(scheme: Scheme, comm: Communicator) -> None:
         When nodes have different numbers of ranks.
     """
     if isinstance(scheme, Hierarchical):
-        connect_nodes(scheme.inner, grid(comm, scheme.ranks_per_node).across)
+        connect_nodes(scheme.inner, comm.grid(scheme.ranks_per_node).across)
 
 
 def filter_of(scheme: Scheme, step: int) -> float:

@@ -36,7 +36,7 @@ def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
         {rank: message(comm.rank, rank, nbytes + rank) for rank in others},
         dict.fromkeys(others, nbytes + comm.size),
     )
-    assert all(part.data_ptr() % 8 == 0 for part in received.values())
+    assert all(arrived.data_ptr() % 8 == 0 for arrived in received.values())
     return [
         torch.equal(received[rank], message(rank, comm.rank, nbytes + comm.rank)) for rank in others
     ]
@@ -54,7 +54,7 @@ def by_default_elsewhere(comm: Communicator) -> tuple[list[int], list[int], list
     with torch.device("meta"):
         numbers = comm.gather_numbers(comm.rank)
         sent = torch.tensor([7, comm.rank], dtype=torch.uint8, device="cpu")
-        gathered = [part.tolist()[1] for part in comm.gather(sent, 100)]
+        gathered = [arrived.tolist()[1] for arrived in comm.gather(sent, 100)]
         total = torch.ones(3, device="cpu")
         comm.all_reduce(total)
     return numbers, gathered, total.tolist()
@@ -76,8 +76,8 @@ def many_one_way(comm: TorchCommunicator, sizes: list[int]) -> bool:
     arrived = [comm.exchange({}, {0: max(sizes)})[0] for _ in sizes]
     comm.exchange({0: message(1, 0, 0)}, {})
     return all(
-        torch.equal(part, message(0, 1, nbytes))
-        for part, nbytes in zip(arrived, sizes, strict=True)
+        torch.equal(came, message(0, 1, nbytes))
+        for came, nbytes in zip(arrived, sizes, strict=True)
     )
 
 
@@ -181,7 +181,7 @@ def queued(comm: TorchCommunicator) -> list[int]:
 
 
 @world_sizes
-def test_jobs_of_a_family_run_in_one_order(run_on, world_size: int) -> None:
+def test_jobs_of_split_communicators_run_in_one_order(run_on, world_size: int) -> None:
     for rank, numbers in enumerate(run_on(world_size, queued)):
         before = (rank - 1) % world_size
         assert numbers == [100 * i + before for i in range(10) for _ in range(2)] + [before]
@@ -262,12 +262,12 @@ def test_timeout_is_that_of_the_process_group(run_on) -> None:
 def forgotten(comm: TorchCommunicator) -> tuple[bool, list[int], list[str]]:
     threads = set(threading.enumerate())
     other = TorchCommunicator.of(dist.group.WORLD)
-    part = other.split(0)
+    child = other.split(0)
     new = [thread for thread in threading.enumerate() if thread not in threads]
     del other
     gc.collect()
-    numbers = part.gather_numbers(comm.rank)  # a part keeps the whole alive
-    del part
+    numbers = child.gather_numbers(comm.rank)  # a child keeps its parent alive
+    del child
     gc.collect()
     new[0].join(60)
     return new[0].is_alive(), numbers, [thread.name for thread in new]
@@ -277,14 +277,14 @@ def test_forgotten_communicators_close_themselves(run_on) -> None:
     assert run_on(3, forgotten) == [(False, [0, 1, 2], ["sparcel"])] * 3
 
 
-def closed_part(comm: TorchCommunicator) -> list[int]:
-    part = comm.split(comm.rank % 2)
-    pending = part.submit(lambda: part.gather_numbers(comm.rank))
-    part.close()
+def closed_child(comm: TorchCommunicator) -> list[int]:
+    child = comm.split(comm.rank % 2)
+    pending = child.submit(lambda: child.gather_numbers(comm.rank))
+    child.close()
     with pytest.raises(CommunicationError, match="closed"):
-        part.gather_numbers(0)
+        child.gather_numbers(0)
     return pending.wait() + comm.gather_numbers(comm.rank)
 
 
-def test_part_closes_alone(run_on) -> None:
-    assert run_on(4, closed_part) == [[rank % 2, rank % 2 + 2, 0, 1, 2, 3] for rank in range(4)]
+def test_a_child_closes_alone(run_on) -> None:
+    assert run_on(4, closed_child) == [[rank % 2, rank % 2 + 2, 0, 1, 2, 3] for rank in range(4)]

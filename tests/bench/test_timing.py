@@ -13,8 +13,8 @@ from sparcel.auto import all_reduce
 from sparcel.bench import phases
 from sparcel.bench.baselines import Contender
 from sparcel.bench.inputs import Case
-from sparcel.bench.measure import Measured, measure
 from sparcel.bench.phases import Stopwatch, watched
+from sparcel.bench.timing import Measured, time_contender
 from sparcel.comm import Communicator
 from sparcel.formats import COO, Coo
 from sparcel.stream import SparseStream
@@ -31,7 +31,7 @@ def _measured(comm: Communicator, wrong_on: int = -1) -> Measured:
         lambda: all_reduce(own, Wire(comm), algorithm="allgather", max_nnz=CASE.k),
         lambda result: 3 if comm.rank == wrong_on else 0,
     )
-    return measure(contender, comm, iterations=4, warmup=1)
+    return time_contender(contender, comm, iterations=4, warmup=1)
 
 
 @pytest.mark.processes
@@ -55,7 +55,7 @@ def test_wrong_coordinates_of_any_rank_are_told(run_on: RunOn) -> None:
 
 def test_the_engines_own_calls_are_all_exchange() -> None:
     def job(comm: Communicator) -> Measured:
-        return measure(Contender(lambda: None, lambda _: 0, bytes=7), comm, 3, 1)
+        return time_contender(Contender(lambda: None, lambda _: 0, bytes=7), comm, 3, 1)
 
     measured = simulate(1, job).results[0]
     assert measured.bytes == 7
@@ -69,7 +69,7 @@ def test_every_iteration_is_reset_first() -> None:
         contender = Contender(
             lambda: calls.append("run"), lambda _: 0, lambda: calls.append("reset")
         )
-        measure(contender, comm, iterations=2, warmup=3)
+        time_contender(contender, comm, iterations=2, warmup=3)
         return calls
 
     calls = simulate(1, job).results[0]
@@ -85,7 +85,7 @@ def test_the_last_result_that_is_timed_is_checked() -> None:
             checked.append(run)
             return int(run == 5)
 
-        return measure(Contender(lambda: next(runs), wrong), comm, 3, 2).wrong, checked
+        return time_contender(Contender(lambda: next(runs), wrong), comm, 3, 2).wrong, checked
 
     assert simulate(1, job).results[0] == (1, [2, 5])
 

@@ -1,8 +1,8 @@
-"""Messages of any size over TCP connections of our own, one to each peer.
+"""Messages of any size over sparcel's own TCP connections, one to each peer.
 
-What Gloo takes for a point-to-point message, three packets and the wake-ups of two threads at
-either end, is most of what a small exchange costs. Here a message is its length and its bytes, and
-the thread that waits for it reads it from the socket.
+Gloo sends three packets and wakes two threads at each end for every point-to-point message, which
+dominates the time of a small exchange. The mesh sends only the length and the bytes of a message,
+and the thread that waits for the message reads it from the socket.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sparcel.comm.sockets import connect_all
 
 
 class Mesh:
-    """A connection to each other rank, used from one thread at a time.
+    """A connection to each other rank; only one thread at a time exchanges messages.
 
     Parameters
     ----------
     store
-        Where the ranks meet; all give the same, under a prefix used by no one else.
+        A store that all ranks share, under a prefix that nothing else uses.
     names
-        What error messages call the ranks, by rank.
+        The numbers by which errors name the ranks, by rank.
     rank
         This process's rank, an index into ``names``.
     timeout
@@ -34,7 +34,7 @@ class Mesh:
     Raises
     ------
     OSError, RuntimeError
-        When not all ranks connected within the timeout.
+        When some rank does not connect within the timeout.
     """
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
@@ -45,12 +45,14 @@ class Mesh:
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
-        """Send messages given in parts (uint8, contiguous) and receive, as `Communicator`.
+        """See `Engine.exchange`; parts are uint8 and contiguous.
 
         Raises
         ------
-        LostPeerError, MismatchError
-            A message that is longer than its bound is found by its length, before it is read.
+        LostPeerError
+            When a connection ends, or the timeout runs out.
+        MismatchError
+            When a message is longer than its bound; its length is checked before it is read.
         """
         addresses = [
             (peer, [(part.data_ptr(), part.numel()) for part in parts])
@@ -64,13 +66,13 @@ class Mesh:
         return dict(zip(receives, arrived, strict=True))
 
     def probe(self) -> None:
-        """Raise `LostPeerError` when a connection has ended; from any thread."""
+        """See `Engine.probe`."""
         peer = self._mesh.broken()
         if peer < len(self.names):
             self._fail(_LOST, peer)
 
     def abort(self) -> None:
-        """End all connections, from any thread; who waits for this rank stops waiting."""
+        """See `Engine.abort`."""
         self._mesh.shut()
 
     def _fail(self, fault: int, peer: int, length: int = 0, at_most: int = 0) -> None:
@@ -81,4 +83,4 @@ class Mesh:
 
 
 _LOST, _LATE, _TOO_LONG = 1, 2, 3
-"""How an exchange fails; `csrc/mesh.hpp` numbers them."""
+"""The ways in which an exchange fails, numbered as in `csrc/mesh.hpp`."""

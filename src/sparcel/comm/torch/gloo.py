@@ -1,4 +1,4 @@
-"""The engine for process groups of Gloo's: its dense all-reduce, and messages beside it."""
+"""The engine for Gloo process groups: dense sums over Gloo, messages over sparcel's mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from sparcel.comm.engine import late, lost
-from sparcel.comm.mesh import Mesh
+from sparcel.comm.torch.mesh import Mesh
 from sparcel.ops import Op
 
 _NO_TAG = 0
-"""The tag of transfers that never come about."""
+"""The tag of the transfers in `GlooEngine.abort`, which never complete."""
 
 _SLICE_SECONDS = 0.2
-"""How long Ctrl-C, or an end of the connections, may go unseen."""
+"""How long a waiting thread may take to notice Ctrl-C, or that the engine was aborted."""
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -33,14 +33,14 @@ _REDUCE_OPS = {
 
 
 class GlooEngine:
-    """One process group of Gloo's, used by one communicator alone.
+    """A Gloo process group and a mesh of TCP connections, for one communicator.
 
     Parameters
     ----------
     store
-        Where the ranks meet; all give the same, under a prefix used by no one else.
+        A store that all ranks share, under a prefix that nothing else uses.
     names
-        What error messages call the ranks, by rank.
+        The numbers by which errors name the ranks, by rank.
     rank
         This process's rank, an index into ``names``.
     timeout
@@ -52,11 +52,11 @@ class GlooEngine:
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
         self.waiting = self._aborted = False
-        # Straight from the class: torch's new_group() names a group after how many groups the
-        # process has made, and hangs where ranks have made different ones.
+        # Not by torch's new_group(): it names a group by how many groups the process has made, and
+        # hangs if ranks have made different numbers of groups.
         self._group: Any = dist.ProcessGroupGloo(
             store, rank, len(names), timedelta(seconds=timeout)
-        )  # torch's stubs leave out what every engine has
+        )  # torch's stubs lack the methods that all backends have
         self._mesh = Mesh(PrefixStore("mesh", store), names, rank, timeout)
         self._others = [peer for peer in range(len(names)) if peer != rank]
 
@@ -73,31 +73,31 @@ class GlooEngine:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op.name or ""])
         options.timeout = timedelta(seconds=self.timeout)
-        with self._losing(deadline), self._waits():
+        with self._translating_errors(deadline), self._waits():
             work = self._group.allreduce([tensor], options)
             ended = threading.Event()
             work.get_future().add_done_callback(lambda _: ended.set())
-            # torch's own wait sees neither Ctrl-C nor that the connections were closed.
+            # torch's own wait notices neither Ctrl-C nor that the connections were closed.
             while not ended.wait(_SLICE_SECONDS):
                 if self._aborted:
                     raise RuntimeError("aborted")
             work.wait()
 
     def probe(self) -> None:
-        """Raise `LostPeerError` when a connection has ended; from any thread."""
+        """See `Engine.probe`."""
         self._mesh.probe()
 
     def abort(self) -> None:
-        """Close all connections at once, so that whoever waits for this rank stops waiting."""
+        """See `Engine.abort`."""
         self._aborted = True
         self._mesh.abort()
-        # Gloo closes the connections of a group when one of its transfers runs out of time, and
-        # offers no other way that does not hang on who else still holds the group.
-        for anyone in self._others:
-            with suppress(RuntimeError):  # a peer that closed first raises at once and closes none
-                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                never = self._group.recv([nothing], anyone, _NO_TAG)
-                never.wait(timedelta(milliseconds=1))
+        # Gloo closes the connections of a group when a transfer times out. It has no other way to
+        # close them while something else may still refer to the group.
+        for peer in self._others:
+            with suppress(RuntimeError):  # if the peer closed first, this raises and closes nothing
+                buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
+                transfer = self._group.recv([buffer], peer, _NO_TAG)
+                transfer.wait(timedelta(milliseconds=1))
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
@@ -108,8 +108,8 @@ class GlooEngine:
             self.waiting = False
 
     @contextmanager
-    def _losing(self, deadline: float) -> Iterator[None]:
-        """Turn what Gloo raises on a broken connection into `LostPeerError`."""
+    def _translating_errors(self, deadline: float) -> Iterator[None]:
+        """Turn Gloo's error for a broken connection into `LostPeerError`."""
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The communicator over torch.distributed's process groups."""
+"""The communicator over torch.distributed process groups."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import Self
 import torch.distributed as dist
 
 from sparcel.comm.connected import ConnectedCommunicator
-from sparcel.comm.meeting import TorchMeeting
+from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import InputError
 
 
 class TorchCommunicator(ConnectedCommunicator):
-    """Ranks of a torch.distributed process group, with connections of their own.
+    """Ranks of a torch.distributed process group.
 
-    Its traffic never mixes with the group's.
+    The communicator has its own connections, so its messages never mix with those of the group.
     """
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
         """Connect the ranks of a process group, all of which call."""
-        return cls(TorchMeeting.of(group))
+        return cls(TorchRendezvous.of(group))
 
 
 def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     """Return the communicator of a process group, the same one each time until it is closed.
 
-    One that died of a failure is no exception, for a rank cannot know what the others still use:
-    when all ranks have closed theirs, they connect anew.
+    A communicator that failed is returned as well, because a rank cannot know which one the others
+    still use. Once all ranks have closed it, the next call connects anew.
 
     Parameters
     ----------
     group
-        A process group that this process belongs to; None is the default group. All its ranks
-        call.
+        A process group that has this process as a member; None is the default group. All its
+        ranks call.
 
     Raises
     ------
     InputError
         When there is no default group, or the group's engine is neither Gloo nor NCCL.
     CommunicationError
-        When not all ranks came within the process group's timeout.
+        When some rank does not connect within the process group's timeout.
     """
     if group is None:
         if not dist.is_initialized():

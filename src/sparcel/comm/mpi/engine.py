@@ -1,9 +1,9 @@
 """Messages of any size over MPI.
 
-A receive is posted with a buffer as large as the message can be; nothing touches the memory that
-the message leaves over, so it costs no more than the message. MPI's own waits neither end when a
-process does nor hand the core to ranks that share it. So a rank that waits asks MPI for progress,
-looks after its peers and the clock, and hands the core on, over and over.
+A receive is posted with a buffer of the message's maximal size. Nothing touches the memory beyond
+the message, so a larger buffer costs nothing. MPI's own waits do not return when a process dies,
+and do not yield the core to other ranks. A waiting rank therefore polls: it asks MPI for progress,
+checks for dead peers and for the timeout, and yields its core.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from sparcel.comm.engine import LostPeerError, late, lost
-from sparcel.comm.lifeline import Lifeline
+from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.errors import MismatchError
 from sparcel.ops import Op
 
@@ -28,15 +28,15 @@ _TAG = 0
 _WORD_BYTES = 8
 
 _HEADER = struct.Struct("qq")
-"""What goes ahead of a padded message: its bound and its length."""
+"""Precedes a padded message: its bound and its length."""
 
-_LOOK = 8
-"""In which of its turns a rank that waits looks after its peers and the clock."""
+_POLLS_PER_CHECK = 8
+"""Check for dead peers and for the timeout once every so many polls."""
 
-_YIELDS = 50
-"""How often it hands its core on before it sleeps in between."""
+_YIELDING_POLLS = 50
+"""After so many polls, sleep between polls instead of only yielding the core."""
 
-_NAP_SECONDS = 20e-6
+_SLEEP_SECONDS = 20e-6
 
 _REDUCE_OPS = {"sum": MPI.SUM, "product": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -50,20 +50,20 @@ _TYPES = {
 }
 
 _abandoned: list[object] = []
-"""What transfers use that never ended: MPI may still write to it."""
+"""Requests that never completed, with their buffers, to which MPI may still write."""
 
 
 class MpiEngine:
-    """One MPI communicator, used by one of sparcel's alone.
+    """An MPI communicator that one communicator of sparcel uses.
 
     Parameters
     ----------
     comm
-        A communicator that nothing else uses.
-    lifeline
-        Tells of processes that end.
+        An MPI communicator that nothing else uses.
+    monitor
+        Detects dead peers.
     names
-        What error messages call the ranks, by rank.
+        The numbers by which errors name the ranks, by rank.
     rank
         This process's rank, an index into ``names``.
     timeout
@@ -73,10 +73,10 @@ class MpiEngine:
     device = torch.device("cpu")
 
     def __init__(
-        self, comm: MPI.Intracomm, lifeline: Lifeline, names: list[int], rank: int, timeout: float
+        self, comm: MPI.Intracomm, monitor: PeerMonitor, names: list[int], rank: int, timeout: float
     ) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
-        self._comm, self._lifeline = comm, lifeline
+        self._comm, self._monitor = comm, monitor
         self._busy = threading.Lock()
         self._aborted = False
 
@@ -97,7 +97,7 @@ class MpiEngine:
             parts[0] if len(parts) == 1 else torch.cat(list(parts)) for parts in sends.values()
         ]
         with self._busy:
-            self._look()  # MPICH crashes where it sends to who has ended
+            self._check_peers()  # MPICH crashes when it sends to a dead process
             requests = [
                 comm.Irecv([buffer.numpy(), MPI.BYTE], peer, _TAG)
                 for peer, buffer in zip(receives, buffers, strict=True)
@@ -114,7 +114,7 @@ class MpiEngine:
         }
 
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
-        """Return the message of every rank, by rank, each padded on the way to ``at_most`` bytes.
+        """Return the messages of all ranks, by rank; each travels padded to ``at_most`` bytes.
 
         Raises
         ------
@@ -123,19 +123,19 @@ class MpiEngine:
         """
         if message.numel() > at_most:
             raise MismatchError(
-                f"rank {self.names[self.rank]} has {message.numel()} bytes to send, where"
-                f" at most {at_most} were agreed on"
+                f"rank {self.names[self.rank]} must send at most {at_most} bytes, got a message"
+                f" of {message.numel()}"
             )
-        row_bytes = _HEADER.size + -(-at_most // _WORD_BYTES) * _WORD_BYTES
-        starts = range(0, len(self.names) * row_bytes, row_bytes)
-        # Zeros, as rows may stay what they are where ranks disagree. No tensor: this is the path
-        # where a microsecond counts.
-        padded = bytearray(len(self.names) * row_bytes)
+        slot_bytes = _HEADER.size + -(-at_most // _WORD_BYTES) * _WORD_BYTES
+        starts = range(0, len(self.names) * slot_bytes, slot_bytes)
+        # Zeros, because slots may stay unwritten if ranks disagree on the bound. A bytearray is
+        # faster than a tensor, and every microsecond counts on this path.
+        padded = bytearray(len(self.names) * slot_bytes)
         _HEADER.pack_into(padded, starts[self.rank], at_most, message.numel())
         begin = starts[self.rank] + _HEADER.size
         padded[begin : begin + message.numel()] = message.numpy().data
         with self._busy:
-            self._look()
+            self._check_peers()
             request = self._comm.Iallgather(MPI.IN_PLACE, [padded, MPI.BYTE])
             self._wait([request], [MPI.Status()], [], padded)
         bounds, lengths = zip(*(_HEADER.unpack_from(padded, s) for s in starts), strict=True)
@@ -146,31 +146,31 @@ class MpiEngine:
                     f" {self.names[self.rank]}, which expected up to {at_most}; the ranks' sizes,"
                     " dtypes or counts differ"
                 )
-        rows = torch.frombuffer(padded, dtype=torch.uint8)
+        slots = torch.frombuffer(padded, dtype=torch.uint8)
         return [
-            rows[start + _HEADER.size : start + _HEADER.size + length]
+            slots[start + _HEADER.size : start + _HEADER.size + length]
             for start, length in zip(starts, lengths, strict=True)
         ]
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """See `Communicator.all_reduce`; halves, which MPI does not know, travel as float32."""
-        whole = tensor if tensor.dtype in _TYPES else tensor.float()
+        """See `Communicator.all_reduce`; half precision, which MPI lacks, travels as float32."""
+        sent = tensor if tensor.dtype in _TYPES else tensor.float()
         with self._busy:
-            self._look()
+            self._check_peers()
             request = self._comm.Iallreduce(
-                MPI.IN_PLACE, [whole.numpy(), _TYPES[whole.dtype]], _REDUCE_OPS[op.name or ""]
+                MPI.IN_PLACE, [sent.numpy(), _TYPES[sent.dtype]], _REDUCE_OPS[op.name or ""]
             )
-            self._wait([request], [MPI.Status()], [], whole)
-        if whole is not tensor:
-            tensor.copy_(whole)
+            self._wait([request], [MPI.Status()], [], sent)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
     def probe(self) -> None:
-        """Leave it to the thread that waits, which looks after its peers itself."""
+        """Do nothing: the waiting thread checks for dead peers itself."""
 
     def abort(self) -> None:
-        """End the connections, from any thread; who waits for this rank stops waiting."""
+        """See `Engine.abort`."""
         self._aborted = True
-        self._lifeline.end()
+        self._monitor.close()
 
     def _wait(
         self,
@@ -179,31 +179,41 @@ class MpiEngine:
         peers: list[int],
         used: object,
     ) -> None:
-        """Wait for all requests, those with ``peers``; ``used`` is the memory that they use."""
+        """Wait for all requests.
+
+        Parameters
+        ----------
+        requests, statuses
+            The requests, and where MPI writes their outcomes.
+        peers
+            The peer of each request; empty for collective requests.
+        used
+            The memory that the requests use.
+        """
         test, deadline = MPI.Request.Testall, time.monotonic() + self.timeout
-        turns = 0
+        polls = 0
         try:
             while not test(requests, statuses):
-                turns += 1
-                if turns % _LOOK == 0:
-                    self._look()
+                polls += 1
+                if polls % _POLLS_PER_CHECK == 0:
+                    self._check_peers()
                     if time.monotonic() >= deadline:
                         raise self._late(requests, peers)
-                if turns < _YIELDS:
+                if polls < _YIELDING_POLLS:
                     os.sched_yield()
                 else:
-                    time.sleep(_NAP_SECONDS)
+                    time.sleep(_SLEEP_SECONDS)
         except BaseException as error:
             _abandoned.append((requests, used))
             if isinstance(error, MPI.Exception):
                 raise self._explained(error, statuses, peers) from error
             raise
 
-    def _look(self) -> None:
-        """Raise when a process has ended."""
-        ended = self._lifeline.ended()
-        if ended is not None or self._aborted:
-            raise lost(self.names[self.rank], None if ended is None else self.names[ended])
+    def _check_peers(self) -> None:
+        """Raise when a peer is dead, or the engine was aborted."""
+        dead = self._monitor.dead_peer()
+        if dead is not None or self._aborted:
+            raise lost(self.names[self.rank], None if dead is None else self.names[dead])
 
     def _late(self, requests: list[MPI.Request], peers: list[int]) -> LostPeerError:
         silent = [
@@ -216,7 +226,7 @@ class MpiEngine:
     def _explained(
         self, error: MPI.Exception, statuses: list[MPI.Status], peers: list[int]
     ) -> Exception:
-        """Return what an error of MPI's means."""
+        """Return the error that an MPI error stands for."""
         me = self.names[self.rank]
         long = [
             f"rank {self.names[peer]}"
@@ -226,6 +236,6 @@ class MpiEngine:
         if long or error.Get_error_class() == MPI.ERR_TRUNCATE:
             return MismatchError(
                 f"{', '.join(long) or 'another rank'} sent more bytes to rank {me} than it"
-                " expected at most; the ranks' sizes, dtypes or counts differ"
+                " expected; the ranks' sizes, dtypes or counts differ"
             )
         return LostPeerError(f"rank {me} lost a peer: {error}", late=False)

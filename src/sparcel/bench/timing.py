@@ -41,18 +41,20 @@ class Measured:
     wrong: int
 
 
-def merged(parts: Sequence[Measured]) -> Measured:
-    """Return several measurements of one contender as one."""
-    phases = {name: median(part.phases[name] for part in parts) for name in PHASES}
+def merged(rounds: Sequence[Measured]) -> Measured:
+    """Return the measurements of one contender in several rounds as one."""
+    phases = {name: median(found.phases[name] for found in rounds) for name in PHASES}
     return Measured(
-        [seconds for part in parts for seconds in part.seconds],
+        [seconds for found in rounds for seconds in found.seconds],
         phases,
-        round(sum(part.bytes for part in parts) / len(parts)),
-        sum(part.wrong for part in parts),
+        round(sum(found.bytes for found in rounds) / len(rounds)),
+        sum(found.wrong for found in rounds),
     )
 
 
-def measure(contender: Contender, comm: Communicator, iterations: int, warmup: int) -> Measured:
+def time_contender(
+    contender: Contender, comm: Communicator, iterations: int, warmup: int
+) -> Measured:
     """Run a contender so many times, each after a barrier; all ranks call.
 
     What the last of the warm-up and the last on the clock returned is checked, off the clock.

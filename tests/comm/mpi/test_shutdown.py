@@ -1,4 +1,4 @@
-"""With what status processes end: a failure's where MPI's communicator failed, whatever they do."""
+"""The status with which processes exit after a failure, with and without `exit_after_failure`."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ import textwrap
 
 import pytest
 
-from sparcel.lab import Ended, Job, Line, Loopback
+from sparcel.lab import Ended, Line, Loopback, Workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-_PREAMBLE = """
+_IMPORTS = """
 import sys, threading, time
 from mpi4py import MPI
-from sparcel.comm.mpi import MpiCommunicator
+from sparcel.comm.mpi import MpiCommunicator, exit_after_failure
 from sparcel.errors import CommunicationError
+"""
 
+_CONNECT = """
 comm = MpiCommunicator.of(MPI.COMM_WORLD, timeout=60.0)
 comm.gather_numbers(comm.rank)
 """
 
 
-def ends(ranks: int, script: str) -> tuple[list[int], str]:
-    """Run a script as MPI ranks; return their exit statuses and what they wrote to stderr."""
+def ends(ranks: int, script: str, opt_in: bool = True, first: str = "") -> tuple[list[int], str]:
+    """Run a script as MPI ranks; return their exit statuses and what they wrote to stderr.
+
+    ``opt_in`` calls `exit_after_failure`; ``first`` runs before sparcel is imported.
+    """
     pytest.importorskip("mpi4py", reason="the extra mpi is not installed")
-    argv = [sys.executable, "-c", _PREAMBLE + textwrap.dedent(script)]
+    call = "exit_after_failure()" if opt_in else ""
+    program = first + _IMPORTS + call + _CONNECT + textwrap.dedent(script)
+    argv = [sys.executable, "-c", program]
     statuses, errors = {}, []
-    with Loopback(ranks) as network, Job(network, argv, mpi=True) as job:
-        for event in job.events():
+    with Loopback(ranks) as network, Workers(network, argv, mpi=True) as workers:
+        for event in workers.events():
             match event:
                 case Ended(rank, status):
                     statuses[rank] = status
@@ -69,8 +76,23 @@ def test_no_rank_of_a_group_that_failed_reports_success() -> None:
     assert "ValueError: the user's own" in errors
 
 
-def test_a_group_that_ends_well_keeps_what_its_ranks_say() -> None:
-    """Also where they are done long before one another."""
+def test_only_the_opt_in_ends_the_process_after_a_failure() -> None:
+    """Handlers that are registered before sparcel is imported run after those of sparcel."""
+    handler = "import atexit, os; atexit.register(lambda: os._exit(7))"
+    script = """
+        def job():
+            if comm.rank == 0:
+                raise ValueError("the user's own")
+            comm.gather_numbers(0)
+
+        comm.run(job)
+    """
+    assert ends(3, script, opt_in=False, first=handler)[0] == [7] * 3
+    assert ends(3, script, opt_in=True, first=handler)[0] == [1] * 3
+
+
+def test_a_group_that_ends_well_keeps_the_statuses_of_its_ranks() -> None:
+    """The ranks are done at very different times."""
     script = """
         if comm.rank == 1:
             time.sleep(4)

@@ -13,9 +13,8 @@ import torch
 import sparcel
 from sparcel import SparseStream
 from sparcel.comm import Communicator, resolve
-from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from tests.comm import test_process_group as shared
+from tests.comm.torch import test_communicator as shared
 from tests.strategies import CIRCLE, case_of, dense_reference, full
 from tests.workers import WORLD_SIZES
 
@@ -56,7 +55,7 @@ def test_dense_tensors_are_reduced_in_place(
         assert nbytes == results[0][1]
 
 
-def on_parts(comm: ConnectedCommunicator) -> list[SparseStream]:
+def on_subgroups(comm: Communicator) -> list[SparseStream]:
     """Sum over odd and even ranks, over those from 1 up, and over one alone; async too."""
     from mpi4py import MPI
 
@@ -71,19 +70,19 @@ def on_parts(comm: ConnectedCommunicator) -> list[SparseStream]:
         results += sparcel.all_gather(stream, group=upper)
         results.append(sparcel.broadcast(stream if upper.rank == 1 else None, 1, upper))
     results.append(sparcel.reduce_scatter(stream, group=alone))
-    for part in (halves, upper, alone):
-        if part != MPI.COMM_NULL:
-            assert resolve(part) is resolve(part)
-            resolve(part).close()
-            part.Free()
+    for group in (halves, upper, alone):
+        if group != MPI.COMM_NULL:
+            assert resolve(group) is resolve(group)
+            resolve(group).close()
+            group.Free()
     world.Free()
     return results
 
 
-def test_any_part_of_the_world_is_a_group(run_on_mpi: Runner) -> None:
+def test_any_subgroup_of_the_world_is_a_group(run_on_mpi: Runner) -> None:
     world = 5
     streams = case_of("random", world, 60).streams
-    for rank, (half, *upper, alone) in enumerate(run_on_mpi(world, on_parts)):
+    for rank, (half, *upper, alone) in enumerate(run_on_mpi(world, on_subgroups)):
         expected = dense_reference(streams[rank % 2 :: 2], CIRCLE)
         assert torch.equal(full(half, CIRCLE), expected)
         sources = [*streams[1:], streams[2]] if rank else []
@@ -190,7 +189,7 @@ def without_a_network(comm: Communicator, same_host: bool) -> str | list[int]:
     world = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(list(range(comm.size))))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME")
-        patch.setattr("sparcel.comm.mpi.own_address", lambda: "127.0.0.1")
+        patch.setattr("sparcel.comm.mpi.rendezvous.own_address", lambda: "127.0.0.1")
         patch.setattr("socket.gethostname", lambda: f"host{0 if same_host else comm.rank}")
         try:
             own = MpiCommunicator.of(world, timeout=60.0)
@@ -208,8 +207,8 @@ def test_loopback_is_refused_between_machines_by_all_ranks_at_once(run_on_mpi: R
         assert text.endswith("name the interface to use in GLOO_SOCKET_IFNAME")
 
 
-def die_meanwhile(comm: Communicator) -> str:
-    """Return what a job meets that exchanges after another thread has ended the family."""
+def aborted_meanwhile(comm: Communicator) -> str:
+    """Return what a job meets that exchanges after another thread has aborted."""
     from mpi4py import MPI
 
     from sparcel.comm.mpi import MpiCommunicator
@@ -218,7 +217,7 @@ def die_meanwhile(comm: Communicator) -> str:
     own = MpiCommunicator.of(world, timeout=60.0)
 
     def job() -> None:
-        other = threading.Thread(target=lambda: own._family.die("as asked"))
+        other = threading.Thread(target=lambda: own._executor.abort("as asked"))
         other.start()
         other.join()
         own.gather_numbers(0)
@@ -232,11 +231,11 @@ def die_meanwhile(comm: Communicator) -> str:
 
 
 def test_a_job_that_exchanges_after_the_end_raises(run_on_mpi: Runner) -> None:
-    assert run_on_mpi(2, die_meanwhile) == ["as asked"] * 2
+    assert run_on_mpi(2, aborted_meanwhile) == ["as asked"] * 2
 
 
 @world_sizes
-def test_parts_and_counters_are_as_on_other_engines(run_on_mpi: Runner, world_size: int) -> None:
+def test_splits_and_counters_are_as_on_other_engines(run_on_mpi: Runner, world_size: int) -> None:
     colours = [rank % 2 for rank in range(world_size)]
     simulated = sparcel.simulate(world_size, lambda comm: shared.split_up(comm, colours)).results
     assert run_on_mpi(world_size, shared.split_up, colours) == simulated
@@ -245,7 +244,7 @@ def test_parts_and_counters_are_as_on_other_engines(run_on_mpi: Runner, world_si
 
 
 @world_sizes
-def test_jobs_of_a_family_run_in_one_order(run_on_mpi: Runner, world_size: int) -> None:
+def test_jobs_of_split_communicators_run_in_one_order(run_on_mpi: Runner, world_size: int) -> None:
     for rank, numbers in enumerate(run_on_mpi(world_size, shared.queued)):
         before = (rank - 1) % world_size
         assert numbers == [100 * i + before for i in range(10) for _ in range(2)] + [before]

@@ -1,7 +1,7 @@
-"""Messages over NCCL, which wants to know on both sides how long each is.
+"""The engine for NCCL process groups; both sides of an NCCL transfer must know its length.
 
-No machine with two GPUs was at hand when this was written: it follows torch's documentation and
-has not been run.
+This code follows torch's documentation and has not been run, because no machine with two GPUs was
+available.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sparcel.ops import Op
 
 
 class NcclEngine:
-    """A process group of NCCL's, used by one communicator alone.
+    """An NCCL process group for one communicator.
 
     Parameters
     ----------
     members
-        The process of each rank, as torch.distributed numbers them.
+        The rank of each process in the default group.
     rank
         This process's rank.
     timeout
-        Seconds until NCCL's watchdog gives up on a transfer.
+        Seconds after which NCCL's watchdog aborts a transfer.
     device
         This process's GPU.
     """
@@ -46,7 +46,7 @@ class NcclEngine:
     def exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
-        """See `Engine.exchange`. The host waits for the sizes, and for nothing else."""
+        """See `Engine.exchange`; the host waits for the sizes only."""
         peers = list(dict.fromkeys([*sends, *receives]))
         joined = {peer: torch.cat(list(parts)) for peer, parts in sends.items()}
         sizes = [joined[peer].numel() if peer in joined else 0 for peer in peers]
@@ -58,15 +58,15 @@ class NcclEngine:
             at_most = receives.get(peer, 0)
             if nbytes > at_most:
                 raise too_long(self.names[peer], nbytes, self.names[self.rank], at_most)
-        # NCCL hangs on a pair of ranks of which one only sends: what is empty is sent as a byte.
-        nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        # NCCL hangs if one rank of a pair only sends, so an empty message is sent as one byte.
+        padding = torch.zeros(1, dtype=torch.uint8, device=self.device)
         messages = [
-            joined[peer] if joined.get(peer, nothing[:0]).numel() else nothing for peer in peers
+            joined[peer] if joined.get(peer, padding[:0]).numel() else padding for peer in peers
         ]
-        buffers = [nothing.new_empty(max(nbytes, 1)) for nbytes in sizes]
+        buffers = [padding.new_empty(max(nbytes, 1)) for nbytes in sizes]
         self._transfer(peers, messages, buffers)
-        came = dict(zip(peers, zip(buffers, sizes, strict=True), strict=True))
-        return {peer: came[peer][0][: came[peer][1]] for peer in receives}
+        arrived = dict(zip(peers, zip(buffers, sizes, strict=True), strict=True))
+        return {peer: arrived[peer][0][: arrived[peer][1]] for peer in receives}
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`."""
@@ -74,10 +74,10 @@ class NcclEngine:
         self._checked(lambda: dist.all_reduce(tensor, reduce_op, group=self._group))
 
     def probe(self) -> None:
-        """Leave it to NCCL's watchdog."""
+        """Do nothing: NCCL's watchdog detects broken connections."""
 
     def abort(self) -> None:
-        """Break off what is under way."""
+        """See `Engine.abort`."""
         self._group.abort()
 
     def _transfer(self, peers: list[int], leaving: list[Tensor], arriving: list[Tensor]) -> None:

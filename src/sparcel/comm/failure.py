@@ -1,7 +1,7 @@
-"""What ranks tell each other beside their messages: why they failed, and that they are done.
+"""The failure state that the ranks of a communicator share, and their agreement to finish.
 
-It goes a way of its own, since a connection that broke carries no reasons, and since not every two
-ranks have one: over torch.distributed, through the store that process groups meet at.
+Failure causes travel through a store, because a broken connection cannot carry them and because not
+every pair of ranks has a connection.
 """
 
 from __future__ import annotations
@@ -17,38 +17,44 @@ from torch.distributed.distributed_c10d import Store
 T = TypeVar("T")
 
 _STORE_SECONDS = 2.0
-"""How long the store may take to answer; its host may be what failed."""
+"""How long the store may take to answer; its host may be the process that failed."""
 
 _POLL_SECONDS = 0.005
-"""How often to look; the store's own wait prints a warning where nothing comes."""
+"""How often to read the store; the store's own wait prints a warning when it times out."""
 
 
-class Fate(Protocol):
-    """The end of a group, which its ranks share."""
+class Failure(Protocol):
+    """The failure of a communicator, if any, which its ranks share.
+
+    Attributes
+    ----------
+    cause
+        The first cause that this rank knows of, or None.
+    """
 
     cause: str | None
 
-    def settle(self, cause: str, patience: float = 0.0) -> str:
-        """Publish why the group failed, unless a rank did so before; return the first cause.
+    def publish(self, cause: str, patience: float = 0.0) -> str:
+        """Publish why the communicator failed, unless a rank did so before; return the first cause.
 
-        ``patience`` is how many seconds to wait for another rank's cause first, for one that has
-        seen a connection close and knows no more.
+        A rank that saw a connection close, and knows no more, gives a ``patience``: it waits so
+        many seconds for another rank's cause.
         """
 
-    def learn(self) -> str | None:
+    def read(self) -> str | None:
         """Return the cause that a rank has published, or None."""
 
-    def part(self, patience: float) -> bool:
-        """Tell the others that this rank is done, and whether all said so within ``patience``."""
+    def finish(self, patience: float) -> bool:
+        """Announce that this rank is done; return whether all ranks are within ``patience`` s."""
 
 
-class StoreFate:
-    """The end of a group whose ranks have a store.
+class StoreFailure:
+    """The failure state of ranks that have a store.
 
     Parameters
     ----------
     store
-        A store of the group's own.
+        A store that no other communicator uses.
     size
         Number of ranks.
     """
@@ -57,20 +63,20 @@ class StoreFate:
         self._store, self._size = store, size
         self.cause: str | None = None
 
-    def settle(self, cause: str, patience: float = 0.0) -> str:
-        """See `Fate.settle`."""
+    def publish(self, cause: str, patience: float = 0.0) -> str:
+        """See `Failure.publish`."""
         if self.cause is None:
             first = bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
-    def learn(self) -> str | None:
-        """See `Fate.learn`."""
+    def read(self) -> str | None:
+        """See `Failure.read`."""
         return self.cause or bounded(self._read, _STORE_SECONDS)
 
-    def part(self, patience: float) -> bool:
-        """See `Fate.part`."""
-        return bool(bounded(lambda: self._part(patience), patience + _STORE_SECONDS))
+    def finish(self, patience: float) -> bool:
+        """See `Failure.finish`."""
+        return bool(bounded(lambda: self._finish(patience), patience + _STORE_SECONDS))
 
     def _publish(self, cause: str, patience: float) -> str:
         deadline = time.monotonic() + patience
@@ -85,7 +91,7 @@ class StoreFate:
         cause: bytes = self._store.get("cause")
         return cause.decode()
 
-    def _part(self, patience: float) -> bool:
+    def _finish(self, patience: float) -> bool:
         deadline = time.monotonic() + patience
         done: int = self._store.add("done", 1)
         while done < self._size and time.monotonic() < deadline:
@@ -95,7 +101,7 @@ class StoreFate:
 
 
 def bounded(ask: Callable[[], T], seconds: float) -> T | None:
-    """Return what ``ask`` of a store returns, or None when it fails or takes too long."""
+    """Return the result of ``ask``, a request to a store; None when it fails or takes too long."""
     answers: list[T] = []
 
     def run() -> None:
@@ -105,7 +111,7 @@ def bounded(ask: Callable[[], T], seconds: float) -> T | None:
     thread = threading.Thread(target=run, daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # since Python 3.12, when the interpreter exits
+    except RuntimeError:  # Python 3.12 and newer start no thread while the interpreter exits
         run()
     else:
         thread.join(seconds)

@@ -1,4 +1,4 @@
-"""How the ranks of a process group come to connections of their own."""
+"""Where the ranks of a process group meet in order to connect."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from sparcel.comm.engine import Engine, expecting
-from sparcel.comm.fate import StoreFate
-from sparcel.comm.gloo import GlooEngine
-from sparcel.comm.nccl import NcclEngine
+from sparcel.comm.engine import Engine
+from sparcel.comm.failure import StoreFailure
+from sparcel.comm.rendezvous import connecting
+from sparcel.comm.torch.gloo import GlooEngine
+from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.errors import InputError
 
 
 @dataclass(frozen=True)
-class TorchMeeting:
-    """Where the ranks of a communicator meet, the same for all but ``rank``.
+class TorchRendezvous:
+    """Where the ranks of one communicator meet; all fields but ``rank`` are equal on all ranks.
 
     Attributes
     ----------
     store
-        A store under a prefix that no other communicator has.
+        A store under a prefix that no other communicator uses.
     members
-        The process of each rank, as torch.distributed numbers them; errors name these.
+        The rank of each process in the default group; errors name ranks by these numbers.
     rank
         Index of this process in ``members``.
     timeout
-        Seconds after which an exchange that hangs raises.
+        Seconds after which a hanging exchange raises.
     backend
         ``"gloo"`` or ``"nccl"``.
     device
-        The GPU that was current where the group was taken over, or the CPU. Parts are split off on
-        another thread, which begins on the first GPU.
+        The GPU that was current when the user passed the group, or the CPU. The GPU is stored
+        because `split` runs on another thread, whose current GPU is the first one.
     """
 
     store: Store
@@ -54,12 +55,12 @@ class TorchMeeting:
         InputError
             When the group's engine is neither Gloo nor NCCL.
         CommunicationError
-            When not all ranks came within the group's timeout.
+            When some rank does not come within the group's timeout.
         """
         members = dist.get_process_group_ranks(group)
-        # A name of its own, from rank 0: the store may hold what communicators before left there.
+        # Rank 0 chooses a fresh name, since earlier communicators may have left keys in the store.
         name = [uuid4().hex]
-        with expecting(members[group.rank()], members):
+        with connecting(members[group.rank()], members):
             dist.broadcast_object_list(name, group=group, group_src=0)
         backend = _backend(group)
         device = torch.device("cpu")
@@ -81,20 +82,20 @@ class TorchMeeting:
         Raises
         ------
         CommunicationError
-            When not all ranks came within the timeout.
+            When some rank does not connect within the timeout.
         """
-        with expecting(self.members[self.rank], self.members):
+        with connecting(self.members[self.rank], self.members):
             if self.backend == "nccl":
                 return NcclEngine(self.members, self.rank, self.timeout, self.device)
             store = PrefixStore("gloo", self.store)
             return GlooEngine(store, self.members, self.rank, self.timeout)
 
-    def fate(self) -> StoreFate:
-        """Return the end that the ranks share."""
-        return StoreFate(self.store, len(self.members))
+    def failure(self) -> StoreFailure:
+        """See `Rendezvous.failure`."""
+        return StoreFailure(self.store, len(self.members))
 
-    def part(self, ranks: list[int], label: str) -> Self:
-        """Return where these ranks meet."""
+    def subgroup(self, ranks: list[int], label: str) -> Self:
+        """See `Rendezvous.subgroup`."""
         return replace(
             self,
             store=PrefixStore(label, self.store),
@@ -104,7 +105,7 @@ class TorchMeeting:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """Return the engine to use of those that a process group has."""
+    """Return the backend to use, one of those that a process group has."""
     backends = dist.get_backend_config(group)
     if "nccl" in backends and torch.cuda.is_available():
         return "nccl"

@@ -1,8 +1,8 @@
-"""What simulated ranks share: mailboxes, and a baton that lets one of them run at a time.
+"""The state that simulated ranks share: mailboxes, and a baton that lets one rank run at a time.
 
-A rank gives the baton away only where it waits for a message: to the rank that it waits for, if
-that one can run, or else to the one that could run last. So ranks run as far as somebody needs
-them, and few of them hold large results at once; and every run takes the same course.
+A rank passes the baton on only when it waits for a message: to the rank that it waits for, if that
+rank can run, and otherwise to the rank that became ready last. Ranks therefore run only as far as
+others need them, few of them hold large results at once, and every run takes the same course.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sparcel.comm.base import Traffic
-from sparcel.comm.timing import Trace
+from sparcel.comm.simulated.trace import Trace
+from sparcel.comm.traffic import Traffic
 from sparcel.errors import CommunicationError
 
 
 class Mailbox(NamedTuple):
-    """Where messages of one group from one rank to another wait; ranks are the cluster's."""
+    """Identifies the messages of one group from one rank of the cluster to another."""
 
     group: int
     source: int
@@ -42,7 +42,7 @@ class Cluster:
     ranks_per_node
         How many consecutive ranks form a node.
     cpu_time
-        Whether the trace holds the CPU time that ranks take between messages.
+        Whether the trace records the CPU time that ranks use between messages.
     """
 
     def __init__(self, world_size: int, ranks_per_node: int = 1, cpu_time: bool = False) -> None:
@@ -54,16 +54,16 @@ class Cluster:
         self._cpu_time = cpu_time
         self._idle_since = [0.0] * world_size
         self._failure: str | None = None
-        # Dicts, as sets that keep their order; the last one is first to run.
+        # A dict serves as an ordered set; the last rank in it runs first.
         self._ready = dict.fromkeys(reversed(range(world_size)))
         self._waiting: dict[int, Mailbox] = {}
-        # Locks that are taken: releasing one wakes its rank.
+        # All locks are taken; releasing one wakes its rank.
         self._wake = [threading.Lock() for _ in range(world_size)]
         for lock in self._wake:
             lock.acquire()
 
     def group(self, members: tuple[int, ...]) -> int:
-        """Return the number of the group of these ranks."""
+        """Return the number that identifies the group of these ranks."""
         return self._groups.setdefault(members, len(self._groups))
 
     def start(self) -> None:
@@ -75,17 +75,17 @@ class Cluster:
         self._wake[rank].acquire()
 
     def begin_work(self, rank: int) -> None:
-        """Count the CPU time of this thread as work of ``rank`` from now on."""
+        """Start counting the CPU time of this thread as work of ``rank``."""
         if self._cpu_time:
             self._idle_since[rank] = time.thread_time()
 
     def end_work(self, rank: int) -> None:
-        """Note the CPU time since the work began."""
+        """Record the CPU time since `begin_work`."""
         if self._cpu_time:
             self.trace.add_work(rank, time.thread_time() - self._idle_since[rank])
 
     def post(self, mailbox: Mailbox, parts: Sequence[Tensor], nbytes: int) -> None:
-        """Put a message in the mail."""
+        """Put a message in a mailbox; its parts are shared, not copied."""
         number = self.trace.send(mailbox.source, mailbox.destination, nbytes)
         self._mail.setdefault(mailbox, []).append(_Envelope(number, parts))
         if self._waiting.get(mailbox.destination) == mailbox:
@@ -112,20 +112,21 @@ class Cluster:
             raise CommunicationError(self._failure)
 
     def fail(self, reason: str) -> None:
-        """Let every rank that waits, now or later, raise ``reason``; the first reason stays."""
+        """Make every rank that waits, now or later, raise ``reason``, or the first reason given."""
         self._failure = self._failure or reason
         self._ready.update(dict.fromkeys(self._waiting))
         self._waiting.clear()
 
     def finish(self, rank: int) -> None:
-        """Hand the baton on for good."""
+        """Pass the baton on for the last time."""
         self.end_work(rank)
         self._pass_baton()
 
     def _pass_baton(self, wanted: int | None = None) -> None:
         if not self._ready and self._waiting:
-            waits = (f"rank {r} for rank {box.source}" for r, box in sorted(self._waiting.items()))
-            self.fail("deadlock, no rank can go on: " + ", ".join(waits) + " waits")
+            waiting = sorted(self._waiting.items())
+            waits = (f"rank {rank} waits for rank {box.source}" for rank, box in waiting)
+            self.fail("deadlock, no rank can go on: " + ", ".join(waits))
         if wanted in self._ready:
             del self._ready[wanted]
             self._wake[wanted].release()

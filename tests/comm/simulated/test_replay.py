@@ -132,7 +132,8 @@ def test_a_run_can_be_timed_on_any_network(world, network, seed):
 @given(worlds, networks, st.integers(0, 99))
 def test_one_node_for_all_is_a_flat_cluster_with_its_links(world, network, seed):
     report = simulate(world, reducing(case_of("random", world, 60, seed=seed)))
-    inner, outer = network.inner, network.outer
+    inner = network.node_latency_s, network.node_bandwidth
+    outer = network.latency_s, network.bandwidth
     assert report.seconds_on(Network(*outer, world, *inner)) == report.seconds_on(Network(*inner))
     assert report.seconds_on(Network(*outer, 1, *inner)) == report.seconds_on(Network(*outer))
 

@@ -1,0 +1,204 @@
+"""The one interface that collectives see, whatever engine carries the bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparcel.comm.jobs import Job
+from sparcel.comm.nodes import Grid, nodes_of, own_location
+from sparcel.comm.traffic import Traffic
+from sparcel.errors import InputError, MismatchError
+from sparcel.ops import SUM, Op
+
+T = TypeVar("T")
+
+
+class Communicator(ABC):
+    """A group of ranks that exchange messages.
+
+    Attributes
+    ----------
+    rank, size
+        The number of this process in the group, and the number of processes.
+    timeout
+        Seconds after which a hanging exchange raises.
+    device
+        The device that holds messages: the CPU, or the engine's device.
+    traffic
+        Messages and bytes that this rank sent and received so far, including those of communicators
+        that were split from this one.
+    rates
+        Rates that `sparcel.cost.measure` found on these ranks, equal on all of them;
+        ``algorithm="auto"`` uses them. None stands for the default rates.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    device: torch.device
+    traffic: Traffic
+    rates: Any = None
+
+    @abstractmethod
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """Send and receive messages, all outstanding at once; return those received, by source.
+
+        Parameters
+        ----------
+        sends
+            Message (uint8, ``[nbytes]``) by destination, in the order in which to send them.
+            Messages between two ranks arrive in order.
+        receives
+            Upper bound of the message's bytes, by source. Both ends must give the same bound; the
+            receiver need not know the size itself.
+
+        Raises
+        ------
+        CommunicationError
+            When a peer is gone, reports a failure, or does not answer within the timeout. The
+            communicator cannot be used after that.
+        """
+
+    def exchange_parts(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+    ) -> dict[int, list[Tensor]]:
+        """Exchange messages that are given in parts; return those received in parts, by source.
+
+        A message is the bytes of its parts in order. The boundaries of parts are not transmitted:
+        the communicator is free to return a message in any number of parts. Otherwise as
+        `exchange`.
+        """
+        joined = {
+            rank: parts[0] if len(parts) == 1 else torch.cat(list(parts))
+            for rank, parts in sends.items()
+        }
+        return {rank: [message] for rank, message in self.exchange(joined, receives).items()}
+
+    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+        """Send a message to every other rank; return the messages of all ranks, by rank.
+
+        This takes one round. ``at_most`` bounds the bytes of each message and is equal on all
+        ranks. Otherwise as `exchange`.
+        """
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        messages = self.exchange(
+            dict.fromkeys(others, message), dict.fromkeys(others[::-1], at_most)
+        )
+        messages[self.rank] = message
+        return [messages[rank] for rank in range(self.size)]
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
+        """Reduce a dense tensor over all ranks in place, by the engine's own algorithm."""
+
+    @abstractmethod
+    def split(self, colour: int) -> Self:
+        """Return the communicator of the ranks that gave the same ``colour``; all ranks call.
+
+        Ranks keep their order.
+        """
+
+    @abstractmethod
+    def run(self, job: Callable[[], T]) -> T:
+        """Run ``job`` after all jobs submitted before, and return its result.
+
+        A job is a function that uses the communicator. The jobs of a communicator, and of all
+        communicators split from it, run one at a time in the order of submission. This order must
+        be the same on all ranks. A job that calls ``run`` runs the inner job at once. When a job
+        raises, the peers are told.
+        """
+
+    @abstractmethod
+    def submit(self, job: Callable[[], T]) -> Job[T]:
+        """Queue ``job`` and return at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the jobs submitted so far and disconnect; all ranks call."""
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """Return the number (64-bit) that each rank gave, by rank, after ⌈log₂P⌉ rounds."""
+        held = torch.tensor([number], device=self.device)  # of this rank and those that follow it
+        while (distance := held.numel()) < self.size:
+            below, above = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            leaving = held[: self.size - distance].view(torch.uint8)
+            arrived = self.exchange({below: leaving}, {above: leaving.numel()})[above]
+            held = torch.cat((held, arrived.view(torch.int64)))
+        return held.roll(self.rank).tolist()
+
+    def nodes(self) -> list[int]:
+        """Return the number of each rank's node, by rank; all ranks call, in a job.
+
+        The launcher's local ranks decide, or else the hostnames.
+        """
+        return nodes_of(self.gather_numbers(own_location()))
+
+    def ranks_per_node(self) -> int:
+        """Return how many consecutive ranks form a node; all ranks call, in a job.
+
+        The result is 1 when nodes have different numbers of ranks, or when the ranks of a node are
+        not consecutive.
+        """
+        nodes = self.nodes()
+        count = nodes.count(nodes[0])
+        regular = nodes == [rank // count for rank in range(self.size)]
+        return count if regular else 1
+
+    def grid(self, ranks_per_node: int | None = None) -> Grid:
+        """Return the communicators of this rank's node and of its place on all nodes.
+
+        All ranks call. The communicators are made once for each ``ranks_per_node`` and close with
+        this one.
+
+        Parameters
+        ----------
+        ranks_per_node
+            Number of consecutive ranks that form a node; None asks `nodes`.
+
+        Raises
+        ------
+        InputError
+            When nodes have different numbers of ranks.
+        MismatchError
+            When other ranks gave another ``ranks_per_node``.
+        """
+        if ranks_per_node not in self._grids:
+            nodes = (
+                self.nodes()
+                if ranks_per_node is None
+                else [rank // ranks_per_node for rank in range(self.size)]
+            )
+            self._grids[ranks_per_node] = self._split_in_grid(nodes)
+        return self._grids[ranks_per_node]
+
+    @cached_property
+    def _grids(self) -> dict[int | None, Grid]:
+        return {}
+
+    def _split_in_grid(self, nodes: list[int]) -> Grid:
+        sizes = Counter(nodes)
+        if len(set(sizes.values())) > 1:
+            raise InputError(
+                f"nodes must have equally many ranks, got {list(sizes.values())}; give another"
+                " ranks_per_node, or start as many processes on each"
+            )
+        own = nodes[self.rank]
+        place = nodes[: self.rank].count(own)
+        made = Grid(self.split(own), self.split(place))
+        expected = sizes[own], len(sizes)
+        if (made.node.size, made.across.size) != expected:
+            raise MismatchError(
+                f"ranks divide into nodes differently: rank {self.rank} has {expected[1]} nodes of"
+                f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
+                " ranks_per_node"
+            )
+        return made

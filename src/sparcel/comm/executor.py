@@ -1,0 +1,170 @@
+"""Runs the jobs of a communicator and of all communicators split from it, until one fails."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+from sparcel import _cpu
+from sparcel.comm.engine import Engine, LostPeerError
+from sparcel.comm.failure import Failure
+from sparcel.comm.jobs import Job, JobQueue
+from sparcel.errors import CommunicationError
+
+T = TypeVar("T")
+
+_CAUSE_SECONDS = 0.5
+"""How long a rank that saw a connection close waits for another rank to publish the cause."""
+
+_FINISH_SECONDS = 2.0
+"""How long a closing rank waits for the other ranks to finish what is under way."""
+
+_EXIT_SECONDS = 5.0
+"""How long jobs may go on when the interpreter exits with an open communicator."""
+
+_MONITOR_SECONDS = 1.0
+"""How often to check a job; a job that takes less time is never checked."""
+
+
+class Executor:
+    """Runs jobs one at a time. When a job raises on one rank, the executors of all ranks fail.
+
+    Parameters
+    ----------
+    me
+        The number by which other ranks name this process.
+    failure
+        The failure state that the ranks share.
+    """
+
+    def __init__(self, me: int, failure: Failure) -> None:
+        self.me, self.failure = me, failure
+        self.queue = JobQueue("sparcel")
+        self.engines: list[Engine] = []
+        _alive.add(self)
+        _start_monitor()
+        _cpu.keep_freed_memory()  # exchanges allocate and free messages of a few MB
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Run a job in its turn and return its result."""
+        return self.queue.run(lambda: self._perform(job))
+
+    def submit(self, job: Callable[[], T]) -> Job[T]:
+        """Queue a job and return at once."""
+        return self.queue.submit(lambda: self._perform(job))
+
+    def abort(self, cause: str, patience: float = 0.0) -> str:
+        """Publish the cause of a failure and close all connections; return the first cause.
+
+        See `Failure.publish` for ``patience``.
+        """
+        first = self.failure.publish(cause, patience)
+        for engine in list(self.engines):
+            engine.abort()
+        return first
+
+    def disconnect(self, engine: Engine, failure: Failure) -> None:
+        """Close the connections of one communicator, as a job.
+
+        Ranks that still use the communicator after a while fail. If it is the first one, from which
+        all others were split, the others fail as well.
+        """
+        # The last messages may still be under way, and closing a connection would drop them.
+        finished = self.failure.cause is not None or failure.finish(_FINISH_SECONDS)
+        if not finished and failure is self.failure:
+            self.abort(f"rank {self.me} closed its communicator before the others")
+        engine.abort()
+        self.engines.remove(engine)
+
+    def shutdown(self) -> None:
+        """Let the thread run the jobs submitted so far, close all connections, and end."""
+        self.queue.end(self._disconnect_all)
+
+    def close(self, seconds: float | None) -> None:
+        """Shut down and wait for it; after ``seconds``, abort what is under way."""
+        self.shutdown()
+        if not self.queue.join(seconds):
+            self.abort(f"rank {self.me} ended while jobs were under way")
+            self.queue.join(seconds)
+
+    def check(self) -> None:
+        """Abort when the job under way waits for a message that will never come.
+
+        The job may wait for a rank that has not heard of a failure itself. Moreover, Gloo does not
+        wake a thread that has sent or received half a message when the connection breaks.
+        """
+        since = self.queue.since
+        if since is None or time.monotonic() - since < _MONITOR_SECONDS:
+            return
+        cause = self.failure.read()
+        if cause is None:
+            try:
+                for engine in list(self.engines):
+                    if engine.waiting:  # a rank that is ahead may have closed the other engines
+                        engine.probe()
+            except LostPeerError as error:
+                cause = str(error)
+        if cause is not None:
+            self.abort(cause, _CAUSE_SECONDS)
+            _alive.discard(self)
+
+    def _perform(self, job: Callable[[], T]) -> T:
+        if self.failure.cause is not None:
+            raise _dead(self.failure.cause)
+        try:
+            return job()
+        except LostPeerError as error:
+            patience = 0.0 if error.late else _CAUSE_SECONDS
+            raise CommunicationError(self.abort(str(error), patience)) from error
+        except BaseException as error:
+            what = ": ".join(filter(None, (type(error).__name__, str(error))))
+            self.abort(f"rank {self.me} failed: {what}")
+            raise
+
+    def _disconnect_all(self) -> None:
+        self.disconnect(self.engines[0], self.failure)
+        for engine in list(self.engines):
+            engine.abort()
+        _alive.discard(self)
+
+
+def _dead(cause: str) -> CommunicationError:
+    """Return the error of jobs that come after the failure."""
+    return CommunicationError(
+        f"the communicator is dead: {cause}; to connect anew, close it on all ranks with "
+        "sparcel.comm.resolve(group).close()"
+    )
+
+
+at_exit: list[Callable[[], object]] = []
+"""Functions to call when the interpreter exits, after all executors have closed."""
+
+_alive: set[Executor] = set()
+_monitoring = threading.Lock()
+
+
+@cache
+def _start_monitor() -> None:
+    threading.Thread(target=_monitor, name="sparcel-monitor", daemon=True).start()
+
+
+def _monitor() -> None:
+    while True:
+        time.sleep(_MONITOR_SECONDS)
+        with _monitoring:
+            for executor in list(_alive):
+                executor.check()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all executors: a thread that is inside an engine would crash the exiting process."""
+    for executor in list(_alive):
+        executor.close(_EXIT_SECONDS)
+    _monitoring.acquire(timeout=_EXIT_SECONDS)
+    for call in at_exit:
+        call()

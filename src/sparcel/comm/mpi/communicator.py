@@ -1,0 +1,90 @@
+"""The communicator over MPI."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from mpi4py import MPI
+from torch import Tensor
+
+from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.comm.mpi.engine import MpiEngine
+from sparcel.comm.mpi.rendezvous import MpiRendezvous
+from sparcel.comm.mpi.shutdown import MpiFailure, watch_at_exit
+from sparcel.errors import InputError
+
+_TIMEOUT_SECONDS = 300.0
+
+_PADDED_BYTES = 4096
+"""Up to this bound, messages are padded to one length, as MPI's all-gather requires."""
+
+
+class MpiCommunicator(ConnectedCommunicator):
+    """Ranks of an MPI communicator.
+
+    Messages travel on a duplicate of that communicator, so they never mix with the program's own.
+    `sparcel.comm.resolve` makes one of an MPI communicator; `of` makes one with another timeout.
+    """
+
+    @classmethod
+    def of(cls, comm: MPI.Intracomm, timeout: float = _TIMEOUT_SECONDS) -> Self:
+        """Connect the ranks of an MPI communicator, all of which call.
+
+        Parameters
+        ----------
+        comm
+            ``MPI.COMM_WORLD``, or any other intracommunicator.
+        timeout
+            Seconds after which a hanging exchange raises, equal on all ranks.
+
+        Raises
+        ------
+        InputError
+            When ``comm`` is null or an intercommunicator, ``timeout`` is not positive, or MPI
+            was started without support for threads.
+        CommunicationError
+            When some rank does not connect within ``timeout`` seconds.
+        """
+        connected = cls(MpiRendezvous.of(comm, timeout))
+        assert isinstance(connected._failure, MpiFailure), "MpiRendezvous makes it"
+        watch_at_exit(connected._failure)
+        return connected
+
+    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+        """See `Communicator.gather`; MPI's own all-gather carries small messages."""
+        if at_most > _PADDED_BYTES:
+            return super().gather(message, at_most)
+
+        def job() -> list[Tensor]:
+            assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
+            messages = self.engine.gather(message, at_most)
+            self.traffic.count_gather(message, messages)
+            return messages
+
+        return self.run(job)
+
+
+def connect(comm: MPI.Intracomm) -> MpiCommunicator:
+    """Return the communicator of an MPI communicator, the same one each time until it is closed.
+
+    It lives as long as ``comm``. A communicator that failed is returned as well; once all ranks
+    have closed it, the next call connects anew.
+
+    Raises
+    ------
+    InputError
+        When ``comm`` is null or an intercommunicator, or MPI was started without support for
+        threads.
+    CommunicationError
+        When some rank does not connect within 300 s.
+    """
+    if comm == MPI.COMM_NULL:
+        raise InputError("this process is not in the MPI communicator; only its members can use it")
+    known = comm.Get_attr(_ATTRIBUTE)
+    if not isinstance(known, MpiCommunicator) or known.closed:
+        known = MpiCommunicator.of(comm)
+        comm.Set_attr(_ATTRIBUTE, known)
+    return known
+
+
+_ATTRIBUTE = MPI.Comm.Create_keyval()

@@ -1,0 +1,178 @@
+"""Where the ranks of an MPI communicator meet in order to connect."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Self
+
+from mpi4py import MPI
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from sparcel.comm.mpi.engine import MpiEngine
+from sparcel.comm.mpi.monitor import PeerMonitor
+from sparcel.comm.mpi.shutdown import MpiFailure
+from sparcel.comm.rendezvous import connecting
+from sparcel.comm.sockets import is_loopback, own_address
+from sparcel.errors import InputError
+
+_NAME_BYTES, _ANSWER_BYTES = 64, 512
+"""Padded lengths of a hostname, and of rank 0's answer where its store is."""
+
+_NONE = "none"
+"""What rank 0 answers in place of a host, before the reason, if it has no store."""
+
+_POLL_SECONDS = 0.0005
+"""How often to check whether all ranks have come."""
+
+
+@dataclass(frozen=True)
+class MpiRendezvous:
+    """Where the ranks of one communicator meet.
+
+    All fields but ``rank``, ``hosts_store`` and MPI's handles are equal on all ranks.
+
+    Attributes
+    ----------
+    comm
+        An MPI communicator that nothing else uses.
+    store
+        A store under a prefix that no other communicator uses, in which ranks publish failures.
+    members
+        The rank of each process in ``MPI.COMM_WORLD``; errors name ranks by these numbers.
+    rank
+        Index of this process in ``members``.
+    timeout
+        Seconds after which a hanging exchange raises.
+    comms
+        The first communicator and all that were split from it or from one another, in order of
+        creation; all rendezvous of these communicators share the list.
+    hosts_store
+        Whether this process hosts the store.
+    """
+
+    comm: MPI.Intracomm
+    store: Store
+    members: list[int]
+    rank: int
+    timeout: float
+    comms: list[MPI.Intracomm]
+    hosts_store: bool
+
+    @classmethod
+    def of(cls, comm: MPI.Intracomm, timeout: float) -> Self:
+        """Agree with the other ranks of ``comm``; all call.
+
+        Raises
+        ------
+        InputError
+            When ``comm`` is null or an intercommunicator, ``timeout`` is not positive, or MPI
+            was started without support for threads.
+        CommunicationError
+            When some rank does not come within ``timeout`` seconds.
+        """
+        _check(comm, timeout)
+        members = _names(comm)
+        own, duplicated = comm.Idup()
+        with connecting(members[comm.rank], members):
+            _wait(duplicated, timeout)
+            own.Set_errhandler(MPI.ERRORS_RETURN)
+            store = _store(own, timeout)
+        return cls(own, store, members, comm.rank, timeout, [own], comm.rank == 0)
+
+    def engine(self) -> MpiEngine:
+        """Connect to the other ranks.
+
+        Raises
+        ------
+        CommunicationError
+            When some rank does not connect within the timeout.
+        """
+        with connecting(self.members[self.rank], self.members):
+            store, size = PrefixStore("monitor", self.store), len(self.members)
+            monitor = PeerMonitor(store, self.rank, size, self.timeout)
+        return MpiEngine(self.comm, monitor, self.members, self.rank, self.timeout)
+
+    def failure(self) -> MpiFailure:
+        """See `Rendezvous.failure`."""
+        # Closing the first communicator closes all others, and so it frees all of them.
+        comms = self.comms if self.comm is self.comms[0] else [self.comm]
+        return MpiFailure(self.store, len(self.members), comms, self.timeout, self.hosts_store)
+
+    def subgroup(self, ranks: list[int], label: str) -> Self:
+        """See `Rendezvous.subgroup`."""
+        comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        self.comms.append(comm)
+        return replace(
+            self,
+            comm=comm,
+            store=PrefixStore(label, self.store),
+            members=[self.members[rank] for rank in ranks],
+            rank=ranks.index(self.rank),
+        )
+
+
+def _check(comm: MPI.Intracomm, timeout: float) -> None:
+    if comm == MPI.COMM_NULL or comm.is_inter:
+        raise InputError(
+            f"group must be an MPI intracommunicator that this process belongs to, got {comm}"
+        )
+    if not timeout > 0:
+        raise InputError(f"timeout must be more than 0 seconds, got {timeout}")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise InputError(
+            "MPI was started without support for threads, which async_op=True needs: leave"
+            " mpi4py.rc.thread_level at 'multiple', and use an MPI that provides it"
+        )
+
+
+def _names(comm: MPI.Intracomm) -> list[int]:
+    """Return the ranks in the world, or those in ``comm`` if some are not in this world."""
+    ranks = list(range(comm.size))
+    world = comm.group.Translate_ranks(ranks, MPI.COMM_WORLD.group)
+    return ranks if MPI.UNDEFINED in world else list(world)
+
+
+def _wait(request: MPI.Request, timeout: float) -> None:
+    """Wait for a request in which all ranks take part; raises `TimeoutError`."""
+    deadline = time.monotonic() + timeout
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
+    """Return a store that rank 0 hosts; if rank 0 cannot, all ranks raise `OSError`."""
+    limit, store, answer = timedelta(seconds=timeout), None, bytearray(_ANSWER_BYTES)
+    name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
+    names = bytearray(_NAME_BYTES * comm.size)
+    _wait(comm.Iallgather([name, MPI.BYTE], [names, MPI.BYTE]), timeout)
+    if comm.rank == 0:
+        try:
+            host = _host(one_machine=names == name * comm.size)
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            text = f"{host} {store.port}"
+        except (OSError, RuntimeError) as error:
+            text = f"{_NONE} {error}"
+        answer[:] = text.encode()[:_ANSWER_BYTES].ljust(_ANSWER_BYTES)
+    _wait(comm.Ibcast([answer, MPI.BYTE]), timeout)
+    host, rest = answer.decode(errors="replace").rstrip().split(" ", 1)
+    if host == _NONE:
+        raise OSError(rest)
+    return store or TCPStore(host, int(rest), is_master=False, timeout=limit)
+
+
+def _host(one_machine: bool) -> str:
+    """Return an address at which the ranks, which may all be on one machine, reach this process."""
+    host = own_address()
+    if is_loopback(host) and not one_machine and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        raise OSError(
+            f"rank 0's machine has no route to the other machines, only {host}; name the"
+            " interface to use in GLOO_SOCKET_IFNAME"
+        )
+    return host

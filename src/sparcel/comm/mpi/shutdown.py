@@ -1,0 +1,164 @@
+"""How MPI ranks finish with a communicator, and how their processes exit after a failure.
+
+MPI_Finalize waits for all processes of the world. After a failure it can therefore hang, or end the
+process with a status of its own. A process cannot skip it alone, since the others would wait for
+it: all ranks of the failed communicator must skip it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+
+from mpi4py import MPI
+from torch.distributed.distributed_c10d import Store
+
+from sparcel.comm import executor
+from sparcel.comm.failure import StoreFailure, bounded
+
+_LINGER_SECONDS = 1.0
+"""How long a process that exits after a failure stays, since others may read its store."""
+
+_POLL_SECONDS = 0.005
+"""How often to read from the store while waiting."""
+
+_TELL_SECONDS = 2.0
+"""How long writing to the store may take; the process that hosts it may be gone."""
+
+
+class MpiFailure(StoreFailure):
+    """The failure state of MPI ranks.
+
+    Parameters
+    ----------
+    store, size
+        As for `StoreFailure`.
+    comms
+        MPI communicators to free once all ranks have finished. After a failure they are never
+        freed: MPI would reuse their context number, for which unreceived messages may be waiting.
+    timeout
+        Seconds to wait for the other ranks when the process exits.
+    hosts_store
+        Whether this process hosts the store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        size: int,
+        comms: list[MPI.Intracomm],
+        timeout: float,
+        hosts_store: bool,
+    ) -> None:
+        super().__init__(store, size)
+        self._comms, self._timeout, self._hosts_store = comms, timeout, hosts_store
+        self.finished: bool | None = None
+        """Whether all ranks finished within the time given; None before `finish`."""
+
+    def finish(self, patience: float) -> bool:
+        """See `Failure.finish`."""
+        self.finished = super().finish(patience)
+        if self.finished:
+            self._acknowledge()
+            for comm in self._comms:
+                if comm != MPI.COMM_NULL and not MPI.Is_finalized():
+                    with suppress(MPI.Exception):  # wastes a context number, but is no failure
+                        comm.Free()
+        return self.finished
+
+    def ended_well(self) -> bool:
+        """Return whether all ranks finished; called when the process exits.
+
+        A rank that finishes early waits here for slower ranks, as it would in MPI_Finalize.
+        """
+        if self.finished:
+            return True
+        if self.finished is False:
+            self.finished = bounded(self._wait_for_others, self._timeout)
+        if self.finished:
+            self._acknowledge()
+        else:
+            bounded(lambda: self._store.set("failed", ""), _TELL_SECONDS)
+        return bool(self.finished)
+
+    def _finish(self, patience: float) -> bool:
+        return super()._finish(patience) and not self._store.check(["failed"])
+
+    def _wait_for_others(self) -> bool:
+        deadline = time.monotonic() + self._timeout
+        while time.monotonic() < deadline and not self._store.check(["failed"]):
+            if self._store.add("done", 0) == self._size:
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def _acknowledge(self) -> None:
+        """Announce that this rank knows that all have finished.
+
+        The process that hosts the store stays until all ranks have announced it.
+        """
+
+        def acknowledge() -> None:
+            count = self._store.add("acknowledged", 1)
+            deadline = time.monotonic() + _TELL_SECONDS
+            while self._hosts_store and count < self._size and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                count = self._store.add("acknowledged", 0)
+
+        bounded(acknowledge, _TELL_SECONDS)
+
+
+class _ExitPolicy:
+    """What this process does when the interpreter exits."""
+
+    def __init__(self) -> None:
+        self.skip_finalize = False
+        # Failure states that matter at exit; those of closed communicators are dropped.
+        self.failures: list[MpiFailure] = []
+
+    def __call__(self) -> None:
+        """Wait for the other ranks; after a failure, end the process if the program asked for it.
+
+        The status with which the interpreter was about to exit cannot be found out. A failed group
+        must not report success, so the status is 1.
+        """
+        failed = [failure for failure in self.failures if not failure.ended_well()]
+        if not failed or MPI.Is_finalized():
+            return
+        time.sleep(_LINGER_SECONDS)
+        if not self.skip_finalize:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # closed, missing, or a broken pipe
+                stream.flush()
+        os._exit(1)
+
+
+_policy = _ExitPolicy()
+executor.at_exit.append(_policy)
+
+
+def watch_at_exit(failure: MpiFailure) -> None:
+    """Check this failure state when the interpreter exits."""
+    _policy.failures = [
+        known for known in _policy.failures if known.cause is None and not known.finished
+    ]
+    _policy.failures.append(failure)
+
+
+def exit_after_failure() -> None:
+    """End this process with status 1 when it exits after a failed exchange over MPI.
+
+    Without this call, the interpreter exits as usual and mpi4py calls MPI_Finalize. If a process
+    died, MPI_Finalize may then abort the others, or wait for ever.
+
+    With this call, every process of a failed communicator skips MPI_Finalize. It runs the
+    ``atexit`` handlers that were registered after sparcel was imported, flushes standard output and
+    standard error, and calls ``os._exit(1)``. Processes whose communicators did not fail exit as
+    usual.
+
+    All ranks call this, at any time before they exit.
+    """
+    _policy.skip_finalize = True

@@ -1,0 +1,113 @@
+"""The communicator of one rank of a simulated cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparcel.comm.communicator import Communicator
+from sparcel.comm.jobs import Job
+from sparcel.comm.simulated.cluster import Cluster, Mailbox
+from sparcel.errors import MismatchError
+from sparcel.ops import SUM, Op
+
+T = TypeVar("T")
+
+
+class SimulatedCommunicator(Communicator):
+    """The communicator of one rank, over the whole cluster or over a group split from it."""
+
+    timeout = float("inf")
+    device = torch.device("cpu")
+
+    def __init__(self, cluster: Cluster, members: tuple[int, ...], rank: int) -> None:
+        self.cluster, self.members = cluster, members
+        self.rank, self.size = rank, len(members)
+        self.traffic = cluster.traffic[members[rank]]
+        self._group = cluster.group(members)
+
+    def exchange(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+    ) -> dict[int, Tensor]:
+        """See `Communicator.exchange`; sender and receiver share the message's memory."""
+        received = self.exchange_parts({rank: [sent] for rank, sent in sends.items()}, receives)
+        return {
+            rank: parts[0] if len(parts) == 1 else torch.cat(parts)
+            for rank, parts in received.items()
+        }
+
+    def exchange_parts(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+    ) -> dict[int, list[Tensor]]:
+        """See `Communicator.exchange_parts`; parts are neither copied nor joined."""
+        cluster, traffic, me = self.cluster, self.traffic, self.members[self.rank]
+        cluster.check()
+        cluster.end_work(me)
+        for rank, parts in sends.items():
+            nbytes = sum([part.numel() for part in parts])
+            cluster.post(Mailbox(self._group, me, self.members[rank]), parts, nbytes)
+            traffic.messages_sent += 1
+            traffic.bytes_sent += nbytes
+        received = {}
+        for rank, at_most in receives.items():
+            parts = cluster.collect(Mailbox(self._group, self.members[rank], me))
+            nbytes = sum([part.numel() for part in parts])
+            if nbytes > at_most:
+                raise MismatchError(
+                    f"rank {rank} sent {nbytes} bytes to rank {self.rank}, which expected"
+                    f" at most {at_most}; the ranks' sizes, dtypes or counts differ"
+                )
+            traffic.messages_received += 1
+            traffic.bytes_received += nbytes
+            received[rank] = list(parts)
+        cluster.begin_work(me)
+        return received
+
+    def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
+        """Reduce by the ring algorithm: reduce-scatter, then all-gather, of P chunks."""
+        cuts = [rank * tensor.numel() // self.size for rank in range(self.size + 1)]
+        chunks = [tensor.view(-1)[lo:hi] for lo, hi in pairwise(cuts)]
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for step in range(2 * (self.size - 1)):
+            leaving = chunks[(self.rank - step) % self.size]
+            arriving = chunks[(self.rank - step - 1) % self.size]
+            message = self.exchange(
+                {after: leaving.clone().view(torch.uint8)}, {before: arriving.nbytes}
+            )[before]
+            arrived = message.view(tensor.dtype)
+            arriving.copy_(op.function(arrived, arriving) if step < self.size - 1 else arrived)
+
+    def split(self, colour: int) -> Self:
+        """See `Communicator.split`."""
+        colours = self.gather_numbers(colour)
+        members = [rank for rank in range(self.size) if colours[rank] == colour]
+        on_cluster = tuple(self.members[rank] for rank in members)
+        return type(self)(self.cluster, on_cluster, members.index(self.rank))
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Run ``job`` at once: a rank has one thread, so jobs run in the order of the calls."""
+        try:
+            return job()
+        except Exception as error:
+            self.cluster.fail(f"rank {self.members[self.rank]} failed: {error}")
+            raise
+
+    def submit(self, job: Callable[[], T]) -> Job[T]:
+        """Run ``job`` at once and return it, ended."""
+        ended: Job[T] = Job()
+        try:
+            ended.future.set_result(self.run(job))
+        except Exception as error:
+            ended.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+        return ended
+
+    def close(self) -> None:
+        """Do nothing: jobs have run, and there are no connections."""
+
+    def nodes(self) -> list[int]:
+        """See `Communicator.nodes`; the cluster knows them."""
+        return [member // self.cluster.ranks_per_node for member in self.members]

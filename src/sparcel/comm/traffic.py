@@ -1,0 +1,53 @@
+"""Counts of the messages and bytes that a rank sent and received."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Traffic:
+    """Messages and bytes of one rank, as its communicator counted them.
+
+    The counter holds the messages that collectives hand over, without the engine's own framing. The
+    engine's dense all-reduce counts as a ring: 2(P−1) messages of n/P elements each way.
+    """
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    bytes_received: int = 0
+
+    def count(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Tensor]) -> None:
+        """Add one exchange, whose messages were sent in parts."""
+        self.messages_sent += len(sent)
+        self.bytes_sent += sum(part.numel() for parts in sent.values() for part in parts)
+        self.messages_received += len(received)
+        self.bytes_received += sum(message.numel() for message in received.values())
+
+    def count_gather(self, own: Tensor, messages: Sequence[Tensor]) -> None:
+        """Add a gather that sent ``own`` to every other rank and returned ``messages``.
+
+        ``messages`` includes ``own``.
+        """
+        others = len(messages) - 1
+        self.messages_sent += others
+        self.bytes_sent += others * own.numel()
+        self.messages_received += others
+        self.bytes_received += sum(message.numel() for message in messages) - own.numel()
+
+    def count_ring(self, tensor: Tensor, ranks: int) -> None:
+        """Add a ring all-reduce of ``tensor``."""
+        messages, nbytes = 2 * (ranks - 1), 2 * (ranks - 1) * tensor.nbytes // ranks
+        self.messages_sent += messages
+        self.messages_received += messages
+        self.bytes_sent += nbytes
+        self.bytes_received += nbytes
+
+    @property
+    def volume(self) -> int:
+        """The larger of the bytes sent and the bytes received."""
+        return max(self.bytes_sent, self.bytes_received)
