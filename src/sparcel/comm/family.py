@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
-from sparcel import _cpu
 from sparcel.comm.base import Handle
 from sparcel.comm.engine import Engine, LostPeerError
 from sparcel.comm.fate import Fate
@@ -48,7 +47,6 @@ class Family:
         self.engines: list[Engine] = []
         _alive.add(self)
         _start_watch()
-        _cpu.keep_freed_memory()  # messages of a few MB come and go
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a job in its turn; when it raises, all ranks' families die."""
