@@ -39,7 +39,7 @@ format: $(VENV)/built ## let the formatters have their way
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-sanitize: $(VENV)/built ## the C++ kernels under the address and undefined-behaviour sanitizers
+sanitize: $(VENV)/built ## the C++ kernels under sanitizers, and each header compiled alone
 	PATH="$(abspath $(BIN)):$$PATH" tests/kernels/sanitize.sh
 
 clean: ## remove what the other targets made

@@ -4,13 +4,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
-#include <stdexcept>
+#include <type_traits>
 #include <utility>
 
+#include "blocks.hpp"
 #include "buffer.hpp"
 #include "numbers.hpp"
-#include "simd/bits.hpp"
 
 namespace sparcel {
 
@@ -18,6 +20,7 @@ namespace nb = nanobind;
 
 using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using InOut = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<nb::pytorch, nb::c_contig, nb::device::cpu>;
 
 template <class T>
@@ -89,13 +92,17 @@ T* data(const InOut& array) {
     return static_cast<T*>(array.data());
 }
 
-// Hands a buffer over to Python: `count` scalars, or rows of `width`.
+// Hands a buffer over to Python: `count` scalars, or rows of `width`. A large block of which they
+// take less than half is exchanged for a smaller one.
 template <class T>
 Output give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
             std::optional<size_t> width = {}) {
-    buffer.resize(count * width.value_or(1));
+    const size_t scalars = count * width.value_or(1);
+    if (scalars < buffer.capacity() / 2 && buffer.capacity() * sizeof(T) >= Blocks::kLeastBytes) {
+        buffer.resize(scalars);
+    }
     T* memory = buffer.release();
-    nb::capsule owner(memory, [](void* data) noexcept { std::free(data); });
+    nb::capsule owner(memory, [](void* data) noexcept { GiveBack()(data); });
     const size_t shape[] = {count, width.value_or(1)};
     return Output(memory, width ? 2 : 1, shape, owner, nullptr, dtype);
 }

@@ -47,17 +47,17 @@ Pair merge_streams(const std::vector<Input>& indices, const std::vector<Input>& 
     });
 }
 
-// Reduces the streams in messages, given by address and bytes. Returns the indices, the values and
-// whether all are finite, or None where a message is no plain sparse one of that size and dtype,
-// the number that headers give it.
-nb::object merge_messages(const std::vector<std::pair<uintptr_t, size_t>>& messages, uint64_t size,
-                          uint8_t dtype, std::string_view op, int threads) {
+// Reduces the streams in messages. Returns the indices, the values and whether all are finite, or
+// None where a message is no plain sparse one of that size and dtype, the number that headers give
+// it.
+nb::object merge_messages(const std::vector<Bytes>& messages, uint64_t size, uint8_t dtype,
+                          std::string_view op, int threads) {
     const auto run = [&]<class Value>(Type<Value>) -> nb::object {
         std::vector<StreamView<int32_t, Value>> views;
         bool finite = true;
-        for (const auto& [address, bytes] : messages) {
-            const auto* message = reinterpret_cast<const uint8_t*>(address);
-            const auto view = read_sparse<Value>(message, bytes, size, dtype, finite);
+        for (const Bytes& message : messages) {
+            const auto view =
+                read_sparse<Value>(message.data(), message.size(), size, dtype, finite);
             if (!view) return nb::none();
             views.push_back(*view);
         }

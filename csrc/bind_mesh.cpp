@@ -8,8 +8,7 @@
 namespace sparcel {
 namespace {
 
-using Address = std::pair<uintptr_t, size_t>;
-using Messages = std::vector<std::pair<size_t, std::vector<Address>>>;
+using Messages = std::vector<std::pair<size_t, std::vector<Bytes>>>;
 using Bounds = std::vector<std::pair<size_t, uint64_t>>;
 
 // Returns the messages, and how it ended: the fault, the peer, and the length that was too long.
@@ -18,9 +17,7 @@ nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, d
     for (const auto& [peer, parts] : messages) {
         require(peer < mesh.size(), "no such peer");
         sends.push_back({peer, {}});
-        for (const auto& [address, size] : parts) {
-            sends.back().parts.push_back({reinterpret_cast<const uint8_t*>(address), size});
-        }
+        for (const Bytes& part : parts) sends.back().parts.push_back({part.data(), part.size()});
     }
     std::vector<Receiving> receives;
     for (const auto& [peer, at_most] : bounds) {

@@ -100,7 +100,7 @@ Pair threshold_select(const Input& x, const Input& threshold, int threads) {
         return with_index_for(x.size(), [&]<class Index>(Type<Index>) {
             using Storage = StorageOf<T>;
             using Key = typename Bits<Storage>::Key;
-            const Key limit = data<Storage>(threshold)[0] & Bits<Storage>::magnitude;
+            const Key limit = load_bits(data<Storage>(threshold)) & Bits<Storage>::magnitude;
             auto selection = [&] {
                 nb::gil_scoped_release release;
                 return select_reaching<Index>(Vector<Storage>{data<Storage>(x)}, x.size(),

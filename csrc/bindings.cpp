@@ -2,12 +2,6 @@
 // meanings are checked, with better words, by sparcel.kernels.
 #include "bindings.hpp"
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
-#include <cstdlib>
-
 #include "simd/kernels.hpp"
 
 namespace sparcel {
@@ -23,15 +17,14 @@ void bind_isa(nb::module_& module) {
         nb::arg("name"), "Use 'portable', 'avx2' or 'avx512', for tests and benchmarks.");
 }
 
-// Lets the process keep memory that it frees, up to a limit: given back to the system, every call
-// that needs a few MB pays page faults again, which cost as much as merging them. MPI libraries
-// do the same. Who has set the limits in the environment is left alone.
-void keep_freed_memory() {
-#ifdef __GLIBC__
-    if (std::getenv("MALLOC_TRIM_THRESHOLD_") || std::getenv("MALLOC_MMAP_THRESHOLD_")) return;
-    mallopt(M_MMAP_THRESHOLD, 32 << 20);
-    mallopt(M_TRIM_THRESHOLD, 256 << 20);
-#endif
+void bind_blocks(nb::module_& module) {
+    module.def(
+        "empty",
+        [](size_t bytes) { return give(Buffer<uint8_t>(bytes), bytes, dtype_of<uint8_t>()); },
+        nb::arg("bytes"), "Make an uninitialised uint8 tensor whose memory is used again later.");
+    module.def(
+        "kept_bytes", [] { return Blocks::shared().waiting_bytes(); },
+        "Tell how many bytes of freed memory wait to be used again.");
 }
 
 }  // namespace
@@ -42,7 +35,7 @@ NB_MODULE(_cpu, module) {
     nanobind::set_leak_warnings(false);
     module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
     sparcel::bind_isa(module);
-    module.def("keep_freed_memory", sparcel::keep_freed_memory);
+    sparcel::bind_blocks(module);
     sparcel::bind_select(module);
     sparcel::bind_merge(module);
     sparcel::bind_scatter(module);

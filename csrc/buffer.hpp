@@ -1,20 +1,25 @@
 // Growable memory that is never initialised: what a kernel writes before anyone reads it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
-#include <cstdlib>
+#include <cstring>
 #include <memory>
-#include <new>
+#include <type_traits>
 #include <utility>
+
+#include "blocks.hpp"
 
 namespace sparcel {
 
-struct Free {
-    void operator()(void* data) const { std::free(data); }
+struct GiveBack {
+    void operator()(void* data) const noexcept { Blocks::shared().give_back(data); }
 };
 
 template <class T>
 class Buffer {
+    static_assert(std::is_trivially_copyable_v<T>);
+
   public:
     Buffer() = default;
     Buffer(Buffer&& other) noexcept { swap(other); }
@@ -22,7 +27,9 @@ class Buffer {
         Buffer(std::move(other)).swap(*this);
         return *this;
     }
-    explicit Buffer(size_t capacity) { resize(capacity); }
+    explicit Buffer(size_t capacity)
+        : data_(static_cast<T*>(Blocks::shared().take(capacity * sizeof(T)))),
+          capacity_(capacity) {}
 
     T* data() { return data_.get(); }
     const T* data() const { return data_.get(); }
@@ -30,13 +37,12 @@ class Buffer {
     const T& operator[](size_t i) const { return data_.get()[i]; }
     size_t capacity() const { return capacity_; }
 
-    // Keeps the contents; a smaller capacity gives memory back.
+    // Moves the contents, or as much of them as fit, to memory of another capacity.
     void resize(size_t capacity) {
-        void* moved = std::realloc(data_.get(), capacity ? capacity * sizeof(T) : 1);
-        if (!moved) throw std::bad_alloc();
-        (void)data_.release();
-        data_.reset(static_cast<T*>(moved));
-        capacity_ = capacity;
+        Buffer moved(capacity);
+        const size_t kept = std::min(capacity, capacity_);
+        if (kept) std::memcpy(moved.data(), data(), kept * sizeof(T));
+        swap(moved);
     }
 
     void swap(Buffer& other) noexcept {
@@ -44,10 +50,11 @@ class Buffer {
         std::swap(capacity_, other.capacity_);
     }
 
+    // Leaves the memory to the caller, who hands it to `GiveBack` in the end.
     T* release() { return data_.release(); }
 
   private:
-    std::unique_ptr<T, Free> data_;
+    std::unique_ptr<T, GiveBack> data_;
     size_t capacity_ = 0;
 };
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "parallel.hpp"
@@ -23,7 +25,7 @@ template <class Storage>
 void count_field(const Storage* x, size_t n, const Field& field, int64_t* counts) {
     constexpr Storage mask = Bits<Storage>::magnitude;
     for (size_t i = 0; i < n; ++i) {
-        const uint64_t magnitude = x[i] & mask;
+        const uint64_t magnitude = load_bits(x + i) & mask;
         if (magnitude == 0) continue;
         const uint64_t upper = magnitude >> field.shift;
         if (field.restricted && upper >> field.width != field.prefix) continue;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 
 #include "buffer.hpp"
 #include "simd/bits.hpp"
@@ -68,7 +70,7 @@ Range<Key> magnitude_range(const Key* keys, size_t count, Key mask) {
 // caller keeps between calls.
 template <class Key>
 Key kth_magnitude(const Key* keys, size_t count, size_t k, Key mask, Buffer<Key>& spare) {
-    if (spare.capacity() < count) spare.resize(count);
+    if (spare.capacity() < count) spare = Buffer<Key>(count);
     Key* candidates = spare.data();
     while (count > detail::kCompareAll) {
         const auto [low, high] = detail::magnitude_range(keys, count, mask);

@@ -1,10 +1,17 @@
 // Reduction of sorted streams to one: two in step, few entries by sorting, others in windows.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <limits>
+#include <span>
+#include <utility>
+#include <vector>
 
+#include "buffer.hpp"
 #include "merge_pair.hpp"
 #include "merge_windows.hpp"
+#include "numbers.hpp"
 #include "parallel.hpp"
 
 namespace sparcel {

@@ -6,10 +6,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include "merge_windows.hpp"
+#include "numbers.hpp"
 
 namespace sparcel {
 namespace detail {

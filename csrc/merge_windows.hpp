@@ -8,7 +8,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
+#include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "buffer.hpp"
@@ -83,9 +86,10 @@ class Merger {
         const double worthwhile = 8.0 * double(streams_.size()) * double(range) / double(entries);
         window_ = kSmallestWindow;
         while (window_ < kLargestWindow && double(window_) < worthwhile) window_ *= 2;
-        present_.resize(window_ / 64);
-        started_.resize(window_ / 64);
-        ranks_.resize(window_ / 64);
+        words_ = window_ / 64;
+        present_ = Buffer<uint64_t>(words_);
+        started_ = Buffer<uint64_t>(words_);
+        ranks_ = Buffer<uint32_t>(words_);
     }
 
     // The lowest index that is left, if any.
@@ -102,7 +106,7 @@ class Merger {
 
     // Marks the window's indices and ranks its words.
     void collect(Index first) {
-        std::fill(present_.begin(), present_.end(), 0);
+        std::fill_n(present_.data(), words_, 0);
         for (size_t s = 0; s < streams_.size(); ++s) {
             const Index* indices = streams_[s].indices;
             size_t i = cursors_[s];
@@ -113,7 +117,7 @@ class Merger {
             window_ends_[s] = i;
         }
         uint32_t rank = 0;
-        for (size_t word = 0; word < present_.size(); ++word) {
+        for (size_t word = 0; word < words_; ++word) {
             ranks_[word] = rank;
             rank += uint32_t(std::popcount(present_[word]));
         }
@@ -124,11 +128,11 @@ class Merger {
         reserve(result, result.count + found_);
         write_indices(first, result.indices.data() + result.count);
         Value* values = result.values.data() + result.count * width_;
-        std::fill(started_.begin(), started_.end(), 0);
+        std::fill_n(started_.data(), words_, 0);
         if constexpr (std::is_same_v<Sum, Value>) {
             for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, values);
         } else {
-            if (sums_.capacity() < found_ * width_) sums_.resize(found_ * width_);
+            if (sums_.capacity() < found_ * width_) sums_ = Buffer<Sum>(found_ * width_);
             for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, sums_.data());
             for (size_t i = 0; i < found_ * width_; ++i) values[i] = narrow<Value>(sums_[i]);
         }
@@ -154,7 +158,7 @@ class Merger {
     }
 
     void write_indices(Index first, Index* indices) const {
-        for (size_t word = 0; word < present_.size(); ++word) {
+        for (size_t word = 0; word < words_; ++word) {
             for (uint64_t bits = present_[word]; bits; bits &= bits - 1) {
                 *indices++ = first + Index(word * 64 + size_t(std::countr_zero(bits)));
             }
@@ -171,9 +175,9 @@ class Merger {
     std::span<const View> streams_;
     size_t width_;
     std::vector<size_t> cursors_, ends_, window_ends_;
-    size_t window_ = 0;
-    std::vector<uint64_t> present_, started_;  // bits of the window's indices
-    std::vector<uint32_t> ranks_;              // indices before each word
+    size_t window_ = 0, words_ = 0;       // its length, and that of its bitmaps
+    Buffer<uint64_t> present_, started_;  // bits of the window's indices
+    Buffer<uint32_t> ranks_;              // indices before each word
     size_t found_ = 0;
     Buffer<Sum> sums_;
 };

@@ -1,22 +1,27 @@
 // Messages of any size over one TCP connection to each peer, all outstanding at once.
 //
-// A message is its length, 8 bytes of the machine's order, and its bytes. Sockets never block:
-// whoever can go on does, and the thread sleeps in poll() while none can. What arrives beyond the
+// A message is its length, 8 bytes of the machine's order, and its bytes. Sockets never block.
+// epoll tells which of them became ready; the others are left alone. What arrives beyond the
 // message that is due waits in the peer's stage for the next exchange.
 #pragma once
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
+#include <system_error>
+#include <utility>
 #include <vector>
 
 #include "buffer.hpp"
@@ -57,9 +62,9 @@ class Mesh {
 
     // Takes over connected sockets, by rank; -1 where this rank itself is.
     explicit Mesh(const std::vector<int>& sockets) {
-        for (int socket : sockets) {
-            if (socket >= 0) ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
-            peers_.emplace_back(socket);
+        for (int socket : sockets) peers_.emplace_back(socket);
+        for (size_t rank = 0; rank < peers_.size(); ++rank) {
+            if (sockets[rank] >= 0) ready_.add(sockets[rank], rank);
         }
     }
     Mesh(const Mesh&) = delete;
@@ -108,12 +113,14 @@ class Mesh {
                                                  std::chrono::duration<double>(seconds));
         while (true) {
             Outcome outcome;
-            std::erase_if(departures, [&](Departure& d) { return send(d, outcome); });
-            if (!outcome.fault) {
-                std::erase_if(arrivals, [&](Arrival& a) { return receive(a, outcome); });
-            }
+            std::erase_if(departures, [&](Departure& d) {
+                return !outcome.fault && peers_[d.peer].writable && send(d, outcome);
+            });
+            std::erase_if(arrivals, [&](Arrival& a) {
+                return !outcome.fault && peers_[a.peer].may_receive() && receive(a, outcome);
+            });
             if (outcome.fault || (departures.empty() && arrivals.empty())) return outcome;
-            while (!wait(departures, arrivals) && Clock::now() < deadline) interrupted();
+            while (!wait() && Clock::now() < deadline) interrupted();
             if (Clock::now() >= deadline) {
                 return {Outcome::late, arrivals.empty() ? departures[0].peer : arrivals[0].peer};
             }
@@ -124,9 +131,58 @@ class Mesh {
     static constexpr size_t kStageBytes = 16 << 10;
     static constexpr int kSliceMs = 100;  // how long a signal or the deadline may go unseen
 
+    // Tells which sockets became readable, and writable where that is asked. Sockets stay
+    // registered, edge-triggered: no exchange has to say which of them it waits for, and bytes that
+    // nobody reads yet wake nobody twice.
+    class Readiness {
+      public:
+        Readiness() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+            if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll");
+        }
+        Readiness(const Readiness&) = delete;
+        Readiness& operator=(const Readiness&) = delete;
+        ~Readiness() { ::close(epoll_); }
+
+        void add(int socket, size_t rank) {
+            ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
+            control(EPOLL_CTL_ADD, socket, rank, 0);
+        }
+
+        void ask_writable(int socket, size_t rank, bool asked) {
+            control(EPOLL_CTL_MOD, socket, rank, asked ? uint32_t{EPOLLOUT} : 0);
+        }
+
+        // Calls visit(rank, events) for sockets whose state changed, after at most `ms`; whether
+        // there was any.
+        template <class Visit>
+        bool wait(int ms, const Visit& visit) {
+            epoll_event events[64];
+            const int count = ::epoll_wait(epoll_, events, std::size(events), ms);
+            for (int i = 0; i < count; ++i) visit(events[i].data.u64, events[i].events);
+            return count > 0;
+        }
+
+      private:
+        void control(int operation, int socket, size_t rank, uint32_t more) {
+            epoll_event event{EPOLLIN | EPOLLRDHUP | EPOLLET | more, {.u64 = rank}};
+            if (::epoll_ctl(epoll_, operation, socket, &event) != 0) {
+                throw std::system_error(errno, std::generic_category(), "epoll");
+            }
+        }
+
+        int epoll_;
+    };
+
     struct Peer {
         explicit Peer(int socket_) : socket(socket_) {}
+
+        // The next message's length may have come early, with the message before.
+        bool may_receive() const { return readable || end - begin >= sizeof(uint64_t); }
+
         int socket;
+        // Until the socket says that it has, or takes, nothing more.
+        bool readable = true, writable = true;
+        bool stalled = false;  // a message goes out that the socket did not take at once
         // Bytes [begin, end) of the stage came after the last message.
         Buffer<uint8_t> stage{kStageBytes};
         size_t begin = 0, end = 0;
@@ -157,6 +213,7 @@ class Mesh {
 
     // Sends what can be sent now; whether all has gone, or the connection failed.
     bool send(Departure& d, Outcome& outcome) {
+        Peer& peer = peers_[d.peer];
         while (d.length_sent < sizeof d.length || d.next < d.left.size()) {
             msghdr message{};
             size_t first = d.next;
@@ -167,11 +224,15 @@ class Mesh {
             }
             message.msg_iov = &d.left[first];
             message.msg_iovlen = std::min<size_t>(d.left.size() - first, 64);
-            const ssize_t sent =
-                ::sendmsg(peers_[d.peer].socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+            const ssize_t sent = ::sendmsg(peer.socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
             if (sent < 0) {
                 if (errno == EINTR) continue;
-                if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+                if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                    peer.writable = false;
+                    if (!peer.stalled) ready_.ask_writable(peer.socket, d.peer, true);
+                    peer.stalled = true;
+                    return false;
+                }
                 outcome = {Outcome::lost, d.peer};
                 return true;
             }
@@ -188,6 +249,8 @@ class Mesh {
                 gone -= part.iov_len;
             }
         }
+        if (peer.stalled) ready_.ask_writable(peer.socket, d.peer, false);
+        peer.stalled = false;
         return true;
     }
 
@@ -237,29 +300,31 @@ class Mesh {
     }
 
     // Adds what recv() returned; false where nothing came, with a fault where nothing ever will.
-    static bool count(ssize_t came, size_t& total, size_t peer, Outcome& outcome) {
+    bool count(ssize_t came, size_t& total, size_t peer, Outcome& outcome) {
         if (came > 0) {
             total += size_t(came);
             return true;
         }
         if (came < 0 && errno == EINTR) return true;
-        if (came == 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
+        if (came < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            peers_[peer].readable = false;
+        } else {
             outcome = {Outcome::lost, peer};
         }
         return false;
     }
 
-    // Sleeps until a connection can go on; false where none could for a while.
-    bool wait(const std::vector<Departure>& departures, const std::vector<Arrival>& arrivals) {
-        polled_.clear();
-        for (const Departure& d : departures)
-            polled_.push_back({peers_[d.peer].socket, POLLOUT, 0});
-        for (const Arrival& a : arrivals) polled_.push_back({peers_[a.peer].socket, POLLIN, 0});
-        return ::poll(polled_.data(), nfds_t(polled_.size()), kSliceMs) > 0;
+    // Sleeps until the state of a connection changes; false where none did for a while.
+    bool wait() {
+        return ready_.wait(kSliceMs, [&](size_t rank, uint32_t events) {
+            const bool ended = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+            peers_[rank].readable |= ended || events & EPOLLIN;
+            peers_[rank].writable |= ended || events & EPOLLOUT;
+        });
     }
 
     std::vector<Peer> peers_;
-    std::vector<pollfd> polled_;
+    Readiness ready_;
 };
 
 }  // namespace sparcel

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "arrays.hpp"
+#include "numbers.hpp"
 
 namespace sparcel {
 

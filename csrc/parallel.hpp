@@ -1,48 +1,113 @@
-// Threads for one call. They are made and joined within it, so a fork in between finds none; for
-// the sizes that use several, making them costs next to nothing.
+// Threads that wait for work, shared by all calls of the process.
 #pragma once
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <condition_variable>
 #include <cstddef>
+#include <deque>
 #include <exception>
+#include <mutex>
 #include <system_error>
 #include <thread>
-#include <vector>
 
 namespace sparcel {
+
+// The calling thread does its share of the tasks, and all of them where no other thread is free or
+// can be started. So callers never wait for one another.
+class ThreadPool {
+  public:
+    static ThreadPool& shared() { return *shared_; }
+
+    // Calls run(0) … run(count - 1) on up to `count` threads, and throws the first error.
+    template <class Run>
+    void run(size_t count, const Run& run) {
+        const auto call = [](const void* tasks, size_t task) {
+            (*static_cast<const Run*>(tasks))(task);
+        };
+        Batch batch{count, call, &run};
+        std::unique_lock lock(mutex_);
+        start_threads(count - 1);
+        waiting_.push_back(&batch);
+        for (size_t other = 1; other < count; ++other) wake_.notify_one();
+        while (batch.next < count) perform(batch, lock);
+        batch.finished.wait(lock, [&] { return batch.done == count; });
+        if (batch.error) std::rethrow_exception(batch.error);
+    }
+
+  private:
+    // A fork copies no threads, and maybe a lock that one of them held. So the child gets a new
+    // pool, which starts threads when they are needed.
+    static ThreadPool* make() {
+        ::pthread_atfork(nullptr, nullptr, [] { shared_ = new ThreadPool; });
+        return new ThreadPool;
+    }
+
+    struct Batch {
+        const size_t count;
+        void (*const call)(const void* tasks, size_t task);
+        const void* const tasks;
+        size_t next = 0;  // the first task that no thread has taken
+        size_t done = 0;
+        std::exception_ptr error = {};
+        std::condition_variable finished = {};
+    };
+
+    // As many as a call has ever asked for. They end with the process.
+    void start_threads(size_t wanted) {
+        try {
+            for (; threads_ < wanted; ++threads_) std::thread([this] { work(); }).detach();
+        } catch (const std::system_error&) {
+            // The system has no more threads; those that run do the work.
+        }
+    }
+
+    [[noreturn]] void work() {
+        std::unique_lock lock(mutex_);
+        while (true) {
+            wake_.wait(lock, [&] { return !waiting_.empty(); });
+            perform(*waiting_.front(), lock);
+        }
+    }
+
+    // Performs the next task of a batch, without the lock.
+    void perform(Batch& batch, std::unique_lock<std::mutex>& lock) {
+        const size_t task = batch.next++;
+        if (batch.next == batch.count) std::erase(waiting_, &batch);
+        lock.unlock();
+        std::exception_ptr error;
+        try {
+            batch.call(batch.tasks, task);
+        } catch (...) {
+            error = std::current_exception();
+        }
+        lock.lock();
+        if (!batch.error) batch.error = error;
+        if (++batch.done == batch.count) batch.finished.notify_one();
+    }
+
+    static ThreadPool* shared_;  // never destroyed: its threads use it until the process ends
+
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::deque<Batch*> waiting_;  // with tasks that no thread has taken
+    size_t threads_ = 0;
+};
+
+inline ThreadPool* ThreadPool::shared_ = ThreadPool::make();
+
+// Calls run(0) … run(count - 1) on the shared threads, or here where there is but one.
+template <class Run>
+void parallel(size_t count, const Run& run) {
+    count == 1 ? run(0) : ThreadPool::shared().run(count, run);
+}
 
 // Entries that are worth a thread of their own.
 constexpr size_t kEntriesPerThread = size_t{1} << 18;
 
 inline size_t useful_threads(size_t entries, int threads) {
     return std::clamp<size_t>(entries / kEntriesPerThread, 1, size_t(std::max(threads, 1)));
-}
-
-// Calls run(0) … run(count - 1), each on a thread of its own; the first error is thrown here.
-template <class Run>
-void parallel(size_t count, const Run& run) {
-    std::vector<std::exception_ptr> errors(count);
-    const auto guarded = [&](size_t task) {
-        try {
-            run(task);
-        } catch (...) {
-            errors[task] = std::current_exception();
-        }
-    };
-    std::vector<std::thread> others;
-    others.reserve(count);
-    for (size_t task = 1; task < count; ++task) {
-        try {
-            others.emplace_back(guarded, task);
-        } catch (const std::system_error&) {
-            guarded(task);  // no thread to be had: this one does the work
-        }
-    }
-    guarded(0);
-    for (std::thread& other : others) other.join();
-    for (const std::exception_ptr& error : errors) {
-        if (error) std::rethrow_exception(error);
-    }
 }
 
 // The bounds of part `part` when `count` things are split as evenly as they go.

@@ -1,6 +1,10 @@
 // QSGD over a whole vector: buckets to codes, codes to bytes, and back.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
 #include "buffer.hpp"
 #include "numbers.hpp"
 #include "parallel.hpp"

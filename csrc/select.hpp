@@ -2,10 +2,18 @@
 // settle the rest among the survivors alone.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
 
+#include "buffer.hpp"
+#include "kth.hpp"
 #include "parallel.hpp"
+#include "simd/bits.hpp"
 #include "sources.hpp"
+#include "survivors.hpp"
 
 namespace sparcel {
 
@@ -72,14 +80,9 @@ void scan(const Source& source, size_t end, size_t k, Survivors<Storage>& surviv
 template <class Storage>
 using Parts = std::vector<Survivors<Storage>>;
 
-// The calling thread keeps the parts for its next call: page faults in fresh memory would cost
-// about as much as the selection itself.
 template <class Storage>
-Parts<Storage>& fresh_parts(size_t n, int threads) {
-    static thread_local Parts<Storage> parts;
-    parts.resize(std::max(useful_threads(n, threads), n / kLongestPart + 1));
-    for (auto& part : parts) part.largest = 0;
-    return parts;
+Parts<Storage> make_parts(size_t n, int threads) {
+    return Parts<Storage>(std::max(useful_threads(n, threads), n / kLongestPart + 1));
 }
 
 // Scans all parts with one threshold and returns how many entries survived.
@@ -113,7 +116,6 @@ Selection<Index, Storage> write_parts(Parts<Storage>& parts, size_t total,
     for (auto& part : parts) {
         result.count += part.write(cut, result.indices.data() + result.count,
                                    result.values.data() + result.count, total - result.count);
-        part.trim();
     }
     return result;
 }
@@ -126,7 +128,7 @@ template <class Index, class Storage, class Source>
 Selection<Index, Storage> select_largest(const Source& first, const Vector<Storage>& again,
                                          size_t n, size_t k, int threads,
                                          typename Bits<Storage>::Key& largest) {
-    auto& parts = detail::fresh_parts<Storage>(n, threads);
+    auto parts = detail::make_parts<Storage>(n, threads);
     auto guess = detail::guess_threshold(first, 0, n, k, 1);
     size_t total = detail::scan_parts(first, n, k, guess, parts);
     for (const auto& part : parts) largest = std::max(largest, part.largest);
@@ -147,7 +149,7 @@ Selection<Index, Storage> select_largest(const Source& first, const Vector<Stora
 template <class Index, class Storage>
 Selection<Index, Storage> select_reaching(const Vector<Storage>& x, size_t n,
                                           typename Bits<Storage>::Key threshold, int threads) {
-    auto& parts = detail::fresh_parts<Storage>(n, threads);
+    auto parts = detail::make_parts<Storage>(n, threads);
     const size_t total = detail::scan_parts(x, n, kUnlimited, {threshold, 0}, parts);
     return detail::write_parts<Index>(parts, total, {0, 0});
 }

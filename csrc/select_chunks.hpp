@@ -1,7 +1,18 @@
 // Selection within every chunk of a vector: SparCML's buckets, ScaleCom's chunks.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <vector>
+
+#include "kth.hpp"
+#include "parallel.hpp"
 #include "select.hpp"
+#include "simd/bits.hpp"
+#include "simd/kernels.hpp"
+#include "sources.hpp"
+#include "survivors.hpp"
 
 namespace sparcel {
 namespace detail {
@@ -112,9 +123,10 @@ class ChunkSelector {
         const auto& readers = kernels().readers<Storage>();
         if (k_ == 1) {
             const size_t at = begin + readers.first_largest(x + begin, end - begin);
+            const Storage bits = load_bits(x + at);
             indices_[written] = Index(at);
-            values_[written] = x[at];
-            written += (x[at] & Bits<Storage>::magnitude) > 0;
+            values_[written] = bits;
+            written += (bits & Bits<Storage>::magnitude) > 0;
             return;
         }
         survivors.restart(begin, 1);

@@ -1,7 +1,15 @@
 // Where the entries of a selection come from: a vector, or the sum of memory and gradient.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
 #include "numbers.hpp"
+#include "simd/bits.hpp"
+#include "simd/kernels.hpp"
 #include "survivors.hpp"
 
 namespace sparcel {
@@ -16,7 +24,7 @@ struct Vector {
 
     const Storage* x;
 
-    Key at(size_t i) const { return x[i]; }
+    Key at(size_t i) const { return load_bits(x + i); }
 
     // Lets block [i, i + n) pass, n <= kBlock, into the room that the survivors have.
     void pass(size_t i, size_t n, Survivors<Storage>& survivors) const {

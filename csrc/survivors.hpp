@@ -1,7 +1,13 @@
 // What a pass over a part of the vector lets through, cut down to the k largest when it grows.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "buffer.hpp"
 #include "kth.hpp"
+#include "simd/bits.hpp"
 #include "simd/kernels.hpp"
 
 namespace sparcel {
@@ -14,9 +20,6 @@ constexpr size_t kUnlimited = SIZE_MAX / 4;
 
 // Survivors among which it pays to look twice for those that can be picked.
 constexpr size_t kWorthThinning = 128;
-
-// Survivors whose memory is kept for the next call.
-constexpr size_t kKept = size_t{1} << 21;
 
 // How to pick exactly k of a set: all above `kth`, and the first `ties` that equal it.
 template <class Key>
@@ -49,14 +52,6 @@ class Survivors {
         if (entries + kSlack <= keys_.capacity()) return;
         keys_.resize(entries + kSlack);
         positions_.resize(entries + kSlack);
-    }
-
-    // Gives back what is too much to keep.
-    void trim() {
-        if (keys_.capacity() <= kKept) return;
-        keys_ = {};
-        spare_ = {};
-        positions_ = {};
     }
 
     // Makes room for a block, in part by pruning once there are twice as many as can be picked.

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace sparcel {
 
@@ -27,5 +28,14 @@ struct Bits<uint64_t> {
     using Key = uint64_t;
     static constexpr Key magnitude = 0x7fffffffffffffff;
 };
+
+// The bits of a value that is stored at `at`. What is stored there may be a float, which C++ allows
+// to be copied, but not to be read through a pointer to integers.
+template <class Storage>
+Storage load_bits(const Storage* at) {
+    Storage bits;
+    std::memcpy(&bits, at, sizeof bits);
+    return bits;
+}
 
 }  // namespace sparcel

@@ -5,9 +5,12 @@
 // `store`, `stream`; where it can, `load_first`, which reads less than a whole register.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "bits.hpp"
 #include "kernels.hpp"
 
 namespace sparcel {
@@ -20,7 +23,7 @@ Vector load_partial(const Storage* x, size_t n) {
         return Vector::load_first(x, n);
     } else {
         Storage padded[Vector::lanes] = {};
-        for (size_t i = 0; i < n; ++i) padded[i] = x[i];
+        std::memcpy(padded, x, n * sizeof(Storage));
         return Vector::load(padded);
     }
 }

@@ -1,10 +1,11 @@
 // QSGD on one bucket, in loops of fixed length that each instruction set's compiler vectorises.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
-#include <limits>
 
-#include "kernels.hpp"
+#include "bits.hpp"
 
 namespace sparcel {
 namespace {

@@ -6,7 +6,10 @@
 
 #include <immintrin.h>
 
-#include "kernels.hpp"
+#include <cstddef>
+#include <cstdint>
+
+#include "bits.hpp"
 
 namespace sparcel {
 namespace {

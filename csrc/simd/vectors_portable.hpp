@@ -1,9 +1,11 @@
 // Vector types from the compilers' vector extension, 16 bytes: SSE, NEON, or plain words.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 
-#include "kernels.hpp"
+#include "bits.hpp"
 
 namespace sparcel {
 namespace {

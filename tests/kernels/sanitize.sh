@@ -14,6 +14,7 @@ cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
     -DSPARCEL_SANITIZE=address,undefined >"$build/configure.log" ||
     { cat "$build/configure.log"; exit 1; }
 cmake --build "$build" --parallel 2
+cmake --build "$build" --target headers --parallel 2 # each header alone includes what it uses
 
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
 # Python itself is built without the sanitizer, so its runtime must be there before Python is, and

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
-from sparcel import _cpu
 from sparcel.comm.engine import Engine, LostPeerError
 from sparcel.comm.failure import Failure
 from sparcel.comm.jobs import Job, JobQueue
@@ -47,7 +46,6 @@ class Executor:
         self.engines: list[Engine] = []
         _alive.add(self)
         _start_monitor()
-        _cpu.keep_freed_memory()  # exchanges allocate and free messages of a few MB
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a job in its turn and return its result."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu, kernels
 from sparcel.errors import FormatError
@@ -93,9 +94,9 @@ class Coo:
         """
         if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
             return None
-        addresses = [(message.data_ptr(), message.numel()) for message in messages]
+        arrays = [to_dlpack(message) for message in messages]
         code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
-        merged = _cpu.merge_messages(addresses, like.size, code, op.name, threads)
+        merged = _cpu.merge_messages(arrays, like.size, code, op.name, threads)
         if merged is None:
             return None
         indices, values, finite = merged

@@ -32,10 +32,6 @@ def half() -> Iterator[tuple[_cpu.Mesh, socket.socket]]:
     second.close()
 
 
-def addresses(parts: list[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(part.data_ptr(), part.numel()) for part in parts]
-
-
 def content(length: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).to(
         torch.uint8
@@ -61,7 +57,7 @@ def test_messages_in_parts_arrive_whole_and_in_order(rounds):
         other = 1 - rank
         for parts, theirs in zip(sent[rank], sent[other], strict=True):
             due = sum(part.numel() for part in theirs)
-            messages, fault, *_ = mesh.exchange([(other, addresses(parts))], [(other, due)], 60.0)
+            messages, fault, *_ = mesh.exchange([(other, parts)], [(other, due)], 60.0)
             assert fault == OK
             arrived[rank] += messages
 
@@ -108,7 +104,7 @@ def test_sending_to_a_peer_that_is_gone_raises_no_signal(half):
     mesh, peer = half
     peer.close()
     message = content(10, 0)
-    assert mesh.exchange([(1, addresses([message]))], [], 5.0)[1:3] == (LOST, 1)
+    assert mesh.exchange([(1, [message])], [], 5.0)[1:3] == (LOST, 1)
 
 
 def test_the_last_message_of_a_peer_that_leaves_is_received(half):
@@ -124,7 +120,7 @@ def test_the_last_message_of_a_peer_that_leaves_is_received(half):
 def test_a_silent_peer_is_late(half, sends):
     mesh, _ = half
     message = content(64 << 20, 0)  # more than sockets hold
-    leaving = [(1, addresses([message]))] if sends else []
+    leaving = [(1, [message])] if sends else []
     start = time.monotonic()
     assert mesh.exchange(leaving, [] if sends else [(1, 10)], 0.3)[1:3] == (LATE, 1)
     assert time.monotonic() - start >= 0.3

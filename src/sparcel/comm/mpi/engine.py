@@ -18,6 +18,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from sparcel import _cpu
 from sparcel.comm.engine import LostPeerError, late, lost
 from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.errors import MismatchError
@@ -90,9 +91,7 @@ class MpiEngine:
     ) -> dict[int, Tensor]:
         """See `Communicator.exchange_parts`."""
         comm = self._comm
-        buffers = [
-            torch.empty(at_most, dtype=torch.uint8, device="cpu") for at_most in receives.values()
-        ]
+        buffers = [_cpu.empty(at_most) for at_most in receives.values()]
         messages = [
             parts[0] if len(parts) == 1 else torch.cat(list(parts)) for parts in sends.values()
         ]

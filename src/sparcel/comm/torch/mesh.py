@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
 from sparcel.comm.engine import late, lost, too_long
@@ -54,12 +55,9 @@ class Mesh:
         MismatchError
             When a message is longer than its bound; its length is checked before it is read.
         """
-        addresses = [
-            (peer, [(part.data_ptr(), part.numel()) for part in parts])
-            for peer, parts in sends.items()
-        ]
+        leaving = [(peer, [to_dlpack(part) for part in parts]) for peer, parts in sends.items()]
         arrived, fault, peer, length = self._mesh.exchange(
-            addresses, list(receives.items()), self.timeout
+            leaving, list(receives.items()), self.timeout
         )
         if fault:
             self._fail(fault, peer, length, receives.get(peer, 0))
