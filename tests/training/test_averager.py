@@ -16,18 +16,12 @@ from torch import Tensor
 import sparcel
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.errors import CommunicationError
 from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
 from sparcel.training import Averager
 from tests.strategies import same_bits
+from tests.training.tensors import TENSORS, Named, gradients_of
 
-SHAPES = {
-    "first": ((40, 30), torch.float32),
-    "bias": ((40,), torch.float32),
-    "second": ((30, 50), torch.float64),
-    "third": ((1100, 2), torch.float32),
-}
-TENSORS = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
 WORDS = {**TENSORS, "words": torch.zeros(60, 4)}
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
@@ -39,18 +33,6 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "auto": lambda: Auto(0.05),
 }
 schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
-Named = dict[str, Tensor]
-
-
-def gradients_of(rank: int, step: int) -> Named:
-    """Return small multiples of 4 that depend on rank, step, name and index."""
-    return {
-        name: 4
-        * ((torch.arange(like.numel()) * (3 + rank) + len(name) + 5 * step) % 9 - 4)
-        .view(like.shape)
-        .to(like.dtype)
-        for name, like in TENSORS.items()
-    }
 
 
 def rows_of(rank: int, step: int) -> Tensor:
@@ -265,66 +247,6 @@ def test_stats_tell_what_was_sent() -> None:
     for stats, sent in simulate(2, on_rank).results:
         assert (stats.steps, stats.bytes_sent, stats.density_before) == (1, sent, 0.05)
         assert 0.05 <= stats.density_after <= 0.1
-
-
-def changed(name: str, gradient: Tensor) -> Named:
-    return gradients_of(0, 0) | {name: gradient}
-
-
-@pytest.mark.parametrize(
-    ("gradients", "said"),
-    [
-        ({"first": torch.zeros(40, 30)}, r"missing \['bias', 'second', 'third'\], unknown \[\]"),
-        (changed("fourth", torch.zeros(2)), r"missing \[\], unknown \['fourth'\]"),
-        (changed("bias", torch.zeros(41)), r"'bias' must be .* of shape \(40,\) .* \(41,\)"),
-        (
-            changed("bias", torch.zeros(40).half()),
-            r"'bias' must be .*float32 .* got dense .*float16",
-        ),
-        (
-            changed("bias", torch.zeros(40).to_sparse()),
-            r"got sparse .*; name sparse gradients in rows",
-        ),
-    ],
-    ids=["missing", "unknown", "shape", "dtype", "sparse"],
-)
-def test_gradients_that_do_not_fit_are_named(gradients: Named, said: str) -> None:
-    def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(), group=comm)
-        with pytest.raises(InputError, match=said):
-            averager.average(gradients)
-        averager.average(gradients_of(0, 0))
-
-    simulate(1, on_rank)
-
-
-def test_what_cannot_be_averaged_is_refused() -> None:
-    def on_rank(comm: Communicator) -> None:
-        with pytest.raises(InputError, match="one device, got no tensors"):
-            Averager({}, TopK(), group=comm)
-        with pytest.raises(InputError, match=r"one device, got .*cpu.*meta"):
-            Averager(TENSORS | {"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
-        with pytest.raises(InputError, match="on meta, the group communicates from cpu"):
-            Averager({"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
-        with pytest.raises(InputError, match="densities are for schemes that select"):
-            Averager(TENSORS, Dense(), group=comm, densities={"first": 0.1})
-        averager = Averager(TENSORS, TopK(), group=comm)
-        with pytest.raises(InputError, match=r"call queue\(\) before finish\(\)"):
-            averager.finish()
-        averager.close()
-        with pytest.raises(CommunicationError, match="the averager was closed"):
-            averager.average(gradients_of(comm.rank, 0))
-        comm.gather_numbers(1)  # the group stays open
-
-    simulate(1, on_rank)
-
-
-def test_ranks_that_average_different_things_are_told() -> None:
-    def on_rank(comm: Communicator) -> None:
-        Averager(TENSORS, TopK(0.1 if comm.rank == 1 else 0.2), group=comm)
-
-    with pytest.raises(MismatchError, match="average something else than rank"):
-        simulate(3, on_rank)
 
 
 def test_training_knows_no_wrapper() -> None:

@@ -13,7 +13,7 @@ from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
 from sparcel.schemes import Request, Scheme, connect_nodes
-from sparcel.training.checks import check_alike, check_device, check_gradients
+from sparcel.training.checks import check_alike, check_device, check_gradients, check_places
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, stays_dense, treat
 from sparcel.training.residuals import Piece, Residuals
@@ -146,7 +146,13 @@ class Averager(Handle):
         places
             The elements ``[start, stop)`` of each tensor, by name. A tensor may lie elsewhere in
             each step; its memory follows by name. Elements between the tensors are zero.
+
+        Raises
+        ------
+        InputError
+            For a vector that is not flat and contiguous, or places that fit no tensor.
         """
+        check_places(vector, places, self._treatment)
         densities = self._treatment.densities
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         step = self._open()

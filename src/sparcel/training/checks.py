@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError
+from sparcel.memory import Range
 from sparcel.schemes import Scheme
 from sparcel.training.policy import Treatment
 
@@ -58,6 +59,24 @@ def check_alike(comm: Communicator, scheme: Scheme, scaled: bool, treatment: Tre
             " rank the same scheme, settings, policy, densities and tensors, and a scaler to all or"
             " to none"
         )
+
+
+def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatment) -> None:
+    """Raise `InputError` unless a flat vector can hold these tensors in these places."""
+    if vector.ndim != 1 or not vector.is_contiguous():
+        raise InputError(
+            f"a vector of tensors must be one-dimensional and contiguous, got shape"
+            f" {tuple(vector.shape)}, strides {vector.stride()}; flatten it first"
+        )
+    for name, (start, stop) in places.items():
+        if name not in treatment.tensors:
+            raise InputError(f"the averager was not made for a tensor named {name!r}")
+        size = treatment.tensors[name].numel()
+        if not (start >= 0 and stop - start == size and stop <= vector.numel()):
+            raise InputError(
+                f"{name!r} has {size} elements, which do not fit in [{start}, {stop}) of a vector"
+                f" of {vector.numel()}"
+            )
 
 
 def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> None:
