@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import sparcel
 from sparcel.analysis import xi
 from sparcel.comm import Communicator
-from sparcel.ddp.policy import stays_dense
 from sparcel.demo.data import Dataset, batch_order, load
 from sparcel.schemes import Meter, Request, Scheme
 from sparcel.schemes.density import count_for
+from sparcel.training import stays_dense
 
 PIXELS = 28
 MOMENTUM = 0.9

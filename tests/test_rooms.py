@@ -10,12 +10,13 @@ PACKAGE = ROOT / "src" / "sparcel"
 MAP = re.search(r"## Rooms.*?```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)
 
 COMPILED = "_cpu"
-"""The extension, which counts as `kernels`. It also holds the mesh of connections for `comm`, and the
-merge of `COO`'s messages for `formats`."""
+"""The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
+the merge of `COO`'s messages for `formats`."""
 COMPILED_FOR = {"kernels", "comm", "formats"}
 
 SUB_ROOMS = {"torch", "mpi", "simulated"}
 """The rooms inside `comm`."""
+
 
 def levels() -> dict[str, int]:
     """Each room's line on the map, counted from the top."""

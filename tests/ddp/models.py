@@ -98,14 +98,14 @@ def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> d
 
 def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
     """Append to ``counts``, at the end of each step, how many buckets it had."""
-    step_ended = handle._hook._end
+    finish = handle.finish  # type: ignore[attr-defined]
 
-    def ended() -> None:
-        assert handle._hook._step is not None
-        counts.append(len(handle._hook._step.jobs) - 1)
-        step_ended()
+    def finish_and_count() -> dict[str, Tensor]:
+        counts.append(len(handle._step._jobs))  # type: ignore[attr-defined]
+        result: dict[str, Tensor] = finish()
+        return result
 
-    handle._hook._end = ended  # type: ignore[method-assign]
+    handle.finish = finish_and_count  # type: ignore[attr-defined]
 
 
 def train(

@@ -135,8 +135,8 @@ def attach_differently(comm: Communicator, what: str) -> str:
 @pytest.mark.parametrize("what", ["scheme", "settings", "policy"])
 def test_ranks_that_attach_different_things_are_told(run_on: Any, what: str) -> None:
     said = run_on(3, attach_differently, what)
-    assert "ranks [1] attach something else than rank 0, which has TopK(density=0.01" in said[0]
-    assert "ranks [0, 2] attach something else than rank 1" in said[1]
+    assert "ranks [1] average something else than rank 0, which has TopK(density=0.01" in said[0]
+    assert "ranks [0, 2] average something else than rank 1" in said[1]
 
 
 def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Traffic]:

@@ -233,7 +233,7 @@ def attach_differently(comm: Communicator) -> str:
 
 def test_ranks_that_give_different_densities_are_told(run_on: Any) -> None:
     for rank, said in enumerate(run_on(2, attach_differently)):
-        assert f"ranks [{1 - rank}] attach something else than rank {rank}" in said
+        assert f"ranks [{1 - rank}] average something else than rank {rank}" in said
         assert "densities" in said
 
 
@@ -256,10 +256,10 @@ def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
             ddp = DistributedDataParallel(Linear())
             handle = attach(ddp)
             handle.load_state_dict(state)
-        before = handle._cost.asked
+        before = handle._meter.asked
         ddp.zero_grad()
         ddp(comm.rank, step, poison=("second", math.nan) if step == 1 else None).backward()
-        asked.append(handle._cost.asked - before)
+        asked.append(handle._meter.asked - before)
     steps = handle.stats().steps
     handle.close()
     return asked, steps

@@ -106,7 +106,7 @@ def test_what_is_set_apart_is_left_out_and_left_as_it_was(name):
         return scheme.sent_whole
 
     sent_whole = simulate_nodes(4, on_rank).results
-    assert set(sent_whole) == {name in ("auto", "auto dense")}
+    assert set(sent_whole) == {name == "auto dense"}
 
 
 def test_what_is_set_apart_travels_with_a_gradient_that_is_sent_as_it_is():

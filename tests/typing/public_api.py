@@ -46,3 +46,14 @@ def training(model: DistributedDataParallel, gradient: torch.Tensor) -> None:
     state: dict[str, Any] = handle.state_dict()
     handle.load_state_dict(state)
     handle.close()
+
+
+def named_tensors(gradients: dict[str, torch.Tensor]) -> None:
+    averager = sparcel.training.Averager(gradients, sparcel.scheme("topk"))
+    assert_type(averager.average(gradients), dict[str, torch.Tensor])
+    assert_type(averager.stats(), sparcel.training.Stats)
+
+
+def sparse_updates(gradient: torch.Tensor) -> None:
+    stream = sparcel.scheme("gtopk").step_stream(gradient)
+    assert_type(stream, sparcel.SparseStream)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
-from sparcel.ddp.handle import Handle
+from sparcel.comm import Group, resolve
 from sparcel.ddp.hook import Hook
-from sparcel.ddp.policy import Policy, own_densities, stays_dense
-from sparcel.ddp.residuals import Residuals
-from sparcel.errors import InputError, MismatchError
-from sparcel.schemes import Meter, Scheme, connect_nodes, scheme
+from sparcel.errors import InputError
+from sparcel.schemes import Scheme, scheme
+from sparcel.training import Averager, Handle, Policy, stays_dense
 
 
 def attach(
@@ -40,11 +37,11 @@ def attach(
     model
         Wrapped in DDP, before its first backward pass.
     scheme_or_name
-        A name that `sparcel.scheme` knows, or a scheme that it made, of which every bucket gets a
-        fresh one.
+        A name that `sparcel.scheme` knows, or a scheme that it made. Every bucket gets a fresh
+        scheme with these settings.
     group
         The ranks that the model was wrapped for: a torch process group, an MPI communicator of
-        mpi4py's, a sparcel communicator, or None for the model's own.
+        mpi4py, a sparcel communicator, or None for the model's process group.
     scaler
         The GradScaler in use, if any: memory must not change when its scale does.
     policy
@@ -53,7 +50,7 @@ def attach(
         Densities of single parameters, by pattern of their name, the first that fits:
         ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense.
     settings
-        The scheme's, when it is given by name: ``density=0.01``.
+        Settings of a scheme that is given by name: ``density=0.01``.
 
     Returns
     -------
@@ -71,58 +68,41 @@ def attach(
 
     Notes
     -----
-    A hook cannot be taken off a DDP model again: wrap the module anew. Where a rank's gradient
-    holds NaN or Inf, all ranks get NaN, and no memory changes in that step. An error of the
-    exchange is raised by ``backward()``, on every rank; memory is then as it was before the step,
-    and the DDP object cannot be used any more, as after any exception that ends a backward pass:
-    wrap the module anew, attach, and give the new handle the old one's ``state_dict()``.
-    ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
+    DDP cannot remove a hook: to train without it, wrap the module anew. If a rank's gradient holds
+    NaN or Inf, all ranks get NaN, and no memory changes in that step. ``backward()`` raises errors
+    of the exchange on every rank. Memory is then as it was before the step, and the DDP object
+    cannot be used any more, as after any exception that ends a backward pass: wrap the module anew,
+    attach, and give the new handle the old one's ``state_dict()``. ``no_sync()``, ``join()`` and
+    reentrant checkpointing work as with DDP alone.
     """
     _check_model(model)
-    if isinstance(scheme_or_name, Scheme):
-        if settings:
-            raise InputError(
-                f"settings go with a scheme's name; this scheme has its own, got {settings}"
-            )
-        template = scheme_or_name.fresh()
+    if isinstance(scheme_or_name, str):
+        chosen = scheme(scheme_or_name, **settings)
+    elif settings:
+        raise InputError(
+            f"settings go with a scheme's name; this scheme has its own, got {settings}"
+        )
     else:
-        template = scheme(scheme_or_name, **settings)
-    trained = {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
-    # A dense scheme serves small tensors as well as large ones, and has nothing to remember.
-    sparse = bool(template.remembers)
-    given = own_densities(densities or {}, trained)
-    if given and not sparse:
-        raise InputError(f"densities are for schemes that select, got {template}, which sends all")
-    small = {
-        name
-        for name, p in trained.items()
-        if sparse and (given.get(name) == 1 or (name not in given and policy(name, p)))
-    }
-    travel_as_rows = _parameters_with_rows(model.module)
-    remembered = {
-        name: p
-        for name, p in trained.items()
-        if sparse and name not in small and id(p) not in travel_as_rows
-    }
-    comm, owned = _communicator(model, group)
-    try:
-        _check_ranks(model, comm)
-        _check_alike(comm, template, scaler is not None, trained, small, given)
-        comm.run(lambda: connect_nodes(template, comm))
-    except Exception:
-        if owned is not None:
-            owned.close()
-        raise
-    residuals, meter = Residuals(template), Meter()
-    scaler = scaler if sparse else None
-    hook = Hook(model, comm, meter, residuals, small, given, scaler)
-    handle = Handle(comm, owned, hook, residuals, remembered, meter)
-    model.register_comm_hook(None, hook.queue_bucket)
-    return handle
+        chosen = scheme_or_name
+    group = model.process_group if group is None else group
+    _check_ranks(model, group)
+    averager = Averager(
+        {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        },
+        chosen,
+        group=group,
+        scaler=scaler,
+        policy=policy,
+        densities=densities,
+        rows=_parameters_with_rows(model.module),
+        # DDP throws away the update of a parameter that no rank used, so none may be sent.
+        withhold_zeros=model.find_unused_parameters or model.static_graph,
+    )
+    model.register_comm_hook(None, Hook(model, averager).queue_bucket)
+    return averager
 
 
 def _check_model(model: DistributedDataParallel) -> None:
@@ -149,60 +129,21 @@ def _check_model(model: DistributedDataParallel) -> None:
         )
 
 
-def _communicator(
-    model: DistributedDataParallel, group: Group
-) -> tuple[Communicator, TorchCommunicator | None]:
-    """Return the communicator to use, and again if it is made here, to be closed with the handle.
-
-    One made here carries nothing else, so that buckets never wait for the user's collectives.
-    """
-    if group is None or isinstance(group, dist.ProcessGroup):
-        owned = TorchCommunicator.of(model.process_group if group is None else group)
-        return owned, owned
-    return resolve(group), None
-
-
-def _check_ranks(model: DistributedDataParallel, comm: Communicator) -> None:
+def _check_ranks(model: DistributedDataParallel, group: Group) -> None:
     ranks = dist.get_world_size(model.process_group)
-    if comm.size != ranks:
+    given = group.size() if isinstance(group, dist.ProcessGroup) else resolve(group).size
+    if given != ranks:
         raise InputError(
-            f"the model was wrapped for {ranks} ranks, group has {comm.size}; pass the same"
-            " process group to both, or none to sparcel"
-        )
-    if comm.device.type != model.device.type:
-        raise InputError(
-            f"the model's gradients are on {model.device}, the group communicates from"
-            f" {comm.device}; use NCCL for a model on GPUs and Gloo for one on the CPU"
+            f"the model was wrapped for {ranks} ranks, group has {given}; pass the same process"
+            " group to both, or none to sparcel"
         )
 
 
-def _check_alike(
-    comm: Communicator,
-    template: Scheme,
-    scaled: bool,
-    trained: dict[str, Tensor],
-    small: Collection[str],
-    given: Mapping[str, float],
-) -> None:
-    """Compare what ranks attach: where it differs, they would hang or misread each other."""
-    layout = [
-        (name, p.shape, p.dtype, name in small, given.get(name)) for name, p in trained.items()
-    ]
-    digest = hashlib.blake2b(repr((template, scaled, layout)).encode(), digest_size=7).digest()
-    digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
-    others = [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
-    if others:
-        raise MismatchError(
-            f"ranks {others} attach something else than rank {comm.rank}, which has {template}"
-            f" for {len(trained)} parameters, {len(small)} of them small; give every rank the same"
-            " scheme, settings, policy, densities and model, and a scaler to all or to none"
-        )
-
-
-def _parameters_with_rows(module: nn.Module) -> set[int]:
-    """Return the ids of the parameters whose gradients are sparse, by the rule that DDP has."""
-    return {
+def _parameters_with_rows(module: nn.Module) -> set[str]:
+    """Return the names of the parameters whose gradients are sparse, by the rule that DDP has."""
+    weights = {
         id(layer.weight)
         for layer in module.modules()
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
+    return {name for name, parameter in module.named_parameters() if id(parameter) in weights}

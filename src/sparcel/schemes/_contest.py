@@ -1,4 +1,4 @@
-"""Which of several ways is taken next, by prediction first and by measurement as it comes."""
+"""Chooses among several ways to do a step, by prediction first and then by measurement."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from collections.abc import Mapping
 from statistics import median
 
 STEADY_STEPS = 64
-"""So many steps go by between two agreements, each of which costs ⌈log₂P⌉ rounds."""
+"""Steps between two agreements, each of which costs ⌈log₂P⌉ rounds."""
 
 TRIAL_STEPS = 3
 STALE_STEPS = 1024
-"""A measurement as old as this may be repeated."""
+"""After this many steps a measurement may be repeated."""
 
 LOST_SHARE = 0.05
-"""At most this share of the time goes into trials of what turns out, or is known, to be slower."""
+"""The largest share of the time that may be lost in trials of slower ways."""
 
 WORTHWHILE = 0.95
-"""A switch has to promise this much of the time of what runs now, or less."""
+"""A switch must promise at most this share of the present way's time."""
 
 
 class Contest:
-    """Picks among ways to do a step; ranks that report and decide alike pick alike.
+    """Picks among ways to do a step; ranks that decide by the same numbers pick the same way.
 
-    Steps come in windows. A window runs one way; at its end the ranks agree on what a step of it
-    took, and `decide` picks the next. The first step after a switch is a window of its own, and is
-    not measured: it pays for what the switch brings along, such as the memory that a dense step
-    sends.
+    Steps come in windows. All steps of a window are done in one way. At its end the ranks agree on
+    the time of a step, and `decide` picks the next way. The first step after a switch is a window
+    of its own and is not measured, because it also pays for the switch: a dense step, for example,
+    sends the whole memory.
 
     Parameters
     ----------
     predicted
-        Seconds a step of each way, the same on all ranks. The least is taken first; the others are
-        tried for a few steps each, those first that are expected to lose least time, when the time
-        that trials have lost is a small enough share of all.
+        Seconds a step of each way, the same on all ranks. The fastest is taken first. The others
+        are tried for a few steps each, as long as trials have lost only a small share of the time;
+        ways that are expected to lose the least time come first.
 
     Attributes
     ----------
     chosen
-        The way to go now.
+        The present way.
     left
-        How many steps the window still has; at 0 a decision is due.
+        How many steps are left in the window; at 0 a decision is due.
     best
-        What trials are held against: the way to return to.
+        The way that trials are compared with and return to.
     measured
-        Seconds a step, by way, as agreed; the last measurement of each.
+        The last agreed measurement of each way, in seconds a step.
     """
 
     def __init__(self, predicted: Mapping[str, float]) -> None:
@@ -58,18 +58,18 @@ class Contest:
         self._spent = self._lost = 0.0
 
     def record(self, seconds: float, counts: bool = True) -> None:
-        """Add a step of the present way; its time ``counts`` unless the step was void."""
+        """Add a step of the present way; the time of a void step does not count."""
         self.left -= 1
         self._steps += 1
         if counts:
             self._samples.append(seconds)
 
     def report(self) -> float:
-        """Return what a step of this window typically took here, in seconds; 0 if none counts."""
+        """Return this window's median time of a step here, in seconds; 0 if none counts."""
         return median(self._samples) if self._samples else 0.0
 
     def decide(self, seconds: float) -> None:
-        """Begin the next window, given what all ranks agreed that a step of the last one took."""
+        """Begin the next window, given the time of a step that all ranks agreed on, in seconds."""
         steps, self._samples = len(self._samples), []
         if not self._settled:
             self._settled = True
@@ -84,16 +84,16 @@ class Contest:
         self.left = STEADY_STEPS if self._settled else 1
 
     def _take(self, seconds: float, steps: int) -> None:
-        """Book a window: what it says of its way, and what it cost."""
+        """Record the measured time of a window's way, and the time that the window cost."""
         self.measured[self.chosen] = seconds
         self._measured_at[self.chosen] = self._steps
         self._spent += seconds * steps
         if self.chosen != self.best:
-            # The step that settled is not measured; it is taken to be like the others.
+            # The first step after the switch is not measured; it is assumed to be like the others.
             self._lost += max(0.0, seconds - self._expected(self.best)) * (steps + 1)
 
     def _fastest_measured(self) -> str:
-        """Return the way to stay with: the best so far, unless another is clearly faster."""
+        """Return the best way so far, or another one if that is clearly faster."""
         if not self.measured:
             return self.best
         fastest = min(self.measured, key=self.measured.__getitem__)
@@ -101,7 +101,7 @@ class Contest:
         return self.best if stays else fastest
 
     def _trial(self) -> str | None:
-        """Return the way whose trial is due and loses least, if that can be afforded."""
+        """Return the due way whose trial should lose the least time, if there is time to lose."""
         if not self.measured:
             return None
         due = [way for way in self.predicted if way != self.best and self._is_due(way)]
@@ -115,7 +115,7 @@ class Contest:
         return way not in self.measured or self._steps - self._measured_at[way] > STALE_STEPS
 
     def _expected(self, way: str) -> float:
-        """Return seconds a step: measured, or else predicted, as wrongly as the worst so far."""
+        """Return seconds a step: as measured, or as predicted times the worst error so far."""
         if way in self.measured:
             return self.measured[way]
         ratios = [self.measured[other] / self.predicted[other] for other in self.measured]

@@ -28,18 +28,18 @@ from sparcel.wire import Wire, due, gather_steps
 class Hierarchical(Scheme):
     """Reduce-scatter inside the node, ``inner`` across nodes on the shard, all-gather inside.
 
-    With g ranks a node, the rank at place j of its node serves the j-th of g shards. Memory is the
-    inner scheme's, of the shard: what a node, not a rank, keeps back.
+    With g ranks a node, the rank at place j of its node serves the j-th of g shards. The inner
+    scheme remembers what the node has kept back of this rank's shard.
 
     Parameters
     ----------
     inner
-        The scheme for the slow links, of which this makes a fresh one. k is counted of the shard.
+        The scheme for the slow links; a fresh one is made. Its densities are shares of the shard.
     ranks_per_node
         How many consecutive ranks form a node; None asks the launcher, then the hostnames.
 
-    Source: CommLib, Algorithm 2 (HiTopKComm), and its 2D-torus all-reduce, which this is with a
-    dense inner scheme.
+    Source: CommLib, Algorithm 2 (HiTopKComm). With a dense inner scheme this is CommLib's 2D-torus
+    all-reduce.
     """
 
     inner: Scheme
@@ -140,7 +140,7 @@ class Hierarchical(Scheme):
         self.inner._agree(gradient, comm)
 
     def _placed(self, shard: Tensor, start: int, stop: int) -> Tensor:
-        """Return the coordinates ``[start, stop)`` of what is the shard, and zero elsewhere."""
+        """Return the coordinates ``[start, stop)`` of the vector, zero outside the shard."""
         first, last = self._shard
         lower, upper = max(first, start), max(first, start, min(last, stop))
         placed = shard.new_zeros(stop - start)
@@ -154,7 +154,7 @@ class Hierarchical(Scheme):
         state = dict(self._loaded)
         for name in self.remembers:
             part = state.get(name)
-            if part is None:  # on this rank; others may have something
+            if part is None:  # other ranks may have loaded something
                 part = gradient.new_zeros(self._size, dtype=wide_dtype(gradient.dtype))
             state[name] = reduce_scatter(SparseStream.from_dense(part), Wire(node)).to_dense()
         self.inner.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Methods that are settings of others, under the names by which the papers know them."""
+"""Methods of other papers that are settings of the schemes here, under their known names."""
 
 from __future__ import annotations
 

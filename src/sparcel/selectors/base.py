@@ -1,4 +1,4 @@
-"""What all selectors share: from a dense vector to a sparse stream, and what is left of it."""
+"""What all selectors share: from a dense vector to a sparse stream and the rest of the vector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Selector(ABC):
 
     @abstractmethod
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
-        """Select about ``k`` coordinates; how many exactly is the selector's to say.
+        """Select about ``k`` coordinates; each selector says how many exactly.
 
         Parameters
         ----------
@@ -35,7 +35,7 @@ class Selector(ABC):
         k
             How many are asked for, at least 1.
         step
-            How many steps were committed: decides random draws, and when thresholds are renewed.
+            How many steps have committed: decides random draws and when thresholds are renewed.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""A fixed number of the largest of every chunk: SparCML's buckets, ScaleCom's chunks."""
+"""Selects a fixed number of every chunk's largest: SparCML's buckets, ScaleCom's chunks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sparcel.selectors.ranked import Ranked
 class Bucketed(Ranked):
     """The same number of the largest of every ``bucket`` consecutive coordinates.
 
-    Of each bucket max(1, round(bucket·k/size)) are selected, fewer where it has fewer nonzeros. A
-    vector no longer than a bucket gives min(k, nnz). On a longer one rounding makes the total
-    differ from k: up to by half a coordinate a bucket, and more where k is below the number of
-    buckets, since every bucket gives one; a short last bucket gives as many as a full one.
+    Each bucket gives max(1, round(bucket·k/size)) coordinates, or all its nonzeros if it has fewer.
+    A vector no longer than a bucket gives min(k, nnz). In a longer vector the total differs from k
+    by up to half a coordinate a bucket, because of the rounding; by more if k is below the number
+    of buckets, because every bucket gives one. A short last bucket gives as many as a full one.
 
     Parameters
     ----------
     bucket
         Length of a bucket.
     count
-        How many to select of each bucket, whatever k is. None: by the rule above.
+        How many to select of each bucket, whatever k is. None: the rule above.
 
     Source: SparCML, section 8.3.
     """
@@ -47,15 +47,15 @@ class Bucketed(Ranked):
 class Chunkwise(Ranked):
     """The ``m`` largest of each of about k/m chunks of equal length.
 
-    Chunks have ⌈size/⌊k/m⌋⌉ coordinates, so never more than k are selected. Since lengths are
-    whole, there are fewer by a share of density/m at most (1 % where k is 1 % of the coordinates
-    and m is 1), and by 2·(m−1): k may not be a multiple of m, and the last chunk is short. A chunk
-    with fewer than m nonzeros gives fewer.
+    Chunks have ⌈size/⌊k/m⌋⌉ coordinates, so never more than k are selected. Fewer are selected
+    because lengths are whole numbers (by a share of at most density/m: 1 % if k is 1 % of the
+    coordinates and m is 1), and because k need not be a multiple of m and the last chunk is short
+    (by up to 2·(m−1)). A chunk with fewer than m nonzeros gives fewer.
 
     Parameters
     ----------
     m
-        How many to select of each chunk; where k is less, k of the whole vector.
+        How many to select of each chunk; if k is less, k of the whole vector.
 
     Source: ScaleCom, its chunk-wise quasi-sort.
     """

@@ -1,4 +1,4 @@
-"""Double sampling: a threshold from a sample of the coordinates, then a selection among few."""
+"""Double sampling: a threshold from a random sample, then a selection among what passes it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ SMALLEST_SAMPLE = 512
 class DoubleSampling(Selector):
     """The largest magnitudes, between min(0.8·k, nnz) and k of them.
 
-    The threshold is that of the same density in a random sample. Where more than k coordinates
-    pass, the exact k largest of them are selected; where fewer than 0.8·k do, the threshold is
-    lowered to that of 1.5 times the density, then of twice, and at last the selection is exact.
+    The threshold selects the same density from a random sample. If more than k coordinates pass,
+    the exact k largest of them are selected. If fewer than 0.8·k pass, the threshold is lowered to
+    that of 1.5 times the density, then of twice the density; if still too few pass, the selection
+    is exact.
 
     Parameters
     ----------
     sample
-        Share of the coordinates that are sampled, in [0, 1]; 512 at least.
+        Share of the coordinates that are sampled, in [0, 1]; at least 512 are.
     seed
         Decides, with the step, which coordinates are sampled.
 
-    Source: DGC (Lin et al. 2018), section 5. Deviation: what follows where too few pass is left
-    open there; published code keeps the first k by index where too many do, which starves the end
-    of the vector.
+    Source: DGC (Lin et al. 2018), section 5. Deviations: the paper does not say what happens if too
+    few pass; if too many pass, published code keeps the first k by index, which starves the end of
+    the vector.
     """
 
     sample: float = 0.01
@@ -43,7 +44,7 @@ class DoubleSampling(Selector):
         check_setting("sample", self.sample, 0, 1)
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
-        """Sample, and select above the threshold found."""
+        """Find the threshold in a sample, and select what passes it."""
         size = x.numel()
         count = max(SMALLEST_SAMPLE, round(self.sample * size))
         if count < size and k < size:

@@ -11,10 +11,10 @@ from sparcel.kernels.philox import philox
 def integers(count: int, below: int, seed: int, step: int, device: torch.device) -> Tensor:
     """Return int64 ``[count]``, each uniform in ``[0, below)``, decided by seed and step alone.
 
-    Numbers are 63 random bits modulo ``below``, which favours none by more than below/2**63. A
-    longer sequence begins with the shorter one.
+    Numbers are 63 random bits modulo ``below``; their probabilities differ by less than
+    below/2**63. A longer sequence begins with the shorter one.
     """
-    # The random rounding of values has the same seeds; it uses the counters below 2**32.
+    # The random rounding of values may use the same seed; its counters are below 2**32.
     first = (step + 1) << 32
     blocks = torch.arange(first, first + (count + 1) // 2, device=device)
     a, b, c, d = philox(blocks, seed)
@@ -25,8 +25,8 @@ def integers(count: int, below: int, seed: int, step: int, device: torch.device)
 def distinct(count: int, below: int, seed: int, step: int, device: torch.device) -> Tensor:
     """Return ``count`` different numbers in ``[0, below)``, sorted; each set is equally likely.
 
-    They are the first ``count`` different ones of the sequence of `integers`, or, beyond one half
-    of all numbers, those that are left by the others: memory is proportional to ``count``.
+    They are the first ``count`` different numbers in the sequence of `integers`. If more than half
+    of all numbers are due, the others are drawn and left out. Memory is proportional to ``count``.
     """
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Gaussian-k: the threshold that would let k through if the vector were normal."""
+"""Gaussian-k: the threshold that lets k through if the vector is normally distributed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sparcel.stream import SparseStream
 class GaussianK(Selector):
     """More than 3k/4 and at most ⌈4k/3⌉ coordinates, those of largest magnitude.
 
-    Fewer only where there are fewer nonzeros: then all of them. The threshold is ``|mean| + z·std``
-    with the percent point z that k/size of a normal distribution lie beyond, on both sides. It is
-    lowered by ``factor`` until more than 3k/4 pass; where more than ⌈4k/3⌉ do, the largest are
-    taken, ties to the lowest index.
+    If there are fewer nonzeros, all of them. The threshold is ``|mean| + z·std``, where a share of
+    k/size of a standard normal distribution lies outside of ±z. It is multiplied by ``factor``
+    until more than 3k/4 pass. If more than ⌈4k/3⌉ pass, the largest are taken, ties to the lowest
+    index.
 
     Parameters
     ----------
@@ -28,7 +28,8 @@ class GaussianK(Selector):
         What the threshold is multiplied with when too few pass, in [0, 0.99].
 
     Source: Shi et al. 2019a; the scaling up to 3k/4 is Ok-Topk's, section 5.4. Deviation: the cap.
-    Shi et al. raise the threshold above 4k/3, at most a few times, which bounds nothing.
+    Shi et al. raise the threshold if more than 4k/3 pass, but only a few times, so nothing is
+    bounded.
     """
 
     factor: float = 0.9
@@ -41,7 +42,7 @@ class GaussianK(Selector):
         return min(-(-4 * k // 3), size)
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
-        """Guess a threshold, lower it where needed, and select."""
+        """Estimate the threshold, lower it until enough pass, and select."""
         if x.numel() == 0:
             return stream_of(*largest(k, x, 0), x)
         mean, deviation, _ = moments(x)
@@ -51,6 +52,6 @@ class GaussianK(Selector):
         if not counts.more_than(3 * k // 4, 0):
             threshold = 0.0
         while not (threshold == 0 or counts.more_than(3 * k // 4, threshold)):
-            # Close to the smallest number a product may round back to what it was.
+            # The product may round back to the same number if that is very small.
             threshold = min(threshold * self.factor, math.nextafter(threshold, 0))
         return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)

@@ -1,4 +1,4 @@
-"""MSTopK: bisection of the threshold, then a random slice of what lies between the last two."""
+"""MSTopK: bisects the threshold, then fills up from a random slice of the undecided magnitudes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from sparcel.stream import SparseStream
 class MSTopK(Selector):
     """Exactly min(k, nnz) coordinates, nearly those of largest magnitude.
 
-    The threshold is bisected between the mean and the largest magnitude. All coordinates above
-    the lowest threshold that lets k or fewer through are selected; the rest of the k are
-    consecutive ones, from a random place on, of those above the highest threshold that lets more
-    than k through. Each sampling halves the distance of the two thresholds, so all but the
-    coordinates within ``(max − mean) / 2**samplings`` of the k-th magnitude are the exact ones.
+    The threshold is bisected between the mean and the largest magnitude. This leaves two
+    thresholds: the lowest that lets k or fewer through, and the highest that lets more through. All
+    coordinates above the former are selected. The rest of the k are taken from those between the
+    two: consecutive ones, beginning at a random place. Each sampling halves the distance of the
+    thresholds, so only coordinates within ``(max − mean) / 2**samplings`` of the k-th magnitude can
+    differ from the exact top-k.
 
     Parameters
     ----------
@@ -31,10 +32,10 @@ class MSTopK(Selector):
     seed
         Decides, with the step, where the random slice begins.
 
-    Source: CommLib, Algorithm 1. Deviations: where no sampling lets k or fewer through, all come
+    Source: CommLib, Algorithm 1. Deviations: if no sampling lets k or fewer through, all k come
     from the slice; the published threshold is then 0 and selects everything. Zeros are never
     selected. Samplings are counted in histograms of the magnitudes' bits, so the vector is read a
-    few times and not once for each.
+    few times instead of once for each sampling.
     """
 
     samplings: int = 30
@@ -44,7 +45,7 @@ class MSTopK(Selector):
         check_setting("samplings", self.samplings, 1)
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
-        """Bisect, and cut the slice."""
+        """Bisect the threshold, and fill up from the slice."""
         counts = Counts(x)
         low, high = self._bisect(x, k, counts)
         above = counts.at_least(high)

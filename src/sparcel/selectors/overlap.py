@@ -1,4 +1,4 @@
-"""How much of one selection is in another."""
+"""How many coordinates two selections have in common."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sparcel.stream import SparseStream
 
 
 def overlap(selection: SparseStream, exact: SparseStream) -> float:
-    """Return the share of the coordinates of ``exact`` that ``selection`` has too, in [0, 1].
+    """Return the share of the coordinates of ``exact`` that are also in ``selection``, in [0, 1].
 
     Parameters
     ----------
     selection, exact
-        Sparse streams of one size. Where ``exact`` is empty, the share is 1.
+        Sparse streams of one size. If ``exact`` is empty, the share is 1.
     """
     assert selection.indices is not None and exact.indices is not None, "selections are sparse"
     if exact.nnz == 0:

@@ -1,4 +1,4 @@
-"""Random-k: as many coordinates at random, the same on all ranks."""
+"""Random-k: k random coordinates, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RandomK(Selector):
     """The nonzeros among min(k, size) coordinates that are drawn without replacement.
 
     All coordinates are equally likely, whatever their values. Ranks with the same seed draw the
-    same ones in the same step. Time and memory grow with k, not with the size.
+    same coordinates in the same step. Time and memory grow with k, not with the size.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class RandomK(Selector):
     seed: int = 0
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
-        """Draw coordinates, and leave out zeros."""
+        """Draw coordinates, and leave out those that are zero."""
         drawn = distinct(min(k, x.numel()), x.numel(), self.seed, step, x.device)
         drawn = drawn[x[drawn] != 0]
         return stream_of(drawn.to(kernels.index_dtype(x.numel())), x[drawn], x)

@@ -1,4 +1,4 @@
-"""Selection by rank: the largest of every so many consecutive coordinates, by the kernels."""
+"""Exact selection of the largest coordinates, of the vector or of each chunk, by the kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sparcel.stream import SparseStream
 class Ranked(Selector):
     """Selects ``count`` of every ``chunk`` consecutive coordinates, or of all, exactly.
 
-    Each chunk gives min(count, nnz of the chunk); the last one may be short. Ties go to the lowest
-    index. Selecting from memory + gradient is one pass.
+    Each chunk gives min(count, nnz of the chunk); the last chunk may be short. Ties go to the
+    lowest index. Selecting from memory + gradient takes one pass over the vectors.
     """
 
     @abstractmethod
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
-        """Return ``(count, chunk)``; the chunk is None where the whole vector is one."""
+        """Return ``(count, chunk)``; the chunk is None if the whole vector is one chunk."""
 
     def most(self, k: int, size: int) -> int:
-        """Return ``count`` for each full chunk, and what the short one can give."""
+        """Return ``count`` for each full chunk, plus what the short last chunk can give."""
         count, chunk = self.rule(k, size)
         if chunk is None:
             return min(count, size)

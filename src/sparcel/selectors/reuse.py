@@ -1,4 +1,4 @@
-"""Threshold reuse: an exact threshold now and then, and its reuse until the next."""
+"""Threshold reuse: computes an exact threshold once in a period and reuses it until the next."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from sparcel.stream import SparseStream
 
 @dataclass(eq=False)
 class ThresholdReuse(Selector):
-    """Exactly min(k, nnz) in steps that renew the threshold, else whatever reaches it.
+    """Exactly min(k, nnz) coordinates in steps that renew the threshold, else all that reach it.
 
-    In a step that renews, the selection is exact, and its smallest magnitude becomes the
-    threshold. In the others all coordinates from the threshold on are selected: none at all to
-    ⌈4k/3⌉, and where there are more the largest, ties to the lowest index. As far as magnitudes
-    change slowly the count stays near k; Ok-Topk saw it deviate by less than 11 % on average.
+    In a step that renews the threshold, the selection is exact, and its smallest magnitude becomes
+    the threshold. In other steps all coordinates that reach the threshold are selected, at most the
+    ⌈4k/3⌉ largest, ties to the lowest index. If magnitudes change slowly the count stays near k;
+    Ok-Topk saw it deviate by less than 11 % on average.
 
     Parameters
     ----------
     period
-        The threshold is renewed in steps 0, period, 2·period …, or in the first one after, for a
-        selector that does not serve every step; also where none is known, and where k is not what
-        it was made for.
+        The threshold is renewed in steps 0, period, 2·period …, or in the next step that the
+        selector serves. It is also renewed if there is none yet and if k changes.
 
-    Source: Ok-Topk, section 3.1.3. Deviations: the cap; renewal where k changed.
+    Source: Ok-Topk, section 3.1.3. Deviations: the cap; renewal if k changes.
     """
 
     period: int = 32
@@ -47,7 +46,7 @@ class ThresholdReuse(Selector):
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Renew the threshold or reuse it."""
         threshold = self._threshold
-        # A step that renewed and did not commit comes again, and renews again.
+        # A step that renewed and did not commit is repeated, and then renews again.
         same_period = step // self.period == self._since // self.period
         reusable = self._k == k and self._since < step and same_period
         if threshold is not None and reusable:
@@ -58,9 +57,9 @@ class ThresholdReuse(Selector):
         return stream_of(indices, values, x)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the threshold, and what it was made for."""
+        """Return the threshold, with the k and the step that it was computed for."""
         return {"threshold": self._threshold, "k": self._k, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the threshold, and what it was made for."""
+        """Take over the threshold, with the k and the step that it was computed for."""
         self._threshold, self._k, self._since = state["threshold"], state["k"], state["since"]

@@ -1,4 +1,4 @@
-"""Magnitudes against thresholds, in blocks: nothing here allocates as much as the vector takes."""
+"""Compare magnitudes with thresholds, block by block, without allocating a vector's size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparcel import kernels
 from sparcel.kernels.reference import magnitude_bits
 
 BLOCK = 2**15
-"""Coordinates that are worked on at once; torch sums as many in one order, on any machine."""
+"""Coordinates in a block; torch sums this many in the same order on every machine."""
 
-# The bits of a magnitude, from the top, in fields that a histogram counts one at a time.
+# How the bits of a magnitude are cut into fields, from the top; each takes one histogram.
 _FIELDS = {2: (8, 7), 4: (11, 10, 10), 8: (11, 13, 13, 13, 13)}
 
 
@@ -26,7 +26,7 @@ def blocks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def at_least(x: Tensor, threshold: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return indices and values of the magnitudes from ``threshold`` on, block by block."""
+    """Yield indices and values of the magnitudes of at least ``threshold``, block by block."""
     for start, block in blocks(x):
         positions, values = kernels.threshold_select(block, threshold)
         yield positions.to(kernels.index_dtype(x.numel())) + start, values
@@ -40,7 +40,7 @@ def joined(parts: list[tuple[Tensor, Tensor]], x: Tensor) -> tuple[Tensor, Tenso
 
 
 def no_more_than(cap: int, x: Tensor, threshold: float) -> tuple[Tensor, Tensor] | None:
-    """Return all magnitudes from ``threshold`` on, or None where they are more than ``cap``."""
+    """Return all magnitudes of at least ``threshold``, or None if there are more than ``cap``."""
     parts, found = [], 0
     for part in at_least(x, threshold):
         parts.append(part)
@@ -51,9 +51,9 @@ def no_more_than(cap: int, x: Tensor, threshold: float) -> tuple[Tensor, Tensor]
 
 
 def largest(cap: int, x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the magnitudes from ``threshold`` on; where they are more than ``cap``, the largest.
+    """Return the magnitudes of at least ``threshold``, but at most the ``cap`` largest.
 
-    One pass over the vector, and a second where the cap applies.
+    Takes one pass over the vector, and a second one if the cap applies.
     """
     selected = no_more_than(cap, x, threshold)
     return kernels.topk(x, cap) if selected is None else selected
@@ -70,8 +70,8 @@ def peak(x: Tensor) -> float:
 def moments(x: Tensor) -> tuple[float, float, float]:
     """Return mean, standard deviation and mean magnitude.
 
-    The vector is scaled by its peak on the way, so that no square overflows or vanishes. Blocks
-    are summed in its dtype, or float32 where it is of half precision, and their sums in float64.
+    The vector is scaled by its peak, so that no square overflows or vanishes. Blocks are summed in
+    the vector's dtype, half precision in float32, and the blocks' sums in float64.
     """
     scale = peak(x)
     if scale == 0:
@@ -90,10 +90,10 @@ def moments(x: Tensor) -> tuple[float, float, float]:
 
 
 class Counts:
-    """How many magnitudes of a vector are at least a threshold, for any number of thresholds.
+    """Counts the magnitudes of a vector that are at least a threshold, for many thresholds.
 
-    The vector is read once for each histogram of its bits that some threshold needs, not once for
-    each threshold. Thresholds are rounded to the vector's dtype; zeros are not counted.
+    The vector is read once for each histogram of its bits that a threshold needs, not once for each
+    threshold. Thresholds are rounded to the vector's dtype; zeros are not counted.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -108,12 +108,12 @@ class Counts:
     def more_than(self, k: int, threshold: float) -> bool:
         """Tell whether more than ``k`` magnitudes are at least ``threshold``.
 
-        For one k, any number of thresholds take a pass for each field of bits at most.
+        For one k, all thresholds together take at most one pass for each field of bits.
         """
         return next(low > k for low, high in self._bounds(threshold) if low > k or high <= k)
 
     def _bounds(self, threshold: float) -> Iterator[tuple[int, int]]:
-        """Return bounds on the count, tighter from field to field and equal in the end."""
+        """Yield bounds on the count; each field of bits tightens them, the last is exact."""
         limit = torch.tensor([threshold], dtype=self._x.dtype)
         bits = int(magnitude_bits(limit))
         below = sum(self._fields)
@@ -123,12 +123,12 @@ class Counts:
             from_bin = self._from_bin(level, prefix)
             field = bits >> below & (2**width - 1)
             above, within = surely + from_bin[field + 1], surely + from_bin[field]
-            # At the last field a bin holds one magnitude, the threshold itself.
+            # In the last field each bin holds a single magnitude.
             yield (above if below else within), within
             surely = above
 
     def _from_bin(self, level: int, prefix: int) -> list[int]:
-        """Count the entries from each bin on, among those whose higher bits are ``prefix``."""
+        """Count the entries from each bin upwards whose higher bits are ``prefix``."""
         if (level, prefix) not in self._seen:
             below = sum(self._fields[level + 1 :])
             bins = 2 ** self._fields[level]

@@ -1,4 +1,4 @@
-"""Memory keyed by parameter name, whatever buckets DDP lays the gradients out in."""
+"""Memory keyed by tensor name, whatever vectors the tensors are laid out in."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sparcel.schemes import Auto, Layer, Scheme, filter_of
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's place in the flat gradient of its bucket: elements ``[start, stop)``.
+    """A tensor's place in a flat vector: elements ``[start, stop)``.
 
-    ``density`` is the parameter's own, or None for that of the scheme.
+    ``density`` is the tensor's own, or None for that of the scheme.
     """
 
     name: str
@@ -27,23 +27,24 @@ class Piece:
 
 @dataclass(frozen=True)
 class Vector:
-    """The pieces of one bucket that are made sparse, their layers, and the scheme of the bucket."""
+    """A flat vector: the pieces that are made sparse, their layers, and the scheme that does it."""
 
+    size: int
     pieces: tuple[Piece, ...]
     layers: Sequence[Layer]
     scheme: Scheme
 
 
 class Residuals:
-    """The schemes of all buckets. DDP may rebuild its buckets; memory follows by name.
+    """The schemes of all vectors. Tensors may change their places; memory follows by name.
 
     Parameters
     ----------
     template
-        The scheme whose settings every bucket's scheme gets.
+        The scheme whose settings every vector's scheme gets.
 
-    What is remembered of a parameter has a name and one value per element: the memory, and
-    whatever else `Scheme.remembers`.
+    What is remembered of a tensor has a name and one value per element: the memory, and whatever
+    else `Scheme.remembers`.
     """
 
     def __init__(self, template: Scheme) -> None:
@@ -54,20 +55,21 @@ class Residuals:
 
     @property
     def filter(self) -> float:
-        """The memory's low-pass filter, 1 where there is none."""
+        """The memory's low-pass filter β; 1 is none."""
         return filter_of(self._template, self.steps)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of what is remembered of every parameter."""
+        """The names of what is remembered of every tensor."""
         return self._template.remembers
 
     def vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
-        """Return the vector of the bucket with these pieces, their memory brought along."""
+        """Return the vector with these pieces; if it is new, bring their memory along."""
+        size = gradient.numel()
         vector, _ = self._vectors.get(pieces[0].name, (None, None))
-        if vector is not None and vector.pieces == pieces:
+        if vector is not None and (vector.size, vector.pieces) == (size, pieces):
             return vector
-        vector = Vector(pieces, _layers(pieces, gradient.numel()), self._template.fresh())
+        vector = Vector(size, pieces, _layers(pieces, size), self._template.fresh())
         vector.scheme.load_state_dict(
             {"steps": self.steps, "memory": None, **self._join(pieces, gradient)}
         )
@@ -77,14 +79,14 @@ class Residuals:
         return vector
 
     def of(self, name: str) -> dict[str, Tensor]:
-        """Return what is remembered of a parameter, flat; nothing before its first step."""
+        """Return what is remembered of a tensor, flat; nothing before its first step."""
         if name not in self._vectors:
             return self._loaded.get(name, {})
         vector, piece = self._vectors[name]
         return vector.scheme.coordinates(piece.start, piece.stop)
 
     def chosen(self) -> dict[str, str]:
-        """Return by parameter the method that its bucket's scheme chose, where schemes choose."""
+        """Return the method that ``"auto"`` chose last, by tensor; empty for other schemes."""
         schemes = {name: vector.scheme for name, (vector, _) in self._vectors.items()}
         return {
             name: scheme.chosen
@@ -95,10 +97,10 @@ class Residuals:
     def load(
         self, residuals: dict[str, dict[str, Tensor]], steps: int, beta: float | None = None
     ) -> None:
-        """Forget everything, and go on from these residuals by parameter name.
+        """Forget everything, and go on from these residuals by tensor name.
 
-        What the scheme does not remember, such as a velocity where there is no momentum any more,
-        is passed over.
+        What the scheme does not remember, such as a velocity without momentum, is passed over.
+        ``beta`` is the filter that the residuals were saved under.
         """
         self._vectors.clear()
         self._loaded = {
@@ -106,11 +108,12 @@ class Residuals:
             for name, parts in residuals.items()
         }
         self.steps = steps
-        if beta is not None and beta != self.filter:  # what is owed stays
+        if beta is not None and beta != self.filter:  # memory/β, which is owed, stays the same
             for parts in self._loaded.values():
                 parts["memory"] = parts["memory"] * (self.filter / beta)
 
     def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> dict[str, Tensor]:
+        """Lay out what is remembered of the pieces as the gradient is laid out."""
         wide = wide_dtype(gradient.dtype)
         joined: dict[str, Tensor] = {}
         for piece in pieces:
@@ -122,7 +125,7 @@ class Residuals:
 
 
 def _layers(pieces: Sequence[Piece], size: int) -> list[Layer]:
-    """Return the layers of a vector, none if no parameter has a density of its own.
+    """Return the layers of a vector, none if no tensor has a density of its own.
 
     Small tensors between two pieces are exchanged separately. Their slots are zero here and count
     as part of the preceding piece.

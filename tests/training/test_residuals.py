@@ -1,4 +1,4 @@
-"""Memory by name through any layouts of buckets, on the simulated cluster."""
+"""Memory by name through any layouts of vectors, on the simulated cluster."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.ddp.residuals import Piece, Residuals
 from sparcel.schemes import GTopK, Hierarchical, OkTopK, Request, ScaleCom, Scheme, TopK
+from sparcel.training.residuals import Piece, Residuals
 
 SIZES = {"a": 7, "b": 1, "c": 30, "d": 16, "e": 3}
 Layout = Sequence[Sequence[str]]

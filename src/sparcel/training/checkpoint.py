@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the memory, and who takes it over in a world of another size."""
+"""What a checkpoint holds of the memory, and which rank of another number of ranks loads it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparcel.ddp.residuals import Residuals
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
+from sparcel.training.residuals import Residuals
 
 _ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
-"""Each rank has keys of its own: of tensors under one key, checkpoints keep a single rank's."""
+"""Each rank has its own keys, because checkpoints keep only one rank's tensor under each key."""
 
 _PREFIXES = {"memory": "rank", "velocity": "velocity"}
 _KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
@@ -30,12 +30,12 @@ def collect(
     if remembered:
         state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     for old_rank in _inherited(rank, ranks, saved_by):
-        for name, parameter in remembered.items():
+        for name, tensor in remembered.items():
             parts = residuals.of(name) if old_rank == rank else {}
             for kind in residuals.kinds:
                 part = parts.get(kind)
                 state[f"{_PREFIXES[kind]}{old_rank}.{name}"] = (
-                    torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)).flatten()
+                    torch.zeros_like(tensor, dtype=wide_dtype(tensor.dtype)).flatten()
                     if part is None
                     else part.clone()
                 )
@@ -45,10 +45,10 @@ def collect(
 def take_over(
     state: Mapping[str, Tensor], remembered: Mapping[str, Tensor], rank: int, ranks: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Return what this rank goes on from, by parameter name: the sums of what it inherits."""
+    """Return the residuals that this rank goes on from, by name: sums over inherited ranks."""
     for key in ("steps", "world_size"):
         if key not in state:
-            raise InputError(f"the state has no {key!r}; give what Handle.state_dict() returned")
+            raise InputError(f"the state has no {key!r}; give what state_dict() returned")
     inherited = _inherited(rank, ranks, int(state["world_size"]))
     residuals: dict[str, dict[str, Tensor]] = {}
     found: set[int] = set()
@@ -66,7 +66,7 @@ def take_over(
         raise InputError(
             f"the state of {int(state['world_size'])} ranks holds nothing of ranks {missing},"
             f" which rank {rank} of now {ranks} takes over; load it with"
-            " Handle.state_dict(saved_by=…), or give rank r what ranks r, r+P, … saved"
+            " state_dict(saved_by=…), or give rank r what ranks r, r+P, … saved"
         )
     return residuals
 
@@ -77,17 +77,18 @@ def _inherited(rank: int, ranks: int, saved_by: int) -> range:
 
 
 def _checked(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> tuple[str, int, str]:
+    """Return the kind, the rank and the tensor's name of an entry that fits."""
     entry = _ENTRY.fullmatch(key)
     if entry is None:
         raise InputError(
-            f"{key!r} is no entry of a handle's state, which are named 'rank0.weight' and the"
-            " like; give what Handle.state_dict() returned"
+            f"{key!r} is no entry of such a state, whose entries are named like 'rank0.weight';"
+            " give what state_dict() returned"
         )
     name = entry[3]
     if name not in remembered:
         raise InputError(
-            f"{key!r} fits no parameter of the model that is made sparse; attach the scheme, with"
-            " the policy, that the state was saved from"
+            f"{key!r} fits no parameter of the model that is made sparse; use the scheme and the"
+            " policy that the state was saved with"
         )
     if part.numel() != remembered[name].numel():
         raise InputError(

@@ -1,4 +1,4 @@
-"""One backward pass: what travels for each bucket, and the common end."""
+"""One step: the exchanges that it has queued, and their common end."""
 
 from __future__ import annotations
 
@@ -10,41 +10,56 @@ from torch import Tensor
 
 from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job
-from sparcel.ddp.residuals import Vector
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request
 from sparcel.stream import SparseStream
+from sparcel.training.residuals import Vector
 from sparcel.wire import Wire
 
 _FEW = 1 << 16
-"""Up to so many elements of small tensors, fewer rounds are worth more than fewer bytes."""
+"""Up to this many elements of small tensors, saving rounds is worth more than saving bytes."""
 
 
 @dataclass(eq=False)
 class Step:
-    """What one backward pass has queued so far.
+    """What one step has queued so far.
 
-    Each bucket travels in a job of its own, in the order of the buckets. The small tensors of all
-    buckets travel together in the last job; DDP gets its updates after that.
+    Each vector is exchanged in a job of its own, in the order of queueing. The last job exchanges
+    the small tensors of all vectors together.
     """
 
     comm: Communicator
     meter: Meter
-    parameters: int = 0
-    """How many gradients the buckets so far hold."""
+    device: torch.device
     finite: bool = True
-    jobs: list[Job[None]] = field(default_factory=list)
+    """Whether the tensors of all ranks were finite so far."""
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """The averages of sparse gradients, by name."""
     vectors: list[Vector] = field(default_factory=list)
+    """The vectors whose schemes have to commit."""
+    _jobs: list[Job[None]] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _updates: list[tuple[torch.futures.Future[Tensor], Tensor]] = field(default_factory=list)
+    _ended: torch.cuda.Event | None = None
 
-    def queue(self, job: Callable[[], None], device: torch.device) -> None:
-        """Run ``job`` after all jobs queued before, and after what ``device`` has to do by now."""
-        self.jobs.append(self.comm.submit(_following(job, device)))
+    def queue(self, job: Callable[[], None]) -> None:
+        """Run ``job`` after all jobs queued before, and after the device's work queued so far."""
+        self._jobs.append(self.comm.submit(_following(job, self.device)))
 
-    def deliver(self, future: torch.futures.Future[Tensor], update: Tensor) -> None:
-        """Note what DDP gets for a bucket once all buckets are done."""
-        self._updates.append((future, update))
+    def end(self) -> None:
+        """Exchange the small tensors, and wait until all updates are in place.
+
+        On a GPU, what the caller queues next on its current stream runs after the updates.
+
+        Raises
+        ------
+        CommunicationError and others
+            What the first failing job raised.
+        """
+        self.queue(self._finish)
+        for job in self._jobs:
+            job.wait()
+        if self._ended is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._ended)
 
     def take_small(self, places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Exchange small tensors at the end, and write their averages to ``places``."""
@@ -53,7 +68,7 @@ class Step:
     def exchange_vector(
         self, vector: Vector, gradient: Tensor, request: Request, scale: float
     ) -> None:
-        """Turn a bucket's gradient, which a GradScaler scaled, into its update in place."""
+        """Replace a gradient, which a GradScaler has scaled, by its update."""
         if scale != 1:
             gradient.div_(scale)
         self.vectors.append(vector)
@@ -62,17 +77,15 @@ class Step:
         if scale != 1:
             gradient.mul_(scale)
 
-    def exchange_rows(self, gradient: Tensor, future: torch.futures.Future[Tensor]) -> None:
+    def exchange_rows(self, name: str, gradient: Tensor) -> None:
         """Average a sparse gradient over the ranks; nothing is left out.
 
         Parameters
         ----------
         gradient
-            Sparse COO with one sparse dimension, as ``nn.Embedding(sparse=True)`` makes it;
-            repeated rows are added up before they travel. Half precisions travel as float32, so
-            that sums are as exact as those of the memory.
-        future
-            Where the average goes.
+            Sparse COO with one sparse dimension, as ``nn.Embedding(sparse=True)`` makes it.
+            Repeated rows are added up before they are sent. Half precisions are sent as float32,
+            so that sums are as exact as those of the memory.
         """
         dtype, shape = gradient.dtype, gradient.shape
         gradient = gradient.to(wide_dtype(dtype)).coalesce()
@@ -84,17 +97,15 @@ class Step:
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
         average = total.values.reshape(-1, *shape[1:]).to(dtype)
-        self.deliver(
-            future,
-            torch.sparse_coo_tensor(indices.long()[None], average, shape, is_coalesced=True),
+        self.rows[name] = torch.sparse_coo_tensor(
+            indices.long()[None], average, shape, is_coalesced=True, check_invariants=False
         )
 
-    def finish(self) -> None:
-        """Exchange the small tensors of all buckets, then give DDP all updates."""
+    def _finish(self) -> None:
         if self._small:
             self._exchange_small()
-        for future, update in self._updates:
-            future.set_result(update)
+        if self.device.type == "cuda":
+            self._ended = torch.cuda.current_stream().record_event()
 
     def _exchange_small(self) -> None:
         places, gradients = zip(*self._small, strict=True)
@@ -109,17 +120,12 @@ class Step:
             place.copy_(part)
 
     def _sum(self, stream: SparseStream, algorithm: str) -> SparseStream:
-        """Return the average over ranks of what travels whole, or NaN where one is not finite."""
+        """Return the average over ranks of a whole stream; NaN if any rank's is not finite."""
         with self.meter.communicating():
             total = all_reduce(stream, Wire(self.comm), algorithm=algorithm)
         self.finite &= total.finite
         divisor = self.comm.size if total.finite else float("nan")
         return SparseStream.unchecked(total.indices, total.values / divisor, total.size)
-
-
-def promise(device: torch.device) -> torch.futures.Future[Tensor]:
-    """Return what DDP waits for: an update on ``device``."""
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else [])
 
 
 def _following(job: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -129,7 +135,7 @@ def _following(job: Callable[[], None], device: torch.device) -> Callable[[], No
     queued = torch.cuda.current_stream(device).record_event()
 
     def run() -> None:
-        with torch.cuda.device(device):  # a thread begins on the first GPU, whatever others use
+        with torch.cuda.device(device):  # a new thread uses the first GPU, whatever others use
             torch.cuda.current_stream().wait_event(queued)
             job()
 

@@ -1,0 +1,235 @@
+"""The averager: named tensors in, updates out, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
+from sparcel.errors import CommunicationError, InputError
+from sparcel.memory import Range
+from sparcel.schemes import Request, Scheme, connect_nodes
+from sparcel.training.checks import check_alike, check_device, check_gradients, check_places
+from sparcel.training.handle import Handle
+from sparcel.training.policy import Policy, stays_dense, treat
+from sparcel.training.residuals import Piece, Residuals
+from sparcel.training.step import Step
+
+
+class Averager(Handle):
+    """Averages named tensors over the ranks by a scheme; all ranks make one.
+
+    `average` does a whole step. To exchange tensors as they become ready, `queue` them and end
+    the step with `finish`.
+
+    Parameters
+    ----------
+    tensors
+        The tensors to average, by name, or others of the same shapes, dtypes and device:
+        ``dict(model.named_parameters())``.
+    scheme
+        What averages them, such as ``sparcel.scheme("topk", density=0.01)``. Every vector gets a
+        fresh scheme with its settings.
+    group
+        The ranks: a torch process group, an MPI communicator of mpi4py, a sparcel communicator,
+        or None for the default process group. For a process group the averager makes its own
+        connections, so that its exchanges never wait for other collectives.
+    scaler
+        The GradScaler in use, if any, because memory must not change when its scale does.
+    policy
+        ``(name, tensor) -> bool``: True for a tensor that stays dense.
+    densities
+        Densities of single tensors, by pattern of their name, the first that fits:
+        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the tensor dense.
+    rows
+        Names of the tensors whose gradients are sparse (COO, as embeddings make them). Their rows
+        are averaged as they are.
+    withhold_zeros
+        Whether a tensor whose gradient is all zero on this rank is neither sent nor forgotten by
+        this rank: for drivers that throw away the updates of unused parameters.
+
+    Raises
+    ------
+    InputError
+        For densities that fit no tensor, tensors on another device than the group's, or nodes
+        with different numbers of ranks.
+    MismatchError
+        When the ranks' schemes, settings, policies, densities or tensors differ.
+
+    Notes
+    -----
+    A step commits on all vectors or on none. If any rank's tensors hold NaN or Inf, the updates of
+    the vectors concerned are NaN on all ranks, and no memory changes. After a `CommunicationError`
+    the memory is as it was before the step; make a new averager and load the `state_dict` of this
+    one.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        *,
+        group: Group = None,
+        scaler: torch.amp.GradScaler | None = None,
+        policy: Policy = stays_dense,
+        densities: Mapping[str, float] | None = None,
+        rows: Collection[str] = (),
+        withhold_zeros: bool = False,
+    ) -> None:
+        template = scheme.fresh()
+        treatment = treat(tensors, template, policy, densities or {}, rows)
+        comm, owned = _communicator(group)
+        try:
+            self._device = check_device(tensors, comm)
+            check_alike(comm, template, scaler is not None, treatment)
+            comm.run(lambda: connect_nodes(template, comm))
+        except Exception:
+            if owned is not None:
+                owned.close()
+            raise
+        super().__init__(comm, owned, Residuals(template), treatment)
+        self._scaler = scaler if template.remembers else None
+        self._withhold_zeros = withhold_zeros
+        self._step: Step | None = None
+
+    def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Do a step: return the updates of all tensors, by name; all ranks call.
+
+        Parameters
+        ----------
+        gradients
+            A tensor for each name, of the shape and dtype that the averager was made for. Left as
+            they were.
+
+        Returns
+        -------
+        dict
+            The average over ranks of what the scheme let through, like ``gradients``.
+
+        Raises
+        ------
+        InputError
+            When names, shapes or dtypes differ from those that the averager was made for.
+        CommunicationError
+            On all ranks, when the exchange fails; the memory is as it was before.
+        """
+        check_gradients(gradients, self._treatment)
+        updates: dict[str, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in self._treatment.tensors:  # in an order that all ranks share
+            if name in self._treatment.rows:
+                self.queue_rows(name, gradients[name].detach())
+            else:
+                by_dtype.setdefault(gradients[name].dtype, []).append(name)
+        for names in by_dtype.values():
+            vector = torch.cat([gradients[name].detach().flatten() for name in names])
+            stops = accumulate((gradients[name].numel() for name in names), initial=0)
+            places = dict(zip(names, pairwise(stops), strict=True))
+            self.queue(vector, places)
+            for name, (start, stop) in places.items():
+                updates[name] = vector[start:stop].view(gradients[name].shape)
+        updates |= self.finish()
+        return {name: updates[name] for name in gradients}
+
+    def queue(self, vector: Tensor, places: Mapping[str, Range]) -> None:
+        """Queue the exchange of tensors that are ready, and return; all ranks in one order.
+
+        Parameters
+        ----------
+        vector
+            ``[size]``, contiguous, any float dtype: one or several tensors, flat. After `finish`
+            it holds their updates.
+        places
+            The elements ``[start, stop)`` of each tensor, by name. A tensor may lie elsewhere in
+            each step; its memory follows by name. Elements between the tensors are zero.
+
+        Raises
+        ------
+        InputError
+            For a vector that is not flat and contiguous, or places that fit no tensor.
+        """
+        check_places(vector, places, self._treatment)
+        densities = self._treatment.densities
+        pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
+        step = self._open()
+        step.queue(lambda: self._exchange(step, pieces, vector))
+
+    def queue_rows(self, name: str, gradient: Tensor) -> None:
+        """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
+        step = self._open()
+        step.queue(lambda: step.exchange_rows(name, gradient))
+
+    def finish(self) -> dict[str, Tensor]:
+        """Exchange what is left of the step, wait for all updates, and commit; all ranks call.
+
+        Returns
+        -------
+        dict
+            The averages of the gradients given to `queue_rows`, by name.
+
+        Raises
+        ------
+        InputError
+            When nothing was queued.
+        CommunicationError and others
+            What the first failing exchange raised; the memory is as it was before the step.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            raise InputError("the step has no tensors; call queue() before finish()")
+        step.end()
+        if step.finite:
+            for vector in step.vectors:
+                vector.scheme.commit()
+            self._residuals.steps += 1
+        return step.rows
+
+    def _open(self) -> Step:
+        """Return the step that is being queued."""
+        if self.closed:
+            raise CommunicationError("the averager was closed; make a new one to exchange more")
+        self._step = self._step or Step(self._comm, self._meter, self._device)
+        return self._step
+
+    def _exchange(self, step: Step, pieces: Sequence[Piece], vector: Tensor) -> None:
+        """Replace the tensors in a vector by their updates, except for small ones if those wait."""
+        small = [piece for piece in pieces if piece.name in self._treatment.small]
+        large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)
+        places = [vector[piece.start : piece.stop] for piece in small]
+        gradients = [place.clone() for place in places]
+        if not large:
+            step.take_small(places, gradients)
+            return
+        served = self._residuals.vector(large, vector)
+        request = Request(
+            served.layers,
+            withheld=self._zeros(large, vector),
+            apart=[(piece.start, piece.stop) for piece in small],
+            meter=self._meter,
+        )
+        # Asked here and not while computing, which would have to wait for a GPU to answer.
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        step.exchange_vector(served, vector, request, scale)
+        if not served.scheme.sent_whole:
+            step.take_small(places, gradients)
+
+    def _zeros(self, pieces: Sequence[Piece], vector: Tensor) -> list[Range]:
+        """Return the ranges of the tensors to withhold in this step."""
+        if not self._withhold_zeros:
+            return []
+        ranges = [(piece.start, piece.stop) for piece in pieces]
+        return [(start, stop) for start, stop in ranges if not vector[start:stop].any()]
+
+
+def _communicator(group: Group) -> tuple[Communicator, TorchCommunicator | None]:
+    """Return the communicator to use, and again if it is made here and has to be closed."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        owned = TorchCommunicator.of(group)
+        return owned, owned
+    return resolve(group), None

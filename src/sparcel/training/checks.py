@@ -1,0 +1,105 @@
+"""What tensors and ranks have to agree on before and in every step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sparcel.comm import Communicator
+from sparcel.errors import InputError, MismatchError
+from sparcel.memory import Range
+from sparcel.schemes import Scheme
+from sparcel.training.policy import Treatment
+
+
+def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.device:
+    """Return the one device that all tensors are on, if the group communicates from its type.
+
+    Raises
+    ------
+    InputError
+        When there are no tensors, or they are on several devices or another type of device.
+    """
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) != 1:
+        found = sorted(map(str, devices)) or "no tensors"
+        raise InputError(f"tensors must be on one device, got {found}")
+    device = devices.pop()
+    if comm.device.type != device.type:
+        raise InputError(
+            f"the tensors are on {device}, the group communicates from {comm.device}; use NCCL for"
+            " tensors on GPUs and Gloo for those on the CPU"
+        )
+    return device
+
+
+def check_alike(comm: Communicator, scheme: Scheme, scaled: bool, treatment: Treatment) -> None:
+    """Compare what the ranks average, because ranks that differ would hang or misread each other.
+
+    Raises
+    ------
+    MismatchError
+        On all ranks, when schemes, settings or tensors differ.
+    """
+    layout = [
+        (name, tensor.shape, tensor.dtype, name in treatment.small, name in treatment.rows)
+        for name, tensor in treatment.tensors.items()
+    ]
+    facts = repr((scheme, scaled, layout, sorted(treatment.densities.items())))
+    digest = hashlib.blake2b(facts.encode(), digest_size=7).digest()
+    digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
+    others = [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
+    if others:
+        raise MismatchError(
+            f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"
+            f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small; give every"
+            " rank the same scheme, settings, policy, densities and tensors, and a scaler to all or"
+            " to none"
+        )
+
+
+def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatment) -> None:
+    """Raise `InputError` unless a flat vector can hold these tensors in these places."""
+    if vector.ndim != 1 or not vector.is_contiguous():
+        raise InputError(
+            f"a vector of tensors must be one-dimensional and contiguous, got shape"
+            f" {tuple(vector.shape)}, strides {vector.stride()}; flatten it first"
+        )
+    for name, (start, stop) in places.items():
+        if name not in treatment.tensors:
+            raise InputError(f"the averager was not made for a tensor named {name!r}")
+        size = treatment.tensors[name].numel()
+        if not (start >= 0 and stop - start == size and stop <= vector.numel()):
+            raise InputError(
+                f"{name!r} has {size} elements, which do not fit in [{start}, {stop}) of a vector"
+                f" of {vector.numel()}"
+            )
+
+
+def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> None:
+    """Raise `InputError` unless the gradients are like the tensors that they are to update."""
+    tensors = treatment.tensors
+    if gradients.keys() != tensors.keys():
+        missing = sorted(tensors.keys() - gradients.keys())
+        unknown = sorted(gradients.keys() - tensors.keys())
+        raise InputError(
+            f"gradients must have the names of the averager's tensors; missing {missing}, unknown"
+            f" {unknown}; give zeros for a tensor that was not used"
+        )
+    for name, gradient in gradients.items():
+        tensor, in_rows = tensors[name], name in treatment.rows
+        if (gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+            in_rows,
+        ):
+            raise InputError(
+                f"the gradient {name!r} must be {'sparse' if in_rows else 'dense'} {tensor.dtype}"
+                f" of shape {tuple(tensor.shape)} on {tensor.device}, got"
+                f" {'sparse' if gradient.is_sparse else 'dense'} {gradient.dtype} of shape"
+                f" {tuple(gradient.shape)} on {gradient.device}; name sparse gradients in rows="
+            )

@@ -1,0 +1,91 @@
+"""Which tensors are exchanged densely, and how much is sent of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from sparcel.errors import InputError
+from sparcel.schemes import Scheme, check_density
+
+Policy = Callable[[str, Tensor], bool]
+"""``(name, tensor) -> whether its gradient stays dense``; the same on all ranks."""
+
+
+def stays_dense(name: str, tensor: Tensor) -> bool:
+    """Keep biases, norms and tensors under 1024 elements dense: the default policy."""
+    return tensor.ndim < 2 or tensor.numel() < 1024
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How each tensor is exchanged; the same on all ranks.
+
+    ``small`` names the tensors that are averaged densely, ``rows`` those whose gradients are
+    sparse. ``remembered`` are the tensors that the scheme selects from, ``densities`` the densities
+    that some of them have of their own.
+    """
+
+    tensors: Mapping[str, Tensor]
+    small: frozenset[str]
+    rows: frozenset[str]
+    remembered: Mapping[str, Tensor]
+    densities: Mapping[str, float]
+
+
+def treat(
+    tensors: Mapping[str, Tensor],
+    scheme: Scheme,
+    policy: Policy,
+    patterns: Mapping[str, float],
+    rows: Collection[str],
+) -> Treatment:
+    """Decide how each tensor is exchanged.
+
+    Raises
+    ------
+    InputError
+        When a density is out of range, fits no tensor, or is given for a scheme that sends all.
+    """
+    densities = own_densities(patterns, tensors)
+    # A dense scheme serves small tensors as well as large ones, and remembers nothing.
+    selects = bool(scheme.remembers)
+    if densities and not selects:
+        raise InputError(f"densities are for schemes that select, got {scheme}, which sends all")
+    small = frozenset(
+        name
+        for name, tensor in tensors.items()
+        if selects
+        and (densities.get(name) == 1 or (name not in densities and policy(name, tensor)))
+    )
+    remembered = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if selects and name not in small and name not in rows
+    }
+    return Treatment(tensors, small, frozenset(rows), remembered, densities)
+
+
+def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:
+    """Return the density of each tensor whose name fits a pattern, by the first that it fits.
+
+    Raises
+    ------
+    InputError
+        When a pattern fits no name, or a density is out of range.
+    """
+    for pattern, density in patterns.items():
+        check_density(density)
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"densities: {pattern!r} fits none of the model's parameters, which are named like"
+                f" {next(iter(names), None)!r}"
+            )
+    return {
+        name: next(patterns[pattern] for pattern in patterns if fnmatchcase(name, pattern))
+        for name in names
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }

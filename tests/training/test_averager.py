@@ -1,0 +1,256 @@
+"""Named tensors in, updates out: on the simulated cluster, without any wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sparcel
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.errors import CommunicationError
+from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.training import Averager
+from tests.strategies import same_bits
+from tests.training.tensors import TENSORS, Named, gradients_of
+
+WORDS = {**TENSORS, "words": torch.zeros(60, 4)}
+
+SCHEMES: dict[str, Callable[[], Scheme]] = {
+    "dense": Dense,
+    "topk": lambda: TopK(0.05),
+    "oktopk": lambda: OkTopK(0.05),
+    "filtered": lambda: ScaleCom(0.05, beta=0.5),
+    "two levels": lambda: Hierarchical(GTopK(0.1)),
+    "auto": lambda: Auto(0.05),
+}
+schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
+
+
+def rows_of(rank: int, step: int) -> Tensor:
+    """Return the sparse gradient of a few looked-up rows, one of them twice."""
+    rows = torch.tensor([[7, 3 + step, 7, 20 + rank]])
+    values = torch.full((4, 4), rank + 1.0)
+    return torch.sparse_coo_tensor(rows, values, (60, 4), check_invariants=True)
+
+
+def owed_by(averager: Averager, rank: int) -> Named:
+    state = averager.state_dict()
+    beta = float(state.get("filter", torch.tensor(1.0)))
+    prefix = f"rank{rank}."
+    return {
+        key.removeprefix(prefix): part.double() / beta
+        for key, part in state.items()
+        if key.startswith(prefix)
+    }
+
+
+def train(comm: Communicator, scheme: Scheme, steps: int, **settings: Any) -> tuple[Any, Named]:
+    """Return the updates of some steps, and what is owed in the end."""
+    averager = Averager(TENSORS, scheme, group=comm, **settings)
+    updates = [averager.average(gradients_of(comm.rank, step)) for step in range(steps)]
+    return updates, owed_by(averager, comm.rank)
+
+
+@schemes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_agree_and_nothing_is_lost(make: Callable[[], Scheme], world: int) -> None:
+    results = simulate(world, lambda comm: train(comm, make(), 3), ranks_per_node=1).results
+    updates = results[0][0]
+    for other, _ in results:
+        for mine, first in zip(other, updates, strict=True):
+            assert all(same_bits(mine[name], first[name]) for name in TENSORS)
+    for name, like in TENSORS.items():
+        assert all((u[name].shape, u[name].dtype) == (like.shape, like.dtype) for u in updates)
+        went_in = sum(
+            gradients_of(rank, s)[name].double() for rank in range(world) for s in range(3)
+        )
+        came_out = world * sum(update[name].double() for update in updates)
+        kept = sum(
+            owed.get(name, torch.zeros(like.numel())).view(like.shape) for _, owed in results
+        )
+        assert torch.equal(came_out + kept, went_in)
+
+
+def test_small_tensors_are_averaged_in_full_and_large_ones_are_not() -> None:
+    def on_rank(comm: Communicator) -> tuple[Named, frozenset[str]]:
+        averager = Averager(TENSORS, TopK(0.01), group=comm)
+        return averager.average(gradients_of(comm.rank, 0)), averager.sparse
+
+    for updates, sparse in simulate(4, on_rank).results:
+        assert sparse == {"first", "second", "third"}
+        whole = sum(gradients_of(rank, 0)["bias"] for rank in range(4)) / 4
+        assert torch.equal(updates["bias"], whole)
+        size = sum(TENSORS[name].numel() for name in sparse)
+        nonzero = sum(int(updates[name].count_nonzero()) for name in sparse)
+        assert 0 < nonzero < 0.05 * size
+
+
+def test_densities_go_by_pattern() -> None:
+    def on_rank(comm: Communicator) -> Named:
+        densities = {"sec*": 0.5, "third": 1}
+        averager = Averager(TENSORS, TopK(0.01), group=comm, densities=densities)
+        assert averager.sparse == {"first", "second"}
+        return averager.average({name: torch.ones_like(p) for name, p in TENSORS.items()})
+
+    (updates,) = simulate(1, on_rank).results
+    counts = {name: int(update.count_nonzero()) for name, update in updates.items()}
+    assert counts == {"first": 35, "bias": 40, "second": 750, "third": 2200}
+
+
+def test_gradients_stay_as_they_were_and_their_order_does_not_matter() -> None:
+    def on_rank(comm: Communicator) -> None:
+        plain, turned = (Averager(TENSORS, TopK(0.05), group=comm) for _ in range(2))
+        for step in range(2):
+            gradients = gradients_of(comm.rank, step)
+            shuffled = dict(sorted(gradients.items(), reverse=comm.rank % 2 == 0))
+            updates = turned.average(shuffled)
+            assert list(updates) == list(shuffled)
+            expected = plain.average(gradients)
+            assert all(same_bits(updates[name], expected[name]) for name in TENSORS)
+            untouched = gradients_of(comm.rank, step)
+            assert all(same_bits(gradients[name], untouched[name]) for name in TENSORS)
+
+    simulate(3, on_rank)
+
+
+@given(order=st.permutations(["first", "bias", "third"]), cut=st.integers(1, 2))
+def test_tensors_may_be_queued_in_other_vectors_in_every_step(order: list[str], cut: int) -> None:
+    layouts = [[order], [order[:cut], order[cut:]], [[name] for name in order]]
+
+    def on_rank(comm: Communicator) -> tuple[Named, Named]:
+        averager = Averager({name: TENSORS[name] for name in order}, TopK(0.05), group=comm)
+        came_out = {name: torch.zeros(TENSORS[name].numel()) for name in order}
+        for step, layout in enumerate(layouts):
+            gradients = gradients_of(comm.rank, step)
+            updates = {}
+            for names in layout:
+                vector = torch.cat([gradients[name].flatten() for name in names])
+                stops = accumulate((gradients[name].numel() for name in names), initial=0)
+                places = dict(zip(names, pairwise(stops), strict=True))
+                averager.queue(vector, places)
+                updates |= {name: vector[start:stop] for name, (start, stop) in places.items()}
+            assert averager.finish() == {}
+            for name, update in updates.items():
+                came_out[name] += update
+        return came_out, owed_by(averager, comm.rank)
+
+    results = simulate(2, on_rank).results
+    for name in order:
+        went_in = sum(gradients_of(rank, step)[name] for rank in range(2) for step in range(3))
+        kept = sum(owed.get(name, torch.zeros(1)) for _, owed in results)
+        assert torch.equal(2 * results[0][0][name] + kept, went_in.flatten().double())
+
+
+def test_sparse_gradients_are_averaged_as_rows() -> None:
+    def on_rank(comm: Communicator) -> tuple[Tensor, frozenset[str]]:
+        averager = Averager(WORDS, TopK(0.05), group=comm, rows=["words"])
+        gradients = gradients_of(comm.rank, 0) | {"words": rows_of(comm.rank, 0)}
+        updates = averager.average(gradients)
+        assert updates["words"].is_sparse
+        return updates["words"].to_dense(), averager.sparse
+
+    for update, sparse in simulate(3, on_rank).results:
+        assert torch.equal(update * 3, sum(rows_of(rank, 0).to_dense() for rank in range(3)))
+        assert "words" not in sparse
+
+
+def test_a_tensor_that_is_not_finite_keeps_all_memory_as_it_was() -> None:
+    """The float64 tensor is a vector of its own; nor does any other commit."""
+
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager.average(gradients_of(comm.rank, 0))
+        before = averager.state_dict()
+        gradients = gradients_of(comm.rank, 1)
+        gradients["second"][3, 4] = float("inf") if comm.rank == 1 else 1
+        updates = averager.average(gradients)
+        assert updates["second"].isnan().all()
+        assert updates["first"].isfinite().all()
+        after = averager.state_dict()
+        assert all(same_bits(before[key], after[key]) for key in before)
+        assert averager.stats().steps == 1
+
+    simulate(3, on_rank)
+
+
+class Broken(TopK):
+    """Fails in its third step for vectors of float64."""
+
+    def begin(self, gradient: Tensor, *rest: Any, **more: Any) -> Any:
+        if self.steps == 2 and gradient.dtype == torch.float64:
+            raise LookupError("a scheme's mistake")
+        return super().begin(gradient, *rest, **more)
+
+
+def test_a_step_that_fails_keeps_all_memory_as_it_was() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, Broken(0.05), group=comm)
+        for step in range(2):
+            averager.average(gradients_of(comm.rank, step))
+        before = averager.state_dict()
+        with pytest.raises((LookupError, CommunicationError), match="a scheme's mistake"):
+            averager.average(gradients_of(comm.rank, 2))
+        after = averager.state_dict()
+        assert all(same_bits(before[key], after[key]) for key in before)
+
+    simulate(2, on_rank)
+
+
+@schemes
+def test_training_goes_on_from_a_state_as_if_not_interrupted(make: Callable[[], Scheme]) -> None:
+    def on_rank(comm: Communicator) -> None:
+        first = Averager(TENSORS, make(), group=comm)
+        for step in range(2):
+            first.average(gradients_of(comm.rank, step))
+        second = Averager(TENSORS, make(), group=comm)
+        second.load_state_dict(first.state_dict())
+        for step in range(2, 4):
+            expected = first.average(gradients_of(comm.rank, step))
+            updates = second.average(gradients_of(comm.rank, step))
+            assert all(same_bits(updates[name], expected[name]) for name in TENSORS)
+
+    simulate(4, on_rank, ranks_per_node=2)
+
+
+def test_zeros_are_withheld_where_that_is_asked_for() -> None:
+    """A rank that did not use a tensor keeps what it owes of it."""
+
+    def on_rank(comm: Communicator) -> bool:
+        averager = Averager(TENSORS, TopK(0.05), group=comm, withhold_zeros=True)
+        averager.average(gradients_of(comm.rank, 0))
+        before = owed_by(averager, comm.rank)["first"]
+        gradients = gradients_of(comm.rank, 1)
+        if comm.rank == 1:
+            gradients["first"].zero_()
+        averager.average(gradients)
+        return torch.equal(owed_by(averager, comm.rank)["first"], before)
+
+    assert simulate(2, on_rank).results == [False, True]
+
+
+def test_stats_tell_what_was_sent() -> None:
+    def on_rank(comm: Communicator) -> tuple[Any, int]:
+        averager = Averager({"first": TENSORS["first"]}, TopK(0.05), group=comm)
+        before = comm.traffic.bytes_sent
+        averager.average({"first": gradients_of(comm.rank, 0)["first"]})
+        return averager.stats(), comm.traffic.bytes_sent - before
+
+    for stats, sent in simulate(2, on_rank).results:
+        assert (stats.steps, stats.bytes_sent, stats.density_before) == (1, sent, 0.05)
+        assert 0.05 <= stats.density_after <= 0.1
+
+
+def test_training_knows_no_wrapper() -> None:
+    folder = Path(sparcel.training.__file__).parent
+    texts = {path.name: path.read_text() for path in folder.glob("*.py")}
+    assert texts
+    assert not [name for name, text in texts.items() if "nn.parallel" in text or "Bucket" in text]

@@ -1,0 +1,96 @@
+"""What an averager refuses, and how it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.schemes import Dense, TopK
+from sparcel.training import Averager
+from tests.training.tensors import TENSORS, Named, gradients_of
+
+
+def changed(name: str, gradient: Tensor) -> Named:
+    return gradients_of(0, 0) | {name: gradient}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "said"),
+    [
+        ({"first": torch.zeros(40, 30)}, r"missing \['bias', 'second', 'third'\], unknown \[\]"),
+        (changed("fourth", torch.zeros(2)), r"missing \[\], unknown \['fourth'\]"),
+        (changed("bias", torch.zeros(41)), r"'bias' must be .* of shape \(40,\) .* \(41,\)"),
+        (
+            changed("bias", torch.zeros(40).half()),
+            r"'bias' must be .*float32 .* got dense .*float16",
+        ),
+        (
+            changed("bias", torch.zeros(40).to_sparse()),
+            r"got sparse .*; name sparse gradients in rows",
+        ),
+    ],
+    ids=["missing", "unknown", "shape", "dtype", "sparse"],
+)
+def test_gradients_that_do_not_fit_are_named(gradients: Named, said: str) -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, TopK(), group=comm)
+        with pytest.raises(InputError, match=said):
+            averager.average(gradients)
+        averager.average(gradients_of(0, 0))
+
+    simulate(1, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("vector", "places", "said"),
+    [
+        (torch.zeros(40, 30), {"first": (0, 1200)}, r"one-dimensional .* shape \(40, 30\)"),
+        (torch.zeros(80)[::2], {"bias": (0, 40)}, r"contiguous, .* strides \(2,\)"),
+        (torch.zeros(40), {"bia": (0, 40)}, "not made for a tensor named 'bia'"),
+        (torch.zeros(90), {"bias": (0, 50)}, r"'bias' has 40 .* \[0, 50\) of a vector of 90"),
+        (torch.zeros(90), {"bias": (60, 100)}, r"do not fit in \[60, 100\)"),
+    ],
+    ids=["shape", "strides", "name", "length", "end"],
+)
+def test_places_that_do_not_fit_are_named(vector: Tensor, places: Any, said: str) -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, TopK(), group=comm)
+        with pytest.raises(InputError, match=said):
+            averager.queue(vector, places)
+
+    simulate(1, on_rank)
+
+
+def test_what_cannot_be_averaged_is_refused() -> None:
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(InputError, match="one device, got no tensors"):
+            Averager({}, TopK(), group=comm)
+        with pytest.raises(InputError, match=r"one device, got .*cpu.*meta"):
+            Averager(TENSORS | {"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
+        with pytest.raises(InputError, match="on meta, the group communicates from cpu"):
+            Averager({"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
+        with pytest.raises(InputError, match="densities are for schemes that select"):
+            Averager(TENSORS, Dense(), group=comm, densities={"first": 0.1})
+        averager = Averager(TENSORS, TopK(), group=comm)
+        with pytest.raises(InputError, match=r"call queue\(\) before finish\(\)"):
+            averager.finish()
+        averager.close()
+        with pytest.raises(CommunicationError, match="the averager was closed"):
+            averager.average(gradients_of(comm.rank, 0))
+        comm.gather_numbers(1)  # the group stays open
+
+    simulate(1, on_rank)
+
+
+def test_ranks_that_average_different_things_are_told() -> None:
+    def on_rank(comm: Communicator) -> None:
+        Averager(TENSORS, TopK(0.1 if comm.rank == 1 else 0.2), group=comm)
+
+    with pytest.raises(MismatchError, match="average something else than rank"):
+        simulate(3, on_rank)
