@@ -6,16 +6,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from sparcel import patterns
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import InputError, MismatchError
 from sparcel.ops import SUM, Op
+from sparcel.rates import Rates
 
 T = TypeVar("T")
 
@@ -44,7 +46,7 @@ class Communicator(ABC):
     timeout: float
     device: torch.device
     traffic: Traffic
-    rates: Any = None
+    rates: Rates | None = None
 
     @abstractmethod
     def exchange(
@@ -89,9 +91,9 @@ class Communicator(ABC):
         This takes one round. ``at_most`` bounds the bytes of each message and is equal on all
         ranks. Otherwise as `exchange`.
         """
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        rounds = patterns.rotation(self.rank, self.size)
         messages = self.exchange(
-            dict.fromkeys(others, message), dict.fromkeys(others[::-1], at_most)
+            {to: message for to, *_ in rounds}, {source: at_most for _, source, *_ in rounds}
         )
         messages[self.rank] = message
         return [messages[rank] for rank in range(self.size)]
@@ -128,9 +130,8 @@ class Communicator(ABC):
     def gather_numbers(self, number: int) -> list[int]:
         """Return the number (64-bit) that each rank gave, by rank, after ⌈log₂P⌉ rounds."""
         held = torch.tensor([number], device=self.device)  # of this rank and those that follow it
-        while (distance := held.numel()) < self.size:
-            below, above = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            leaving = held[: self.size - distance].view(torch.uint8)
+        for below, above, _, count in patterns.bruck(self.rank, self.size):
+            leaving = held[:count].view(torch.uint8)
             arrived = self.exchange({below: leaving}, {above: leaving.numel()})[above]
             held = torch.cat((held, arrived.view(torch.int64)))
         return held.roll(self.rank).tolist()

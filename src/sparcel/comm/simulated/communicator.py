@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
+from sparcel import patterns
 from sparcel.comm.communicator import Communicator
 from sparcel.comm.jobs import Job
 from sparcel.comm.simulated.cluster import Cluster, Mailbox
@@ -69,10 +70,10 @@ class SimulatedCommunicator(Communicator):
 
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """Reduce by the ring algorithm: reduce-scatter, then all-gather, of P chunks."""
-        cuts = [rank * tensor.numel() // self.size for rank in range(self.size + 1)]
+        cuts = patterns.regions(tensor.numel(), self.size)
         chunks = [tensor.view(-1)[lo:hi] for lo, hi in pairwise(cuts)]
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        for step in range(2 * (self.size - 1)):
+        around = patterns.ring(self.rank, self.size)
+        for step, (after, before, *_) in enumerate([*around, *around]):
             leaving = chunks[(self.rank - step) % self.size]
             arriving = chunks[(self.rank - step - 1) % self.size]
             message = self.exchange(
