@@ -2,6 +2,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Two processes, for two cores; tests/conftest.py orders the tests for this.
+IN_PARALLEL := -n 2 --dist worksteal
 # Without the version check pip would tell of its own updates in the middle of the output.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints-dev.txt
@@ -19,10 +21,10 @@ demo: $(VENV)/built ## train on an emulated 1 Gbit/s network, dense and sparse (
 	$(BIN)/sparcel demo $(ARGS)
 
 test: $(VENV)/built ## the whole test suite (ARGS= is passed on to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 quick: $(VENV)/built ## the tests without the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
 
 check: lint types ## what CI checks besides the tests: ruff, clang-format, mypy --strict
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.mpi_pool import MpiPool
@@ -19,6 +20,41 @@ settings.load_profile("sparcel")
 # A shell without job control has its background processes ignore SIGINT, and they pass that on to
 # the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# `make test` runs a process on each core; tests of threads say how many they want.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests for the two processes of `make test`.
+
+    pytest-xdist gives each process one half of the list; a process that has finished takes over
+    tests from the end of the other half (``--dist worksteal``). So each half begins with the tests
+    of one engine, and an engine's pool starts in one process only. These tests run by world size,
+    because a pool forms a world anew whenever the size changes. Slow tests follow, so that both
+    processes finish at about the same time.
+    """
+    by_engine: dict[str, list[pytest.Item]] = {"gloo": [], "mpi": [], "": []}
+    for item in items:
+        by_engine[engine_of(item)].append(item)
+    gloo, mpi, rest = by_engine.values()
+    for tests in (gloo, mpi):
+        tests.sort(key=lambda item: _parameters(item).get("world_size", 0))
+    rest.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    middle = max(len(items) // 2 - len(gloo), 0)
+    items[:] = [*gloo, *rest[:middle], *mpi, *rest[middle:]]
+
+
+def engine_of(item: pytest.Item) -> str:
+    """Return the engine that a test's fixtures or parameters name, or an empty string."""
+    asked = {*getattr(item, "fixturenames", ()), *map(str, _parameters(item).values())}
+    if asked & {"mpi", "run_on_mpi"}:
+        return "mpi"
+    return "gloo" if asked & {"gloo", "run_on_gloo"} else ""
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@
 ``run_on(world_size, function, *args)`` calls ``function(comm, *args)`` on ranks 0 … P−1 and
 returns the results by rank. ``comm`` is the communicator of a default process group of exactly P
 ranks, so that ``group=None`` and DDP work as well. When ranks raise, it raises the first exception
-that was no mere consequence of another rank's, with the worker's traceback as a note, and the
-ranks meet afresh for the next call. A world is kept while calls ask for the same P.
+that was no mere consequence of another rank's, with the worker's traceback as a note. A world is
+kept while calls ask for the same P and its communicator works; `tests/conftest.py` runs the tests
+of one P after one another.
 
 Arguments and results are pickled. A pool that does not answer within `PATIENCE_SECONDS` prints
 the stacks of its workers, is killed, fails the test and starts anew.
@@ -34,15 +35,17 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -53,12 +56,17 @@ WORLD_SIZES = (2, 3, 4, 8)
 PATIENCE_SECONDS = 240.0
 """Longer than anything takes on a busy machine: it turns a deadlock into a failure."""
 
+ENGINES = ("gloo", "mpi")
+
 _GRACE_SECONDS = 20.0
 """How long the other ranks have to end after one raised."""
 
-# Processes forked from one that has imported torch and done nothing else start in no time.
+# Processes start in no time when they are forked from one that has imported what they need, and has
+# done nothing else. DDP imports torch._dynamo, which takes longer than all of torch.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch.distributed", "sparcel"])
+_processes.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "sparcel", "pytest", "hypothesis.strategies"]
+)
 
 
 @dataclass
@@ -95,7 +103,7 @@ class Pool:
 
     def run_on(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what ``function(comm, *args)`` returns on each of ``world_size`` ranks."""
-        if self._world is None or self._world.size != world_size:
+        if self._world is None or self._world.size != world_size or self._is_dead():
             self.form(world_size, timeout=60.0)
         outcomes = self.call(_run, function, args, grace=_GRACE_SECONDS)
         if any(outcome.error is not None or outcome.died is not None for outcome in outcomes):
@@ -161,6 +169,9 @@ class Pool:
             worker.kill(show_stacks)
         self._workers, self._world = [], None
 
+    def _is_dead(self) -> bool:
+        return any(outcome.result for outcome in self.call(_is_dead))
+
     def _leave(self) -> None:
         if self._world is None:
             return
@@ -177,6 +188,20 @@ class Pool:
             raise RuntimeError(f"workers ended (exit code by rank: {dead})")
         self._leave()
         _raise_first(outcomes)
+
+
+def on_engines_in_turn(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by every combination of the values, each over one of the engines.
+
+    The engines alternate like the colours of a chessboard, so every value of a parameter meets
+    both engines where there is another parameter. This is for properties that the simulated
+    cluster proves of each combination, and other tests of each engine.
+    """
+    rows = []
+    for places in product(*map(enumerate, parameters.values())):
+        engine = ENGINES[sum(number for number, _ in places) % len(ENGINES)]
+        rows.append((*(value for _, value in places), engine))
+    return pytest.mark.parametrize((*parameters, "run_on"), rows, indirect=["run_on"])
 
 
 def run_apart(
@@ -293,6 +318,15 @@ def _join(rank: int, world: World) -> None:
 
 def _run(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(joined[0], *args)
+
+
+def _is_dead(rank: int) -> bool:
+    """Tell whether the function before this one failed the communicator."""
+    try:
+        joined[0].run(lambda: None)
+    except CommunicationError:
+        return True
+    return False
 
 
 def _part(rank: int) -> None:

@@ -31,7 +31,7 @@ from tests.strategies import (
     make_stream,
     same_stream,
 )
-from tests.workers import WORLD_SIZES
+from tests.workers import WORLD_SIZES, on_engines_in_turn
 
 pytestmark = pytest.mark.processes
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -67,8 +67,7 @@ def reduce_cases(comm, name):
     ]
 
 
-@world_sizes
-@pytest.mark.parametrize("name", [*ALGORITHMS, "auto"])
+@on_engines_in_turn(name=[*ALGORITHMS, "auto"], world_size=WORLD_SIZES)
 def test_all_reduce_equals_the_dense_reference_on_every_rank(run_on, world_size, name):
     by_rank = run_on(world_size, reduce_cases, name)
     simulated = simulate(world_size, lambda comm: reduce_cases(comm, name)).results[0]
@@ -121,17 +120,6 @@ def test_the_counters_count_what_the_simulated_clusters_do(run_on, world_size):
     assert run_on(world_size, bytes_sent) == simulate(world_size, bytes_sent).results
 
 
-def nothing(comm):
-    """Do nothing."""
-
-
-@pytest.fixture
-def new_world_after(run_on):
-    """Let the ranks of the next test meet anew, since the world of this one will be dead."""
-    yield
-    run_on(2, nothing)
-
-
 def disagree(comm, name):
     size = 41 if comm.rank == 1 else 40
     try:
@@ -141,8 +129,7 @@ def disagree(comm, name):
     return None
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.usefixtures("new_world_after")
+@on_engines_in_turn(name=ALGORITHMS)
 def test_ranks_that_disagree_are_named_on_every_rank(run_on, name):
     errors = run_on(3, disagree, name)
     assert all(errors)
@@ -167,8 +154,7 @@ def fail_in_the_middle(comm, name):
             vars(comm).pop(name, None)
 
 
-@pytest.mark.usefixtures("new_world_after")
-@pytest.mark.parametrize("name", ALGORITHMS)
+@on_engines_in_turn(name=ALGORITHMS)
 def test_a_rank_that_fails_in_the_middle_tells_the_others(run_on, name):
     results = run_on(4, fail_in_the_middle, name)
     assert isinstance(results[-1], OSError)
@@ -181,7 +167,6 @@ def reduce_by_circle(comm):
     return all_reduce(make_stream([1, 3], 0, 40), Wire(comm), CIRCLE, "dense")
 
 
-@pytest.mark.usefixtures("new_world_after")
 def test_an_operation_that_the_engine_does_not_know_is_refused(run_on):
     with pytest.raises(InputError, match="algorithm='recursive_doubling' takes any operation"):
         run_on(2, reduce_by_circle)

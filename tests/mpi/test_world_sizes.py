@@ -1,4 +1,6 @@
-"""All algorithms on the world sizes that the suite for all engines leaves out."""
+"""All algorithms, and the world sizes that the suite for all engines leaves out, one with each."""
+
+from itertools import cycle
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from tests.strategies import dense_reference, full
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("world_size", [1, 5, 6, 7])
-@pytest.mark.parametrize("name", [*ALGORITHMS, "auto"])
+@pytest.mark.parametrize(
+    ("name", "world_size"), list(zip([*ALGORITHMS, "auto"], cycle([1, 5, 6, 7])))
+)
 def test_all_reduce_equals_the_dense_reference(run_on_mpi, world_size, name):
     cases = [case for case in all_cases(world_size, name) for _ in range(2)]
     for case, *results in zip(cases, *run_on_mpi(world_size, reduce_cases, name), strict=True):

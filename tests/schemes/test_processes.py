@@ -29,10 +29,9 @@ from tests.schemes.steps import (
     total,
 )
 from tests.strategies import same_bits
-from tests.workers import WORLD_SIZES, run_apart
+from tests.workers import on_engines_in_turn, run_apart
 
 pytestmark = pytest.mark.processes
-schemes = pytest.mark.parametrize("name", SCHEMES)
 
 BETWEEN_NODES = ["hitopk", "torus2d", "gtopk between nodes", "scalecom between nodes"]
 
@@ -60,8 +59,7 @@ def several_steps(comm, name, gradient):
     return outcomes
 
 
-@schemes
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_engines_in_turn(name=SCHEMES, world_size=[2, 3, 4])
 def test_steps_give_what_the_simulated_cluster_gives(run_on, world_size, name):
     for gradient in (integers, normal):
         by_rank = run_on(world_size, several_steps, name, gradient)
@@ -102,17 +100,6 @@ def test_all_that_travels_between_nodes_and_inside_them_is_counted(run_on, name)
     assert all(steps[1]["bytes_sent"] > 0 for steps in real)
 
 
-@pytest.fixture
-def new_world_after(run_on):
-    """Let the ranks of the next test meet anew, since the world of this one will be dead."""
-    yield
-    run_on(2, nothing)
-
-
-def nothing(comm):
-    """Do nothing."""
-
-
 def mismatched(comm, name, longer):
     """Return what each rank met when some had another size, and the memory it was left with."""
     scheme = SCHEMES[name]()
@@ -124,17 +111,14 @@ def mismatched(comm, name, longer):
     return None
 
 
-@pytest.mark.usefixtures("new_world_after")
-@schemes
+@on_engines_in_turn(name=SCHEMES)
 def test_gradients_that_differ_in_size_are_named_on_every_rank(run_on, name):
     for error, memory in run_on(3, mismatched, name, [1]):
         assert "sent rank" in str(error) or "bytes" in str(error)
         assert memory is None
 
 
-@pytest.mark.usefixtures("new_world_after")
-@pytest.mark.parametrize("name", BETWEEN_NODES)
-@pytest.mark.parametrize("longer", [[2], [2, 3]], ids=["a rank", "a node"])
+@on_engines_in_turn(name=BETWEEN_NODES, longer=[[2], [2, 3]])  # a rank, and a node
 def test_nodes_whose_gradients_differ_in_size_are_named_on_every_rank(run_on, name, longer):
     for error, memory in run_on(4, mismatched, name, longer):
         assert "sent rank" in str(error) or "bytes" in str(error)
@@ -169,8 +153,7 @@ def fails_in_its_second_step(comm, name):
     return None
 
 
-@pytest.mark.usefixtures("new_world_after")
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "dense"])
+@on_engines_in_turn(name=[name for name in SCHEMES if name != "dense"])
 def test_a_rank_that_fails_in_a_step_fails_it_everywhere_with_memory_as_before(run_on, name):
     """(dense needs no exchange but the engine's after its first step.)"""
     for error, memory_stayed in run_on(4, fails_in_its_second_step, name):

@@ -117,17 +117,6 @@ def test_what_is_no_group_is_refused(run_on_mpi: Runner) -> None:
     assert "algorithm='recursive_doubling' takes any operation" in op
 
 
-def nothing(comm: Communicator) -> None:
-    """Do nothing."""
-
-
-@pytest.fixture
-def new_world_after(run_on_mpi: Runner) -> Any:
-    """Let the ranks of the next test meet anew, since the world of this one will be dead."""
-    yield
-    run_on_mpi(2, nothing)
-
-
 def too_long(comm: Communicator, nbytes: int) -> Exception | None:
     """Return what each rank met where rank 1 sent a byte too many."""
     peer = (comm.rank + 1) % comm.size
@@ -141,7 +130,6 @@ def too_long(comm: Communicator, nbytes: int) -> Exception | None:
     return None
 
 
-@pytest.mark.usefixtures("new_world_after")
 @pytest.mark.parametrize("nbytes", [100, 1 << 20])
 def test_a_message_beyond_its_bound_is_an_error_on_all_ranks(
     run_on_mpi: Runner, nbytes: int
