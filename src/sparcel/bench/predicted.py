@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sparcel import auto
@@ -14,9 +13,8 @@ from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import CLUSTERS, Case
 from sparcel.bench.results import Cell
 from sparcel.collectives import ALGORITHMS, OTHER_STEPS
-from sparcel.cost import Problem, Rates, predict
-from sparcel.cost.measure import measure
-from sparcel.errors import InputError, known
+from sparcel.cost import Problem, Rates, measure, predict, read_rates
+from sparcel.errors import known
 from sparcel.fill_in import expected_union
 from sparcel.schedule import Steps
 from sparcel.schemes import PREDICTED, engine_steps, steps_of
@@ -49,10 +47,7 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
         if source == NOW:
             rates[engine.name] = measure(engine.comm, engine.name)
         elif source is not None:
-            try:
-                rates[engine.name] = Rates.from_json(Path(source).read_text())
-            except OSError as error:
-                raise InputError(f"can't read rates: {error}") from error
+            rates[engine.name] = read_rates(source)
     return rates
 
 

@@ -90,7 +90,7 @@ def answer(
     """
     if context.invoked_subcommand is not None:
         return
-    from sparcel.cost import Rates, stated_rates
+    from sparcel.cost import read_rates, stated_rates
     from sparcel.plan import model_of
     from sparcel.plan.planner import plan as make
 
@@ -110,7 +110,7 @@ def answer(
         if found is None:
             return
     elif rates is not None:
-        found = Rates.from_json(rates.read_text())
+        found = read_rates(rates)
     else:
         found = stated_rates(
             bandwidth=units.bits_per_s(bandwidth) / 8,

@@ -5,7 +5,7 @@ that `measure` makes on the ranks of a communicator.
 """
 
 from sparcel.cost.defaults import default_rates, stated_rates
-from sparcel.cost.measure import measure
+from sparcel.cost.measure import measure, rates_for, read_rates
 from sparcel.cost.predict import Counts, Prediction, choose, count, predict, work_seconds
 from sparcel.rates import Curve, Rates
 from sparcel.schedule import Problem
@@ -21,6 +21,8 @@ __all__ = [
     "default_rates",
     "measure",
     "predict",
+    "rates_for",
+    "read_rates",
     "stated_rates",
     "work_seconds",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from os import PathLike
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -23,8 +25,8 @@ _ENTRIES = (16, 1 << 10, 16 << 10, 128 << 10, 1 << 20)
 _COORDINATES = (256, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
 
 _PASSES = 3
-"""Everything is timed so many times over, so that what disturbs the machine for a while disturbs
-a part of each point's samples alone."""
+"""Everything is timed this often, so that a short disturbance spoils only a part of each point's
+samples."""
 
 _AMOUNTS = {
     "coordinates": _COORDINATES,
@@ -47,7 +49,42 @@ _LOOP_SECONDS = 4e-3
 get in each other's way as they do in a step."""
 
 
-def measure(comm: Communicator, description: str = "") -> Rates:
+def rates_for(comm: Communicator, source: Rates | str | PathLike[str]) -> Rates:
+    """Return the rates that ``source`` means; all ranks call.
+
+    Parameters
+    ----------
+    source
+        Rates, which are returned; ``"measure"`` to measure them in one pass, some seconds; or the
+        path of a file that ``sparcel plan --measure --save`` wrote.
+
+    Raises
+    ------
+    InputError
+        When the file holds no rates; see `measure` for the rest.
+    """
+    if isinstance(source, Rates):
+        return source
+    if source == "measure":
+        return measure(comm, "measured at the start of the training", passes=1)
+    return read_rates(source)
+
+
+def read_rates(path: str | PathLike[str]) -> Rates:
+    """Read rates from a file that ``sparcel plan --measure --save`` wrote.
+
+    Raises
+    ------
+    InputError
+        When it cannot be read, or holds something else.
+    """
+    try:
+        return Rates.from_json(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"can't read rates: {error}") from error
+
+
+def measure(comm: Communicator, description: str = "", passes: int = _PASSES) -> Rates:
     """Time messages, the engine's all-reduce and the ranks' work; all ranks call.
 
     Takes ten to twenty seconds on eight ranks joined by 1 Gbit/s, and some 300 MB of memory.
@@ -56,6 +93,8 @@ def measure(comm: Communicator, description: str = "") -> Rates:
     ----------
     description
         What the rates are of, to be kept with them.
+    passes
+        How often everything is timed.
 
     Returns
     -------
@@ -80,12 +119,12 @@ def measure(comm: Communicator, description: str = "") -> Rates:
         for name, amounts, make, loop_seconds in _everything(comm, here)
         for amount in amounts
     ]
-    for _ in range(_PASSES):
+    for _ in range(passes):
         for _, group in groupby(points, key=lambda point: point.name):
             _sample(comm, list(group))
     alone = _Point("alone", _CROWD, _alone(comm), 3 * _LOOP_SECONDS)
     together = _Point("together", _CROWD, trials.work(comm.size, 0)["merge"], 3 * _LOOP_SECONDS)
-    for _ in range(2 * _PASSES):
+    for _ in range(2 * passes):
         _sample(comm, [together, alone])
     curves = {
         name: Curve(tuple((float(point.amount), point.seconds) for point in group if point.samples))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparcel.comm import Group, resolve
 from sparcel.ddp.hook import Hook
 from sparcel.errors import InputError
+from sparcel.rates import Rates
 from sparcel.schemes import Scheme, scheme
 from sparcel.training import Averager, Handle, Policy, stays_dense
 
@@ -25,6 +27,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     policy: Policy = stays_dense,
     densities: Mapping[str, float] | None = None,
+    rates: Rates | str | PathLike[str] | None = None,
     **settings: Any,
 ) -> Handle:
     """Let a scheme exchange the model's gradients from now on; all ranks call.
@@ -49,6 +52,8 @@ def attach(
     densities
         Densities of single parameters, by pattern of their name, the first that fits:
         ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense.
+    rates
+        What the cluster is good for, which ``"auto"`` chooses by: see `sparcel.training.Averager`.
     settings
         Settings of a scheme that is given by name: ``density=0.01``.
 
@@ -97,6 +102,7 @@ def attach(
         scaler=scaler,
         policy=policy,
         densities=densities,
+        rates=rates,
         rows=_parameters_with_rows(model.module),
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
+from os import PathLike
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparcel import cost
 from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
+from sparcel.rates import Rates
 from sparcel.schemes import Request, Scheme, connect_nodes
-from sparcel.training.checks import check_alike, check_device, check_gradients, check_places
+from sparcel.training.checks import (
+    check_alike,
+    check_device,
+    check_gradients,
+    check_places,
+    check_rates,
+)
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, stays_dense, treat
 from sparcel.training.residuals import Piece, Residuals
@@ -48,6 +57,11 @@ class Averager(Handle):
     rows
         Names of the tensors whose gradients are sparse (COO, as embeddings make them). Their rows
         are averaged as they are.
+    rates
+        What the cluster is good for, which ``"auto"`` chooses by: `Rates`, ``"measure"`` to measure
+        them now, in some seconds, or the path of a file from ``sparcel plan --measure --save``.
+        None leaves those of ``group``; if it has none, 1 Gbit/s and 100 µs are assumed. `stats`
+        says what the choices rest on.
     withhold_zeros
         Whether a tensor whose gradient is all zero on this rank is neither sent nor forgotten by
         this rank: for drivers that throw away the updates of unused parameters.
@@ -55,10 +69,10 @@ class Averager(Handle):
     Raises
     ------
     InputError
-        For densities that fit no tensor, tensors on another device than the group's, or nodes
-        with different numbers of ranks.
+        For densities that fit no tensor, tensors on another device than the group's, nodes with
+        different numbers of ranks, or a file without rates.
     MismatchError
-        When the ranks' schemes, settings, policies, densities or tensors differ.
+        When the ranks' schemes, settings, policies, densities, rates or tensors differ.
 
     Notes
     -----
@@ -78,6 +92,7 @@ class Averager(Handle):
         policy: Policy = stays_dense,
         densities: Mapping[str, float] | None = None,
         rows: Collection[str] = (),
+        rates: Rates | str | PathLike[str] | None = None,
         withhold_zeros: bool = False,
     ) -> None:
         template = scheme.fresh()
@@ -86,6 +101,9 @@ class Averager(Handle):
         try:
             self._device = check_device(tensors, comm)
             check_alike(comm, template, scaler is not None, treatment)
+            if rates is not None:
+                comm.rates = cost.rates_for(comm, rates)
+                check_rates(comm)
             comm.run(lambda: connect_nodes(template, comm))
         except Exception:
             if owned is not None:

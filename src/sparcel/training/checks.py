@@ -49,16 +49,29 @@ def check_alike(comm: Communicator, scheme: Scheme, scaled: bool, treatment: Tre
         for name, tensor in treatment.tensors.items()
     ]
     facts = repr((scheme, scaled, layout, sorted(treatment.densities.items())))
-    digest = hashlib.blake2b(facts.encode(), digest_size=7).digest()
-    digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
-    others = [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
-    if others:
+    if others := _ranks_with_other(facts, comm):
         raise MismatchError(
             f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"
             f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small; give every"
             " rank the same scheme, settings, policy, densities and tensors, and a scaler to all or"
             " to none"
         )
+
+
+def check_rates(comm: Communicator) -> None:
+    """Raise `MismatchError` on all ranks unless their communicators have the same rates."""
+    assert comm.rates is not None, "they were given"
+    if others := _ranks_with_other(comm.rates.to_json(), comm):
+        raise MismatchError(
+            f"ranks {others} have other rates than rank {comm.rank}; give all ranks the same file"
+        )
+
+
+def _ranks_with_other(facts: str, comm: Communicator) -> list[int]:
+    """Return the ranks whose facts differ from this rank's; all ranks call."""
+    digest = hashlib.blake2b(facts.encode(), digest_size=7).digest()
+    digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
+    return [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
 
 
 def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatment) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.cost import default_rates
 from sparcel.schemes import Meter
 from sparcel.training import checkpoint
 from sparcel.training.policy import Treatment
@@ -22,6 +23,7 @@ class Stats:
     ``density_after`` the share that the updates had; both of the tensors that are made sparse.
     ``steps`` counts the steps that took effect, those before a checkpoint included.
     ``communicate_seconds`` includes waiting for slower ranks; it may overlap with computation.
+    ``rates`` says what ``"auto"`` takes the cluster to be good for: measured, read or assumed.
     """
 
     steps: int
@@ -32,6 +34,7 @@ class Stats:
     density_after: float
     select_seconds: float
     communicate_seconds: float
+    rates: str
 
 
 class Handle:
@@ -82,6 +85,7 @@ class Handle:
             density_after=meter.reduced / coordinates,
             select_seconds=meter.select_seconds,
             communicate_seconds=meter.communicate_seconds,
+            rates=(self._comm.rates or default_rates()).description,
         )
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:

@@ -1,0 +1,69 @@
+"""What `auto` takes the cluster to be good for is given, measured or assumed, and said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparcel import scheme, simulate
+from sparcel.comm import Communicator
+from sparcel.cost import default_rates, stated_rates
+from sparcel.errors import InputError, MismatchError
+from sparcel.training import Averager
+
+TENSORS = {"weight": torch.zeros(200, 100)}
+FAST = stated_rates(bandwidth=1e12, latency_s=1e-7, ranks=3, description="a very fast network")
+SLOW = stated_rates(bandwidth=1e5, latency_s=1e-7, ranks=3, description="a very slow network")
+
+
+def train(comm: Communicator, rates: Any) -> tuple[str, dict[str, str]]:
+    averager = Averager(TENSORS, scheme("auto"), group=comm, rates=rates)
+    averager.average({"weight": torch.randn(200, 100)})
+    return averager.stats().rates, averager.chosen
+
+
+def test_without_rates_the_assumption_is_said() -> None:
+    said, _ = simulate(3, lambda comm: train(comm, None)).results[0]
+    assert said == default_rates().description
+    assert "assumed" in said
+
+
+def test_given_rates_decide_from_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(SLOW.to_json())
+    for given in (path, str(path), SLOW):
+        said, chosen = simulate(3, lambda comm, given=given: train(comm, given)).results[0]
+        assert said == "a very slow network"
+        assert chosen["weight"] != "dense"
+    said, chosen = simulate(3, lambda comm: train(comm, FAST)).results[0]
+    assert (said, chosen) == ("a very fast network", {"weight": "dense"})
+
+
+def test_ranks_with_other_rates_are_refused() -> None:
+    with pytest.raises(MismatchError, match=r"ranks \[1\] have other rates than rank 0"):
+        simulate(2, lambda comm: train(comm, FAST if comm.rank else SLOW))
+
+
+def test_a_file_without_rates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="can't read rates"):
+        simulate(2, lambda comm: train(comm, tmp_path / "nothing"))
+    (tmp_path / "other").write_text("{}")
+    with pytest.raises(InputError, match="not rates as"):
+        simulate(2, lambda comm: train(comm, tmp_path / "other"))
+
+
+def measured(comm: Communicator) -> tuple[str, str]:
+    averager = Averager(TENSORS, scheme("auto"), group=comm, rates="measure")
+    assert comm.rates is not None and comm.rates.measured
+    return averager.stats().rates, comm.rates.to_json()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_measured_rates_are_the_same_on_all_ranks(run_on: Any) -> None:
+    (said, rates), other = run_on(2, measured)
+    assert "measured" in said
+    assert other == (said, rates)
