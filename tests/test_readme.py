@@ -56,6 +56,14 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+def test_diffs_of_contributing_are_in_the_code() -> None:
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert len(diffs) == 3
+    for part in re.split(r"^--- ", "".join(diffs), flags=re.MULTILINE)[1:]:
+        file, *lines = part.splitlines()
+        assert {line[1:] for line in lines} <= set((ROOT / file).read_text().splitlines())
+
+
 @page_by_page
 def test_make_targets_exist(page: Path) -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))

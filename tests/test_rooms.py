@@ -3,11 +3,13 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "sparcel"
-MAP = re.search(r"## Rooms.*?```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)
+DESIGN = (ROOT / "docs/design.md").read_text()
+MAP = re.search(r"## Rooms.*?```\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
@@ -97,3 +99,18 @@ def test_others_import_the_packages_of_comm_and_not_their_modules() -> None:
             assert not inner or (len(inner) == 1 and inner[0] in SUB_ROOMS), (
                 f"{file} imports {'.'.join(target)}"
             )
+
+
+def test_the_way_of_a_gradient_is_as_drawn() -> None:
+    drawing = re.search(r"### The way of a gradient.*?```\n(.*?)```", DESIGN, re.DOTALL)
+    assert drawing is not None
+    known: dict[str, set[str]] = {}
+    for file, _, target in imports():
+        known.setdefault(file, set()).add("/".join(target))
+    chains = [line.split(" > ") for line in drawing.group(1).splitlines()]
+    assert len({place for chain in chains for place in chain}) <= 10
+    for chain in chains:
+        for one, other in pairwise(chain):
+            # A class that is called may be imported by its caller, or import the class it extends.
+            pairs = ((one, other), (other, one))
+            assert any(known[f"{a}.py"] & {b, b.rpartition("/")[0]} - {""} for a, b in pairs)
