@@ -30,7 +30,7 @@ samples."""
 
 _AMOUNTS = {
     "coordinates": _COORDINATES,
-    "bytes": tuple(8 * entries for entries in _ENTRIES),
+    "bytes": (128, 8 << 10, 128 << 10, 1 << 20, 8 << 20),
     "operations": (1, 100),
 }
 """By the unit of the work; all other is measured in entries."""

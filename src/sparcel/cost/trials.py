@@ -83,13 +83,20 @@ def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
         "scatter": lambda entries: _scatter(entries, seed),
         "fill": lambda size: _in_place(size, lambda vector: vector.zero_()),
         "add": lambda size: _in_place(size, lambda vector: vector.sub_(1.0)),
-        "encode": lambda nbytes: of_stream(COO.encode)(nbytes // 8),
+        "encode": lambda nbytes: of_stream(COO.encode)(_entries_in(nbytes)),
         "decode": lambda entries: _decode(entries, seed),
         "without": of_stream(lambda stream: stream.without(stream)),
         "histogram": of_stream(
             lambda stream: kernels.magnitude_histogram(stream.values, 20, 1 << 11, None)
         ),
     }
+
+
+def _entries_in(nbytes: int) -> int:
+    """Return how many float32 entries take so many bytes of a message."""
+    many, size = 1 << 16, 1 << 24
+    each = (COO.max_bytes(many, size, 4) - COO.max_bytes(0, size, 4)) / many
+    return round(nbytes / each)
 
 
 def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
@@ -140,12 +147,10 @@ def _broadcast(comm: Communicator, nbytes: int, here: int) -> Trial:
 def _to_all(comm: Communicator, nbytes: int, members: range) -> Trial:
     message = torch.zeros(nbytes, dtype=torch.uint8)
     place, count = comm.rank - members.start, len(members)
-    others = [members[(place + step) % count] for step in range(1, count)]
-
-    def run() -> None:
-        comm.exchange(dict.fromkeys(others, message), dict.fromkeys(reversed(others), nbytes))
-
-    return Trial(run, max(1, len(others)))
+    rounds = patterns.rotation(place, count)
+    sends = {members[to]: message for to, *_ in rounds}
+    receives = {members[source]: nbytes for _, source, *_ in rounds}
+    return Trial(lambda: comm.exchange(sends, receives), max(1, len(rounds)))
 
 
 def _gather(comm: Communicator, nbytes: int) -> Trial:
