@@ -67,11 +67,13 @@ def test_the_volume_is_bounded_in_every_step(ranks):
         check(layout, ranks, 30_000, 1_200, steps=STEPS if number % 3 == ranks % 3 else 1)
 
 
+ALL = ("uniform", "in one region", "in one region", "identical")  # the region moves
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [32, 64, 256])
-def test_the_volume_is_bounded_among_many_ranks(ranks):
+@pytest.mark.parametrize(("ranks", "layouts"), [(32, ALL), (64, ALL), (256, ALL[1:2])])
+def test_the_volume_is_bounded_among_many_ranks(ranks, layouts):
     size, k = 200_000, 2_000
-    layouts = ("uniform", "in one region", "in one region", "identical")  # the region moves
     steps = [
         streams_of(layout, "normal", ranks, size, k, seed=seed)
         for seed, layout in enumerate(layouts)

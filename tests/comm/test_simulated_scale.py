@@ -121,8 +121,8 @@ def test_runs_of_many_ranks_repeat_message_by_message(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
-def test_every_collective_works_on_hundreds_of_ranks(name):
-    world, size = 256, 10_000
+def test_every_collective_works_on_more_than_a_hundred_ranks(name):
+    world, size = 136, 10_000  # no power of two, and more than a signed byte counts
     case = case_of("random", world, size, count=100)
     results = simulate(world, reducing(name, case), ranks_per_node=8).results
     assert all(result == results[0] for result in results)
