@@ -68,7 +68,7 @@ def train(comm, true, steps, size, gradient=integers, **settings):
     return outcomes, scheme.owed
 
 
-@pytest.mark.parametrize("world", range(1, 18))
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 17])
 @given(predicted=seconds, true=seconds)
 @settings(max_examples=3)
 def test_all_ranks_choose_alike_and_lose_nothing(world, predicted, true):
