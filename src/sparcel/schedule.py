@@ -17,7 +17,7 @@ from sparcel.errors import InputError
 from sparcel.fill_in import expected_union
 from sparcel.formats import COO, Format
 
-Union: TypeAlias = Callable[[Sequence[int], int, int], float]
+UnionSize: TypeAlias = Callable[[Sequence[int], int, int], float]
 """``(ranks, start, stop)`` -> how many coordinates in ``[start, stop)`` some of the ranks sends."""
 
 
@@ -57,7 +57,7 @@ class Problem:
     clusters: int = 0
     format: Format = COO
     rank: int = 0
-    union: Union | None = None
+    union: UnionSize | None = None
 
     def __post_init__(self) -> None:
         for name in ("size", "k", "ranks", "ranks_per_node", "itemsize"):

@@ -24,7 +24,7 @@ from sparcel.collectives._counts import Counted
 from sparcel.collectives.oktopk import Course, by_regions_steps, topk_by_regions
 from sparcel.cost import Counts, Problem, count, predict
 from sparcel.ops import SUM
-from sparcel.schedule import Exchange, Steps, Union
+from sparcel.schedule import Exchange, Steps, UnionSize
 from sparcel.wire import Wire
 
 oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function
@@ -68,7 +68,7 @@ def streams_at(indices: Sequence[torch.Tensor], size: int) -> list[SparseStream]
     ]
 
 
-def union_of(indices: Sequence[torch.Tensor], size: int) -> Union:
+def union_of(indices: Sequence[torch.Tensor], size: int) -> UnionSize:
     """Return how many of these indices there are, for a problem of which they are known."""
     stored = np.zeros((len(indices), size), bool)
     for rank, own in enumerate(indices):

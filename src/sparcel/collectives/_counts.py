@@ -20,7 +20,7 @@ from sparcel.collectives.recursive_doubling import steps as recursive_doubling_s
 from sparcel.comm import Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
-from sparcel.schedule import Exchange, Problem, Step, Union, Work
+from sparcel.schedule import Exchange, Problem, Step, UnionSize, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import DIRECT_RANKS, Wire, gather, gather_steps
 
@@ -145,7 +145,7 @@ class Counted:
 
     size: int
     occupied: Sequence[int]
-    union: Union
+    union: UnionSize
 
 
 def alike(size: int, nonzero: float, ranks: int) -> Counted:

@@ -26,7 +26,7 @@ from sparcel.training.checks import (
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, stays_dense, treat
 from sparcel.training.residuals import Piece, Residuals
-from sparcel.training.step import Step
+from sparcel.training.transaction import Transaction
 
 
 class Averager(Handle):
@@ -112,7 +112,7 @@ class Averager(Handle):
         super().__init__(comm, owned, Residuals(template), treatment)
         self._scaler = scaler if template.remembers else None
         self._withhold_zeros = withhold_zeros
-        self._step: Step | None = None
+        self._step: Transaction | None = None
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do a step: return the updates of all tensors, by name; all ranks call.
@@ -206,14 +206,14 @@ class Averager(Handle):
             self._residuals.steps += 1
         return step.rows
 
-    def _open(self) -> Step:
+    def _open(self) -> Transaction:
         """Return the step that is being queued."""
         if self.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Step(self._comm, self._meter, self._device)
+        self._step = self._step or Transaction(self._comm, self._meter, self._device)
         return self._step
 
-    def _exchange(self, step: Step, pieces: Sequence[Piece], vector: Tensor) -> None:
+    def _exchange(self, step: Transaction, pieces: Sequence[Piece], vector: Tensor) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait."""
         small = [piece for piece in pieces if piece.name in self._treatment.small]
         large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)

@@ -1,4 +1,4 @@
-"""One step: the exchanges that it has queued, and their common end."""
+"""One step as a transaction: the exchanges that it has queued, and their common end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEW = 1 << 16
 
 
 @dataclass(eq=False)
-class Step:
+class Transaction:
     """What one step has queued so far.
 
     Each vector is exchanged in a job of its own, in the order of queueing. The last job exchanges
