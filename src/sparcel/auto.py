@@ -47,25 +47,26 @@ def _choose(
 ) -> tuple[str, int | None]:
     """Name the algorithm that "auto" stands for, from what all ranks know alike.
 
-    Returns it with the most entries that a rank has, which the ranks tell each other for it.
+    Returns the name, and the most entries that any rank has. The ranks tell each other their counts
+    if ``max_nnz`` is None.
     """
     if wire.size <= 2 or stream.size == 0:
         # With two ranks, nothing is faster than that each sends its stream to the other.
         return "recursive_doubling", max_nnz
     if max_nnz is None:
-        # ⌈log₂P⌉ rounds of 8 bytes; what is sent in vain without knowing costs more.
+        # This takes ⌈log₂P⌉ rounds of 8 bytes; a wrong choice costs more.
         max_nnz = max(wire.comm.gather_numbers(stream.nnz))
     k = min(_rounded(max(1, max_nnz)), stream.size)
     value_bytes = max(1, stream.value_bytes)
     by_engine = op.name is not None
     rates = wire.comm.rates
-    return _remembered(
+    return _fastest_for(
         stream.size, k, wire.size, value_bytes, by_engine, wire.format, rates
     ), max_nnz
 
 
 @lru_cache(maxsize=4096)
-def _remembered(
+def _fastest_for(
     size: int,
     k: int,
     ranks: int,
@@ -74,7 +75,7 @@ def _remembered(
     format: Format,
     rates: Rates | None,
 ) -> str:
-    """Name the fastest algorithm, remembered: a prediction takes longer than a small sum."""
+    """Name the fastest algorithm; cached, because a prediction takes longer than a small sum."""
     rates = rates or cost.default_rates()
     here = min(ranks, rates.ranks_per_node)
     problem = Problem(size, k, ranks, here, value_bytes, format=format)

@@ -37,8 +37,8 @@ class Level(NamedTuple):
 class Fold(NamedTuple):
     """How the ranks beyond the largest power of two take part through one of the others.
 
-    ``powers`` is that power of two, Q. Rank r < P−Q stands for rank r + Q as well. ``partner`` is
-    the rank's partner in this, None for ranks without one.
+    ``powers`` is Q, the largest power of two up to P. Rank r < P−Q also stands for rank r + Q;
+    these two are partners. ``partner`` is None for a rank without one.
     """
 
     powers: int
@@ -48,8 +48,8 @@ class Fold(NamedTuple):
 def bruck(rank: int, ranks: int) -> list[Round]:
     """Gather every rank's block on every rank in ⌈log₂P⌉ rounds.
 
-    Before round t a rank holds the blocks of the 2^t ranks from itself upwards. It sends as many of
-    them as are missing there, ``blocks``, to the rank 2^t below.
+    Before round t a rank holds the blocks of 2^t ranks: its own and those of the ranks above it. It
+    sends the first ``blocks`` of them to the rank 2^t below.
 
     Source: Bruck et al. 1997, the concatenation algorithm.
     """

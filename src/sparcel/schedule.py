@@ -81,20 +81,20 @@ class Problem:
         return patterns.regions(self.size, self.ranks)
 
     def entries(self, ranks: Sequence[int], start: int = 0, stop: int | None = None) -> float:
-        """Return the coordinates in ``[start, stop)`` that the sum of these ranks' streams has."""
+        """Return how many coordinates in ``[start, stop)`` the sum of these ranks' streams has."""
         stop = self.size if stop is None else stop
         if self.union is not None:
             return self.union(ranks, start, stop)
         return self.expected(len(ranks)) * self._share(start, stop)
 
     def stored(self, ranks: Sequence[int], start: int, stop: int) -> float:
-        """Return the same, counting all of ``[start, stop)`` where a rank's stream is dense."""
+        """Return `entries`, or all of ``[start, stop)`` if one of the ranks' streams is dense."""
         counts = [self.k] if self.union is None else [self.entries([rank]) for rank in ranks]
         dense = any(self.is_dense(count) for count in counts)
         return stop - start if dense else self.entries(ranks, start, stop)
 
     def expected(self, streams: float) -> float:
-        """Return the coordinates that the sum of so many ranks' streams is expected to have."""
+        """Return how many coordinates the sum of this many ranks' streams is expected to have."""
         return expected_union(self.spread or self.size, self.k, streams)
 
     def message(self, nnz: float, size: int | None = None) -> float:
@@ -234,8 +234,8 @@ Step: TypeAlias = Exchange | EngineSum | Work
 
 Steps: TypeAlias = Callable[[Problem], Iterable[Step]]
 
-ROUND = 12
-"""Operations of a round beside those on its message: `Work` of the kind "small"."""
+ROUND_OPERATIONS = 12
+"""Small operations of a round, beside the work on its message: `Work` of the kind "small"."""
 
 
 def merge_two(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
 
 @dataclass(frozen=True)
 class Due:
-    """What a rank knows of a stream that will come.
+    """What a rank knows of a stream before it arrives.
 
     Attributes
     ----------
@@ -31,28 +32,32 @@ class Due:
         As of the stream.
     max_nnz
         The most entries that it can have; None where nothing bounds them.
-    sparse
-        Whether it may be sparse where dense would take fewer bytes.
+    stays_sparse
+        Whether the sender keeps it sparse even where the dense form takes fewer bytes.
     """
 
     size: int
     dtype: torch.dtype
     width: int | None
     max_nnz: int | None = None
-    sparse: bool = False
+    stays_sparse: bool = False
+
+    @classmethod
+    def like(
+        cls,
+        stream: SparseStream,
+        max_nnz: int | None = None,
+        size: int | None = None,
+        stays_sparse: bool = False,
+    ) -> Self:
+        """Expect a stream like ``stream``, of its size or of ``size``."""
+        size = stream.size if size is None else size
+        return cls(size, stream.dtype, stream.width, max_nnz, stays_sparse)
 
     @property
     def value_bytes(self) -> int:
         """Bytes of one coordinate's value, or of its row of values."""
         return self.dtype.itemsize * (1 if self.width is None else self.width)
-
-
-def due(
-    like: SparseStream, max_nnz: int | None = None, size: int | None = None, sparse: bool = False
-) -> Due:
-    """Return what is due where a stream like ``like`` will come, of its size or of ``size``."""
-    size = like.size if size is None else size
-    return Due(size, like.dtype, like.width, max_nnz, sparse)
 
 
 class Wire:
@@ -90,7 +95,7 @@ class Wire:
 
     def most_bytes(self, due: Due) -> int:
         """Return the most bytes of a message that holds what is due."""
-        if due.sparse:
+        if due.stays_sparse:
             nnz = due.size if due.max_nnz is None else min(due.max_nnz, due.size)
             return self.format.max_bytes(nnz, due.size, due.value_bytes)
         return most_bytes(self.format, due.max_nnz, due.size, due.value_bytes)
@@ -131,7 +136,7 @@ class Wire:
         message = self.encode(own)
         messages = self.comm.exchange(
             {to: message if s is own else self.encode(s) for to, s in sends.items()},
-            dict.fromkeys(sources, self.most_bytes(due(own, max_nnz))),
+            dict.fromkeys(sources, self.most_bytes(Due.like(own, max_nnz))),
         )
         return self._reduce_messages({**messages, self.rank: message}, own, op)
 
@@ -140,7 +145,7 @@ class Wire:
         return self.gather_messages(self.encode(stream), dues)
 
     def gather_messages(self, message: Tensor, dues: Sequence[Due]) -> list[SparseStream]:
-        """Gather streams of which this rank has encoded its own."""
+        """Do what `gather` does, with this rank's stream already encoded."""
         at_most = max(self.most_bytes(due) for due in dues)
         messages = gather(message, self.comm, at_most)
         return [self.decode(r, m, dues[r]) for r, m in enumerate(messages)]
@@ -149,7 +154,7 @@ class Wire:
         self, own: SparseStream, max_nnz: int | None, op: Op = SUM
     ) -> SparseStream:
         """Give every rank the stream of every rank, reduced in the order of the ranks."""
-        messages = gather(self.encode(own), self.comm, self.most_bytes(due(own, max_nnz)))
+        messages = gather(self.encode(own), self.comm, self.most_bytes(Due.like(own, max_nnz)))
         return self._reduce_messages(dict(enumerate(messages)), own, op)
 
     def encode(self, stream: SparseStream) -> Tensor:
@@ -192,8 +197,8 @@ class Wire:
         ranks = sorted(messages)
         total = self.format.reduce_messages([messages[rank] for rank in ranks], own, op)
         if total is not None:
-            return total
-        like = due(own)
+            return self.compact(total, op)
+        like = Due.like(own)
         return self.reduce(
             [
                 own if rank == self.rank else self.decode(rank, messages[rank], like)

@@ -65,7 +65,7 @@ def run(call, given, format):
     return simulate(len(given), lambda comm: call(given[comm.rank], Wire(comm, format)))
 
 
-@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_every_collective_gives_the_bits_that_it_gives_with_coo(name, format) -> None:
     for ranks in WORLDS:
@@ -75,7 +75,7 @@ def test_every_collective_gives_the_bits_that_it_gives_with_coo(name, format) ->
             assert torch.equal(one.to_dense(), two.to_dense())
 
 
-@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 def test_other_operations_rows_and_integers_travel_too(format) -> None:
     for ranks in (1, 3, 9):
         rows = [
@@ -111,7 +111,7 @@ def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> N
             )
 
 
-@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_gives_the_updates_that_it_gives_with_coo(name, format) -> None:
     nodes = {"ranks_per_node": 1} if name in ("hitopk", "torus2d") else {}
@@ -131,7 +131,7 @@ def test_every_scheme_gives_the_updates_that_it_gives_with_coo(name, format) -> 
             assert torch.equal(torch.stack(one), torch.stack(two))
 
 
-@pytest.mark.parametrize("format", TOYS, ids=["deltas", "bytes"])
+@pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 @given(stream=streams())
 def test_no_message_is_longer_than_its_format_says(format, stream) -> None:
     compact = stream.compact(dense_at=format.dense_from(stream.size, stream.value_bytes))

@@ -254,3 +254,22 @@ def test_training_knows_no_wrapper() -> None:
     texts = {path.name: path.read_text() for path in folder.glob("*.py")}
     assert texts
     assert not [name for name, text in texts.items() if "nn.parallel" in text or "Bucket" in text]
+
+
+def test_a_queued_vector_holds_its_updates_before_the_step_ends() -> None:
+    def on_rank(comm: Communicator) -> tuple[Tensor, Tensor]:
+        averager = Averager(
+            {"weight": torch.zeros(64)},
+            TopK(0.25),
+            group=comm,
+            policy=lambda *_: False,
+        )
+        vector = torch.arange(64.0) * (1 + comm.rank)
+        averager.queue(vector, {"weight": (0, 64)}).wait()
+        early = vector.clone()
+        averager.finish()
+        return early, vector
+
+    for early, late in simulate(3, on_rank).results:
+        assert early.count_nonzero() == 16
+        assert torch.equal(early, late)

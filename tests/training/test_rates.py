@@ -12,6 +12,7 @@ from sparcel import scheme, simulate
 from sparcel.comm import Communicator
 from sparcel.cost import default_rates, stated_rates
 from sparcel.errors import InputError, MismatchError
+from sparcel.schemes import Auto, Hierarchical
 from sparcel.training import Averager
 
 TENSORS = {"weight": torch.zeros(200, 100)}
@@ -40,6 +41,19 @@ def test_given_rates_decide_from_a_file_too(tmp_path: Path) -> None:
         assert chosen["weight"] != "dense"
     said, chosen = simulate(3, lambda comm: train(comm, FAST)).results[0]
     assert (said, chosen) == ("a very fast network", {"weight": "dense"})
+
+
+def test_rates_reach_a_scheme_between_nodes() -> None:
+    def on_rank(comm: Communicator, rates: Any) -> str | None:
+        inner = scheme("auto")
+        averager = Averager(TENSORS, Hierarchical(inner, ranks_per_node=2), group=comm, rates=rates)
+        averager.average({"weight": torch.randn(200, 100)})
+        vector, _ = averager._residuals._vectors["weight"]
+        assert isinstance(vector.scheme, Hierarchical) and isinstance(vector.scheme.inner, Auto)
+        return vector.scheme.inner.chosen
+
+    assert set(simulate(4, lambda comm: on_rank(comm, FAST)).results) == {"dense"}
+    assert "dense" not in simulate(4, lambda comm: on_rank(comm, SLOW)).results
 
 
 def test_ranks_with_other_rates_are_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from sparcel import kernels, patterns
 from sparcel.schedule import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due, gather_steps, gather_traffic
+from sparcel.wire import Due, Wire, gather_steps, gather_traffic
 
 
 class Piece(NamedTuple):
@@ -47,7 +47,7 @@ def gather_direct(
 ) -> SparseStream:
     """Join the ranks' blocks, each numbered from the start of the region that it is of."""
     dues = [
-        due(block, nnz, stop - start)
+        Due.like(block, nnz, stop - start)
         for nnz, (start, stop) in zip(counts, pairwise(boundaries), strict=True)
     ]
     parts = wire.gather(wire.compact(block), dues)
@@ -62,7 +62,7 @@ def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> Spa
     """
     share = -(-sum(counts) // wire.size)
     block = _even_out(block, pieces_to_even(counts), wire)
-    return _join(wire.gather(block, [due(block, share, sparse=True)] * wire.size))
+    return _join(wire.gather(block, [Due.like(block, share, stays_sparse=True)] * wire.size))
 
 
 def placed(part: SparseStream, start: int, size: int) -> SparseStream:
@@ -79,10 +79,18 @@ def _even_out(block: SparseStream, pieces: Sequence[Piece], wire: Wire) -> Spars
     rank = wire.rank
     leaving = [piece for piece in pieces if piece.owner == rank]
     parts = {piece.target: part for piece, part in zip(leaving, _cut(block, leaving), strict=True)}
-    coming = {piece.owner: piece.stop - piece.start for piece in pieces if piece.target == rank}
+    coming = {
+        piece.owner: Due.like(block, piece.stop - piece.start, stays_sparse=True)
+        for piece in pieces
+        if piece.target == rank
+    }
     held = wire.exchange(
         {target: part for target, part in parts.items() if target != rank},
-        {owner: due(block, nnz, sparse=True) for owner, nnz in coming.items() if owner != rank},
+        {
+            owner: Due.like(block, nnz, stays_sparse=True)
+            for owner, nnz in coming.items()
+            if owner != rank
+        },
     )
     if rank in coming:
         held[rank] = parts[rank]

@@ -8,7 +8,7 @@ from sparcel import patterns
 from sparcel.ops import Op
 from sparcel.schedule import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due
+from sparcel.wire import Due, Wire
 
 
 def fold(
@@ -36,7 +36,7 @@ def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream
     if wire.rank < powers:
         wire.exchange({partner: total}, {})
         return total
-    return wire.exchange({}, {partner: due(total, max_nnz)})[partner]
+    return wire.exchange({}, {partner: Due.like(total, max_nnz)})[partner]
 
 
 def group(rank: int, distance: int, ranks: int) -> list[int]:

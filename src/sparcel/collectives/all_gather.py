@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due, gather_steps
+from sparcel.wire import Due, Wire, gather_steps
 
 
 def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
@@ -17,7 +17,7 @@ def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
     Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams, and sends as many (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
-    return wire.gather(stream, [due(stream, sparse=True)] * wire.size)
+    return wire.gather(stream, [Due.like(stream, stays_sparse=True)] * wire.size)
 
 
 def steps(problem: Problem) -> Iterator[Step]:

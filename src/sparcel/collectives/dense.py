@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sparcel.ops import SUM, Op
 from sparcel.schedule import EngineSum, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due, gather_steps
+from sparcel.wire import Due, Wire, gather_steps
 
 
 def dense(
@@ -35,7 +35,7 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool:
         When sizes, dtypes or widths differ.
     """
     empty = stream.empty_like()
-    streams = wire.gather(empty, [due(empty, max_nnz=0)] * wire.size)
+    streams = wire.gather(empty, [Due.like(empty, max_nnz=0)] * wire.size)
     return all(other.finite for other in streams)
 
 

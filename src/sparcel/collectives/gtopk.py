@@ -10,9 +10,9 @@ from sparcel._checks import all_finite
 from sparcel.collectives.allgather import allgather
 from sparcel.collectives.allgather import steps as allgather_steps
 from sparcel.collectives.broadcast import tree_broadcast, tree_steps
-from sparcel.schedule import ROUND, Exchange, Problem, Step, Work
+from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream, reduce
-from sparcel.wire import Wire, due
+from sparcel.wire import Due, Wire
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
         if parent is not None:
             wire.exchange({parent: wire.compact(total)}, {})
         elif child is not None:
-            arrived = wire.exchange({}, {child: due(total, k)})[child]
+            arrived = wire.exchange({}, {child: Due.like(total, k)})[child]
             pair = wire.reduce([total, arrived])
             pair.finite = pair.finite and all_finite(pair.values)
             total, rest = pair.topk(k)
             dropped.append(rest)
-    total = tree_broadcast(wire.compact(total), wire, 0, due(stream, k))
+    total = tree_broadcast(wire.compact(total), wire, 0, Due.like(stream, k))
     if total.is_dense:
         total = total.largest(k)
     return GlobalTopk(total, reduce(dropped))
@@ -83,7 +83,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     yield Work("topk", 0)  # all of what it is given, mostly
     for parent, child, distance, _ in patterns.binomial_reduction(rank, ranks):
         busy = 0.5 / distance
-        yield Work("small", ROUND)
+        yield Work("small", ROUND_OPERATIONS)
         if parent is not None:
             yield Work("encode", message, busy)
             yield Exchange("tree", (message,), (), distance)

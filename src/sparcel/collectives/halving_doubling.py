@@ -9,9 +9,9 @@ from typing import NamedTuple
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_steps, unfold, unfold_steps
 from sparcel.ops import SUM, Op
-from sparcel.schedule import ROUND, Exchange, Problem, Step, Work, merge_two
+from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due
+from sparcel.wire import Due, Wire
 
 
 def halving_doubling(
@@ -57,7 +57,7 @@ def _double(total: SparseStream, boundaries: Sequence[int], wire: Wire, op: Op) 
     for peer, _, distance, _ in patterns.doubling(wire.rank, len(boundaries) - 1):
         start, middle, stop = _halves(wire.rank, distance, boundaries)
         size = stop - middle if wire.rank < peer else middle - start
-        arrived = wire.exchange({peer: total}, {peer: due(total, size=size)})[peer]
+        arrived = wire.exchange({peer: total}, {peer: Due.like(total, size=size)})[peer]
         total = wire.concatenate([total, arrived] if wire.rank < peer else [arrived, total], op)
     return total
 
@@ -82,14 +82,14 @@ def steps(problem: Problem) -> Iterator[Step]:
         yield Work("split", problem.k)
         for peer, _, distance, _ in patterns.halving(rank, powers):
             given, coming = halves.part(rank, peer, distance), halves.part(peer, rank, distance)
-            yield Work("small", ROUND, times=2)  # the halves are cut out first
+            yield Work("small", ROUND_OPERATIONS, times=2)  # the halves are cut out first
             yield from _swap(problem, given, coming, distance)
             start, stop = halves.range(rank, distance)
             own, other = halves.summed(rank, 2 * distance), halves.summed(peer, 2 * distance)
             yield from merge_two(problem, own, other, start, stop)
         for peer, _, distance, _ in patterns.doubling(rank, powers):
             held, coming = halves.joined(rank, distance), halves.joined(peer, distance)
-            yield Work("small", ROUND)
+            yield Work("small", ROUND_OPERATIONS)
             yield from _swap(problem, held, coming, distance)
         yield Work("join", problem.entries(problem.everyone))  # two in each round
     total = halves.joined(rank % powers, powers)

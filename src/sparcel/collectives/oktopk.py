@@ -92,16 +92,17 @@ def _problem(like: SparseStream, wire: Wire) -> Problem:
 
 
 def _gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
-    """Compare what all ranks know alike: all streams, and the least that regions take.
+    """Compare the bytes of gathering all streams with the least that regions take.
 
-    The least is 4k(P−1)/P words where nothing is balanced, the headers, and a sum for boundaries.
+    All ranks know both. Regions take 4k(P−1)/P words if nothing is balanced, the headers of the
+    split and two gathers, and a sum of counts for the boundaries.
     """
     ranks, size = problem.ranks, problem.size
     header = problem.sparse_message(0)
     entries = (size if max_nnz is None else min(max_nnz, size)) + min(k, size)
-    words = (problem.sparse_message(entries) - header) * (ranks - 1) / ranks
+    least = (problem.sparse_message(entries) - header) * (ranks - 1) / ranks
     counts = counting_bytes(counters_for(ranks), ranks)
-    return (ranks - 1) * problem.most_bytes(max_nnz) <= words + 3 * header * (ranks - 1) + counts
+    return (ranks - 1) * problem.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
 
 
 def _evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_steps, group, unfold, unfold_steps
 from sparcel.ops import SUM, Op
-from sparcel.schedule import ROUND, Exchange, Problem, Step, Work, merge_two
+from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -45,7 +45,7 @@ def steps(problem: Problem) -> Iterator[Step]:
             held, other = group(rank, distance, ranks), group(peer, distance, ranks)
             message = problem.message(problem.entries(held))
             arriving = problem.message(problem.entries(other))
-            yield Work("small", ROUND)
+            yield Work("small", ROUND_OPERATIONS)
             yield Work("encode", message)
             yield Exchange("pair", (message,), (arriving,), distance)
             yield from merge_two(problem, held, other, 0, problem.size)

@@ -8,7 +8,7 @@ from sparcel import patterns
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due
+from sparcel.wire import Due, Wire
 
 
 def ring(
@@ -30,11 +30,11 @@ def ring(
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
         leaving, arriving = parts[(rank - step) % ranks], (rank - step - 1) % ranks
         own = parts[arriving]
-        came = wire.exchange({after: leaving}, {before: due(own, bound)})[before]
+        came = wire.exchange({after: leaving}, {before: Due.like(own, bound)})[before]
         parts[arriving] = wire.reduce([came, own], op)
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
         leaving, arriving = parts[(rank + 1 - step) % ranks], (rank - step) % ranks
-        coming = {before: due(parts[arriving], bound)}
+        coming = {before: Due.like(parts[arriving], bound)}
         parts[arriving] = wire.exchange({after: leaving}, coming)[before]
     return wire.concatenate(parts, op)
 

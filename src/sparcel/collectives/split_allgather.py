@@ -16,7 +16,7 @@ from sparcel.formats import Qsgd
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due, gather_steps
+from sparcel.wire import Due, Wire, gather_steps
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _gather_regions(
     """Gather the owners' messages, in the wire's format, and return the regions that they hold."""
     bound = None if max_nnz is None else max_nnz * wire.size
     boundaries = patterns.regions(like.size, wire.size)
-    dues = [due(like, bound, stop - start) for start, stop in pairwise(boundaries)]
+    dues = [Due.like(like, bound, stop - start) for start, stop in pairwise(boundaries)]
     return wire.gather_messages(message, dues)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Self, TypeVar
 
@@ -202,4 +203,6 @@ class Communicator(ABC):
                 f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
                 " ranks_per_node"
             )
+        if self.rates is not None:  # across nodes, no two ranks share one
+            made.across.rates = replace(self.rates, ranks_per_node=1)
         return made

@@ -28,19 +28,22 @@ class Format(Protocol):
 
     All ranks use the same format. Whether a stream travels sparse or dense is decided before it is
     encoded, from its count of entries alone (`dense_from`), so that all ranks decide alike.
-    ``value_bytes`` are the bytes of one coordinate's value, or row of values, in memory.
+    ``value_bytes`` are the bytes of one coordinate's value, or row of values, in memory; they may
+    be 0, for streams of indices alone. Formats are values: equal ones have equal hashes, because
+    choices are remembered by them.
     """
 
     def __hash__(self) -> int:
-        """Return the hash: formats are values, and choices are remembered by them."""
+        """Return the hash of the format's settings."""
 
     @property
     def kind(self) -> int:
-        """The number in the header of the messages that `decode` reads."""
+        """The number in the header of the messages that `decode` reads; no two formats share it."""
 
     def encode(self, stream: SparseStream, start: int = 0) -> Encoded:
         """Return the message that holds ``stream`` as it is, sparse or dense.
 
+        A stream that the format has no use for may be encoded by another format, such as `COO`.
         ``start`` is the place of its first coordinate in the whole vector.
         """
 

@@ -42,10 +42,10 @@ EXCHANGES: dict[str, Callable[[Selection, Wire], Exchanged]] = {
 CANDIDATES = ("dense", *EXCHANGES)
 
 
-def _steps_of(name: str, rates: Rates) -> Steps:
+def _steps_of(candidate: str, rates: Rates) -> Steps:
     """Return what a step by a candidate consists of."""
-    fixed = {"dense": dense_steps, "gtopk": gtopk_steps, "oktopk": oktopk_steps}
-    return topk_steps_by(rates) if name == "topk" else fixed[name]
+    steps = {"topk": topk_steps_by(rates), "gtopk": gtopk_steps, "oktopk": oktopk_steps}
+    return steps.get(candidate, dense_steps)
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ class Auto(Sparsifier):
         size, predicted = max(1, gradient.numel()), {}
         for name in names:
             itemsize = own if name == "dense" else wide
-            problem = Problem(size, min(k, size), comm.size, here, itemsize)
+            problem = Problem(size, min(k, size), comm.size, here, itemsize, format=request.format)
             predicted[name] = cost.predict(_steps_of(name, rates), problem, rates).seconds
         return predicted
 

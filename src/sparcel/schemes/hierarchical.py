@@ -21,7 +21,7 @@ from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, due, gather_steps
+from sparcel.wire import Due, Wire, gather_steps
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ def _stream(gradient: Tensor) -> SparseStream:
 
 def _gather_shards(total: SparseStream, wire: Wire, boundaries: Sequence[int]) -> SparseStream:
     """Join the sums of all shards."""
-    dues = [due(total, size=stop - start) for start, stop in pairwise(boundaries)]
+    dues = [Due.like(total, size=stop - start) for start, stop in pairwise(boundaries)]
     return wire.concatenate(wire.gather(wire.compact(total), dues))
 
 

@@ -83,7 +83,7 @@ def _indices_of(stream: SparseStream) -> SparseStream:
 
 def _indices_due(like: SparseStream, most: int) -> Due:
     """Return what is due of a leader with at most so many indices."""
-    return Due(like.size, like.dtype, 0, most, sparse=True)
+    return Due(like.size, like.dtype, 0, most, stays_sparse=True)
 
 
 def steps(problem: Problem) -> Iterator[Step]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel import cost
-from sparcel.comm import Communicator, Group, TorchCommunicator, resolve
+from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
 from sparcel.rates import Rates
@@ -153,7 +153,7 @@ class Averager(Handle):
         updates |= self.finish()
         return {name: updates[name] for name in gradients}
 
-    def queue(self, vector: Tensor, places: Mapping[str, Range]) -> None:
+    def queue(self, vector: Tensor, places: Mapping[str, Range]) -> Job[None]:
         """Queue the exchange of tensors that are ready, and return; all ranks in one order.
 
         Parameters
@@ -165,6 +165,13 @@ class Averager(Handle):
             The elements ``[start, stop)`` of each tensor, by name. A tensor may lie elsewhere in
             each step; its memory follows by name. Elements between the tensors are zero.
 
+        Returns
+        -------
+        Job
+            Its ``wait()`` returns once ``vector`` holds the updates of all but small tensors, which
+            `finish` writes. For drivers that need a vector's updates before the step ends, with
+            ``policy=lambda *_: False``.
+
         Raises
         ------
         InputError
@@ -174,7 +181,7 @@ class Averager(Handle):
         densities = self._treatment.densities
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         step = self._open()
-        step.queue(lambda: self._exchange(step, pieces, vector))
+        return step.queue(lambda: self._exchange(step, pieces, vector))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""

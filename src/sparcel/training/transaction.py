@@ -41,9 +41,10 @@ class Transaction:
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _ended: torch.cuda.Event | None = None
 
-    def queue(self, job: Callable[[], None]) -> None:
+    def queue(self, job: Callable[[], None]) -> Job[None]:
         """Run ``job`` after all jobs queued before, and after the device's work queued so far."""
         self._jobs.append(self.comm.submit(_following(job, self.device)))
+        return self._jobs[-1]
 
     def end(self) -> None:
         """Exchange the small tensors, and wait until all updates are in place.
