@@ -86,11 +86,7 @@ def _even_out(block: SparseStream, pieces: Sequence[Piece], wire: Wire) -> Spars
     }
     held = wire.exchange(
         {target: part for target, part in parts.items() if target != rank},
-        {
-            owner: Due.like(block, nnz, stays_sparse=True)
-            for owner, nnz in coming.items()
-            if owner != rank
-        },
+        {owner: due for owner, due in coming.items() if owner != rank},
     )
     if rank in coming:
         held[rank] = parts[rank]
