@@ -108,7 +108,7 @@ def test_predictions_stand_beside_the_times(everything: tuple[str, dict[str, Any
     assert cells["allgather"]["predicted"] == close
     assert cells["sparse_coo"]["predicted"] is None
     assert results["rates"] == {"gloo": json.loads(_RATES.to_json())}
-    assert "predictions within 25 % of the time measured" in output
+    assert "predictions within 25 % of the measured time" in output
 
 
 @needs_mpi

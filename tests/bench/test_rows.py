@@ -83,7 +83,7 @@ def test_a_verdict_on_predictions() -> None:
 
     cells = [cell("ring", 1.0, 1.2), cell("allgather", 2.0, 1.1), cell("oktopk", 3.0, None)]
     assert verdict(cells) == (
-        "1 of 2 predictions within 25 % of the time measured; the sum predicted to be the fastest"
-        " takes 2.00× the fastest's time at most"
+        "1 of 2 predictions within 25 % of the measured time; the sum predicted to be the fastest"
+        " took at most 2.00× the time of the fastest"
     )
     assert verdict(cells[2:]) == ""
