@@ -66,7 +66,7 @@ def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
         ("--compute 12", "a time is a number and us, ms or s"),
         ("--bandwidth 1", "a rate is a number"),
         ("--device tpu", "device must be one of"),
-        ("--parameters 5M", "how long does 5M parameters compute?"),
+        ("--parameters 5M", "the time to compute 5M parameters is not known"),
         ("--save x.json", "add --measure"),
         ("--measure --save nowhere/x.json", "there is no folder nowhere"),
         ("--measure --nodes 4", "--measure takes the place of --nodes"),
