@@ -1,4 +1,4 @@
-"""``sparcel demo`` as people meet it: real processes, real networks, real ends."""
+"""Tests of the command ``sparcel demo`` with real processes and networks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rate(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_it_compares_and_writes_the_results(rate: str, tmp_path: Path) -> None:
+def test_demo_compares_methods_and_writes_the_results(rate: str, tmp_path: Path) -> None:
     process = _start(tmp_path, "--rate", rate, "--steps", "12", "--schemes", "topk")
     output, errors = process.communicate()
     assert process.returncode == 0, errors
@@ -61,7 +61,7 @@ def test_it_compares_and_writes_the_results(rate: str, tmp_path: Path) -> None:
         assert row["exposed_s"] == row["step_s"] - row["compute_s"]
         assert 0.1 < row["accuracy"] <= 1
         assert (row["wire_bytes"] is None) == (rate == "none")
-        if rate != "none":  # headers come on top, and little else
+        if rate != "none":  # the wire carries headers too, and little else
             assert 1 <= row["wire_bytes"] / row["payload_bytes"] < 1.25
 
 
@@ -100,7 +100,7 @@ def test_bad_input_ends_before_anything_runs(
 
 
 def _workers(parent: int) -> set[int]:
-    """The demo's worker processes below a process, wherever they run."""
+    """Return the demo's worker processes among the descendants of a process."""
     children: dict[int, list[int]] = {}
     workers = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -122,7 +122,7 @@ def _workers(parent: int) -> set[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 @pytest.mark.parametrize("how", ["a worker is killed", "SIGINT", "SIGTERM", "SIGKILL"])
-def test_an_end_in_the_middle_leaves_nothing(how: str, rate: str, tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_no_process(how: str, rate: str, tmp_path: Path) -> None:
     process = _start(tmp_path, "--rate", rate, "--steps", "100000")
     deadline = time.monotonic() + _PATIENCE_S
     while len(workers := _workers(process.pid)) < 2 and time.monotonic() < deadline:

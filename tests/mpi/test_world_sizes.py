@@ -1,4 +1,4 @@
-"""All algorithms on the world sizes that the suite for all engines leaves out."""
+"""All algorithms over MPI, on the world sizes that the tests of all engines leave out."""
 
 import pytest
 import torch
