@@ -1,10 +1,10 @@
-# Every target makes the environment that it needs; `make` alone lists them.
+# Every target makes the environment that it needs; `make` alone lists the targets.
 
 VENV := .venv
 BIN := $(VENV)/bin
 # Two processes, for two cores; tests/conftest.py orders the tests for this.
 IN_PARALLEL := -n 2 --dist worksteal
-# Without the version check pip would tell of its own updates in the middle of the output.
+# Without this option pip prints notices of its own updates.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints-dev.txt
 
@@ -36,7 +36,7 @@ lint: $(VENV)/built
 types: $(VENV)/built
 	$(BIN)/mypy
 
-format: $(VENV)/built ## let the formatters have their way
+format: $(VENV)/built ## format the sources
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
@@ -55,9 +55,9 @@ $(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) install --constraint $(CONSTRAINTS) --group dev
 	@touch $@
 
-# The build tools are in the dev group already, hence no isolation, which would fetch them again.
-# An editable install: changes of Python files need no reinstall; changes of C++ files and new
-# packages, which the install lists, do.
+# The build tools are in the dev group already; build isolation would download them again.
+# The install is editable: changed Python files need no reinstall, but changed C++ files and new
+# packages do.
 $(VENV)/built: $(VENV)/installed CMakeLists.txt $(CPP_SOURCES) $(PACKAGES)
 	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[demo]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""Write the table of docs/algorithms.md from what `scale.py` measured, beside the papers' forms.
+"""Write the tables of docs/algorithms.md: the record of `scale.py` and the papers' closed forms.
 
 python benchmarks/scale.py --output benchmarks/results/scale.json
 python benchmarks/algorithms_table.py
@@ -22,10 +22,10 @@ BEGIN, END = "<!-- from benchmarks/results/scale.json -->\n", "<!-- end -->\n"
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper says that an algorithm costs, for P ranks, k of n coordinates.
+    """A paper's closed form of an algorithm's cost, for P ranks and k of n coordinates.
 
-    ``rounds`` and ``words`` are the latency and the bandwidth term of its closed form, in words of
-    4 bytes; of an interval the end for indices that hardly overlap.
+    ``rounds`` and ``words`` are its latency and its bandwidth term, in words of 4 bytes. If the
+    form is an interval, they are its end for indices that hardly overlap.
     """
 
     source: str
@@ -56,12 +56,12 @@ PAPERS = {
 
 
 def group(p: float) -> float:
-    """Return how many ranks a node has in `scale.py`."""
+    """Return the number of ranks a node in `scale.py`."""
     return min(8, p // 2)
 
 
 def page_table(results: dict[str, Any]) -> str:
-    """Return the tables, for the results of `scale.py`."""
+    """Return the tables of the results of `scale.py`."""
     size, count, networks = results["size"], results["count"], results["networks"]
     by_name = {
         name: {row["ranks"]: row for row in rows}
@@ -101,7 +101,7 @@ def page_table(results: dict[str, Any]) -> str:
 
 
 def described(network: dict[str, float]) -> str:
-    """Say what a network's links are."""
+    """Describe the links of a network."""
     text = "{:g} Gbit/s and {:g} µs a message".format(
         network["bandwidth"] * 8 / 1e9, network["latency_s"] * 1e6
     )
@@ -116,7 +116,7 @@ def described(network: dict[str, float]) -> str:
 
 
 def compared(ours: float, paper: float | bool, digits: int) -> str:
-    """Format ours with the paper's in brackets, ours in bold where it is lower."""
+    """Format our value, bold if it is lower, and the paper's in brackets."""
     text, other = f"{ours:.{digits}f}", f"{paper:.{digits}f}"
     if paper is False:
         return text

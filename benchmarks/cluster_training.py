@@ -1,4 +1,4 @@
-"""Training on a simulated cluster: one run of one method, and what it measures."""
+"""Training on a simulated cluster: one run of one method, and its measurements."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Plan:
-    """What all methods share. ``batch`` is that of all ranks together; lr rises in ``ramp`` steps
-    to ``lr`` and falls linearly to 0; the first ``warmup_epochs`` are uncompressed."""
+    """Settings that all methods share.
+
+    ``batch`` is the batch of all ranks together. The learning rate rises to ``lr`` in ``ramp``
+    steps and falls linearly to 0. The first ``warmup_epochs`` are uncompressed.
+    """
 
     data: str
     ranks: int = 8
@@ -49,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Method:
-    """A scheme with settings. ``sums_k``: its result is to have k coordinates."""
+    """A scheme with settings; ``sums_k`` tells whether its result should have k coordinates."""
 
     label: str
     scheme: str
@@ -57,7 +60,7 @@ class Method:
     sums_k: bool = False
 
     def make(self, density: float, warmup_steps: int) -> Scheme:
-        """Return the scheme, uncompressed for so many steps."""
+        """Return the scheme, uncompressed for the first ``warmup_steps`` steps."""
         if self.scheme in ("dense", "torus2d"):
             return sparcel.scheme(self.scheme, **self.settings)
         warmup = {"warmup": [1.0], "warmup_steps": warmup_steps} if warmup_steps else {}
@@ -69,7 +72,7 @@ class Method:
 
     @property
     def has_xi(self) -> bool:
-        """Whether each rank's memory + gradient is what its selection is made of."""
+        """Whether each rank selects from its own memory + gradient, as ξ assumes."""
         return self.scheme not in ("dense", "torus2d", "hitopk", "dgc")
 
 
@@ -87,7 +90,7 @@ def network() -> nn.Module:
 
 
 class Tally:
-    """Adds up what the compressed steps of all ranks selected and sent."""
+    """Collects the selections and bytes of all ranks in the compressed steps."""
 
     def __init__(self) -> None:
         self.asked_ratios: list[float] = []
@@ -109,7 +112,7 @@ class Tally:
             "result_density": mean(self.result_densities),
             "selected": deviation(self.asked_ratios),
             "result": deviation(self.result_ratios) if sums_k else None,
-            # NaN, which JSON has no word for, where training came to nothing
+            # xi is NaN if training failed, and JSON has no NaN.
             "xi_mean": mean(self.xis) if self.xis and all(map(isfinite, self.xis)) else None,
             "xi_largest": max(self.xis, default=None),
             "bytes_a_step": mean(self.volumes),
@@ -117,7 +120,7 @@ class Tally:
 
 
 def deviation(ratios: list[float]) -> dict[str, float] | None:
-    """Return how far counts are from those asked for, as shares of the latter."""
+    """Return the deviation of counts from the counts asked for, as shares of the latter."""
     if not ratios:
         return None
     return {
@@ -155,9 +158,9 @@ def dataset(path: str) -> Dataset:
 
 
 class Trainer:
-    """One model, which stands for those of all ranks: they get the same updates, which is checked.
+    """One model for all ranks; it checks that all ranks get the same updates.
 
-    Tensors that `sparcel.attach` leaves dense, it leaves dense too.
+    The tensors that `sparcel.attach` leaves dense stay dense here too.
     """
 
     def __init__(self, plan: Plan, method: Method, warmup_steps: int) -> None:
@@ -168,7 +171,7 @@ class Trainer:
         self.large = [parameter for name, parameter in named if not stays_dense(name, parameter)]
         self.schemes = [method.make(plan.density, warmup_steps) for _ in range(plan.ranks)]
         self.dense = [sparcel.scheme("dense") for _ in range(plan.ranks)]
-        # Where the scheme corrects momentum, the optimiser has none.
+        # If the scheme corrects momentum, the optimiser has none for the large tensors.
         of_large = 0.0 if method.corrects_momentum else MOMENTUM
         groups: list[dict[str, Any]] = [
             {"params": self.small, "momentum": MOMENTUM},
@@ -178,7 +181,7 @@ class Trainer:
         self.tally = Tally()
 
     def step(self, x: Tensor, y: Tensor, step: int, steps: int) -> None:
-        """Let every rank compute on its part of the batch, and all exchange."""
+        """Compute the gradient of every rank's part of the batch, and exchange them."""
         parts = zip(x.chunk(self.plan.ranks), y.chunk(self.plan.ranks), strict=True)
         gradients = [self._gradients(*part) for part in parts]
         compressed = step >= self.warmup_steps
@@ -203,7 +206,7 @@ class Trainer:
         return float((predicted == y).double().mean())
 
     def _gradients(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one rank's gradient, of small tensors and of the others, ``[size]`` each."""
+        """Return one rank's gradients of the small and of the large tensors, ``[size]`` each."""
         loss = nn.functional.cross_entropy(self.model(x), y)
         gradients = torch.autograd.grad(loss, [*self.small, *self.large])
         flat = [gradient.reshape(-1) for gradient in gradients]
@@ -233,7 +236,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def unflatten(vector: Tensor, parameters: list[nn.Parameter]) -> None:
-    """Make the parts of a vector the parameters' gradients."""
+    """Set the parameters' gradients to the parts of a vector."""
     sizes = [parameter.numel() for parameter in parameters]
     for parameter, part in zip(parameters, vector.split(sizes), strict=True):
         parameter.grad = part.view(parameter.shape)

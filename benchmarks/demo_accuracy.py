@@ -2,7 +2,7 @@
 
     python benchmarks/demo_accuracy.py [--data PATH] [--seeds 5] [--steps 120]
 
-Trains as the demo does, over loopback, since the network's speed changes no result, and writes
+Trains as the demo does, but over loopback, because the network's speed changes no result. Writes
 ``benchmarks/results/demo_accuracy_DATA.json``.
 """
 
@@ -32,7 +32,7 @@ _NODES = 4
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="as for sparcel demo; default: scikit-learn's digits")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, counted from 0")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--density", type=float, default=0.01)
     return parser.parse_args()

@@ -11,7 +11,7 @@ from sparcel.bench import results
 
 
 def machine() -> dict[str, Any]:
-    """Describe where this runs, what, and when."""
+    """Describe the machine, the commit and the date."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -1,10 +1,10 @@
-"""How near predictions come to what was measured, and whether they choose well.
+"""How close predictions are to measured times, and how good their choices are.
 
     python benchmarks/plan_accuracy.py BENCH.json RATES.json [--engine gloo] [--output FILE]
 
-``BENCH.json`` is what ``sparcel bench --json`` wrote, ``RATES.json`` what ``sparcel plan --measure
---save`` measured on the same network. A choice is among the exchanges of one cell of the table
-that give the same result: the lossless sums, and among the whole steps.
+``sparcel bench --json`` writes ``BENCH.json``, and ``sparcel plan --measure --save`` writes
+``RATES.json`` on the same network. For each case there are two choices: one among the lossless
+sums, and one among the whole steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Rates
 
 NEAR, GOOD = 0.25, 1.15
-"""Within which share of the measured time a prediction is near; and how many times as long as the
-best one's a chosen one's time may be."""
+"""`NEAR` is the largest error of a close prediction, as a share of the measured time. `GOOD` is the
+largest ratio of a good choice's time to the best time."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """The prediction's, as a share of what was measured."""
+        """Error of the prediction, as a share of the measured time."""
         return self.predicted / self.measured - 1
 
     @property
@@ -66,13 +66,13 @@ def read(bench: dict[str, Any], rates: Rates, engine: str) -> list[Cell]:
 
 
 def _drawn(where: tuple[int, float, str]) -> tuple[int, float, str]:
-    """Return a case that can be drawn: a dense one has no distribution."""
+    """Return a case with inputs: dense cells have no distribution, so they get a uniform one."""
     size, density, distribution = where
     return (size, density, distribution) if distribution != "any" else (size, 0.01, "uniform")
 
 
 def choices(cells: Iterable[Cell]) -> list[tuple[Cell, float]]:
-    """Return, for each contest, the chosen cell and how many times the best one's time it takes."""
+    """Return for each choice the cell chosen, and its time divided by the best time."""
     contests = defaultdict(list)
     for cell in cells:
         kind = "step" if cell.algorithm.startswith("step:") else "sum"
@@ -86,7 +86,7 @@ def choices(cells: Iterable[Cell]) -> list[tuple[Cell, float]]:
 
 
 def report(cells: list[Cell]) -> dict[str, Any]:
-    """Return what the cells come to, as it is recorded."""
+    """Return the figures of the record."""
     chosen = choices(cells)
     return {
         "cells": len(cells),
@@ -109,7 +109,7 @@ def report(cells: list[Cell]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the files, print the errors, and record them where that is asked for."""
+    """Read the files, print the errors, and write them to ``--output`` if it is given."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("bench", type=Path)
     parser.add_argument("rates", type=Path)

@@ -1,7 +1,7 @@
-"""What each collective costs on simulated clusters of up to a thousand ranks and more.
+"""Cost of each collective on simulated clusters of a thousand ranks and more.
 
-Every run is a process of its own, so that its peak of memory is its own. Streams hold k random
-coordinates each, drawn by rank. Run it as
+Every run has its own process, so that its peak of memory is measured alone. Each rank's stream has
+k random coordinates. Run it as
 
     python benchmarks/scale.py --output benchmarks/results/scale.json
 """
@@ -29,7 +29,7 @@ from sparcel.ops import SUM
 from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
 from sparcel.wire import Due, Wire
 
-# A second of latency and no limit on bandwidth count rounds.
+# With a second of latency and unlimited bandwidth, the seconds are the rounds.
 ROUNDS = Network(latency_s=1)
 ETHERNET = Network(latency_s=50e-6, bandwidth=125e6)
 NODES = Network(
@@ -38,7 +38,7 @@ NODES = Network(
 
 
 def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
-    """Do what a step of ScaleCom sends: rank 0's indices, and everybody's values there."""
+    """Exchange as a step of ScaleCom does: rank 0's indices, then all ranks' values there."""
     wire, rows = Wire(comm), stream.values.new_empty(stream.nnz, 0)
     indices = SparseStream.unchecked(stream.indices, rows, stream.size)
     chosen = broadcast(indices, wire, 0, Due(stream.size, stream.dtype, 0, k, sparse=True))
@@ -48,7 +48,7 @@ def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
 
 
 def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
-    """Do a step of a scheme between nodes of 8 ranks, or of half the ranks."""
+    """Return a step of a scheme between nodes of 8 ranks, or of half of the ranks if fewer."""
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
         scheme = Hierarchical(inner(k / stream.size), min(8, max(1, comm.size // 2)))
@@ -68,7 +68,7 @@ NAMES = (*ALGORITHMS, *SELECTING)
 
 
 def draw(rank: int, size: int, count: int) -> SparseStream:
-    """Make a rank's stream of small integers, whose sums are exact in any order."""
+    """Return a rank's stream of small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(rank)
     indices = torch.randint(size, (count + count // 20 + 8,), generator=generator)
     while (indices := indices.unique()).numel() < count:
@@ -135,7 +135,7 @@ def main() -> None:
     rows = []
     for ranks in arguments.ranks:
         for name in arguments.algorithms:
-            if name == "ring" and ranks > 256:  # two million messages, of which none tells more
+            if name == "ring" and ranks > 256:  # two million messages
                 continue
             command = [sys.executable, __file__, "--alone", "--algorithms", name]
             command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]

@@ -1,4 +1,4 @@
-"""How long exact selection takes beside a copy of the vector, and beside torch.topk.
+"""Time of exact selection, compared with a copy of the vector and with torch.topk.
 
 All kernels take turns on the same vector in each repetition, so that a busy machine disturbs them
 alike; what counts is the ratio of the medians. Run it as
@@ -54,7 +54,7 @@ def gradient(size: int) -> Tensor:
 
 
 def vectors(size: int) -> Iterator[tuple[str, Tensor]]:
-    """Make each distribution's vector in turn."""
+    """Yield each distribution's vector in turn."""
     normal = torch.randn(size)
     yield "normal", normal
     yield "laplace", torch.distributions.Laplace(0.0, 1.0).sample((size,))
@@ -93,7 +93,7 @@ def with_isa(isa: str, call: Callable[[], object]) -> Callable[[], object]:
 
 
 def calls_on(x: Tensor, isas: list[str]) -> dict[str, Callable[[], object]]:
-    """Return what is timed on one vector, by name."""
+    """Return the calls to time on one vector, by name."""
     target, memory = torch.empty_like(x), torch.randn(x.numel()) * x.std() * 1e-3
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
     for isa in isas:
@@ -140,7 +140,7 @@ def measure(name: str, x: Tensor, isas: list[str], repeats: int) -> dict[str, An
 def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
     """Time all selectors on one vector, and compare with the exact set.
 
-    A threshold that is reused was made when all magnitudes were smaller by 1 %.
+    The reused threshold was made with all magnitudes smaller by 1 %.
     """
     memory, scratch, rows = torch.zeros_like(x), torch.empty_like(x), []
     for density in DENSITIES:
@@ -195,9 +195,9 @@ def print_row(row: dict[str, Any], isas: list[str]) -> None:
 
 
 def print_spread(rows: list[dict[str, Any]], isas: list[str]) -> None:
-    """Print how much slower each kernel is on its worst distribution than on its best.
+    """Print for each kernel its time on the worst distribution divided by that on the best.
 
-    In copies of the same minute, since the machine itself is not equally fast all the time.
+    Times are divided by that of a copy made in the same minute, because the machine's speed varies.
     """
     print("\nslowest distribution / fastest, in copies")
     for name in rows[0]["median_ms"]:

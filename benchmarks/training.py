@@ -1,4 +1,4 @@
-"""Accuracy of each scheme, trained alike, and what it selects and sends on the way.
+"""Accuracy of each scheme in the same training, with the coordinates selected and bytes sent.
 
     python benchmarks/training.py FOLDER [--seeds 3] [--epochs 3] [--schemes topk oktopk]
 
@@ -52,7 +52,7 @@ def _arguments() -> argparse.Namespace:
     defaults = Plan("")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder of the four IDX files")
-    parser.add_argument("--seeds", type=int, default=3, help="how many, counted from 0")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
     parser.add_argument("--epochs", type=int, default=defaults.epochs)
     parser.add_argument("--warmup-epochs", type=int, default=defaults.warmup_epochs)
     parser.add_argument("--lr", type=float, default=defaults.lr)
@@ -80,7 +80,7 @@ def main() -> None:
         rows.append(row)
         console.print(f"{row['method']}, seed {row['seed']}: {row['accuracy']:.2%}")
         summaries = summarise(methods, rows)
-        if output is not None:  # what is there, should the machine not wait for the rest
+        if output is not None:  # save after every row, in case the run is interrupted
             document = {**origin, "summary": summaries, "rows": rows}
             output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     console.print(table(summaries))
@@ -89,7 +89,7 @@ def main() -> None:
 def runs(
     plan: Plan, methods: Sequence[Method], seeds: Sequence[int], processes: int
 ) -> Iterator[dict[str, Any]]:
-    """Train with every method and seed, and yield each row when it is there."""
+    """Train with every method and seed, and yield each row when it is done."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = [pool.submit(train, plan, method, seed) for seed in seeds for method in methods]
         for job in as_completed(jobs):
@@ -97,7 +97,7 @@ def runs(
 
 
 def summarise(methods: Sequence[Method], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort the rows, and return what each method with rows has over its seeds."""
+    """Sort the rows, and return the summary of each method's rows over its seeds."""
     labels = [method.label for method in methods]
     rows.sort(key=lambda row: (labels.index(row["method"]), row["seed"]))
     grouped = [list(group) for _, group in groupby(rows, key=lambda row: row["method"])]
@@ -107,7 +107,7 @@ def summarise(methods: Sequence[Method], rows: list[dict[str, Any]]) -> list[dic
 
 
 def over_all_seeds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over a method's seeds, the largest of what is a largest, the spread."""
+    """Return the means over a method's seeds, the maxima of the largest values, and the spread."""
     accuracies = [row["accuracy"] for row in rows]
     return {
         "method": rows[0]["method"],
@@ -123,7 +123,7 @@ MEASURED = ("result_density", "selected", "result", "xi_mean", "xi_largest", "by
 
 
 def over_seeds(key: str, values: Sequence[Any]) -> Any:
-    """Join what several seeds measured, number by number."""
+    """Combine the measurements of several seeds, number by number."""
     if any(value is None for value in values):
         return None
     if isinstance(values[0], dict):
@@ -132,7 +132,7 @@ def over_seeds(key: str, values: Sequence[Any]) -> Any:
 
 
 def compare(summaries: Sequence[dict[str, Any]]) -> None:
-    """Add to each summary how it stands to dense training, where that is among them."""
+    """Add to each summary its difference from dense training, if dense is among them."""
     dense = next((one for one in summaries if one["method"] == "dense"), None)
     if dense is None:
         return

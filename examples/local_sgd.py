@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains alone for some steps, then the ranks average what they changed.
+"""Local SGD: every rank trains alone for some steps, then the ranks average their changes.
 
 torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
 """

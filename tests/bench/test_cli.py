@@ -1,4 +1,4 @@
-"""``sparcel bench`` as people meet it."""
+"""Tests of the command ``sparcel bench``, run as a user runs it."""
 
 import json
 import os
@@ -33,7 +33,7 @@ needs_mpi = pytest.mark.skipif(
 
 
 def _run(folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> tuple[str, dict[str, Any]]:
-    """Run on 2 ranks; return what was printed, and the JSON."""
+    """Run on 2 ranks; return the output and the JSON."""
     path = folder / "results.json"
     alone = () if launcher else ("--ranks", "2")
     done = subprocess.run(
@@ -49,7 +49,7 @@ def _run(folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> tuple[s
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What a run of all rows printed, and its JSON."""
+    """The output of a run of all rows, and its JSON."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "rates.json").write_text(_RATES.to_json())
     rates = str(folder / "rates.json")
@@ -98,7 +98,7 @@ def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]])
 
 
 @pytest.mark.processes
-def test_predictions_stand_beside_the_times(everything: tuple[str, dict[str, Any]]) -> None:
+def test_predictions_are_shown_with_the_times(everything: tuple[str, dict[str, Any]]) -> None:
     output, results = everything
     cells = {cell["algorithm"]: cell for cell in results["cells"]}
     dense = predict(engine_steps(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
@@ -108,13 +108,13 @@ def test_predictions_stand_beside_the_times(everything: tuple[str, dict[str, Any
     assert cells["allgather"]["predicted"] == close
     assert cells["sparse_coo"]["predicted"] is None
     assert results["rates"] == {"gloo": json.loads(_RATES.to_json())}
-    assert "predictions within 25 % of the time measured" in output
+    assert "predictions within 25 % of the measured time" in output
 
 
 @needs_mpi
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher", [(), (str(_MPIEXEC), "-n", "2")], ids=["alone", "mpiexec"])
-def test_both_engines_stand_side_by_side(launcher: tuple[str, ...], tmp_path: Path) -> None:
+def test_one_run_measures_both_engines(launcher: tuple[str, ...], tmp_path: Path) -> None:
     gradients = np.random.default_rng(1).laplace(size=(2, 3000)).astype(np.float32)
     np.save(tmp_path / "gradients.npy", gradients)
     options = ["--engines", "gloo,mpi", "--algorithms", "oktopk,dense bf16"]
@@ -158,12 +158,12 @@ def test_both_engines_stand_side_by_side(launcher: tuple[str, ...], tmp_path: Pa
         (["--gradients", __file__, "--distributions", "uniform"], "add file to it"),
     ],
 )
-def test_wrong_options_are_told_before_anything_starts(options: list[str], message: str) -> None:
+def test_wrong_options_are_refused_before_anything_starts(options: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         CliRunner().invoke(app, ["bench", *options], catch_exceptions=False)
 
 
-def test_rates_are_of_an_engine_where_one_is_named(tmp_path: Path) -> None:
+def test_rates_can_be_given_for_one_engine(tmp_path: Path) -> None:
     file = tmp_path / "a=b.json"
     file.touch()
     assert _rates_source(str(file)) == ("", str(file))

@@ -1,4 +1,4 @@
-"""What the ranks exchange is what the distribution's name says."""
+"""The benchmark's inputs have the distributions that their names say."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_streams_hold_k_whole_numbers_whose_sum_is_exact(
 
 
 @given(SIZES, DENSITIES, MADE)
-def test_the_largest_of_a_gradient_are_the_stream(
+def test_the_largest_coordinates_of_a_gradient_are_the_stream(
     size: int, density: float, distribution: str
 ) -> None:
     case = Case(size, density, distribution, ranks=2)
@@ -52,7 +52,7 @@ def test_every_rank_makes_the_same_streams() -> None:
         assert torch.equal(one.gradient(rank), other.gradient(rank))
 
 
-def test_identical_indices_have_values_of_their_own() -> None:
+def test_ranks_with_identical_indices_have_different_values() -> None:
     first, second = Case(10_000, 0.01, "identical", 2).streams
     assert torch.equal(first.indices, second.indices)
     assert not torch.equal(first.values, second.values)
@@ -104,7 +104,9 @@ def test_one_vector_serves_all_ranks(tmp_path: Path) -> None:
         (np.array([1.0, np.nan]), "must hold one finite vector"),
     ],
 )
-def test_what_is_no_gradient_is_refused(content: np.ndarray, message: str, tmp_path: Path) -> None:
+def test_files_without_gradients_are_refused(
+    content: np.ndarray, message: str, tmp_path: Path
+) -> None:
     np.save(tmp_path / "bad.npy", content)
     with pytest.raises(InputError, match=message):
         load_gradients(tmp_path / "bad.npy")

@@ -1,4 +1,4 @@
-"""The oracle agrees with the library, and sees what is wrong."""
+"""The oracle agrees with the library, and counts wrong coordinates."""
 
 import torch
 from hypothesis import given
@@ -44,7 +44,7 @@ def test_wrong_coordinates_are_counted(case: Case, data: st.DataObject) -> None:
     assert oracle.count_wrong(SparseStream.from_dense(right), case.total) == len(where)
 
 
-def test_a_result_that_is_not_finite_is_wrong_throughout() -> None:
+def test_a_result_that_is_not_finite_has_only_wrong_coordinates() -> None:
     case = Case(100, 0.1, "uniform", 2)
     void = case.streams[0].empty_like()
     void.finite = False

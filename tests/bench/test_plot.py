@@ -54,7 +54,7 @@ def _save(path: Path, ranks: int, densities: tuple[float, ...]) -> None:
     results.save(path)
 
 
-def test_what_has_several_values_is_drawn_and_where_time_goes(tmp_path: Path) -> None:
+def test_plots_show_each_varied_quantity_and_the_phases(tmp_path: Path) -> None:
     _save(tmp_path / "2.json", 2, (0.01, 0.001))
     _save(tmp_path / "4.json", 4, (0.01,))
     files = [str(tmp_path / name) for name in ("2.json", "4.json")]
@@ -73,18 +73,18 @@ def test_what_has_several_values_is_drawn_and_where_time_goes(tmp_path: Path) ->
         assert path.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_two_networks_have_files_of_their_own(tmp_path: Path) -> None:
+def test_plots_of_two_networks_go_to_different_files(tmp_path: Path) -> None:
     one = Results("", {"description": "a string"}, 2, cells=[_cell("ring", "gloo", 0.1, 1.0)])
     other = Results("", {"description": "a wire"}, 2, cells=[_cell("ring", "gloo", 0.1, 1.0)])
     assert len(set(plot([one, other], tmp_path))) == 2
 
 
-def test_nothing_to_draw_is_told(tmp_path: Path) -> None:
+def test_plotting_no_cells_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no cells"):
         plot([], tmp_path)
 
 
-def test_results_survive_a_file(tmp_path: Path) -> None:
+def test_saved_results_load_unchanged(tmp_path: Path) -> None:
     _save(tmp_path / "a.json", 3, (0.5,))
     loaded = Results.load(tmp_path / "a.json")
     loaded.save(tmp_path / "b.json")
@@ -93,7 +93,7 @@ def test_results_survive_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"cells": [{"engine": "gloo"}]}', "[]"])
-def test_what_is_no_result_is_refused(content: str, tmp_path: Path) -> None:
+def test_files_without_results_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(InputError, match="holds no results of `sparcel bench`"):
         Results.load(tmp_path / "x.json")

@@ -1,4 +1,4 @@
-"""Which rows and engines there are."""
+"""Names of rows, detection of engines and nodes, and the verdict on predictions."""
 
 import pytest
 
@@ -12,14 +12,14 @@ from sparcel.bench.settings import BenchSettings
 from sparcel.errors import InputError
 
 
-def test_baselines_go_first_and_dense_is_always_there() -> None:
+def test_baselines_come_first_and_dense_is_always_included() -> None:
     assert names("oktopk,dense bf16,gtopk", False, 1) == [
         *("dense fp32", "dense bf16"),
         *("oktopk", "gtopk"),
     ]
 
 
-def test_whole_steps_are_there_where_asked_for() -> None:
+def test_whole_steps_are_included_if_asked_for() -> None:
     assert names("oktopk,topk", True, 1) == ["dense fp32", "oktopk", "step:oktopk", "step:topk"]
     assert names("step:topk", False, 1) == ["dense fp32", "step:topk"]
     assert not [name for name in names("all", False, 2) if name.startswith("step:")]
@@ -27,7 +27,7 @@ def test_whole_steps_are_there_where_asked_for() -> None:
         names("topk", False, 1)
 
 
-def test_schemes_on_two_levels_take_several_ranks_a_node() -> None:
+def test_schemes_on_two_levels_need_several_ranks_a_node() -> None:
     assert "step:hitopk" not in names("all", True, 1)
     assert {"step:hitopk", "step:torus2d"} <= set(names("all", True, 2))
 
@@ -35,12 +35,12 @@ def test_schemes_on_two_levels_take_several_ranks_a_node() -> None:
 @pytest.mark.parametrize(
     ("environment", "nodes", "each"),
     [
-        ({}, 3, 2),  # mpiexec says nothing of it
+        ({}, 3, 2),  # mpiexec sets no such variable
         ({"LOCAL_WORLD_SIZE": "3"}, 2, 3),
         ({"SPARCEL_LAB_RANKS_PER_NODE": "1", "SPARCEL_LAB_NODES": "6"}, 6, 1),
     ],
 )
-def test_nodes_are_those_of_the_launcher_or_what_the_communicator_finds(
+def test_the_launcher_or_the_communicator_tells_the_nodes(
     environment: dict[str, str], nodes: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOCAL_WORLD_SIZE", "SPARCEL_LAB_RANKS_PER_NODE", "SPARCEL_LAB_NODES"):
@@ -83,7 +83,7 @@ def test_a_verdict_on_predictions() -> None:
 
     cells = [cell("ring", 1.0, 1.2), cell("allgather", 2.0, 1.1), cell("oktopk", 3.0, None)]
     assert verdict(cells) == (
-        "1 of 2 predictions within 25 % of the time measured; the sum predicted to be the fastest"
-        " takes 2.00× the fastest's time at most"
+        "1 of 2 predictions within 25 % of the measured time; the sum predicted to be the fastest"
+        " took at most 2.00× the time of the fastest"
     )
     assert verdict(cells[2:]) == ""

@@ -25,7 +25,7 @@ CASE = Case(1000, 0.05, "uniform", 2)
 
 
 def _measured(comm: Communicator, wrong_on: int = -1) -> Measured:
-    """Measure a sum of which one rank finds every result wrong, in 3 coordinates."""
+    """Measure a sum; one rank counts 3 wrong coordinates in every result."""
     own = CASE.streams[comm.rank]
     contender = Contender(
         lambda: all_reduce(own, Wire(comm), algorithm="allgather", max_nnz=CASE.k),
@@ -48,12 +48,12 @@ def test_ranks_agree_on_what_they_measured(run_on: RunOn) -> None:
 
 
 @pytest.mark.processes
-def test_wrong_coordinates_of_any_rank_are_told(run_on: RunOn) -> None:
+def test_wrong_coordinates_of_any_rank_are_counted(run_on: RunOn) -> None:
     for measured in run_on(2, _measured, 1):
-        assert measured.wrong == 2 * 3  # the last of the warm-up, and the last that is timed
+        assert measured.wrong == 2 * 3  # the last warm-up run, and the last timed run
 
 
-def test_the_engines_own_calls_are_all_exchange() -> None:
+def test_the_engines_own_calls_count_as_exchange() -> None:
     def job(comm: Communicator) -> Measured:
         return time_contender(Contender(lambda: None, lambda _: 0, bytes=7), comm, 3, 1)
 
@@ -76,7 +76,7 @@ def test_every_iteration_is_reset_first() -> None:
     assert calls == ["reset", "run"] * (3 + 2 + 2)  # warm-up, timed, with the stopwatch on
 
 
-def test_the_last_result_that_is_timed_is_checked() -> None:
+def test_the_last_timed_result_is_checked() -> None:
     def job(comm: Communicator) -> tuple[int, list[int]]:
         runs = itertools.count(1)
         checked: list[int] = []
@@ -104,7 +104,7 @@ def test_phases_exclude_each_other() -> None:
     assert watch.seconds["reduce"] + watch.seconds["select"] <= whole
 
 
-def test_watching_leaves_nothing_behind() -> None:
+def test_watching_restores_all_functions() -> None:
     def held() -> tuple[Any, ...]:
         methods = (Wire.encode, Wire.decode, Coo.reduce_messages, SparseStream.topk)
         return (*methods, kernels.topk, stream.reduce)
@@ -127,7 +127,7 @@ def test_watching_leaves_nothing_behind() -> None:
 
 
 def _gathering(comm: Communicator, nbytes: int) -> tuple[float, float]:
-    """Return the seconds of a gather that were told to be of the exchange, and the whole."""
+    """Return the seconds of a gather counted as exchange, and its whole seconds."""
     message = torch.zeros(nbytes, dtype=torch.uint8)
     with watched(comm) as watch:
         start = time.perf_counter()
@@ -141,6 +141,6 @@ def _gathering(comm: Communicator, nbytes: int) -> tuple[float, float]:
 def test_a_gather_is_exchange_and_counted_once(
     engine: str, nbytes: int, request: pytest.FixtureRequest
 ) -> None:
-    """Engines gather by a call of their own, or by exchanges that must not come on top."""
+    """Engines gather by their own call, or by exchanges that must not be counted twice."""
     for exchange, whole in request.getfixturevalue(engine)(2, _gathering, nbytes):
         assert 0 < exchange <= whole

@@ -1,4 +1,4 @@
-"""What survivors see when a rank dies, fails, comes too late or leaves."""
+"""Errors of the survivors after a rank dies, fails, is late or leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CULPRIT = 2
 
 
 def ring(comm: TorchCommunicator, nbytes: int = BYTES) -> None:
-    """One step of a ring: no rank hears of the culprit but its neighbours."""
+    """Do one step of a ring, in which only its neighbours exchange with the culprit."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.exchange({after: torch.zeros(nbytes, dtype=torch.uint8)}, {before: BYTES})
 
@@ -56,7 +56,7 @@ def leave(comm: TorchCommunicator) -> None:
 def steps(
     comm: TorchCommunicator, misbehave: Callable[[TorchCommunicator], None], in_job: bool
 ) -> tuple[str, str, str, float]:
-    """Return the error of a few steps of which one goes wrong, what comes after it, and seconds."""
+    """Return the error of steps of which one fails, the next job's error, and the seconds."""
 
     def job() -> None:
         for step in range(3 * WORLD_SIZE):
@@ -91,7 +91,7 @@ def test_killed_rank_is_named_by_all() -> None:
 
 
 def transfer_until_killed(comm: TorchCommunicator, culprit: int) -> tuple[str, float]:
-    """Keep long messages under way, of which a kill interrupts one."""
+    """Exchange long messages until a kill interrupts one."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     message = torch.zeros(8 << 20, dtype=torch.uint8)
     if comm.rank == culprit:
@@ -105,8 +105,8 @@ def transfer_until_killed(comm: TorchCommunicator, culprit: int) -> tuple[str, f
 
 
 @pytest.mark.parametrize("culprit", [0, CULPRIT])
-def test_kill_amid_a_long_message(culprit: int) -> None:
-    timeout = 100.0  # Gloo itself would leave those with half a message waiting
+def test_kill_during_a_long_message(culprit: int) -> None:
+    timeout = 100.0  # Gloo itself would let ranks with half a message wait until then
     ends = run_apart(WORLD_SIZE, transfer_until_killed, culprit, timeout=timeout)
     assert ends.pop(culprit).died == -signal.SIGKILL
     assert len({end.result[0] for end in ends}) == 1
@@ -115,11 +115,11 @@ def test_kill_amid_a_long_message(culprit: int) -> None:
 
 
 def reduce_in_two_ways(comm: TorchCommunicator) -> tuple[str, str, float]:
-    """Be in an all-reduce on this thread, with another queued behind it, as the culprit dies."""
+    """Run an all-reduce on this thread, with another one queued, while the culprit dies."""
     if comm.rank == CULPRIT:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if comm.rank == 0:
-        time.sleep(2.0)  # keeps the others, the culprit among them, in the all-reduce
+        time.sleep(2.0)  # the others, including the culprit, wait in the all-reduce
     stream, handles = case_of("random", comm.size, 60).streams[comm.rank], []
 
     def queue() -> None:
@@ -137,7 +137,7 @@ def reduce_in_two_ways(comm: TorchCommunicator) -> tuple[str, str, float]:
     return str(first.value), str(queued.value), seconds
 
 
-def test_kill_amid_an_all_reduce_ends_it_and_what_is_queued() -> None:
+def test_kill_during_an_all_reduce_ends_it_and_the_queued_one() -> None:
     timeout = 100.0
     ends = run_apart(WORLD_SIZE, reduce_in_two_ways, timeout=timeout)
     assert ends.pop(CULPRIT).died == -signal.SIGKILL
@@ -212,7 +212,7 @@ def test_connecting_without_a_rank_is_a_communication_error(culprit: int) -> Non
 
 
 def split_without(comm: TorchCommunicator) -> str:
-    """The culprit gives its colour, and never connects."""
+    """Split; the culprit gives its colour, but never connects."""
     if comm.rank == CULPRIT:
         comm.run(lambda: comm.gather_numbers(0))
         time.sleep(2 * TIMEOUT)

@@ -89,7 +89,7 @@ def test_interrupt_ends_the_wait_and_not_the_job() -> None:
     assert queue.submit(lambda: 2).wait() == 2
 
 
-def test_ended_queue_has_run_all_and_takes_no_more() -> None:
+def test_an_ended_queue_has_run_all_jobs_and_refuses_more() -> None:
     queue, ran = JobQueue("jobs"), []
     for number in range(5):
         queue.submit(lambda number=number: ran.append(number))
@@ -102,12 +102,12 @@ def test_ended_queue_has_run_all_and_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize("thread_ends_first", [True, False])
-def test_job_that_comes_amid_the_end_fails(
+def test_a_job_submitted_during_the_end_fails(
     thread_ends_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue, go = JobQueue("jobs"), threading.Event()
 
-    def end_meanwhile() -> bool:  # called after submit() has seen that the queue goes on
+    def end_meanwhile() -> bool:  # called after submit() has seen that the queue is open
         monkeypatch.undo()
         queue.end(lambda: None if thread_ends_first else go.wait())
         if thread_ends_first:
@@ -130,7 +130,7 @@ def test_joining_gives_up_on_a_job_that_hangs() -> None:
     assert queue.join(None)
 
 
-def test_what_a_job_refers_to_goes_with_it() -> None:
+def test_objects_of_a_job_are_freed_with_it() -> None:
     class Captured:
         pass
 
@@ -144,7 +144,7 @@ def test_what_a_job_refers_to_goes_with_it() -> None:
     assert alive() is None
 
 
-def test_a_blocking_job_runs_on_the_callers_thread_where_none_is_due() -> None:
+def test_a_blocking_job_runs_on_the_callers_thread_if_the_queue_is_empty() -> None:
     queue, go, ran = JobQueue("jobs"), threading.Event(), []
 
     def note(name: str) -> None:

@@ -1,4 +1,4 @@
-"""How communicators end: by close(), with their process group, with the interpreter."""
+"""The end of communicators: by close(), with the process group, with the interpreter."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_new_process_group_gets_a_new_communicator(tmp_path: Path) -> None:
     assert run(script, tmp_path) == [(0, ""), (0, "")]
 
 
-def test_jobs_that_nobody_waited_for_are_finished_at_exit(tmp_path: Path) -> None:
+def test_jobs_without_a_wait_are_finished_at_exit(tmp_path: Path) -> None:
     script = """
         comm = start("a")
         for _ in range(50):
@@ -139,7 +139,7 @@ def test_interrupted_rank_leaves_and_the_other_is_told(tmp_path: Path) -> None:
 
 
 def close_child_early(comm: TorchCommunicator) -> list[int]:
-    """All ranks but the last close their child long before the last rank, which runs a job."""
+    """Close a child on all ranks but the last, which runs a job before it closes its own."""
     child = comm.split(0)
     child.gather_numbers(child.rank)
     if comm.rank == comm.size - 1:
@@ -190,7 +190,7 @@ def connect_anew(comm: TorchCommunicator) -> tuple[str, list[int]]:
     return str(dead.value), numbers
 
 
-def test_ranks_connect_anew_once_all_have_closed_what_died(run_on) -> None:
+def test_ranks_connect_anew_once_all_have_closed_a_failed_communicator(run_on) -> None:
     text = (
         "the communicator is dead: rank 1 failed: InputError: density must lie in (0, 1], got 3; "
         "to connect anew, close it on all ranks with sparcel.comm.resolve(group).close()"

@@ -1,4 +1,4 @@
-"""Which ranks form a node: as given, as the launcher's local ranks, or the hostnames, say."""
+"""Ranks are assigned to nodes by the caller, by the launcher's local ranks, or by hostnames."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Members = tuple[list[int], list[int]]
 
 
 def members(comm: Communicator, ranks_per_node: int | None = None) -> Members:
-    """Return the ranks of this one's node, and those of its place."""
+    """Return the ranks of this rank's node, and the ranks with the same place on all nodes."""
     ranks = comm.grid(ranks_per_node)
     return ranks.node.gather_numbers(comm.rank), ranks.across.gather_numbers(comm.rank)
 
 
 def blocks(world: int, per_node: int) -> list[Members]:
-    """Return what `members` should return, by rank, where nodes have consecutive ranks."""
+    """Return the expected result of `members` for each rank, if nodes have consecutive ranks."""
     return [
         (
             [r for r in range(world) if r // per_node == rank // per_node],
@@ -35,7 +35,7 @@ def blocks(world: int, per_node: int) -> list[Members]:
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
-def test_given_ranks_form_nodes_whatever_the_topology_is(nodes: int, per_node: int) -> None:
+def test_given_ranks_form_nodes_on_any_topology(nodes: int, per_node: int) -> None:
     world = nodes * per_node
     report = simulate(world, lambda comm: members(comm, per_node), ranks_per_node=world)
     assert report.results == blocks(world, per_node)
@@ -86,23 +86,20 @@ def test_uneven_nodes_are_refused_on_all_ranks(world: int, per_node: int) -> Non
 
 
 @pytest.mark.parametrize("one", [1, 4, 8])
-def test_ranks_that_give_different_numbers_are_told(one: int) -> None:
+def test_different_numbers_on_the_ranks_are_refused(one: int) -> None:
     with pytest.raises((MismatchError, CommunicationError, InputError)) as told:
         simulate(4, lambda comm: members(comm, one if comm.rank == 1 else 2))
     assert "divide into nodes differently" in str(told.value)
 
 
-# What follows needs processes, each with an environment and a hostname of its own.
+# The following tests need processes, each with its own environment and hostname.
 
 VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 Places = Sequence[int | None] | None
 
 
 def found(comm: Communicator, hosts: str, local: Places, variable: str) -> Members | str:
-    """Return a fresh communicator's nodes where the ranks have these hosts and local ranks.
-
-    Where it is refused, return what was said.
-    """
+    """Return a new communicator's nodes for these hosts and local ranks, or its error message."""
     child = comm.split(0)
     given_here = {} if local is None or local[comm.rank] is None else {variable: local[comm.rank]}
     with (
@@ -145,7 +142,7 @@ CASES: dict[str, tuple[str, Places, list[Members]]] = {
 
 
 @pytest.mark.processes
-def test_nodes_are_found_as_they_are(run_on) -> None:
+def test_nodes_are_found_by_local_ranks_and_hostnames(run_on) -> None:
     cases = [(hosts, local) for hosts, local, _ in CASES.values()]
     by_rank = run_on(4, all_found, cases)
     for case, (name, (_, _, expected)) in enumerate(CASES.items()):
@@ -154,7 +151,7 @@ def test_nodes_are_found_as_they_are(run_on) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("variable", VARIABLES[1:])
-def test_other_launchers_are_understood(run_on, variable: str) -> None:
+def test_variables_of_other_launchers_are_read(run_on, variable: str) -> None:
     by_rank = run_on(4, all_found, [("aaaa", [0, 1, 0, 1])], variable)
     assert [nodes[0] for nodes in by_rank] == PAIRS
 
@@ -167,7 +164,7 @@ def test_uneven_hosts_are_refused_on_all_ranks(run_on) -> None:
 
 
 def use_of_groups(comm: Communicator) -> tuple[list[int], int, int]:
-    """Return how many messages and bytes groups sent that the communicator counted."""
+    """Return the messages and bytes of groups that the communicator counted."""
     ranks = comm.grid(2)
     before = comm.traffic.messages_sent, comm.traffic.bytes_sent
     numbers = ranks.node.gather_numbers(comm.rank) + ranks.across.gather_numbers(comm.rank)

@@ -1,4 +1,4 @@
-"""How ranks find and connect to each other: the address they give, and who is turned away."""
+"""Connections between ranks: the addresses that they give, and the peers that they refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparcel.errors import CommunicationError
 
 
 class Somewhere(dist.HashStore):
-    """A store that says where it is, as a TCPStore does."""
+    """A store that tells its address, as a TCPStore does."""
 
     def __init__(self, host: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Somewhere(dist.HashStore):
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What address leads to which host; to others none does."""
+    """Maps hosts to the local address of a route to them; other hosts are unreachable."""
     known: dict[str, str] = {}
 
     def address_towards(host: str) -> str:
@@ -47,14 +47,14 @@ WAY_OUT = "192.0.2.1"
     ("ways", "expected"),
     [
         ({"head": "10.0.0.2", WAY_OUT: "10.1.0.2"}, "10.0.0.2"),
-        ({"head": "127.0.0.1", WAY_OUT: "10.1.0.2"}, "10.1.0.2"),  # the store is of this machine
+        ({"head": "127.0.0.1", WAY_OUT: "10.1.0.2"}, "10.1.0.2"),  # the store is on this machine
         ({"head": "127.0.1.1", "2001:db8::1": "fd00::2"}, "fd00::2"),
-        ({WAY_OUT: "10.1.0.2"}, "10.1.0.2"),  # the store's name means nothing here
+        ({WAY_OUT: "10.1.0.2"}, "10.1.0.2"),  # the store's name cannot be resolved here
         ({"head": "127.0.0.1"}, "127.0.0.1"),
         ({}, "127.0.0.1"),
     ],
 )
-def test_loopback_is_given_only_where_there_is_no_other(
+def test_loopback_is_given_only_without_another_address(
     routes: dict[str, str], ways: dict[str, str], expected: str
 ) -> None:
     routes.update(ways)
@@ -63,7 +63,7 @@ def test_loopback_is_given_only_where_there_is_no_other(
     assert sockets.own_address(within) == expected
 
 
-def test_the_interface_that_gloo_is_told_counts(
+def test_the_interface_of_gloo_is_used(
     routes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routes.update({WAY_OUT: "10.1.0.2"})
@@ -75,7 +75,7 @@ def test_the_interface_that_gloo_is_told_counts(
 
 
 def on_two_ranks(store: dist.Store, before: Callable[[str, int], Any]) -> list[Any]:
-    """Connect two ranks; ``before`` the second one comes, do something to the first's address."""
+    """Connect two ranks; ``before`` gets the first one's address before the second one connects."""
     connected: list[Any] = [None, None]
 
     def connect(rank: int) -> None:
@@ -94,7 +94,7 @@ def on_two_ranks(store: dist.Store, before: Callable[[str, int], Any]) -> list[A
 
 @pytest.mark.parametrize("says", [b"", b"G", b"GET / HTTP/1.0\r\n\r\n and more"])
 @pytest.mark.parametrize("goes", [True, False])
-def test_who_is_no_rank_is_turned_away(
+def test_peers_that_are_no_ranks_are_refused(
     says: bytes, goes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "_GREETING_SECONDS", 0.2)
@@ -116,7 +116,7 @@ def test_who_is_no_rank_is_turned_away(
     other.close()
 
 
-def test_what_hinders_the_ranks_is_told_in_one_sentence() -> None:
+def test_a_failed_connection_is_explained_in_one_sentence() -> None:
     store = dist.HashStore()
     store.set("cookie", "00" * 16)
     with socket.create_server(("127.0.0.1", 0)) as gone:

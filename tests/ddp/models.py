@@ -1,4 +1,4 @@
-"""Models whose gradients are known: small integers that depend on rank, step, name and index."""
+"""Models with known gradients: small integers that depend on rank, step, name and index."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ SHAPES = {
     "norm": (50,),
     "third": (50, 50),
 }
-"""Three tensors that are made sparse by default, and two that stay dense."""
+"""Three tensors that are sparse by default, and two that stay dense."""
 
 LARGE = ("first", "second", "third")
 MANY_BUCKETS = {"bucket_cap_mb": 0.009}
 """Splits `Linear` into three buckets once DDP has rebuilt them."""
 
 Poison = tuple[str, float]
-"""A parameter, and what one element of its gradient is made."""
+"""A parameter, and a value for one element of its gradient."""
 
 
 def known_gradient(name: str, like: Tensor, rank: int, step: int) -> Tensor:
-    """Return multiples of 4, so that averages over 4 ranks are integers too; few are large."""
+    """Return multiples of 4, so that averages over 4 ranks are integers; few are large."""
     mixed = torch.arange(like.numel()) * (7 + 2 * rank) + crc32(name.encode()) % 101 + 13 * step
     values = mixed % 5 - 2 + 3 * (mixed % 31 == rank + step)
     return 4 * values.reshape(like.shape).to(like.dtype)
 
 
 class Linear(nn.Module):
-    """A sum of <parameter, coefficients>: the gradients are the coefficients."""
+    """Computes the sum of <parameter, coefficients>, so its gradients are the coefficients."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Linear(nn.Module):
 
 @dataclass
 class Trained:
-    """What a rank saw: ``updates`` and ``residuals`` by name, flat, in float64."""
+    """A rank's ``updates`` and ``residuals`` by name, flat, in float64."""
 
     updates: dict[str, Tensor] = field(default_factory=dict)
     residuals: dict[str, Tensor] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Trained:
 
 
 def observe(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """Return the gradients that the optimizer would see."""
+    """Return the gradients for the optimizer."""
     return {
         name: parameter.grad.detach().double().flatten().clone()
         for name, parameter in ddp.module.named_parameters()
@@ -87,7 +87,7 @@ def observe(ddp: DistributedDataParallel) -> dict[str, Tensor]:
 
 
 def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> dict[str, Tensor]:
-    """Return what this rank remembers, by name: residuals, or with ``"velocity"`` those."""
+    """Return this rank's state by name: its residuals or, with ``kind="velocity"``, velocities."""
     prefix = f"{kind}{rank}."
     return {
         key.removeprefix(prefix): owed.double()
@@ -97,7 +97,7 @@ def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> d
 
 
 def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
-    """Append to ``counts``, at the end of each step, how many buckets it had."""
+    """Append the number of buckets of each step to ``counts``, at the end of the step."""
     finish = handle.finish  # type: ignore[attr-defined]
 
     def finish_and_count() -> dict[str, Tensor]:
@@ -119,10 +119,10 @@ def train(
     micro_steps: int = 1,
     **settings: Any,
 ) -> Trained:
-    """Train `Linear` for some steps; ``scheme=None`` is DDP as it comes.
+    """Train `Linear` for some steps; ``scheme=None`` is plain DDP.
 
-    ``unused`` names by rank the parameters that its forward passes leave out in the steps
-    ``unused_in``. The gradients of ``micro_steps`` passes add up to a step's.
+    ``unused`` names for each rank the parameters that its forward passes leave out in the steps
+    ``unused_in``. A step's gradient is the sum over ``micro_steps`` passes.
     """
     ddp = DistributedDataParallel(Linear(**(model or {})), **(wrap or {}))
     handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
@@ -186,7 +186,7 @@ def assert_conserved(
 
 
 def assert_agreed(ranks: list[Trained]) -> None:
-    """Check that all ranks saw the same updates, bit by bit, and some."""
+    """Check that all ranks have the same updates, bit by bit, and that there are some."""
     for trained in ranks:
         for mine, first in zip(trained.every_update, ranks[0].every_update, strict=True):
             assert mine.keys() == first.keys()

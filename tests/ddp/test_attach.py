@@ -1,4 +1,4 @@
-"""What attach accepts and refuses, and what its handle tells."""
+"""Arguments that attach accepts and refuses, and the information of its handle."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wrapped() -> DistributedDataParallel:
 def refuse(
     comm: Communicator, make: Callable[[], Any], scheme: Any, settings: dict[str, Any]
 ) -> tuple[str, int]:
-    """Return what attach says, and how many threads it left behind."""
+    """Return the error of attach, and the number of threads that it left behind."""
     model, threads = make(), threading.active_count()
     with pytest.raises(InputError) as raised:
         sparcel.attach(model, scheme, **settings)
@@ -88,7 +88,7 @@ def refuse(
         (wrapped, "topk", {"group": "world"}, "group must be a torch.distributed process group"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_wrong_arguments_are_named(
     run_on: Any, make: Any, scheme: Any, settings: dict[str, Any], said: str
 ) -> None:
     for text, threads in run_on(2, refuse, make, scheme, settings):
@@ -133,19 +133,19 @@ def attach_differently(comm: Communicator, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["scheme", "settings", "policy"])
-def test_ranks_that_attach_different_things_are_told(run_on: Any, what: str) -> None:
+def test_ranks_with_different_arguments_are_refused(run_on: Any, what: str) -> None:
     said = run_on(3, attach_differently, what)
     assert "ranks [1] average something else than rank 0, which has TopK(density=0.01" in said[0]
     assert "ranks [0, 2] average something else than rank 1" in said[1]
 
 
 def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Traffic]:
-    """Return the statistics of three steps, and what the communicator counted of them."""
+    """Return the statistics of three steps, and the communicator's counts."""
     own = TorchCommunicator.of(dist.group.WORLD)
     ddp = DistributedDataParallel(Linear())
     handle = sparcel.attach(ddp, "topk", group=own, density=0.05)
     before = replace(own.traffic)
-    assert before.bytes_sent > 0  # attach compares what the ranks attach: that does not count
+    assert before.bytes_sent > 0  # attach compares the ranks' arguments; statistics leave that out
     for step in range(3):
         ddp.zero_grad()
         ddp(comm.rank, step).backward()
@@ -156,7 +156,7 @@ def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Tr
         bytes_received=own.traffic.bytes_received - before.bytes_received,
     )
     handle.close()
-    assert own.run(lambda: own.gather_numbers(5)) == [5, 5]  # it is the user's to close
+    assert own.run(lambda: own.gather_numbers(5)) == [5, 5]  # the user must close it
     own.close()
     return stats, counted
 

@@ -1,4 +1,4 @@
-"""attach(model, "auto"): it trains, says what it chose, and costs what dense costs where it is."""
+"""attach(model, "auto") trains, tells its choices, and costs as much as dense if it chose dense."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose(comm: Communicator, bandwidth: float) -> tuple[dict[str, str], dict[s
     return before, handle.chosen
 
 
-def test_the_handle_tells_what_each_parameter_travels_by(run_on: Any) -> None:
+def test_the_handle_tells_the_method_of_each_parameter(run_on: Any) -> None:
     for before, after in run_on(4, choose, 1e6):
         assert before == {}
         assert set(after) == set(LARGE)
@@ -58,7 +58,7 @@ def test_the_handle_tells_what_each_parameter_travels_by(run_on: Any) -> None:
 
 
 def train_in_short_windows(comm: Communicator) -> tuple[Trained, set[str | None]]:
-    """Let all methods have their turn, by times that no clock would tell."""
+    """Fake the measured times so that every method is chosen in turn."""
     took = iter([9, 8, 7, 6, 5, 4, 3, 2, 1] * 100)
     methods: set[str | None] = set()
 
@@ -76,7 +76,7 @@ def train_in_short_windows(comm: Communicator) -> tuple[Trained, set[str | None]
     return trained, methods
 
 
-def test_nothing_is_lost_whatever_is_chosen_when(run_on: Any) -> None:
+def test_nothing_is_lost_in_any_sequence_of_choices(run_on: Any) -> None:
     results = run_on(4, train_in_short_windows)
     ranks = [trained for trained, _ in results]
     assert_agreed(ranks)
@@ -106,7 +106,7 @@ def test_dense_steps_send_what_dense_sends_small_tensors_included(run_on: Any) -
 
 
 class Classifier(torch.nn.Module):
-    """Two layers that learn which half of the inputs is larger."""
+    """Two layers; they learn which half of the inputs is larger."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def learn(comm: Communicator) -> tuple[float, float, list[torch.Tensor]]:
     return losses[0], sum(losses[-10:]) / 10, [p.detach().clone() for p in ddp.parameters()]
 
 
-def test_it_learns_with_clocks_as_they_are(run_on: Any) -> None:
+def test_auto_trains_with_real_clocks(run_on: Any) -> None:
     results = run_on(2, learn)
     for first, last, parameters in results:
         assert last < 0.5 * first

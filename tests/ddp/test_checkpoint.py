@@ -1,4 +1,4 @@
-"""Saving and going on: the same training, or another number of ranks, and nothing is lost."""
+"""Saving and resuming the same training, or with another number of ranks, loses nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Residuals = dict[str, Tensor]
 
 
 class Training:
-    """A model with momentum whose gradients are no integers, and depend on its weights."""
+    """A model with momentum; its gradients depend on its weights and are not integers."""
 
     def __init__(self, comm: Communicator, method: dict[str, Any], **wrap: Any) -> None:
         torch.manual_seed(1)
@@ -62,13 +62,13 @@ class Training:
 def interrupt(
     comm: Communicator, folder: Path, method: dict[str, Any], kind: str, wrap: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
-    """Return the weights of a training that went through, and of one that was interrupted."""
+    """Return the weights of an uninterrupted training, and of an interrupted one."""
     through = Training(comm, method, **wrap)
     through.train(range(6))
     first = Training(comm, method, **wrap)
     first.train(range(3))
     second = Training(comm, method, **wrap)
-    second.train(range(1))  # the optimizer has its state then, and the checkpoint room for it
+    second.train(range(1))  # creates the optimizer's state, so that the checkpoint has room for it
     if kind == "dcp":
         dcp.save(first.state(), checkpoint_id=folder)
         state = second.state()
@@ -76,7 +76,7 @@ def interrupt(
     else:
         torch.save(first.state(), folder / f"{comm.rank}.pt")
         state = torch.load(folder / f"{comm.rank}.pt")
-    first.train(range(3, 5))  # leaves what was saved alone
+    first.train(range(3, 5))  # must not change the saved state
     first.end()
     second.load(state)
     second.train(range(3, 6))
@@ -84,8 +84,8 @@ def interrupt(
     return [through.end(), second.end()]
 
 
-# Buckets that DDP lays out in one way before and in another after its first step select in
-# different ways too, so one bucket, or such as DDP never rebuilds.
+# If DDP rebuilds its buckets after the first step, selections differ. So the tests use one bucket,
+# or buckets that DDP never rebuilds.
 NEVER_REBUILT = {**MANY_BUCKETS, "find_unused_parameters": True}
 
 
@@ -102,7 +102,7 @@ METHODS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", ["dcp", "torch.save"])
 @pytest.mark.parametrize("wrap", [{}, NEVER_REBUILT], ids=["one bucket", "many buckets"])
-def test_interrupted_training_goes_on_bit_by_bit(
+def test_interrupted_training_continues_bit_by_bit(
     run_on: Any, tmp_path: Path, name: str, kind: str, wrap: dict[str, Any]
 ) -> None:
     for through, interrupted in run_on(2, interrupt, tmp_path, METHODS[name], kind, wrap):
@@ -112,7 +112,7 @@ def test_interrupted_training_goes_on_bit_by_bit(
 
 
 def owe(comm: Communicator, steps: int, folder: Path, gathered: bool = False) -> Residuals:
-    """Save what some steps leave, and return it."""
+    """Save the state after some steps, and return it."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     handle = sparcel.attach(ddp, "topk")
     for step in range(steps):
@@ -127,7 +127,7 @@ def owe(comm: Communicator, steps: int, folder: Path, gathered: bool = False) ->
 
 
 def inherit(comm: Communicator, saved_by: int, folder: Path, kind: str) -> list[Residuals]:
-    """Load what ``saved_by`` ranks left; return it, then what there is after another step."""
+    """Load the states of ``saved_by`` ranks; return the loaded state, and that after a step."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     handle = sparcel.attach(ddp, "topk")
     if kind == "dcp":
@@ -167,7 +167,7 @@ def test_another_world_size_inherits_all_that_is_owed(
             assert torch.equal(loaded[rank][name], expected)
         parameter = torch.zeros(SHAPES[name])
         gradients = [known_gradient(name, parameter, r, 7).double() for r in range(new)]
-        # `after` has the update added on every rank.
+        # `after` includes the update, on every rank.
         expected = total(owed, name) + torch.stack(gradients).sum(0).flatten()
         torch.testing.assert_close(total(list(after), name), expected, rtol=0, atol=1e-4)
 
@@ -181,7 +181,7 @@ def test_saved_before_the_first_step(run_on: Any, tmp_path: Path, kind: str) -> 
 
 
 def load_wrong(comm: Communicator) -> dict[str, str]:
-    """Return what is said of each bad state, none of which changes anything."""
+    """Return the error of each bad state; none of them changes anything."""
     ddp = DistributedDataParallel(Linear())
     handle = sparcel.attach(ddp, "topk")
     ddp(comm.rank, 0).backward()
@@ -221,7 +221,7 @@ def save_and_step(comm: Communicator) -> bool:
     ddp = DistributedDataParallel(Linear())
     handle = sparcel.attach(ddp, "topk")
     for step in range(5):
-        if step == 2:  # buckets are final, and their memory stays where it is
+        if step == 2:  # buckets are final, and their memory is no longer moved
             saved = handle.state_dict()
             copies = {key: value.clone() for key, value in saved.items()}
         ddp(comm.rank, step).backward()

@@ -1,4 +1,4 @@
-"""In DDP: momentum correction by name, densities of parameters, and warm-up by steps that count."""
+"""Momentum correction by name, densities of parameters, and warm-up by steps, in DDP."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def velocity_of(handle: sparcel.ddp.Handle, rank: int) -> Named:
 def train_with_momentum(
     comm: Communicator, scheme: Any, unused_by: int | None = None, steps: int = 5, **settings: Any
 ) -> Named:
-    """Return by name what entered the memory in all steps, less what came out and what is owed.
+    """Return by name the gradients that entered the memory, less the updates and the memory.
 
-    Summed over the ranks that is nothing. The rank ``unused_by`` does not use "second".
+    The sum over the ranks must be zero. The rank ``unused_by`` does not use "second".
     """
     unused = ["second"] if comm.rank == unused_by else []
     wrap = {**MANY_BUCKETS, **settings.pop("wrap", {})}
@@ -85,7 +85,7 @@ def test_velocity_follows_its_parameter(run_on: Any, name: str, wrap: dict[str, 
         assert not torch.stack([left[parameter] for left in ranks]).sum(0).any()
 
 
-def test_velocity_of_a_parameter_that_one_rank_of_a_node_does_not_use(run_on: Any) -> None:
+def test_velocity_is_kept_if_one_rank_of_a_node_does_not_use_a_parameter(run_on: Any) -> None:
     scheme = Hierarchical(OkTopK(momentum=0.5), 2)
     wrap = {"find_unused_parameters": True}
     ranks = run_on(4, partial(train_with_momentum, scheme=scheme, unused_by=1, wrap=wrap))
@@ -94,7 +94,7 @@ def test_velocity_of_a_parameter_that_one_rank_of_a_node_does_not_use(run_on: An
 
 
 def momentum_of_one_bucket(comm: Communicator, steps: int) -> list[tuple[Named, Named, Named]]:
-    """Return updates, residuals and velocities of steps in which nothing is rebuilt."""
+    """Return updates, residuals and velocities of steps without rebuilt buckets."""
     ddp = DistributedDataParallel(Linear(), find_unused_parameters=True)
     handle = sparcel.attach(ddp, "topk", density=0.02, momentum=0.5)
     seen = []
@@ -107,7 +107,7 @@ def momentum_of_one_bucket(comm: Communicator, steps: int) -> list[tuple[Named, 
     return seen
 
 
-def test_momentum_is_corrected_as_dgc_writes_it(run_on: Any) -> None:
+def test_momentum_correction_follows_the_formula_of_dgc(run_on: Any) -> None:
     """u = m·u + g; v = v + u; send the top of v; clear u and v there. One rank: update = sent."""
     (seen,) = run_on(1, momentum_of_one_bucket, 5)
     size = sum(math.prod(SHAPES[name]) for name in LARGE)
@@ -130,7 +130,7 @@ def test_momentum_is_corrected_as_dgc_writes_it(run_on: Any) -> None:
 
 
 def weights_of(comm: Communicator, corrected: bool) -> Named:
-    """Train with momentum, the optimiser's for all or the scheme's for what it makes sparse."""
+    """Train with momentum: the optimiser's, or the scheme's for the sparse parameters."""
     ddp, momentum = DistributedDataParallel(Linear(), **MANY_BUCKETS), 0.5
     handle, sparse = None, frozenset[str]()
     if corrected:
@@ -161,7 +161,7 @@ def test_momentum_of_all_coordinates_is_the_optimisers(run_on: Any) -> None:
 
 
 DENSITIES = {"second": 0.5, "s*": 0.9, "*ir*": 1, "bias": 0.25}
-"""Of which "first" and "third" match only the third pattern, and "second" two."""
+""""first" and "third" match only the third pattern, "second" matches the first two."""
 
 
 def test_a_density_of_one_leaves_a_gradient_dense_and_the_first_match_wins(run_on: Any) -> None:
@@ -170,13 +170,13 @@ def test_a_density_of_one_leaves_a_gradient_dense_and_the_first_match_wins(run_o
     assert_agreed(ranks)
     assert_conserved(ranks, gradient_sums(2, passes=4))
     for trained in ranks:
-        assert set(trained.residuals) == {"second", "bias"}  # whatever the policy says of a bias
+        assert set(trained.residuals) == {"second", "bias"}  # even if the policy keeps biases dense
         for name in ("first", "third", "norm"):
             assert torch.equal(trained.updates[name], plain[0].updates[name])
 
 
 def selected(comm: Communicator, densities: dict[str, float]) -> dict[str, int]:
-    """Return by name how many coordinates one rank's first update has."""
+    """Return by name the number of coordinates of one rank's first update."""
     shapes = {"first": (40, 64), "second": (30, 100), "third": (50, 50)}
     ddp = DistributedDataParallel(Linear(shapes))
     handle = sparcel.attach(ddp, "topk", density=0.01, densities=densities)
@@ -217,7 +217,7 @@ def refuse(comm: Communicator, scheme: str, densities: dict[str, float]) -> str:
         ({"second": 0}, "density must lie in (0, 1], got 0"),
     ],
 )
-def test_what_is_wrong_with_densities_is_named(
+def test_wrong_densities_are_named(
     run_on: Any, scheme: str, densities: dict[str, float], said: str
 ) -> None:
     for text in run_on(2, refuse, scheme, densities):
@@ -231,7 +231,7 @@ def attach_differently(comm: Communicator) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_give_different_densities_are_told(run_on: Any) -> None:
+def test_ranks_with_different_densities_are_refused(run_on: Any) -> None:
     for rank, said in enumerate(run_on(2, attach_differently)):
         assert f"ranks [{1 - rank}] average something else than rank {rank}" in said
         assert "densities" in said
@@ -241,9 +241,10 @@ COORDINATES = sum(math.prod(shape) for shape in SHAPES.values())
 
 
 def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
-    """Return how many coordinates the density asked for in each step, and how many counted.
+    """Return the number of coordinates to select in each step, and the number of steps counted.
 
-    In the second step a gradient is not finite. ``resumed``: a new model goes on after the third.
+    In the second step a gradient is not finite. If ``resumed``, a new model continues after the
+    third step.
     """
     schedule = {"warmup": [1, 0.25], "warmup_steps": 2, "density": 0.01}
     attach = partial(sparcel.attach, scheme_or_name="topk", **schedule)

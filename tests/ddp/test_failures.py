@@ -1,4 +1,4 @@
-"""Failures: every survivor raises what really happened, and keeps its memory."""
+"""After a failure every survivor raises its cause, and keeps its memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.processes
 
 @dataclass
 class Broken:
-    """A step that failed: what was raised, and the memory around it."""
+    """A step that failed: its error, and the memory before and after it."""
 
     error: Exception | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def attempt(
 ) -> Broken:
     """Do two steps, and a third one with ``trouble`` in the backward pass, at ``place``.
 
-    At "third" no bucket is ready, at "second" one of three.
+    At "third" no bucket is ready; at "second" one of three is ready.
     """
     for step in range(2):
         ddp.zero_grad()
@@ -82,7 +82,7 @@ def attempt(
 
 
 def no_trouble() -> None:
-    """Let the backward pass go on."""
+    """Continue the backward pass."""
 
 
 def killed() -> None:
@@ -125,7 +125,7 @@ def test_survivors_of_a_killed_rank_raise_and_keep_their_memory(name: str) -> No
 
 
 @pytest.mark.parametrize("place", ["third", "second"])
-def test_a_rank_whose_backward_raises_is_missed_after_the_timeout(place: str) -> None:
+def test_a_rank_whose_backward_raises_is_detected_after_the_timeout(place: str) -> None:
     outcomes = run_apart(2, train_with_trouble, raise_error, 1, "topk", place, timeout=3)
     assert type(outcomes[1].result.error) is LookupError
     assert type(outcomes[0].result.error) is CommunicationError
@@ -135,7 +135,7 @@ def test_a_rank_whose_backward_raises_is_missed_after_the_timeout(place: str) ->
 
 
 class Broke(TopK):
-    """Fails on rank 1 when it has done two steps."""
+    """Fails on rank 1 after two steps."""
 
     def begin(self, gradient: Tensor, comm: Communicator, *rest: Any, **more: Any) -> Any:
         if self.steps == 2 and comm.rank == 1:
@@ -144,12 +144,12 @@ class Broke(TopK):
 
 
 def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
-    """Break off a step, then wrap and attach anew with the old memory, and do the step again."""
+    """Fail in a step, then wrap and attach again with the old memory, and repeat the step."""
     model = Linear()
     ddp = DistributedDataParallel(model, **MANY_BUCKETS)
     handle = sparcel.attach(ddp, scheme)
     broken = attempt(comm, ddp, handle, trouble)
-    with pytest.raises(RuntimeError):  # DDP's own way to say that it cannot go on
+    with pytest.raises(RuntimeError):  # DDP raises it because it cannot continue
         ddp(comm.rank, 2).backward()
     state = handle.state_dict()
     handle.close()
@@ -176,7 +176,7 @@ class BrokeAtOnce(TopK):
 def fail_at_once(comm: Communicator, wrap: dict[str, Any]) -> Exception:
     ddp = DistributedDataParallel(Linear(), **wrap)
     handle = sparcel.attach(ddp, BrokeAtOnce())
-    with pytest.raises(Exception) as raised:  # noqa: PT011  # its type is what the test is about
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # the test checks the type
         ddp(comm.rank, 0).backward()
     handle.close()
     return raised.value
@@ -199,7 +199,9 @@ def test_the_first_step_can_fail_as_well(run_on: Any, wrap: dict[str, Any]) -> N
     [(raise_error, "topk"), (no_trouble, Broke()), (raise_error, Hierarchical(OkTopK(), 2))],
     ids=["the backward pass", "a scheme", "a node's backward pass"],
 )
-def test_what_broke_off_can_be_taken_up_again(run_on: Any, trouble: Any, scheme: Any) -> None:
+def test_a_failed_step_can_be_repeated_with_the_old_memory(
+    run_on: Any, trouble: Any, scheme: Any
+) -> None:
     ranks = run_on(2, partial(recover, trouble=trouble, scheme=scheme))
     for rank, result in enumerate(ranks):
         error = result["broken"].error

@@ -1,4 +1,4 @@
-"""Every scheme by its name, and two levels of some: they attach, train, agree and lose nothing."""
+"""Every scheme, and some on two levels, can be attached, trains, agrees and loses nothing."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.processes
 SETTINGS: dict[str, dict[str, Any]] = {
     "hitopk": {"ranks_per_node": 2},
     "torus2d": {"ranks_per_node": 2},
-    "dgc": {"density": 0.01, "momentum": 0.0},  # with it, not the gradient enters the memory
+    "dgc": {"density": 0.01, "momentum": 0.0},  # with momentum the velocity would enter the memory
 }
-"""What names need beside the defaults."""
+"""Settings by scheme, in addition to the defaults."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "oktopk, estimated": {"scheme": "oktopk", "threshold": "reuse", "threshold_steps": 2},
@@ -80,14 +80,14 @@ def train_unused(comm: Communicator, unused: dict[int, list[str]]) -> list[Train
 
 
 @pytest.mark.parametrize("by", UNUSED)
-def test_a_parameter_that_nobody_used_neither_sends_nor_forgets(run_on: Any, by: str) -> None:
+def test_an_unused_parameter_neither_sends_nor_clears_memory(run_on: Any, by: str) -> None:
     gradients = gradient_sums(4, 6, unused=UNUSED[by], unused_in=[2, 3])
     for ranks in zip(*run_on(4, train_unused, UNUSED[by]), strict=True):
         assert_agreed(list(ranks))
         assert_conserved(list(ranks), gradients)
 
 
-def test_the_filter_owes_what_it_owes_by_name(run_on: Any) -> None:
+def test_the_filter_conserves_memory_by_name(run_on: Any) -> None:
     filtered = {"beta": 0.5, "beta_steps": 2, "density": 0.05}
     for scheme in (ScaleCom(**filtered), Hierarchical(ScaleCom(**filtered), 2)):
         ranks = run_on(4, partial(train, scheme=scheme, steps=5, wrap=MANY_BUCKETS))
@@ -110,7 +110,7 @@ def test_gradients_in_double_precision(run_on: Any, name: str) -> None:
 
 
 def bytes_in_a_step(comm: Communicator, name: str) -> list[int]:
-    """Return how much each of three steps sent, as the statistics say."""
+    """Return the bytes that each of three steps sent, by the statistics."""
     return [
         train(comm, steps=steps, wrap=MANY_BUCKETS, **METHODS[name]).stats.bytes_sent
         for steps in range(4)
@@ -141,7 +141,7 @@ def train_in_unusual_passes(comm: Communicator, passes: str) -> list[Trained]:
 
 
 @pytest.mark.parametrize("passes", UNUSUAL)
-def test_passes_that_are_not_plain_ones(run_on: Any, passes: str) -> None:
+def test_schemes_work_in_unusual_passes(run_on: Any, passes: str) -> None:
     count = 4 * UNUSUAL[passes].get("micro_steps", 1)
     for ranks in zip(*run_on(4, train_in_unusual_passes, passes), strict=True):
         assert_agreed(list(ranks))

@@ -1,4 +1,4 @@
-"""Backward passes that are not plain ones, and the order of events within a pass."""
+"""Unusual backward passes, and the order of events within a pass."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 
 class Patient(Dense):
-    """Begins only once the backward pass has come to its last gradient."""
+    """A scheme whose step begins only after the last gradient of the backward pass."""
 
     may_begin = threading.Event()
 
@@ -56,12 +56,12 @@ def overlap(comm: Communicator) -> tuple[int, bool]:
     return buckets[-1], Patient.may_begin.is_set()
 
 
-def test_exchanges_do_not_hold_up_the_backward_pass(run_on: Any) -> None:
+def test_exchanges_do_not_delay_the_backward_pass(run_on: Any) -> None:
     assert run_on(2, overlap) == [(3, True)] * 2
 
 
 def ends_of_steps(comm: Communicator, wrap: dict[str, Any]) -> list[tuple[str, int]]:
-    """Return, for each step, whether DDP had its updates when the step ended, and how often."""
+    """Return whether each step ended before DDP had its updates, and the number of ends so far."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
     handle = sparcel.attach(ddp, "topk")
     named = dict(ddp.module.named_parameters())
@@ -93,7 +93,7 @@ def test_a_step_ends_once_and_before_ddp_goes_on(run_on: Any, wrap: dict[str, An
 
 
 class Reentrant(nn.Module):
-    """`Linear`, each parameter's term of which is a pass of its own within the pass."""
+    """`Linear` in which each parameter's term runs a separate pass within the pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_shared_parameters(run_on: Any) -> None:
 
 
 def attach_late(comm: Communicator) -> Trained:
-    """Train as plain DDP first, until its buckets are final, and then with a scheme."""
+    """Train with plain DDP until its buckets are final, and then with a scheme."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     seen = Trained()
     for step in range(2):

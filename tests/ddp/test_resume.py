@@ -1,4 +1,4 @@
-"""Going on with velocity, on other nodes, and from states that were saved without or with more."""
+"""Resuming with velocity, on other nodes, and from states with or without velocity."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def attached(scheme: Scheme, double: bool) -> tuple[DistributedDataParallel, spa
 
 
 def owe(comm: Communicator, scheme: Scheme, folder: Path, double: bool = False) -> Parts:
-    """Save what three steps leave, and return it."""
+    """Save the state after three steps, and return it."""
     ddp, handle = attached(scheme, double)
     for step in range(3):
         ddp(comm.rank, step).backward()
@@ -59,13 +59,13 @@ def owe(comm: Communicator, scheme: Scheme, folder: Path, double: bool = False) 
 def inherit(
     comm: Communicator, scheme: Scheme, saved_by: int, folder: Path, double: bool = False
 ) -> list[Parts]:
-    """Load what ``saved_by`` ranks left; return it, and what is left and came out of two steps."""
+    """Load the states of ``saved_by`` ranks; return them, and state and updates after two steps."""
     ddp, handle = attached(scheme, double)
     state = handle.state_dict(saved_by)
     dcp.load({"sparcel": state}, checkpoint_id=folder / "dcp")
     handle.load_state_dict(state)
     seen = [remembered(handle, comm.rank)]
-    for step in (7, 8):  # the second in buckets that were laid out anew
+    for step in (7, 8):  # DDP rebuilds its buckets before the second one
         ddp.zero_grad()
         ddp(comm.rank, step).backward()
         seen.append({**remembered(handle, comm.rank), "update": observe(ddp)})
@@ -109,7 +109,7 @@ def test_other_ranks_and_other_nodes_inherit_all_that_is_owed(
 
 
 def without_velocity(comm: Communicator, folder: Path, kind: str) -> list[Parts]:
-    """Go on with momentum from what was saved without."""
+    """Resume with momentum from a state saved without momentum."""
     ddp, handle = attached(GTopK(momentum=0.5), double=False)
     if kind == "dcp":
         state = handle.state_dict()
@@ -126,7 +126,7 @@ def without_velocity(comm: Communicator, folder: Path, kind: str) -> list[Parts]
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch.save"])
-def test_states_without_velocity_load_and_it_begins_anew(
+def test_states_without_velocity_load_and_velocity_starts_at_zero(
     run_on: Any, tmp_path: Path, kind: str
 ) -> None:
     owed = run_on(2, owe, GTopK(), tmp_path)
@@ -139,7 +139,7 @@ def test_states_without_velocity_load_and_it_begins_anew(
 
 
 def with_velocity_to_spare(comm: Communicator, folder: Path) -> tuple[Parts, list[str]]:
-    """Go on without momentum from what was saved with it."""
+    """Resume without momentum from a state saved with momentum."""
     ddp, handle = attached(Hierarchical(GTopK(), 2), double=False)
     handle.load_state_dict(torch.load(folder / f"{comm.rank}.pt"))
     ddp(comm.rank, 7).backward()
@@ -149,9 +149,7 @@ def with_velocity_to_spare(comm: Communicator, folder: Path) -> tuple[Parts, lis
     return rest, [key for key in state if key.startswith("velocity")]
 
 
-def test_velocity_is_passed_over_where_there_is_no_momentum_any_more(
-    run_on: Any, tmp_path: Path
-) -> None:
+def test_a_saved_velocity_is_ignored_without_momentum(run_on: Any, tmp_path: Path) -> None:
     owed = run_on(2, owe, GTopK(momentum=0.5), tmp_path)
     rests, keys = zip(*run_on(2, with_velocity_to_spare, tmp_path), strict=True)
     assert keys == ([], [])
@@ -184,7 +182,7 @@ def test_bad_velocities_are_named(run_on: Any) -> None:
 
 
 def filtered_resume(comm: Communicator, nodes: int | None) -> tuple[list[Named], list[Named]]:
-    """Return the updates of a training that went through, and of one that was interrupted.
+    """Return the updates of an uninterrupted training, and of an interrupted one.
 
     β changes while it is interrupted, for the one that is not.
     """
@@ -209,7 +207,7 @@ def filtered_resume(comm: Communicator, nodes: int | None) -> tuple[list[Named],
 
 
 @pytest.mark.parametrize("nodes", [None, 2])
-def test_a_filter_that_changes_goes_on_as_if_not_interrupted(run_on: Any, nodes: Any) -> None:
+def test_a_changing_filter_continues_as_if_not_interrupted(run_on: Any, nodes: Any) -> None:
     for through, interrupted in run_on(4, partial(filtered_resume, nodes=nodes)):
         for update, other in zip(through, interrupted, strict=True):
             assert all(torch.equal(update[name], other[name]) for name in update)

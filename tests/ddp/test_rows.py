@@ -1,4 +1,4 @@
-"""Sparse gradients travel as rows: what an embedding that is looked up in a few places gives."""
+"""Sparse gradients, as of an embedding that is looked up in a few places, travel as rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, WIDTH = 500, 6
 
 
 def looked_up(rank: int, step: int, rows: int) -> Tensor:
-    """Return which rows a rank looks up: some several times, some together with other ranks."""
+    """Return the rows that a rank looks up; some several times, some also on other ranks."""
     return torch.tensor([7, 7, 3 + step, 11 * rank + 20, 7, 3 + step, 90 + rank]) % rows
 
 
@@ -57,7 +57,7 @@ def learn(
     static: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return the updates of three steps, and what there was to see beside."""
+    """Return updates, bytes sent so far and residuals of three steps."""
     ddp = DistributedDataParallel(Words(sparse, rows, bag, alone, dtype), static_graph=static)
     handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
     updates, bytes_sent, residuals = [], [], []

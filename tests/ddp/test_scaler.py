@@ -1,4 +1,4 @@
-"""What comes between backward() and step(): GradScaler, NaN and Inf, clipping."""
+"""Operations between backward() and step(): GradScaler, NaN and Inf, clipping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train_scaled(
     growth_interval: int = 2,
     **method: Any,
 ) -> dict[str, Any]:
-    """Train on the given steps' gradients, with a loss scaled by ``scale`` or not at all."""
+    """Train on the gradients of the given steps, with the loss scaled by ``scale`` if given."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     scaler = None
     if scale is not None:

@@ -1,4 +1,4 @@
-"""What arrives in the gradients: agreement, conservation, and what DDP itself would give."""
+"""The gradients after a step: agreement, conservation, and equality with plain DDP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ranks_agree_and_nothing_is_lost(
     for trained in ranks:
         assert set(trained.residuals) == set(LARGE)
         assert any(owed.any() for owed in trained.residuals.values())
-        # DDP lays everything out in one bucket first, and rebuilds after the first step.
+        # DDP starts with one bucket, and rebuilds its buckets after the first step.
         assert trained.buckets == ([1, 3, 3, 3] if wrap else [1, 1, 1, 1])
 
 
@@ -62,7 +62,7 @@ def test_quantised_updates_agree_and_nothing_is_lost(run_on: Any, world_size: in
 @pytest.mark.parametrize(
     ("scheme", "settings"), [("dense", {}), ("topk", {"density": 1.0})], ids=["dense", "topk"]
 )
-def test_with_all_coordinates_it_is_plain_ddp(
+def test_density_one_equals_plain_ddp(
     run_on: Any, world_size: int, wrap: dict[str, Any], scheme: str, settings: dict[str, Any]
 ) -> None:
     plain = run_on(world_size, partial(train, scheme=None, wrap=wrap))
@@ -199,7 +199,7 @@ def keep_only_second(name: str, parameter: torch.Tensor) -> bool:
     return name != "second"
 
 
-def test_the_policy_decides_what_stays_dense(run_on: Any) -> None:
+def test_the_policy_decides_which_tensors_stay_dense(run_on: Any) -> None:
     plain = run_on(2, partial(train, scheme=None))
     ranks = run_on(2, partial(train, scheme="topk", policy=keep_only_second))
     assert all(set(trained.residuals) == {"second"} for trained in ranks)

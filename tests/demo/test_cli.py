@@ -1,4 +1,4 @@
-"""``sparcel demo`` as people meet it: real processes, real networks, real ends."""
+"""Tests of the command ``sparcel demo`` with real processes and networks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _accuracies(rate: str, scheme: str, tmp_path: Path) -> list[float]:
         assert row["exposed_s"] == row["step_s"] - row["compute_s"]
         assert 0.1 < row["accuracy"] <= 1
         assert (row["wire_bytes"] is None) == (rate == "none")
-        if rate != "none":  # headers come on top, and little else
+        if rate != "none":  # the wire carries headers too, and little else
             assert 1 <= row["wire_bytes"] / row["payload_bytes"] < 1.25
     return [row["accuracy"] for row in results["methods"]]
 
@@ -104,7 +104,7 @@ def test_bad_input_ends_before_anything_runs(
 
 
 def _workers(parent: int) -> set[int]:
-    """The demo's worker processes below a process, wherever they run."""
+    """Return the demo's worker processes among the descendants of a process."""
     children: dict[int, list[int]] = {}
     workers = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -134,7 +134,7 @@ def _workers(parent: int) -> set[int]:
         ("SIGKILL", "none"),
     ],
 )
-def test_an_end_in_the_middle_leaves_nothing(how: str, rate: str, tmp_path: Path) -> None:
+def test_an_interrupted_demo_leaves_no_process(how: str, rate: str, tmp_path: Path) -> None:
     """The lab's own tests combine every end with every network."""
     _skip_without_emulation(rate)
     process = _start(tmp_path, "--rate", rate, "--steps", "100000")

@@ -1,4 +1,4 @@
-"""The demo reads what people have, and says what is wrong with the rest."""
+"""The demo reads all supported formats, and names the fault of other files."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _break(arrays: dict[str, np.ndarray], how: str) -> dict[str, np.ndarray]:
         ("x_test", r"x_test must be \[samples, ...\]"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(how: str, message: str, tmp_path: Path) -> None:
+def test_arrays_that_do_not_match_are_named(how: str, message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", **_break(_arrays(), how))
     with pytest.raises(InputError, match=message):
         load(str(tmp_path / "bad.npz"))

@@ -1,4 +1,4 @@
-"""Ranks' reports become one row, and rows a table."""
+"""The ranks' reports are combined to one row, and the rows to a table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_times_are_means_and_bytes_the_worst_rank() -> None:
     )
 
 
-def test_ranks_that_part_ways_are_an_error() -> None:
+def test_different_models_on_the_ranks_are_an_error() -> None:
     with pytest.raises(DivergedError, match="with topk, the ranks ended with different models"):
         combine("topk", [_report(0), _report(1, fingerprint="other")])
 

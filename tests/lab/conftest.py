@@ -1,4 +1,4 @@
-"""What the lab's tests share."""
+"""Fixtures of the lab's tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparcel.lab import EmulatedNetwork, LabUnavailableError, Link
 
 @pytest.fixture(scope="session")
 def emulation() -> None:
-    """Skip a test where this system permits no emulated network."""
+    """Skip a test if this system permits no emulated network."""
     try:
         EmulatedNetwork(1, Link()).close()
     except LabUnavailableError as error:
@@ -20,5 +20,5 @@ def emulation() -> None:
 
 @pytest.fixture
 def programs() -> str:
-    """The path of the programs to run as processes."""
+    """Return the path of the file with the programs to run as processes."""
     return str(Path(__file__).with_name("programs.py"))

@@ -1,4 +1,4 @@
-"""Programs that the lab's tests run as processes of their own: ``programs.py NAME ARGUMENTS``."""
+"""Programs that the lab's tests run as separate processes: ``programs.py NAME ARGUMENTS``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from sparcel.comm import Communicator
 
 TIMEOUT_S = 4.0
-"""What an exchange of `steps` may take."""
+"""Timeout of an exchange of `steps`."""
 
 _LINGER_S = 3.0
-"""How long rank 0, whose store tells the others what happened, stays for them to read it."""
+"""Time that rank 0 stays after a failure, so that the others can read the cause from its store."""
 
 _PORT = 5000
 _READY = b"r"
@@ -26,9 +26,9 @@ _NAMESPACES = ("user", "mnt", "pid", "net", "uts", "ipc")
 
 
 def transfer(direction: str, total_bytes: int) -> None:
-    """Move ``total_bytes`` between node 0 and all the others together, and time it at node 0.
+    """Move ``total_bytes`` in all between node 0 and the other nodes, and time it at node 0.
 
-    The direction is node 0's: ``receive`` loads its switch port, ``send`` its own link.
+    ``receive`` loads the switch port of node 0, ``send`` its own link.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     share = total_bytes // (world - 1)
@@ -79,7 +79,7 @@ def _serve(peer: socket.socket, direction: str, share: int) -> None:
 
 
 def parent(kind: str) -> None:
-    """Open a network, run workers that never end, and say what exists; for tests that kill it."""
+    """Open a network with workers that never end, and print what exists; tests kill it."""
     from sparcel.lab import Link, Loopback, Workers, open_network
 
     with open_network(3, None if kind == "loopback" else Link()) as network:
@@ -108,7 +108,7 @@ def _worker(kind: str) -> str:
 
 
 def steps(engine: str) -> None:
-    """Step a scheme until it fails; tell of the first step, of the error and of the memory."""
+    """Step a scheme until it fails; report the first step, the error and the memory."""
     import torch
 
     from sparcel.errors import CommunicationError
@@ -131,7 +131,7 @@ def steps(engine: str) -> None:
             report = {"error": str(error), "seconds": seconds, "unchanged": unchanged}
             print(json.dumps(report), flush=True)
             time.sleep(_LINGER_S)
-            os._exit(0)  # to leave MPI or a process group in order takes all ranks
+            os._exit(0)  # an orderly exit from MPI or a process group needs all ranks
 
 
 def _communicator(engine: str) -> Communicator:

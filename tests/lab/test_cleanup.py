@@ -1,4 +1,4 @@
-"""However a run ends, nothing of it stays: no process, namespace, mount or file."""
+"""A run leaves no process, namespace, mount or file behind, for any way of ending."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE_S = 60.0
 
 
 def _holders(namespaces: set[str]) -> list[str]:
-    """The links under /proc that keep one of the namespaces alive."""
+    """Return the links under /proc that keep one of the namespaces alive."""
     links = [*Path("/proc").glob("[0-9]*/ns/*"), *Path("/proc").glob("[0-9]*/fd/*")]
     found = []
     for link in links:
@@ -34,7 +34,7 @@ def _holders(namespaces: set[str]) -> list[str]:
 
 
 def _alive(pids: set[int]) -> list[int]:
-    """Those of the processes that exist and are more than a zombie that nobody has collected."""
+    """Return the processes that still exist and are not zombies."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ WORDS = ["raise", "return", "kill node"]
         *(("loopback", how) for how in [*SIGNALS, "raise", "return"]),
     ],
 )
-def test_nothing_stays(
+def test_a_run_leaves_nothing_behind(
     kind: str, how: str, programs: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if kind != "loopback":

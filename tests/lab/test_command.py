@@ -1,4 +1,4 @@
-"""The command ``sparcel lab run``, as a shell sees it."""
+"""Tests of the command ``sparcel lab run`` from a shell."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lab(*arguments: str, environment: dict[str, str] | None = None) -> tuple[int
 
 
 def _running(mark: str) -> list[str]:
-    """Processes that have a word in their command line."""
+    """Return the processes with a word in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -43,7 +43,7 @@ def _running(mark: str) -> list[str]:
 
 @pytest.mark.usefixtures("emulation")
 def test_faults_and_the_exit_status_reach_the_shell() -> None:
-    """The program's own options are the program's, also those that the lab has."""
+    """Options after the program go to the program, even if the lab has the same."""
     script = 'sleep 2; echo "$0 $1"; [ $RANK != 2 ] || exit 5'
     faults = ["--kill-node", "1", "--after", "500ms", "--ranks-per-node", "1"]
     code, out, err = lab(*faults, "--", "sh", "-c", script, "--nodes", "7")
@@ -59,7 +59,9 @@ def test_faults_and_the_exit_status_reach_the_shell() -> None:
     ("how", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -signal.SIGKILL)]
 )
 @pytest.mark.usefixtures("emulation")
-def test_whoever_ends_the_command_ends_all(how: str, code: int, tmp_path: Path) -> None:
+def test_every_way_of_ending_the_command_ends_all_processes(
+    how: str, code: int, tmp_path: Path
+) -> None:
     mark = str(uuid.uuid4())
     script = f"echo ready; sleep 1000000; : {mark}"
     process = subprocess.Popen(
@@ -83,7 +85,7 @@ def test_whoever_ends_the_command_ends_all(how: str, code: int, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_namespaces_are_refused_it_says_so_in_one_line(tmp_path: Path) -> None:
+def test_refused_namespaces_are_reported_in_one_line(tmp_path: Path) -> None:
     for tool in ("unshare", "nsenter"):
         script = tmp_path / tool
         script.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
@@ -103,7 +105,7 @@ def test_where_namespaces_are_refused_it_says_so_in_one_line(tmp_path: Path) -> 
         (["--rate", "1gb"], "such as 1gbit; got '1gb'"),
     ],
 )
-def test_what_makes_no_sense_is_named(arguments: list[str], message: str) -> None:
+def test_contradictory_options_are_named(arguments: list[str], message: str) -> None:
     code, _, err = lab(*arguments, "--", "true")
     assert code == 1
     assert len(err.splitlines()) == 1

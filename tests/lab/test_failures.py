@@ -1,4 +1,4 @@
-"""What sparcel does where a machine dies or its link falls silent, on real connections."""
+"""Behaviour of sparcel after a machine dies or its link is cut, on real connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 NODES, CULPRIT = 4, 2
 
 _SLACK_S = 10.0
-"""Processes share cores, and after the timeout ranks agree on what to say."""
+"""Allowance for shared cores, and for the ranks' agreement on the cause after the timeout."""
 
 
 @pytest.mark.parametrize("fault", ["kill_node", "cut_link"])
@@ -40,7 +40,7 @@ def test_survivors_raise_one_clear_error_and_keep_their_memory(
         assert {next(reports)[0] for _ in range(NODES)} == set(range(NODES))
         getattr(network, fault)(CULPRIT)
         ends = dict(reports)
-    ends.pop(CULPRIT, None)  # alive behind a cut link, it raises as well
+    ends.pop(CULPRIT, None)  # behind a cut link the culprit is alive and raises too
     assert len(ends) == NODES - 1
     (cause,) = {end["error"] for end in ends.values()}
     if fault == "kill_node":
@@ -53,7 +53,7 @@ def test_survivors_raise_one_clear_error_and_keep_their_memory(
 
 
 def _reports(workers: Workers) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield what ranks print, as `Workers.lines` does, but let the killed ones end."""
+    """Yield the ranks' lines, as `Workers.lines` does, but allow killed ranks to end."""
     errors = []
     for event in workers.events():
         match event:

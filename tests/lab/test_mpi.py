@@ -1,4 +1,4 @@
-"""Programs on the lab's nodes as MPI ranks, and what the lab answers their MPI library."""
+"""MPI programs on the lab's nodes, and the answers of the lab's PMI server."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_ranks_are_the_same_for_mpi(kind: str, request: pytest.FixtureRequest) -
 @pytest.mark.network
 @pytest.mark.processes
 @pytest.mark.usefixtures("emulation")
-def test_a_program_that_never_becomes_mpi_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_never_starts_mpi_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with EmulatedNetwork(1, Link()) as network:
         assert run(network, ["true"], mpi=True) == 0
     assert "no rank became an MPI rank" in capsys.readouterr().err
 
 
 class Client:
-    """What an MPI library does."""
+    """Speaks PMI-1 as an MPI library does."""
 
     def __init__(self, server: PmiServer, rank: int) -> None:
         self.socket = socket.socket(fileno=socket.dup(server.descriptor(rank)))
@@ -86,7 +86,7 @@ def clients(server: PmiServer) -> Iterator[list[Client]]:
         client.close()
 
 
-def test_what_a_rank_publishes_the_others_read_after_a_barrier(clients: list[Client]) -> None:
+def test_published_values_can_be_read_after_a_barrier(clients: list[Client]) -> None:
     for rank, client in enumerate(clients):
         assert client.ask(f"cmd=put kvsname=sparcel key=card{rank} value=a#{rank}=").startswith(
             "cmd=put_result rc=0"
@@ -114,8 +114,8 @@ def test_a_barrier_waits_for_all(server: PmiServer, clients: list[Client]) -> No
     assert {client.hear() for client in clients} == {"cmd=barrier_out rc=0"}
 
 
-def test_who_dies_in_a_barrier_does_not_count_twice(clients: list[Client]) -> None:
-    """Once as one that came, and once as one that cannot."""
+def test_a_rank_that_dies_in_a_barrier_does_not_count_twice(clients: list[Client]) -> None:
+    """The rank must not count both as waiting and as gone."""
     clients[0].say("cmd=barrier_in")
     clients[0].socket.shutdown(socket.SHUT_RDWR)
     for client in clients[1:3]:
@@ -137,7 +137,7 @@ def test_ranks_of_a_node_are_told_that_they_share_it(clients: list[Client]) -> N
     assert answer.endswith("value=(vector,(0,2,2))")
 
 
-def test_what_is_not_served_is_an_error_and_not_a_silence(clients: list[Client]) -> None:
+def test_unsupported_requests_are_answered_with_an_error(clients: list[Client]) -> None:
     assert clients[0].ask("cmd=get kvsname=sparcel key=unknown").startswith("cmd=get_result rc=-1")
     assert clients[0].ask("cmd=lookup_name service=x").startswith("cmd=lookup_name rc=-1")
 

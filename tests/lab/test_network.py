@@ -1,4 +1,4 @@
-"""The network carries what it should, no faster than it should, and nothing from outside."""
+"""The network carries messages at its rate, and is separate from other networks."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_loopback_carries_the_same(direction: str, programs: str) -> None:
 
 
 @pytest.mark.usefixtures("emulation")
-def test_a_user_namespace_gives_the_same_rights(
+def test_a_user_namespace_works_as_root_does(
     monkeypatch: pytest.MonkeyPatch, programs: str
 ) -> None:
-    """What root sees too when it is told that it isn't root."""
+    """Root sees the same when the lab takes it for an ordinary user."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     try:
         network = EmulatedNetwork(2, Link())
@@ -85,7 +85,7 @@ def test_addresses_are_the_nodes_own() -> None:
     assert len(set(addresses)) == 3
 
 
-def test_where_tools_are_missing_it_is_loopback_and_says_why(
+def test_missing_tools_fall_back_on_loopback_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -96,10 +96,10 @@ def test_where_tools_are_missing_it_is_loopback_and_says_why(
         assert "unshare is missing" in network.description or "Linux" in network.description
 
 
-def test_where_namespaces_are_refused_it_is_loopback_and_says_why(
+def test_refused_namespaces_fall_back_on_loopback_with_a_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The refusal is a program's that speaks as unshare does where the kernel says no."""
+    """A script in place of unshare prints the error of a kernel that refuses."""
     for tool in ("unshare", "nsenter"):
         script = tmp_path / tool
         script.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
@@ -122,7 +122,7 @@ _FAILING = (
 
 
 @pytest.mark.parametrize("kind", ["emulated", "loopback"])
-def test_a_failing_worker_is_named_with_its_words(
+def test_a_failing_worker_is_named_with_its_last_line(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     if kind == "emulated":

@@ -1,4 +1,4 @@
-"""``sparcel lab run``: where ranks run, what they are told, what is passed on, and how it ends."""
+"""`sparcel.lab.run`: placement and environment of ranks, their output, and how a run ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_python(
 
 
 def reports(script: str, ranks_per_node: int = 1) -> dict[int, list[str]]:
-    """Return what each rank prints, as JSON, by rank."""
+    """Return the JSON that each rank prints, by rank."""
     network = EmulatedNetwork(NODES, Link())
     with network, Workers(network, [sys.executable, "-c", script], None, ranks_per_node) as workers:
         return {rank: json.loads(line) for rank, line in workers.lines()}
@@ -47,13 +47,13 @@ def test_ranks_know_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         assert values[6:] == ["10.77.0.1", "eth0", "1"]
 
 
-def test_what_the_user_sets_stays_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     script = "import json, os; print(json.dumps([os.environ['OMP_NUM_THREADS']]))"
     assert set(map(tuple, reports(script).values())) == {("3",)}
 
 
-def test_nodes_know_themselves_and_each_other_by_name() -> None:
+def test_nodes_resolve_their_own_and_each_others_names() -> None:
     script = (
         "import json, socket; name = socket.gethostname();"
         "others = [socket.gethostbyname(f'node{node}') for node in range(3)];"
@@ -65,7 +65,7 @@ def test_nodes_know_themselves_and_each_other_by_name() -> None:
     assert not os.uname().nodename.startswith("node0")
 
 
-def test_shared_memory_is_the_networks_own() -> None:
+def test_the_network_has_its_own_shared_memory() -> None:
     name = f"/dev/shm/{uuid.uuid4()}"
     script = f"open({name!r}, 'a').close(); import json; print(json.dumps('done'))"
     assert set(reports(script).values()) == {"done"}
@@ -73,7 +73,7 @@ def test_shared_memory_is_the_networks_own() -> None:
 
 
 def test_links_are_fast_inside_a_node_and_slow_between(programs: str) -> None:
-    """The same transfer to rank 0, once from its own node and once from another."""
+    """Transfer the same to rank 0 from its own node and from another one."""
     link = Link(rate_bits_per_s=20 * 10**6)
     seconds = {}
     for nodes, ranks_per_node in ((1, 2), (2, 1)):
@@ -86,7 +86,7 @@ def test_links_are_fast_inside_a_node_and_slow_between(programs: str) -> None:
     assert seconds[1] < seconds[2] / 3
 
 
-def test_lines_come_after_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_after_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
     script = (
         "import os, sys; r = os.environ['RANK'];"
         "print('out', r); print('err', r, file=sys.stderr); print('no newline', end='')"
@@ -106,7 +106,7 @@ def test_the_exit_code_is_the_failing_ranks(end: str, code: int) -> None:
     assert run_python(f"import os, sys\nif os.environ['RANK'] == '1': {end}") == code
 
 
-def test_the_first_to_fail_counts_and_the_others_may_say_why(
+def test_the_first_failure_counts_and_other_ranks_may_print_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     script = (
@@ -121,21 +121,21 @@ def test_the_first_to_fail_counts_and_the_others_may_say_why(
     assert "sparcel: rank 1 failed: exit status 3" in err
 
 
-def test_who_waits_for_a_failed_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_a_failed_rank_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparcel.lab.program.GRACE_S", 0.1)
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1e6)"
     assert run_python(script) == 3
 
 
-def test_output_that_a_child_holds_open_delays_nothing() -> None:
+def test_a_child_that_holds_the_output_open_delays_nothing() -> None:
     script = "import subprocess; subprocess.Popen(['sleep', '1000000'], start_new_session=True)"
     assert run_python(script) == 0
 
 
-def test_a_killed_node_takes_all_its_processes_and_does_not_count(
+def test_killing_a_node_kills_all_its_processes_and_does_not_count(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also those that left their session; the others go on to their own end."""
+    """Processes that left their session die too; the other nodes' processes end by themselves."""
     script = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen(['sleep', '1000000'], start_new_session=True)\n"
@@ -182,7 +182,7 @@ except TimeoutError:
 """
 
 
-def test_a_cut_link_falls_silent_without_a_sign() -> None:
+def test_a_cut_link_drops_packets_without_an_error() -> None:
     network = EmulatedNetwork(2, Link())
     with network, Workers(network, [sys.executable, "-c", _PING]) as workers:
         lines = workers.lines()
@@ -191,7 +191,7 @@ def test_a_cut_link_falls_silent_without_a_sign() -> None:
         assert [line for _, line in lines] == ["silence"] * 2
 
 
-def test_a_fault_that_never_came_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_came_too_late_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_python("", faults=Faults(kill_node=1, after_s=1e6)) == 1
     err = capsys.readouterr().err
     assert err == "sparcel: the ranks had ended before the fault was due, after 1e+06 s\n"
@@ -211,7 +211,7 @@ def test_a_fault_that_cannot_be_caused_is_reported(
 
 
 @pytest.mark.parametrize("faults", [Faults(kill_node=3), Faults(cut_link=-1)])
-def test_a_fault_of_no_node_is_named(faults: Faults) -> None:
+def test_a_fault_of_a_missing_node_is_named(faults: Faults) -> None:
     with pytest.raises(InputError, match="the nodes are 0 to 2"):
         run_python("", faults=faults)
 

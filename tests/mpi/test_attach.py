@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 
 
 def train(comm: Communicator, name: str, on_mpi: bool) -> tuple[list[torch.Tensor], int]:
-    """Return the parameters after some steps, and the bytes that went over MPI."""
+    """Return the parameters after some steps, and the bytes sent over MPI."""
     torch.manual_seed(3)
     layers = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 5))
     model = DistributedDataParallel(layers)
@@ -31,7 +31,7 @@ def train(comm: Communicator, name: str, on_mpi: bool) -> tuple[list[torch.Tenso
 
 
 @pytest.mark.parametrize("name", ["topk", "oktopk", "gtopk"])
-def test_training_over_mpi_gives_what_it_gives_over_gloo(run_on_mpi, name: str) -> None:
+def test_training_over_mpi_equals_training_over_gloo(run_on_mpi, name: str) -> None:
     over_gloo = run_on_mpi(4, train, name, False)
     over_mpi = run_on_mpi(4, train, name, True)
     for (expected, nothing), (parameters, nbytes) in zip(over_gloo, over_mpi, strict=True):

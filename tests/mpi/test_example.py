@@ -1,4 +1,4 @@
-"""The page's port of an MPI program is what it says, and gives the same."""
+"""The page shows the true difference of the two MPI programs, and both print the same."""
 
 import difflib
 import re

@@ -1,11 +1,11 @@
-"""The pool of MPI ranks: what it does where there is none."""
+"""The pool of MPI ranks reports a launcher that fails."""
 
 import pytest
 
 from tests import mpi_pool
 
 
-def test_a_launcher_that_fails_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi_pool, "mpiexec", lambda: "false")
     monkeypatch.setattr(mpi_pool, "_LOOK_SECONDS", 0.05)
     pool = mpi_pool.MpiPool()

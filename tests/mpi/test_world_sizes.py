@@ -1,4 +1,4 @@
-"""All algorithms, and the world sizes that the suite for all engines leaves out, one with each."""
+"""All algorithms over MPI, one on each world size that the tests of all engines leave out."""
 
 from itertools import cycle
 

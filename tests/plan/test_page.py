@@ -1,4 +1,4 @@
-"""docs/will-it-help-me.md shows what the planner says, and the command takes what the page says."""
+"""docs/will-it-help-me.md shows the planner's output, and its commands run."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def said(command):
 
 
 @pytest.mark.parametrize(("command", "printed"), SESSIONS, ids=lambda text: text[:30])
-def test_an_answer_is_what_the_command_says(command, printed):
+def test_each_answer_equals_the_command_output(command, printed):
     assert not printed or said(command) == printed
     assert said(command).count("\n") > 10
 
@@ -55,7 +55,7 @@ def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
     file.write_text(default_rates().to_json())
     assert "8 nodes of 1 rank, 1 Gbit/s" in said(f"plan --rates {file} --compute 1ms")
     assert "parameter-server" in said(f"plan --rates {file} --topology parameter-server")
-    # What computes is no rate.
+    # Rates do not contain the device, so --device still counts.
     fast, slow = (said(f"plan --rates {file} --device {name}") for name in ("gpu", "cpu"))
     assert fast != slow
 
@@ -66,7 +66,7 @@ def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
         ("--compute 12", "a time is a number and us, ms or s"),
         ("--bandwidth 1", "a rate is a number"),
         ("--device tpu", "device must be one of"),
-        ("--parameters 5M", "how long does 5M parameters compute?"),
+        ("--parameters 5M", "the time to compute 5M parameters is not known"),
         ("--save x.json", "add --measure"),
         ("--measure --save nowhere/x.json", "there is no folder nowhere"),
         ("--measure --nodes 4", "--measure takes the place of --nodes"),
@@ -77,7 +77,7 @@ def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
         ("--measure", "start the command on each with torchrun"),
     ],
 )
-def test_errors_tell_the_way_out(options, words, monkeypatch):
+def test_errors_name_the_remedy(options, words, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     result = CliRunner().invoke(app, ["plan", *options.split()])
     assert result.exit_code != 0

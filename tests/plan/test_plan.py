@@ -1,4 +1,4 @@
-"""The planner: models, buckets that travel in the backward pass, and the words of its advice."""
+"""The planner: models, overlap with the backward pass, and its advice."""
 
 import pytest
 from hypothesis import given
@@ -40,7 +40,7 @@ def test_flops_are_of_the_order_of_the_parameters():
     st.sampled_from([FAST, SLOW, NODES]),
     st.floats(0.0001, 1),
 )
-def test_a_step_is_computation_and_what_is_exposed(topology, model, compute, rates, density):
+def test_a_step_is_computation_plus_exposed_exchange(topology, model, compute, rates, density):
     made = plan(model, compute_s=compute, density=density, rates=rates, topology=topology)
     steps = [row.step for row in made.rows]
     assert steps == sorted(steps)
@@ -48,11 +48,11 @@ def test_a_step_is_computation_and_what_is_exposed(topology, model, compute, rat
         work = row.select + row.pack + row.exchange + row.reduce
         assert row.step == pytest.approx(compute + row.exposed)
         assert 0 <= row.exposed <= work * (1 + 1e-9)
-        # What overlaps is at most the backward pass.
+        # At most the backward pass overlaps with the exchange.
         assert row.exposed >= work - compute * 2 / 3 - 1e-9
 
 
-def test_dense_where_links_are_fast_and_sparse_where_they_are_slow():
+def test_advice_is_dense_on_fast_links_and_sparse_on_slow_ones():
     dense = plan("resnet50", compute_s=0.1, rates=FAST)
     sparse = plan("resnet50", compute_s=0.1, rates=SLOW)
     assert dense.advised.method == "dense bf16"
@@ -62,7 +62,7 @@ def test_dense_where_links_are_fast_and_sparse_where_they_are_slow():
     assert "The best dense method, dense bf16, takes" in verdict(sparse)
 
 
-def test_a_lead_that_predictions_cannot_tell_is_no_reason_to_change():
+def test_a_lead_within_the_error_of_predictions_changes_nothing():
     made = plan("resnet50", compute_s=1.0, rates=stated_rates(bandwidth=1e9, latency_s=0, ranks=8))
     assert made.best_sparse.step < made.best_dense.step < 1.1 * made.best_sparse.step
     assert made.advised is made.best_dense
@@ -82,7 +82,7 @@ def test_the_advice_changes_where_the_plan_says(model):
     assert bits(at) in verdict(made)
 
 
-def test_nodes_bring_their_methods():
+def test_several_ranks_a_node_add_the_methods_on_two_levels():
     assert {"hitopk", "torus2d"} <= {
         row.method for row in plan(10**6, compute_s=0, rates=NODES).rows
     }
@@ -99,7 +99,7 @@ def test_a_server_s_link_carries_everybody_s_messages():
     assert scalecom.bytes < topk.bytes / 3  # the sum of eight selections
 
 
-def test_what_is_asked_for_is_checked():
+def test_arguments_are_checked():
     with pytest.raises(InputError, match="topology must be"):
         plan("gpt2", compute_s=0, topology="star")
     with pytest.raises(InputError, match="density must lie"):
@@ -108,7 +108,7 @@ def test_what_is_asked_for_is_checked():
         plan("gpt2", compute_s=-1)
 
 
-def test_the_table_has_a_row_a_method_and_says_what_it_is_for():
+def test_the_table_has_a_row_for_each_method_and_a_legend():
     made = plan("gpt2", compute_s=0.2, rates=SLOW)
     assert table(made).row_count == len(made.rows) == 7
     assert "gpt2: 124,439,808 gradients, 200 ms" in assumptions(made)

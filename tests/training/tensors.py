@@ -1,4 +1,4 @@
-"""Named tensors, and gradients that are known."""
+"""Named tensors, and known gradients for them."""
 
 import torch
 from torch import Tensor

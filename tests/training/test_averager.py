@@ -1,4 +1,4 @@
-"""Named tensors in, updates out: on the simulated cluster, without any wrapper."""
+"""The averager turns named tensors into updates, on the simulated cluster, without DDP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
 
 
 def rows_of(rank: int, step: int) -> Tensor:
-    """Return the sparse gradient of a few looked-up rows, one of them twice."""
+    """Return the sparse gradient of a few looked-up rows; one is looked up twice."""
     rows = torch.tensor([[7, 3 + step, 7, 20 + rank]])
     values = torch.full((4, 4), rank + 1.0)
     return torch.sparse_coo_tensor(rows, values, (60, 4), check_invariants=True)
@@ -54,7 +54,7 @@ def owed_by(averager: Averager, rank: int) -> Named:
 
 
 def train(comm: Communicator, scheme: Scheme, steps: int, **settings: Any) -> tuple[Any, Named]:
-    """Return the updates of some steps, and what is owed in the end."""
+    """Return the updates of some steps, and the memory owed at the end."""
     averager = Averager(TENSORS, scheme, group=comm, **settings)
     updates = [averager.average(gradients_of(comm.rank, step)) for step in range(steps)]
     return updates, owed_by(averager, comm.rank)
@@ -164,7 +164,7 @@ def test_sparse_gradients_are_averaged_as_rows() -> None:
 
 
 def test_a_tensor_that_is_not_finite_keeps_all_memory_as_it_was() -> None:
-    """The float64 tensor is a vector of its own; nor does any other commit."""
+    """The float64 tensor is a separate vector; no other vector commits either."""
 
     def on_rank(comm: Communicator) -> None:
         averager = Averager(TENSORS, TopK(0.05), group=comm)
@@ -206,7 +206,7 @@ def test_a_step_that_fails_keeps_all_memory_as_it_was() -> None:
 
 
 @schemes
-def test_training_goes_on_from_a_state_as_if_not_interrupted(make: Callable[[], Scheme]) -> None:
+def test_training_continues_from_a_state_as_if_not_interrupted(make: Callable[[], Scheme]) -> None:
     def on_rank(comm: Communicator) -> None:
         first = Averager(TENSORS, make(), group=comm)
         for step in range(2):
@@ -221,8 +221,8 @@ def test_training_goes_on_from_a_state_as_if_not_interrupted(make: Callable[[], 
     simulate(4, on_rank, ranks_per_node=2)
 
 
-def test_zeros_are_withheld_where_that_is_asked_for() -> None:
-    """A rank that did not use a tensor keeps what it owes of it."""
+def test_zeros_are_withheld_if_asked_for() -> None:
+    """A rank that did not use a tensor keeps its memory of it."""
 
     def on_rank(comm: Communicator) -> bool:
         averager = Averager(TENSORS, TopK(0.05), group=comm, withhold_zeros=True)

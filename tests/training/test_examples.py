@@ -1,4 +1,4 @@
-"""The example loops train on two processes, which end with the same weights."""
+"""The example loops train on two processes, and both end with the same weights."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What an averager refuses, and how it says so."""
+"""Inputs that an averager refuses, and the error messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_places_that_do_not_fit_are_named(vector: Tensor, places: Any, said: str
     simulate(1, on_rank)
 
 
-def test_what_cannot_be_averaged_is_refused() -> None:
+def test_tensors_that_cannot_be_averaged_are_refused() -> None:
     def on_rank(comm: Communicator) -> None:
         with pytest.raises(InputError, match="one device, got no tensors"):
             Averager({}, TopK(), group=comm)
@@ -88,7 +88,7 @@ def test_what_cannot_be_averaged_is_refused() -> None:
     simulate(1, on_rank)
 
 
-def test_ranks_that_average_different_things_are_told() -> None:
+def test_ranks_that_average_different_tensors_are_refused() -> None:
     def on_rank(comm: Communicator) -> None:
         Averager(TENSORS, TopK(0.1 if comm.rank == 1 else 0.2), group=comm)
 

@@ -1,4 +1,4 @@
-"""Memory by name through any layouts of vectors, on the simulated cluster."""
+"""Memory follows its tensors by name through any layouts of vectors, on the simulated cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bucket_of(names: Sequence[str], gap: int) -> tuple[tuple[Piece, ...], int]:
 
 
 def train(comm: Communicator, scheme: Scheme, steps: Sequence[Layout], gap: int) -> dict[str, Any]:
-    """Return by name what entered the memory in all steps, less what came out and is owed."""
+    """Return by name the gradients that entered the memory, less the updates and the memory."""
     residuals = Residuals(scheme)
     left = {name: torch.zeros(size) for name, size in SIZES.items()}
     for number, layout in enumerate(steps):

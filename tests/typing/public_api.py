@@ -1,4 +1,4 @@
-"""What a user's type checker makes of the public names; mypy reads this, nothing runs it."""
+"""Types of the public names for a user's type checker; mypy checks this file, nothing runs it."""
 
 from typing import Any, assert_type
 

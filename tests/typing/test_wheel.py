@@ -1,4 +1,4 @@
-"""The wheel that a user installs: it builds, holds what it must, and is typed."""
+"""The wheel that a user installs builds, is complete, and is typed."""
 
 import subprocess
 import sys
@@ -29,13 +29,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def users_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel installed, and this one's other packages."""
+    """Make an environment with the wheel, and with the other packages of this environment."""
     environment = tmp_path_factory.mktemp("user") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     here = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # Unlike this environment's own .pth files, one that is not in its site directory is not
-    # followed; so the development install stays out of sight.
+    # The .pth files of this environment are followed only from its own site directory, so the new
+    # environment does not find the development install.
     Path(here, "others.pth").write_text(sysconfig.get_path("purelib"))
     install = ["install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
     run(sys.executable, "-m", "pip", "--python", python, *install, "--force-reinstall", wheel)
@@ -63,7 +63,7 @@ def test_installed_package_computes(users_python: Path) -> None:
 
 @pytest.mark.slow
 def test_users_code_passes_a_strict_type_check(users_python: Path, tmp_path: Path) -> None:
-    # From a folder without the project's configuration, so that only what is installed counts.
+    # This folder has no project configuration, so mypy checks the installed package alone.
     copy = tmp_path / USERS_CODE.name
     copy.write_text(USERS_CODE.read_text())
     options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}/cache"]

@@ -1,1 +1,1 @@
-"""The benchmark: every algorithm beside dense all-reduce, on the engine and network at hand."""
+"""The benchmark: compares every algorithm with dense all-reduce, on your engine and network."""

@@ -1,4 +1,4 @@
-"""``python -m sparcel.bench SETTINGS``: one rank of a benchmark that was started from outside."""
+"""``python -m sparcel.bench SETTINGS``: run one rank of a benchmark that `start` launched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines' own calls, beside which sparcel's stand."""
+"""Baselines: the engines' own calls, with which sparcel's are compared."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ from sparcel.bench.inputs import Case
 from sparcel.stream import SparseStream
 
 DENSE = {"dense fp32": torch.float32, "dense bf16": torch.bfloat16}
-"""Baselines that no density matters to."""
+"""Baselines that do not depend on the density."""
 
 AS_MANY_BYTES = "dense 2k"
-"""The engine's all-reduce of as many bytes as a stream has: of 2k float32."""
+"""The engine's all-reduce of 2k float32, as many bytes as a stream has."""
 
 SPARSE_COO = "sparse_coo"
 
 
 @dataclass
 class Contender:
-    """One row: ``run`` is timed, ``reset`` goes ahead of it and is not.
+    """One row of the table.
 
     Attributes
     ----------
+    run
+        The call to time.
     wrong
-        How many coordinates of what ``run`` returned are not what they should be.
+        Counts the wrong coordinates of a result of ``run``.
+    reset
+        Prepares a call of ``run``; not timed.
     bytes
-        What a rank sends or receives, for the engine's own calls, which do not count.
+        Bytes that a rank sends or receives, for the engine's own calls, which have no counter; None
+        for other rows.
     """
 
     run: Callable[[], Any]
@@ -42,12 +47,12 @@ class Contender:
 
 
 def dense(case: Case, engine: BenchEngine, dtype: torch.dtype) -> Contender | None:
-    """Sum whole vectors by the engine alone."""
+    """Return the engine's sum of whole vectors, or None if the engine does not have the dtype."""
     if dtype not in engine.dtypes:
         return None
     source = case.streams[engine.comm.rank].to_dense()
     expected = case.total
-    if dtype != torch.float32:  # sums of signs are whole numbers that half precision holds
+    if dtype != torch.float32:  # half precision is exact for sums of signs
         source.sign_()
         expected = oracle.total([_signs(stream) for stream in case.streams])
     return _by_engine(engine, source.to(dtype), expected)
@@ -58,10 +63,10 @@ def _signs(stream: SparseStream) -> SparseStream:
 
 
 def as_many_bytes(case: Case, engine: BenchEngine) -> Contender:
-    """Sum short dense vectors by the engine alone."""
+    """Return the engine's sum of short dense vectors, of 2k coordinates each."""
 
     def vector(rank: int) -> SparseStream:
-        values = torch.zeros(2 * case.k)  # the stream of a real gradient may have fewer than k
+        values = torch.zeros(2 * case.k)  # a real gradient's stream may have fewer than k entries
         values[: case.streams[rank].nnz] = case.streams[rank].values
         return SparseStream.unchecked(None, values, 2 * case.k)
 
@@ -70,7 +75,7 @@ def as_many_bytes(case: Case, engine: BenchEngine) -> Contender:
 
 
 def _by_engine(engine: BenchEngine, source: Tensor, expected: oracle.Sum) -> Contender:
-    """Sum dense tensors, in place, as a program without sparcel does."""
+    """Return the engine's sum of dense tensors, in place, as in a program without sparcel."""
     tensor, ranks = torch.empty_like(source), engine.comm.size
 
     def run() -> Tensor:
@@ -86,14 +91,14 @@ def _by_engine(engine: BenchEngine, source: Tensor, expected: oracle.Sum) -> Con
 
 
 def sparse_coo(case: Case, engine: BenchEngine) -> Contender:
-    """Sum sparse COO tensors by Gloo's own sparse all-reduce, which gathers all of them."""
+    """Return Gloo's own sparse all-reduce of COO tensors, which gathers all of them."""
     own = case.streams[engine.comm.rank]
     assert own.indices is not None, "selections are sparse"
     indices = own.indices.long()[None]
     held: list[Tensor] = []
 
     def reset() -> None:
-        # It replaces the tensor's parts by those of the sum.
+        # The all-reduce replaces the tensor's indices and values by those of the sum.
         parts = (indices, own.values, (case.size,))
         held[:] = [torch.sparse_coo_tensor(*parts, check_invariants=False, is_coalesced=True)]
 

@@ -1,4 +1,4 @@
-"""What is timed: each row of the table as something to call, and to check."""
+"""The rows of the table: for each a call to time, and a check of its result."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ _ON_NODES = ("hitopk", "torus2d")
 
 
 def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
-    """Return the rows that ``asked`` means, "all" or names separated by commas; baselines first.
+    """Return the names of the rows to measure, baselines first.
 
-    With ``whole_step`` a scheme's name means its step too.
+    ``asked`` is "all" or names separated by commas. With ``whole_step`` a scheme's name also
+    selects its step.
 
     Raises
     ------
     InputError
-        For a name that does not exist.
+        When a name does not exist.
     """
     on_nodes = _ON_NODES if ranks_per_node > 1 else ()
     schemes = [name for name in SCHEMES if name not in _ON_NODES or name in on_nodes]
@@ -58,7 +59,7 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
 
 
 def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Contender | None:
-    """Return the row ``name`` of a case, or None where the engine has no such thing."""
+    """Return the row ``name`` of a case, or None if the engine does not support it."""
     if name in DENSE:
         return dense(case, engine, DENSE[name])
     if name == AS_MANY_BYTES:
@@ -86,9 +87,9 @@ def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -
 
 
 def _step(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Contender:
-    """Take a whole step: accumulate, select, exchange, and update the parameters.
+    """Return a whole step: accumulate, select, exchange, and update the parameters.
 
-    Every iteration begins with an empty memory, so that what is selected keeps its distribution.
+    Every iteration begins with an empty memory, so that selections keep their distribution.
     """
     comm = engine.comm
     settings: dict[str, Any] = {} if name in ("dense", "torus2d") else {"density": case.density}
@@ -117,13 +118,13 @@ def _forget(made: Scheme) -> None:
 
 
 def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: BenchEngine) -> int:
-    """Count the coordinates where update and memories do not add up to the gradients.
+    """Count the coordinates at which update and memories do not add up to the gradients.
 
-    Ranks that hold different updates find different counts. All values are whole numbers.
+    Each rank checks its own update. All values are whole numbers.
     """
     balance = gradient.clone()
     if (owed := made.owed) is not None:
         balance -= owed
     engine.all_reduce(balance)
-    # Rounded, for the average is the sum divided by a number that need not be a power of two.
+    # Round, because the average is inexact if the number of ranks is no power of two.
     return int((balance - (update * engine.comm.size).round_()).count_nonzero())

@@ -1,4 +1,4 @@
-"""How plots of results look."""
+"""Draws the panels of the plots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = ("sums and exchanges", "whole steps")
 
 @dataclass(frozen=True)
 class Point:
-    """A cell, and on how many ranks and what network it was measured."""
+    """A cell, with the number of ranks and the network on which it was measured."""
 
     ranks: int
     network: str
@@ -38,13 +38,13 @@ class Point:
 
     @property
     def kind(self) -> str:
-        """Which of the panels shows it."""
+        """Title of the panel that shows the cell."""
         return _kind(self.cell.algorithm)
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a plot's horizontal axis shows: its name, its label, and where a cell lies on it."""
+    """The quantity on a plot's horizontal axis: its name, label, and value for a cell."""
 
     name: str
     label: str
@@ -91,7 +91,7 @@ def _lines(axes: Axes, points: list[Point], quantity: Quantity, colour: str) -> 
 
 
 def _baseline(axes: Axes, points: list[Point], quantity: Quantity, colour: str) -> None:
-    """Draw a dense baseline: a line across where the horizontal axis does not matter to it."""
+    """Draw a dense baseline; against density it is a horizontal line."""
     if not points or quantity.name != "density":
         if points:
             _lines(axes, points, quantity, colour)
@@ -118,7 +118,7 @@ def _finish(axes: Axes, title: str, quantity: Quantity, group: list[Point]) -> N
 
 
 def _tick(value: float) -> str:
-    """Write a number as the command line takes it: 16Mi for 2^24."""
+    """Format a number as the command line takes it: 16Mi for 2^24."""
     for unit, scale in (("Mi", 1 << 20), ("Ki", 1 << 10)):
         if value >= scale and value % scale == 0:
             return f"{value / scale:g}{unit}"
@@ -126,7 +126,7 @@ def _tick(value: float) -> str:
 
 
 def breakdown(figure: Figure, group: list[Point], dense: list[Point]) -> None:
-    """Draw one bar a row: the phases, and what the median has besides."""
+    """Draw one bar a row: the phases, and the rest of the median time."""
     group = sorted(group, key=lambda p: (p.kind != _KINDS[0], p.cell.algorithm, p.cell.engine))
     figure.set_size_inches(8.5, 1.6 + 0.26 * len(group))
     axes = figure.add_subplot()
@@ -157,7 +157,7 @@ def breakdown(figure: Figure, group: list[Point], dense: list[Point]) -> None:
 
 def _phase_ms(cell: Cell, phase: str) -> float:
     if phase != "other":
-        # Phases are measured in runs of their own, whose noise may add up to more than the median.
+        # Phases come from separate runs, so by noise their sum may exceed the median.
         whole = sum(cell.phases[name] for name in PHASES)
         return 1000 * cell.phases[phase] * min(1.0, cell.median / whole if whole else 1.0)
     return 1000 * max(0.0, cell.median - sum(cell.phases[name] for name in PHASES))

@@ -1,4 +1,4 @@
-"""The engines of a run: sparcel's communicator on each, beside the engine's own all-reduce."""
+"""The engines of a run: sparcel's communicator on each, and the engine's own all-reduce."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from sparcel.errors import InputError
 ENGINES = ("gloo", "mpi")
 
 _MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-"""What launchers of MPICH, of PMIx and of Open MPI tell a process."""
+"""Variables that the launchers of MPICH, PMIx and Open MPI set."""
 
 
 class BenchEngine(ABC):
-    """What carries bytes: sparcel's communicator on it, and its own all-reduce."""
+    """An engine: sparcel's communicator on it, and its own all-reduce."""
 
     name: str
     comm: Communicator
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """What `all_reduce` sums."""
+    """Dtypes that `all_reduce` sums."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a dense tensor over all ranks, in place, by the engine's call and nothing of ours."""
+        """Sum a dense tensor over all ranks, in place, by the engine's own call alone."""
 
     def close(self) -> None:
         """Disconnect; all ranks call."""
@@ -47,7 +47,7 @@ class Gloo(BenchEngine):
         self.comm = resolve(None)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `BenchEngine.all_reduce`; sparse COO tensors are taken too."""
+        """See `BenchEngine.all_reduce`; also sums sparse COO tensors."""
         dist.all_reduce(tensor)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Mpi(BenchEngine):
 
 
 def launched() -> tuple[str, ...]:
-    """Return the engines for which this process was launched, as its environment tells."""
+    """Return the engines for which this process was launched, by its environment."""
     by_mpi = any(name in os.environ for name in _MPI_RANKS)
     by_torch = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     return ("gloo", "mpi") if by_mpi else ("gloo",) if by_torch else ()
@@ -103,8 +103,9 @@ def connected(names: tuple[str, ...]) -> Iterator[list[BenchEngine]]:
     for name in names:
         if name not in there:
             raise InputError(
-                f"engine {name!r} needs a launcher of its kind, and there is {there or 'none'}:"
-                " start with mpiexec, or with `sparcel lab run --mpi`"
+                f"engine {name!r} needs its own launcher, but this process was launched for"
+                f" {', '.join(there) or 'no engine'}: start with mpiexec, or with"
+                " `sparcel lab run --mpi`"
             )
     engines: list[BenchEngine] = []
     try:
@@ -129,7 +130,7 @@ def _join_gloo() -> None:
     names = world.allgather(socket.gethostname())
     alone = len(set(names)) == 1
     if alone and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Otherwise Gloo looks up the machine's own name, for seconds where no name server answers.
+        # Otherwise Gloo looks up the machine's own name, for seconds if no name server answers.
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     host = "127.0.0.1" if alone else socket.gethostbyname(names[0])

@@ -1,4 +1,4 @@
-"""What the ranks exchange: streams and gradients that every rank can make of every other."""
+"""Inputs of the ranks: streams and gradients that any rank can compute for every other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DISTRIBUTIONS = ("uniform", "clustered", "identical", "file")
 CLUSTERS = 16
 SPREAD = 4
 """Clustered indices lie in `CLUSTERS` windows, the same on all ranks, that hold `SPREAD`·k
-coordinates together: two ranks share a quarter of theirs, and regions of equal length hold unequal
-counts."""
+coordinates together. Two ranks share a quarter of their indices, and regions of equal length hold
+unequal counts."""
 
 _LEAST, _MOST = 1 << 10, 1 << 15
 """Magnitudes of selected values: whole numbers, whose sums over up to 512 ranks are exact."""
@@ -35,14 +35,14 @@ _WHERE, _VALUES, _WINDOWS, _REST = range(4)  # seeds
 
 @dataclass(eq=False)
 class Case:
-    """What the ranks exchange in one cell of the table.
+    """The inputs of one cell of the table.
 
     Attributes
     ----------
     size, density, distribution
-        Of every rank's stream.
+        Those of every rank's stream.
     ranks
-        How many ranks.
+        Number of ranks.
     gradients
         ``[rows, size]`` for the distribution ``"file"``: rank r has row r mod rows.
     """
@@ -55,11 +55,11 @@ class Case:
 
     @property
     def k(self) -> int:
-        """How many coordinates a rank selects."""
+        """Number of coordinates that a rank selects."""
         return count_for(self.density, self.size)
 
     def stream(self, rank: int) -> SparseStream:
-        """Return what a rank selected: k coordinates, float32, whole numbers."""
+        """Return a rank's selection: k coordinates, float32, whole numbers."""
         if self.gradients is not None:
             return topk(self.gradient(rank), self.k)
         indices = self._indices(rank)
@@ -69,9 +69,9 @@ class Case:
         return SparseStream.unchecked(indices.to(kernels.index_dtype(self.size)), values, self.size)
 
     def gradient(self, rank: int) -> Tensor:
-        """Return a dense vector of which the k largest coordinates are those of `stream`.
+        """Return a dense vector whose k largest coordinates are those of `stream`.
 
-        The others are whole numbers too, normally distributed, and smaller.
+        The others are smaller, normally distributed whole numbers.
         """
         if self.gradients is not None:
             return _whole(self.gradients[rank % len(self.gradients)], self.ranks)
@@ -85,7 +85,7 @@ class Case:
 
     @cached_property
     def streams(self) -> list[SparseStream]:
-        """The streams of all ranks, from which each can tell what should come of them."""
+        """The streams of all ranks, from which each rank computes the expected results."""
         return [self.stream(rank) for rank in range(self.ranks)]
 
     @cached_property
@@ -141,7 +141,7 @@ def _only(names: list[str], path: Path) -> str:
 
 
 def _whole(gradient: Tensor, ranks: int) -> Tensor:
-    """Round to whole numbers, as fine as sums over all ranks stay exact in float32."""
+    """Scale and round to whole numbers, as large as sums over all ranks stay exact in float32."""
     most = (1 << 24 - (ranks - 1).bit_length()) - 1
     largest = float(gradient.abs().max())
     return (gradient * (most / largest)).round_() if largest else gradient.clone()

@@ -1,4 +1,4 @@
-"""Starting the ranks, where nobody else did."""
+"""Starts the ranks on this machine, if no launcher started them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sparcel.lab import Loopback, Workers
 
 
 def start(settings: BenchSettings, ranks: int, console: Console) -> None:
-    """Run the benchmark on processes of this machine, and show what rank 0 prints.
+    """Run the benchmark on processes of this machine, and show the output of rank 0.
 
     Raises
     ------
     WorkerFailedError
-        As soon as one fails; the others are ended.
+        As soon as one process fails; the others are ended.
     """
     argv = [sys.executable, "-m", "sparcel.bench", settings.to_json()]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {"OMP_NUM_THREADS": threads, "COLUMNS": str(console.width)}
-    # UCX finds the loopback interface among all, and no route by it where it is the only one.
+    # UCX finds no route if loopback is the only device that it may use; among all it works.
     environment["UCX_NET_DEVICES"] = os.environ.get("UCX_NET_DEVICES", "all")
     with Workers(Loopback(ranks), argv, environment, mpi="mpi" in settings.engines) as workers:
         for rank, line in workers.lines():

@@ -1,4 +1,4 @@
-"""What should come of an exchange, in plain torch and double precision, from all ranks' inputs."""
+"""Expected results of exchanges, from all ranks' inputs, in plain torch and double precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel.stream import SparseStream
 
 _DENSE_SHARE = 4
-"""Sorting the entries takes the memory of so many dense vectors."""
+"""Memory that sorting an entry takes, in float64 coordinates of a dense vector."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Sum:
 
 
 def total(streams: Sequence[SparseStream]) -> Sum:
-    """Return the sum of streams; where they hold much, without what adds up to zero."""
+    """Return the sum of streams; if they hold many entries, without those that add up to zero."""
     size = streams[0].size
     if _DENSE_SHARE * sum(stream.nnz for stream in streams) < size:
         return _added([_parts(stream) for stream in streams])
@@ -42,7 +42,7 @@ def total(streams: Sequence[SparseStream]) -> Sum:
 
 
 def tree_largest(streams: Sequence[SparseStream], k: int) -> Sum:
-    """Return what a tree of pairwise sums leaves that keeps the k largest of each.
+    """Return the result of a tree of pairwise sums, each of which keeps its k largest entries.
 
     Source: gTop-k, Definition 1 and Algorithm 3.
     """
@@ -54,7 +54,7 @@ def tree_largest(streams: Sequence[SparseStream], k: int) -> Sum:
 
 
 def count_wrong(result: SparseStream | Tensor, expected: Sum) -> int:
-    """Count the coordinates that differ."""
+    """Count the coordinates in which the result differs from the expected sum."""
     stream = result if isinstance(result, SparseStream) else None
     if stream is not None and not stream.finite:
         return stream.size

@@ -1,4 +1,4 @@
-"""Where the time of a call goes: a stopwatch around what selects, encodes, exchanges, reduces."""
+"""Times the phases of a call: selecting, encoding, exchanging and reducing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = {
     "encode": ("quantize",),
     "reduce": ("reduce", "merge", "scatter", "concatenate"),
 }
-"""What the names of a phase's functions contain, in the rooms that do the work."""
+"""By phase, words in the names of its functions, in the modules of `_ROOMS`."""
 
 _ROOMS = (kernels, stream)
 
@@ -32,13 +32,13 @@ _METHODS = (
     (Wire, "decode", "encode"),
     (Coo, "reduce_messages", "reduce"),
 )
-"""Methods that do such work: class, name and phase."""
+"""Methods that belong to a phase: class, name and phase."""
 
 _EXCHANGES = ("exchange", "exchange_parts", "gather", "all_reduce")
 
 
 class Stopwatch:
-    """Seconds by phase. Phases exclude each other: one inside another stops the outer one."""
+    """Seconds by phase. A phase inside another one stops the outer one's clock."""
 
     def __init__(self) -> None:
         self.restart()
@@ -69,10 +69,10 @@ class Stopwatch:
 
 @contextmanager
 def watched(comm: Communicator) -> Iterator[Stopwatch]:
-    """Time the phases of what runs in the block, on whichever thread, one call at a time.
+    """Time the phases of the calls in the block, on any thread, one call at a time.
 
-    The functions and methods of each phase are replaced wherever sparcel's modules hold them, so
-    that they cost nothing else outside of the block.
+    Inside the block, timed functions replace those of each phase in all of sparcel's modules.
+    Outside of it the stopwatch costs nothing.
     """
     watch = Stopwatch()
     undo: list[Callable[[], None]] = []
@@ -101,7 +101,7 @@ def watched(comm: Communicator) -> Iterator[Stopwatch]:
 
 
 def _functions() -> dict[Callable[..., Any], str]:
-    """Return the public functions that do the work, and the phases that they belong to."""
+    """Return the public functions to time, each with its phase."""
     return {
         held: phase
         for room in _ROOMS
@@ -113,7 +113,7 @@ def _functions() -> dict[Callable[..., Any], str]:
 
 
 def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """Return the modules that hold a function, and by which name."""
+    """Return the modules that hold a function, each with the function's name there."""
     return [
         (module, name)
         for key, module in list(sys.modules.items())

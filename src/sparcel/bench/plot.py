@@ -1,4 +1,4 @@
-"""Plots of results: time against density, ranks and size, and where the time goes."""
+"""Plots of results: time against density, ranks and size, and the time by phase."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ _QUANTITIES = (
 
 
 Fixed = tuple[tuple[str, str], ...]
-"""What all cells of a plot have in common, by name."""
+"""Names and texts of the properties that all cells of a plot have in common."""
 
 
 def plot(results: Sequence[Results], folder: Path) -> list[Path]:
-    """Draw what there are several values of, and the breakdown of each case; return the files.
+    """Draw time against each quantity with several values, and each case's phases.
+
+    Returns the files written.
 
     Parameters
     ----------
     results
-        Of one or more runs; those on several numbers of ranks give the plots against ranks.
+        Results of one or more runs; plots against ranks need runs on different numbers of ranks.
     folder
-        Where the PNGs go; made where it is missing.
+        Folder for the PNGs; made if it is missing.
 
     Raises
     ------
@@ -72,7 +74,7 @@ def plot(results: Sequence[Results], folder: Path) -> list[Path]:
 
 
 def _figures(points: list[Point]) -> Iterator[tuple[str, str, Callable[[Figure], None]]]:
-    """Yield file name, title and what draws it."""
+    """Yield file name, title and drawing function of each figure."""
     dense = [point for point in points if point.cell.algorithm in DENSE]
     sparse = [point for point in points if point.cell.algorithm not in DENSE]
     for quantity in _QUANTITIES:
@@ -97,7 +99,7 @@ def _figures(points: list[Point]) -> Iterator[tuple[str, str, Callable[[Figure],
 
 
 def _grouped(points: list[Point], free: Quantity | None) -> dict[Fixed, list[Point]]:
-    """Part the points by all that is not on the horizontal axis."""
+    """Group the points by all properties except the one on the horizontal axis."""
     groups: dict[Fixed, list[Point]] = defaultdict(list)
     for point in points:
         cell = point.cell
@@ -123,7 +125,7 @@ def _slug(fixed: Fixed, free: str | None) -> str:
 
 
 def _comparable(dense: Point, group: list[Point], free: Quantity | None) -> bool:
-    """Tell whether a dense baseline belongs beside a group of cells."""
+    """Tell whether a dense baseline can be compared with a group of cells."""
     name = None if free is None else free.name
     return any(
         (name == "size" or dense.cell.size == point.cell.size)

@@ -1,4 +1,4 @@
-"""What the cost model says of a cell, beside what was measured."""
+"""Predictions of the cost model for cells, and their comparison with the measured times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparcel.schedule import Steps
 from sparcel.schemes import PREDICTED, engine_steps, steps_of
 
 NOW = "now"
-"""In place of a file of rates: measure them, before all else."""
+"""Stands for a file of rates: measure them first."""
 
 _CLOSE = 0.25
 
@@ -31,12 +31,13 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
     Parameters
     ----------
     sources
-        By engine, the file of what `sparcel plan` measured, or `NOW`; under "" for all others.
+        By engine, a file that `sparcel plan --measure` saved, or `NOW`; "" stands for all other
+        engines.
 
     Raises
     ------
     InputError
-        When an engine is not there, or a file holds no rates.
+        When an engine is not in this run, or a file holds no rates.
     """
     names = [engine.name for engine in engines]
     for name in filter(None, sources):
@@ -52,7 +53,7 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
 
 
 def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -> float | None:
-    """Return the seconds that the row ``name`` is predicted to take, None where nothing is."""
+    """Return the predicted seconds of the row ``name``, or None without a prediction."""
     steps = None if rates is None else _steps(name, rates)
     if steps is None:
         return None
@@ -69,7 +70,7 @@ def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -
 
 
 def _steps(name: str, rates: Rates) -> Steps | None:
-    """Return what the row ``name`` consists of, None where no steps are known."""
+    """Return the steps of the row ``name``, or None if they are not known."""
     if name in DENSE:
         return engine_steps(DENSE[name].itemsize)
     if name == "auto":
@@ -83,7 +84,7 @@ def _steps(name: str, rates: Rates) -> Steps | None:
 
 
 def _spread(case: Case) -> int:
-    """Return of how many coordinates independent choices would have as large a union as these."""
+    """Return the size of a vector in which independent choices have as large a union as these."""
     union = case.total.indices.numel()
     low, high = case.k, case.size
     while low < high:
@@ -96,12 +97,12 @@ def _spread(case: Case) -> int:
 
 
 def verdict(cells: Sequence[Cell]) -> str:
-    """Say how far the predictions are right, and how good a choice by them is; empty without."""
+    """Say how many predictions are close and how good their choices are; empty without any."""
     ratios = [cell.predicted / cell.median for cell in cells if cell.predicted is not None]
     if not ratios:
         return ""
     close = sum(abs(ratio - 1) <= _CLOSE for ratio in ratios)
-    told = f"{close} of {len(ratios)} predictions within {100 * _CLOSE:.0f} % of the time measured"
+    told = f"{close} of {len(ratios)} predictions within {100 * _CLOSE:.0f} % of the measured time"
     cases: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         if cell.predicted is not None and cell.algorithm in ALGORITHMS:
@@ -114,7 +115,7 @@ def verdict(cells: Sequence[Cell]) -> str:
     ]
     if regrets:
         told += (
-            f"; the sum predicted to be the fastest takes {max(regrets):.2f}× the fastest's time"
+            "; the sum predicted to be the fastest took at most"
+            f" {max(regrets):.2f}× the time of the fastest"
         )
-        told += " at most"
     return told

@@ -1,4 +1,4 @@
-"""What is shown: progress, the table, and what it amounts to."""
+"""Shows a run: its progress, the tables, and a summary."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Show = Callable[[Cell | None], None]
 
 _WIDTH = 100
 _LEGEND = """
-time: median over iterations of the slowest rank's, and of an average rank's what it selects,
-encodes (and decodes), exchanges and reduces. sent: or received, by the busiest rank. wire: the
-share of the time that these bytes need on the link by themselves. ×: how many times as fast as
-dense fp32 on the better engine. wrong: coordinates that are not what they should be."""
+time: of the slowest rank, median over iterations. sel., enc., exch., red.: time of an average rank
+for selecting, encoding and decoding, exchanging, reducing. sent: bytes that the busiest rank sent
+or received. wire: time that these bytes alone need on the link, as a share of the time. ×: speed-up
+over dense fp32 on the faster engine. wrong: number of wrong coordinates."""
 
 _TITLES = (
     *("time\nms", "p95\nms", "sel.\nms", "enc.\nms", "exch.\nms", "red.\nms"),
@@ -30,7 +30,7 @@ _TITLES = (
 
 
 def console() -> Console:
-    """Return where a run is shown; what is no terminal is as wide as the tables."""
+    """Return the console of a run; if it is no terminal, it is at least as wide as the tables."""
     made = Console(highlight=False)
     if not made.is_terminal:
         made.width = max(made.width, _WIDTH)
@@ -39,7 +39,7 @@ def console() -> Console:
 
 @contextmanager
 def progress(console: Console | None, cells: int) -> Iterator[Show]:
-    """Show cells as they come: a bar on a terminal, lines elsewhere, nothing without a console."""
+    """Show finished cells: a bar on a terminal, lines elsewhere, nothing without a console."""
     if console is None:
         yield lambda cell: None
     elif not console.is_terminal:
@@ -109,7 +109,7 @@ def _row(cell: Cell) -> list[str]:
 
 
 def digits(number: float) -> str:
-    """Write a number with about three digits, and none behind the point from 100 on."""
+    """Format a number with about three digits, and without decimals from 100 on."""
     if not number:
         return "0"
     decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
@@ -117,7 +117,7 @@ def digits(number: float) -> str:
 
 
 def summary(results: Results) -> str:
-    """Say what was fastest for each size, density and distribution."""
+    """Name the fastest rows for each size, density and distribution."""
     lines = []
     headings = dict.fromkeys(_heading(c) for c in results.cells if c.distribution != "any")
     for heading in headings:
@@ -139,5 +139,5 @@ def summary(results: Results) -> str:
                 )
     wrong = [cell for cell in results.cells if cell.wrong]
     if wrong:
-        lines.append(f"{len(wrong)} of {len(results.cells)} results were WRONG: see the table")
+        lines.append(f"{len(wrong)} of {len(results.cells)} results were wrong: see the table")
     return "\n".join(lines)

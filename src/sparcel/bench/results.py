@@ -1,4 +1,4 @@
-"""What a run found: cells, as they are shown and kept as JSON."""
+"""Results of a run: its cells, shown as tables and saved as JSON."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ class Cell:
     Attributes
     ----------
     density, k, distribution
-        1, the size, and ``"any"`` for dense baselines, to which nothing else matters.
+        For dense baselines, which depend on the size only: 1, the size, and ``"any"``.
     seconds
-        ``all`` iterations, each by its slowest rank, their ``median`` and ``p95``.
+        Times of the slowest rank: ``all`` iterations, their ``median`` and ``p95``.
     phases
-        Seconds of it that a rank selects, encodes (and decodes), exchanges, reduces.
+        Seconds of an average rank by phase: ``select``, ``encode`` (and decode), ``exchange``,
+        ``reduce``.
     bytes
-        The larger of those sent and received by the worst rank, an iteration.
+        The larger of the bytes sent and received by the worst rank, an iteration.
     wire_share
-        The time that the bytes alone need on a node's link, as a share of the median; None where
+        The time that the bytes alone need on a node's link, as a share of the median; None if
         the link's rate is not known or several ranks share it.
     speedup
-        Over the better engine's dense fp32 all-reduce of this size in the same run.
+        Speed-up over the dense fp32 all-reduce of this size in the same run, on the faster engine.
     wrong
-        Coordinates of the results checked that are not what they should be, added up over ranks.
+        Number of wrong coordinates in the checked results, summed over ranks.
     predicted
-        Seconds, by the cost model; None without rates.
+        Seconds predicted by the cost model; None without rates.
     """
 
     engine: str
@@ -65,14 +66,14 @@ class Cell:
 
 @dataclass
 class Results:
-    """A run: where, of what, and its cells.
+    """A run: its command, network and machine, and its cells.
 
     Attributes
     ----------
     network
-        ``description``, ``nodes``, ``ranks_per_node``, ``rate_bits_per_s`` (None: unknown).
+        ``description``, ``nodes``, ``ranks_per_node``, ``rate_bits_per_s`` (None if unknown).
     rates
-        What predictions rest on, by engine, as `sparcel.cost.Rates` writes it.
+        Rates behind the predictions, by engine, as `sparcel.cost.Rates` writes them.
     """
 
     command: str
@@ -89,12 +90,12 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote.
+        """Read results that `save` wrote.
 
         Raises
         ------
         InputError
-            When the file is no such thing.
+            When the file holds no results.
         """
         try:
             document = json.loads(path.read_text())
@@ -105,13 +106,13 @@ class Results:
 
 
 def summarized(seconds: list[float]) -> dict[str, Any]:
-    """Return median, 95th percentile, and all."""
+    """Return the times with their median and 95th percentile."""
     p95 = quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
     return {"median": median(seconds), "p95": p95, "all": seconds}
 
 
 def machine() -> dict[str, Any]:
-    """Describe where this runs."""
+    """Describe this machine and the versions of the software."""
     info = Path("/proc/cpuinfo")
     models = [
         line.split(":", 1)[1].strip()

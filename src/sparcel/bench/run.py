@@ -1,4 +1,4 @@
-"""The program that every rank runs: all cells, one after the other."""
+"""The program that every rank runs: measures all cells, one after the other."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from sparcel.cost import Rates
 _BASELINE = "dense fp32"
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Where torchrun, MPICH and Open MPI say how many ranks a machine has."""
+"""Variables in which torchrun, MPICH and Open MPI tell the number of ranks of a machine."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which cell: a row's name, on which case, by which engine."""
+    """The place of a cell in the table: the row's name, the case and the engine."""
 
     algorithm: str
     case: Case
@@ -41,12 +41,12 @@ class Place:
 
 
 def run(settings: BenchSettings, console: Console) -> Results:
-    """Measure what the settings ask for; every rank calls, rank 0 shows and saves.
+    """Measure all cells of the settings; every rank calls, rank 0 shows and saves the results.
 
     Raises
     ------
     InputError
-        For an engine or an algorithm that is not there, or a file that holds no gradients.
+        When an engine or an algorithm does not exist, or a file holds no gradients.
     """
     with connected(settings.engines or launched()) as engines:
         comm = engines[0].comm
@@ -58,7 +58,7 @@ def run(settings: BenchSettings, console: Console) -> Results:
         runs = settings.rounds * sum(map(len, groups))
         with report.progress(console if comm.rank == 0 else None, runs) as show:
             while groups:
-                # Popped, so that the inputs of cases that are done take no memory.
+                # Pop each case, so that its inputs are freed when it is done.
                 results.cells += _cells(groups.pop(0), settings, results.network, rates, show)
         _compare(results)
         if comm.rank == 0:
@@ -74,10 +74,7 @@ def run(settings: BenchSettings, console: Console) -> Results:
 
 
 def network(settings: BenchSettings, comm: Communicator) -> dict[str, Any]:
-    """Describe what joins the ranks: what the lab says, or the launcher and the settings.
-
-    All ranks call.
-    """
+    """Describe the network, by the lab or by launcher and settings; all ranks call."""
     rate = settings.rate_bits_per_s or _number("SPARCEL_LAB_RATE_BITS_PER_S")
     each = _number("SPARCEL_LAB_RANKS_PER_NODE") or _number("LOCAL_WORLD_SIZE")
     each = each or comm.run(comm.ranks_per_node)
@@ -97,7 +94,7 @@ def _number(variable: str) -> int | None:
 
 
 def _share_cores(ranks: int) -> None:
-    """Leave each rank its share of this machine's cores, unless the environment says otherwise."""
+    """Give each rank its share of this machine's cores, unless the environment sets the threads."""
     told = () if "SPARCEL_LAB_NODES" in os.environ else map(_number, _LOCAL_SIZES)
     here = next(filter(None, told), ranks)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -107,7 +104,7 @@ def _share_cores(ranks: int) -> None:
 def _groups(
     settings: BenchSettings, engines: list[BenchEngine], ranks_per_node: int
 ) -> Iterator[list[Place]]:
-    """Yield the cells of each case, engines side by side.
+    """Yield the places of each case's cells, for each row all engines.
 
     The dense baselines are measured with the first case of each size.
     """
@@ -134,7 +131,7 @@ def _cells(
     rates: dict[str, Rates],
     show: report.Show,
 ) -> list[Cell]:
-    """Measure the cells of one case, in rounds, so that noise that comes and goes meets all."""
+    """Measure the cells of one case in rounds, so that passing disturbances hit all of them."""
     each = network["ranks_per_node"]
     found: dict[Place, list[Measured]] = {}
     for _ in range(settings.rounds):

@@ -1,4 +1,4 @@
-"""What is to be measured."""
+"""The settings of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from sparcel.schemes import check_density
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What `sparcel bench` was asked for.
+    """Settings of a run of `sparcel bench`.
 
     Attributes
     ----------
     engines
-        Empty: those for which the processes were launched.
-    iterations, warmup, rounds
-        How often each row is timed, and runs before that, in a round; how many rounds.
+        Engines to measure; if empty, those for which the processes were launched.
+    iterations, warmup
+        Number of timed runs of a row in a round, and of runs before them.
+    rounds
+        Number of rounds.
     gradients
         File of real gradients, for the distribution ``"file"``; their length is then the size.
     rates
-        By engine, where predictions come from: see `sparcel.bench.predicted.rates_for`.
+        Sources of rates by engine: see `sparcel.bench.predicted.rates_for`.
     rate_bits_per_s
-        What a node's link carries, where the environment does not tell.
+        Rate of a node's link; None to take it from the environment.
     """
 
     sizes: tuple[int, ...]
@@ -66,7 +68,7 @@ class BenchSettings:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` returned."""
+        """Read settings that `to_json` wrote."""
         fields: Any = json.loads(text)
         for name, value in fields.items():
             if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""One cell of the table: how long a call takes, where, how many bytes, and whether it is right."""
+"""Measures one cell of the table: time, phases, bytes and wrong coordinates of a call."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from sparcel.comm import Communicator, Traffic
 from sparcel.ops import MAX, SUM, Op
 
 _WATCHED_ITERATIONS = 5
-"""At most so many are repeated with a stopwatch on, which the timed ones are without."""
+"""Most iterations with a stopwatch for the phases, after the timed ones, which have none."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks measured of one contender, the same on all ranks.
+    """The measurements of one contender, the same on all ranks.
 
     Attributes
     ----------
     seconds
-        Of each iteration, by the slowest rank.
+        Time of the slowest rank in each iteration.
     phases
-        Median over iterations of the ranks' mean, seconds by phase.
+        Seconds by phase: the ranks' mean, median over iterations.
     bytes
-        The larger of those sent and received, by the worst rank, in an average iteration.
+        The larger of the bytes sent and received, at the worst rank, in an average iteration.
     wrong
-        Coordinates of the results checked that are not what they should be, added up over ranks.
+        Number of wrong coordinates in the checked results, summed over ranks.
     """
 
     seconds: list[float]
@@ -55,9 +55,9 @@ def merged(rounds: Sequence[Measured]) -> Measured:
 def time_contender(
     contender: Contender, comm: Communicator, iterations: int, warmup: int
 ) -> Measured:
-    """Run a contender so many times, each after a barrier; all ranks call.
+    """Time the iterations of a contender, each after a barrier; all ranks call.
 
-    What the last of the warm-up and the last on the clock returned is checked, off the clock.
+    The results of the last warm-up run and of the last timed run are checked, off the clock.
     """
     for _ in range(max(1, warmup)):
         contender.reset()
@@ -70,7 +70,7 @@ def time_contender(
         start = perf_counter()
         result = contender.run()
         if left:
-            del result  # on the clock: whoever calls gives its memory back, too
+            del result  # on the clock, because callers free results too
         seconds.append(perf_counter() - start)
         nbytes += _since(before, comm.traffic).volume
     wrong += contender.wrong(result)

@@ -1,4 +1,4 @@
-"""The ``sparcel`` command; a file a subcommand."""
+"""The ``sparcel`` command, with a file for each subcommand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _sparcel() -> None:
 
 
 def main() -> None:
-    """Run the command line; a known error ends it with its message and exit status 1."""
+    """Run the command line; exit with the message and status 1 on an error of sparcel's own."""
     try:
         app()
     except WorkerFailedError as error:

@@ -1,4 +1,4 @@
-"""``sparcel bench``: every algorithm beside dense all-reduce, and plots of it."""
+"""``sparcel bench``: compares every algorithm with dense all-reduce, and plots the results."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ def bench_command(
     sizes: Annotated[
         str,
         typer.Option(
-            help="How many coordinates the vectors have: 1000, 25.6M (powers of 1000), 16Mi (of "
-            "1024)."
+            help="Numbers of coordinates of the vectors: 1000, 25.6M (power of 1000), 16Mi (power "
+            "of 1024)."
         ),
     ] = "1Mi",
     densities: Annotated[
-        str, typer.Option(help="Shares of them that each rank sends: 0.01 sends 1 %.")
+        str, typer.Option(help="Shares of the coordinates that each rank sends: 0.01 sends 1 %.")
     ] = "0.01,0.001",
     distributions: Annotated[
         str | None,
         typer.Option(
-            help="Where these lie: uniform, clustered (in a few windows), identical on all ranks, "
-            "or file: the largest of --gradients. Without it file, where these are given, or "
-            "uniform."
+            help="Positions of these coordinates: uniform, clustered (in a few windows), identical "
+            "(the same on all ranks), or file (the largest of --gradients). The default is file "
+            "with --gradients, else uniform."
         ),
     ] = None,
     algorithms: Annotated[
-        str, typer.Option(help="Which to measure, separated by commas, or all.")
+        str, typer.Option(help="Algorithms to measure, separated by commas, or all.")
     ] = "all",
     engines: Annotated[
         str,
-        typer.Option(help="gloo, mpi or both; without it, what the processes were started for."),
+        typer.Option(
+            help="gloo, mpi or gloo,mpi. The default is all engines for which the processes were "
+            "launched."
+        ),
     ] = "",
     whole_step: Annotated[
         bool,
@@ -55,44 +58,46 @@ def bench_command(
         Path | None,
         typer.Option(
             exists=True,
-            help="Real gradients, in place of --sizes: a .npy, .npz or .pt file of one vector, or "
-            "of one a rank.",
+            help="File of real gradients, instead of --sizes: .npy, .npz or .pt, with one vector, "
+            "or one for each rank.",
         ),
     ] = None,
     iterations: Annotated[
-        int, typer.Option(min=1, help="How often each is timed in a round.")
+        int, typer.Option(min=1, help="Timed runs of each algorithm in a round.")
     ] = 20,
-    warmup: Annotated[int, typer.Option(min=1, help="How often it runs before that.")] = 2,
+    warmup: Annotated[
+        int, typer.Option(min=1, help="Runs of each algorithm before the timed ones.")
+    ] = 2,
     rounds: Annotated[
         int,
         typer.Option(
             min=1,
-            help="How often to go through all rows, so that what disturbs the machine for a while "
-            "disturbs all of them alike.",
+            help="Repetitions of all rows, so that a passing disturbance of the machine affects "
+            "all of them alike.",
         ),
     ] = 1,
     ranks: Annotated[
-        int, typer.Option(min=1, help="How many processes to start, where no launcher did.")
+        int, typer.Option(min=1, help="Number of processes to start, if no launcher did.")
     ] = 4,
     rate: Annotated[
         str | None,
-        typer.Option(help="How fast a machine's link is, such as 10gbit; the lab tells by itself."),
+        typer.Option(help="Rate of a machine's link, such as 10gbit; the lab sets it by itself."),
     ] = None,
     rates: Annotated[
         str,
         typer.Option(
-            help="Show what the cost model predicts beside: from what `sparcel plan` measured, a "
-            "file or one for each engine, gloo=FILE,mpi=FILE; or measured now.",
+            help="Show the times that the cost model predicts, too. The rates come from a file of "
+            "`sparcel plan --measure --save`, from one for each engine (gloo=FILE,mpi=FILE), or "
+            "from a measurement (now).",
         ),
     ] = "",
-    json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
 ) -> None:
-    """Measure what it takes to add up sparse vectors, beside dense all-reduce.
+    """Measure the time for summing sparse vectors, and compare it with dense all-reduce.
 
-    Times every algorithm on the machines and the engine at hand, checks what each returns before
-    and at the end of every round, and tells where the time went and what was sent. Runs alone, on
-    processes of this machine, and under torchrun, mpiexec or `sparcel lab run`: then each process
-    calls it.
+    Times every algorithm on your machines and engines, checks the results in every round, and shows
+    the time by phase and the bytes sent. Without a launcher it starts processes on this machine.
+    Under torchrun, mpiexec or `sparcel lab run` every process runs this command.
     """
     if context.invoked_subcommand is not None:
         return
@@ -122,7 +127,7 @@ def bench_command(
         json=None if json is None else str(json.resolve()),
         command=shlex.join(["sparcel", *sys.argv[1:]]),
     )
-    names(algorithms, whole_step, ranks_per_node=2)  # refuses now what would fail on every rank
+    names(algorithms, whole_step, ranks_per_node=2)  # raise here instead of on every rank
     if launched():
         run(settings, report.console())
     else:
@@ -137,12 +142,12 @@ def _share(text: str) -> float:
 
 
 def _rates_source(item: str) -> tuple[str, str]:
-    """Return the engine, if one is named, and where its rates come from."""
+    """Return the engine's name, empty for all engines, and the source of its rates."""
     from sparcel.bench.engines import ENGINES
     from sparcel.bench.predicted import NOW
 
     engine, equals, source = item.partition("=")
-    if not equals or engine not in ENGINES:  # a path may have that sign, too
+    if not equals or engine not in ENGINES:  # a path may contain "=" too
         engine, source = "", item
     if source == NOW:
         return engine, source
@@ -154,11 +159,11 @@ def _rates_source(item: str) -> tuple[str, str]:
 @bench.command("plot")
 def plot_results(
     files: Annotated[
-        list[Path], typer.Argument(exists=True, help="What --json wrote, of one or more runs.")
+        list[Path], typer.Argument(exists=True, help="Files that --json wrote in one or more runs.")
     ],
-    out: Annotated[Path, typer.Option(help="The folder for the plots.")] = Path("plots"),
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("plots"),
 ) -> None:
-    """Draw time against density, ranks and size, and where the time goes, as PNGs."""
+    """Draw PNGs of the time against density, ranks and size, and of the time by phase."""
     from sparcel.bench.plot import plot
     from sparcel.bench.results import Results
 

@@ -1,4 +1,4 @@
-"""``sparcel demo``: train on a slow network, dense and sparse."""
+"""``sparcel demo``: trains on a slow network, dense and sparse."""
 
 from __future__ import annotations
 
@@ -13,49 +13,46 @@ from sparcel.lab import EmulatedNetwork, Link, open_network, parse_rate
 
 
 def demo(
-    nodes: Annotated[int, typer.Option(min=2, max=64, help="How many machines to emulate.")] = 4,
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="Number of machines to emulate.")] = 4,
     rate: Annotated[
         str,
         typer.Option(
-            help="How fast each machine's network link is: 100mbit, 1gbit, 2.5gbit, or none for "
-            "plain loopback without a limit."
+            help="Rate of each machine's network link: 100mbit, 1gbit, 2.5gbit; or none for "
+            "loopback without a limit."
         ),
     ] = "1gbit",
     data: Annotated[
         Path | None,
         typer.Option(
             exists=True,
-            help="What to train on: a folder of MNIST's or Fashion-MNIST's four files, or an .npz "
-            "with x_train, y_train, x_test and y_test. Without it, the handwritten digits that "
-            "come with scikit-learn.",
+            help="Data to train on: a folder with the four files of MNIST or Fashion-MNIST, or an "
+            ".npz with x_train, y_train, x_test and y_test. The default is the handwritten digits "
+            "of scikit-learn.",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=10, help="How many training steps by each method.")] = (
-        120
-    ),
+    steps: Annotated[int, typer.Option(min=10, help="Training steps with each method.")] = 120,
     seed: Annotated[
         int, typer.Option(help="Fixes the initial weights and the order of the samples.")
     ] = 0,
     schemes: Annotated[
-        str, typer.Option(help="Which ways of sending less to compare, separated by commas.")
+        str, typer.Option(help="Sparse methods to compare, separated by commas.")
     ] = "topk,sparcml,gtopk",
     density: Annotated[
         float,
         typer.Option(
-            help="The share of the gradient that each machine sends in a step: 0.01 sends 1 % and "
+            help="Share of the gradient that each machine sends in a step: 0.01 sends 1 % and "
             "keeps the rest for later steps."
         ),
     ] = 0.01,
-    json: Annotated[Path, typer.Option(help="Where to write the results.")] = Path(
-        "sparcel-demo.json"
-    ),
+    json: Annotated[Path, typer.Option(help="File for the results.")] = Path("sparcel-demo.json"),
 ) -> None:
     """Train one model on a slow network, first as usual, then sending only a part of each gradient.
 
-    Builds a small cluster on this computer, machines joined by emulated Ethernet, and trains the
-    same model on it several times: with PyTorch's DistributedDataParallel sending whole gradients
-    (in 32 and in 16 bits), then with sparcel's schemes. Shows what a training step costs by each,
-    and how well the model does in the end. Takes two to three minutes; Ctrl-C ends it cleanly.
+    Emulates a small cluster on this computer, with machines joined by Ethernet, and trains the same
+    model on it several times: first with PyTorch's DistributedDataParallel, which sends whole
+    gradients (in 32 and in 16 bits), then with sparcel's schemes. Shows the time of a training step
+    with each method, and the accuracy of the model. Takes two to three minutes; Ctrl-C ends it
+    cleanly.
     """
     from sparcel import scheme
     from sparcel.demo.data import load
@@ -68,7 +65,7 @@ def demo(
     names = items(schemes)
     check_folder(json)
     for name in names:
-        scheme(name, density=density)  # refuses now what would fail in minutes
+        scheme(name, density=density)  # raise here instead of minutes later
     where = None if data is None else str(data.resolve())
     dataset = load(where)
     with open_network(nodes, link) as network:

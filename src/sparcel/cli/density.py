@@ -1,4 +1,4 @@
-"""``sparcel density``: how soon a sum of sparse vectors becomes dense."""
+"""``sparcel density``: from how many ranks on a sum of sparse vectors is dense."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rich.console import Console
 
 def density(
     size: Annotated[
-        int, typer.Option(min=1, help="How many coordinates the vector has: a model's parameters.")
+        int, typer.Option(min=1, help="Number of coordinates of the vector: a model's parameters.")
     ],
     density: Annotated[
         float,
-        typer.Option(help="The share of them that each machine sends: 0.01 sends 1 %."),
+        typer.Option(help="Share of the coordinates that each machine sends: 0.01 sends 1 %."),
     ] = 0.01,
     ranks: Annotated[
-        int, typer.Option(min=2, help="How many machines, or GPUs, there are at most.")
+        int, typer.Option(min=2, help="Largest number of machines, or GPUs, in the table.")
     ] = 256,
 ) -> None:
-    """Tell how many machines it takes for a sum of sparse vectors to become dense.
+    """Tell from how many machines on a sum of sparse vectors becomes dense.
 
-    Machines (ranks) that each send a few coordinates send different ones, so the sum has more of
-    them than any of its parts. Shows how many more, and what share of a dense exchange is sent, for
-    ranks that choose independently and by chance: the most to expect, since the gradients of one
-    model agree on what is large.
+    Machines (ranks) send different coordinates, so the sum has more coordinates than each of its
+    parts. Shows how many, and the bytes sent as a share of a dense exchange, if the ranks choose
+    independently at random. This is the worst case: the gradients of one model have many of their
+    large coordinates in common.
     """
     from sparcel.analysis.report import summary, table
     from sparcel.schemes.density import check_density, count_for

@@ -1,4 +1,4 @@
-"""``sparcel lab``: programs on an emulated cluster."""
+"""``sparcel lab``: runs programs on an emulated cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparcel.lab import (
 lab = typer.Typer(no_args_is_help=True)
 
 
-@lab.callback()  # without one, typer takes the only command for the whole
+@lab.callback()  # without a callback, typer makes the only command `sparcel lab` itself
 def _lab() -> None:
     """Emulate a cluster on this computer."""
 
@@ -34,12 +34,12 @@ def run_command(
             help="The program and its arguments, as for torchrun or mpiexec.", show_default=False
         ),
     ],
-    nodes: Annotated[int, typer.Option(min=1, max=250, help="How many machines to emulate.")] = 4,
+    nodes: Annotated[int, typer.Option(min=1, max=250, help="Number of machines to emulate.")] = 4,
     rate: Annotated[
-        str, typer.Option(help="How fast each machine's link is: 100mbit, 1gbit, 2.5gbit.")
+        str, typer.Option(help="Rate of each machine's link: 100mbit, 1gbit, 2.5gbit.")
     ] = "1gbit",
     ranks_per_node: Annotated[
-        int, typer.Option(min=1, help="How many processes to run on each machine.")
+        int, typer.Option(min=1, help="Number of processes on each machine.")
     ] = 1,
     mpi: Annotated[
         bool, typer.Option("--mpi", help="Make the processes MPI ranks too (MPICH).")
@@ -48,22 +48,22 @@ def run_command(
         int | None, typer.Option(help="Kill all processes of this machine, counted from 0.")
     ] = None,
     cut_link: Annotated[
-        int | None, typer.Option(help="Let this machine's link go silent, counted from 0.")
+        int | None, typer.Option(help="Drop all packets on this machine's link, counted from 0.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option(help="When to kill or cut, from the start: 5s, 500ms.")
+        str | None, typer.Option(help="Time from the start to the fault: 5s, 500ms.")
     ] = None,
 ) -> None:
-    """Run a program on a small cluster of this computer, on emulated Ethernet.
+    """Run a program on a cluster that is emulated on this computer.
 
-    Rank r runs on machine r // RANKS_PER_NODE, with the environment that torchrun sets; every line
+    Rank r runs on machine r // RANKS_PER_NODE, with the environment that torchrun sets. Every line
     that it prints is shown after its rank. The exit status is that of the rank that failed first.
-    Nothing is left behind, however the run ends. For example:
+    A run leaves no processes or networks behind. For example:
 
         sparcel lab run --nodes 8 --rate 1gbit -- python train.py --epochs 3
     """
     if after is not None and kill_node is None and cut_link is None:
-        raise InputError(f"--after {after} says when, but not what: add --kill-node or --cut-link")
+        raise InputError(f"--after {after} needs a fault: add --kill-node or --cut-link")
     faults = Faults(kill_node, cut_link, units.seconds(after or "0s"))
     faults.check(nodes)
     signal.signal(signal.SIGTERM, _end)
@@ -72,7 +72,7 @@ def run_command(
             status = run(network, command, ranks_per_node, mpi, faults)
     except LabUnavailableError as error:
         raise LabUnavailableError(
-            f"no cluster can be emulated here: {error}; it takes Linux, and root or user namespaces"
+            f"cannot emulate a cluster: {error}; the lab needs Linux, and root or user namespaces"
         ) from error
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT

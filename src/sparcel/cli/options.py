@@ -1,4 +1,4 @@
-"""What subcommands ask of their options alike."""
+"""Parsing and checks of options that several subcommands share."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from sparcel.errors import InputError
 
 
 def items(text: str) -> tuple[str, ...]:
-    """Return what commas separate."""
+    """Return the items of a list separated by commas."""
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def check_folder(file: Path | None) -> None:
-    """Refuse now to write a file, if any, into a folder that is not there.
+    """Check that the folder of an output file, if one is given, exists.
 
     Raises
     ------
     InputError
-        When it is not.
+        When the folder does not exist.
     """
     if file is not None and not file.parent.is_dir():
         raise InputError(f"can't write {file}: there is no folder {file.parent}")
 
 
 def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]]) -> None:
-    """Refuse options that were typed and would not be looked at.
+    """Refuse options that were typed but would be ignored.
 
     Parameters
     ----------
     instead
-        By the name of a parameter, those of the parameters whose place it takes.
+        For the name of a parameter, the names of the parameters that it replaces.
 
     Raises
     ------

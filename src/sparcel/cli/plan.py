@@ -1,4 +1,4 @@
-"""``sparcel plan``: which method is the fastest on a cluster, and whether to stay dense."""
+"""``sparcel plan``: tells the fastest method on a cluster, and whether to stay dense."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ plan = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 _WIDTH = 100
 
 _DEVICES = {"cpu": (10e9, 0.2e12), "gpu": (1e12, 50e12)}
-"""Memory bandwidth, bytes a second, and FLOPs a second of training, of what is there if no one
-says otherwise: one core, and a GPU of about 2020."""
+"""Default memory bandwidth, bytes a second, and FLOPs a second of training: those of one core, and
+of a GPU of about 2020."""
 
 _NETWORK = ("nodes", "ranks_per_node", "bandwidth", "latency", "node_bandwidth", "node_latency")
-"""Options that state what rates know."""
+"""Options that state figures of the network, which rates contain too."""
 
 
 @plan.callback()
@@ -35,58 +35,65 @@ def answer(
         str, typer.Option(help="resnet50, bert-base, gpt2, llama-7b …, see sparcel.plan.MODELS.")
     ] = "resnet50",
     parameters: Annotated[
-        str | None, typer.Option(help="How many parameters instead, such as 25.6M or 7B.")
+        str | None, typer.Option(help="Number of parameters, instead of --model: 25.6M, 7B.")
     ] = None,
     density: Annotated[
-        float, typer.Option(help="The share of the gradient that a rank sends: 0.01 is 1 %.")
+        float, typer.Option(help="Share of the gradient that a rank sends: 0.01 is 1 %.")
     ] = 0.01,
     compute: Annotated[
-        str | None, typer.Option(help="How long a forward and a backward pass take: 120ms.")
+        str | None, typer.Option(help="Time of a forward and a backward pass: 120ms.")
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Samples a step on each rank, where --compute is not given.")
+        int, typer.Option(min=1, help="Samples a step on each rank, if --compute is not given.")
     ] = 32,
     flops: Annotated[
-        str | None, typer.Option(help="Of both passes over a sample, such as 25G, instead.")
+        str | None, typer.Option(help="FLOPs of both passes over a sample: 25G.")
     ] = None,
-    device: Annotated[str, typer.Option(help="What computes: gpu or cpu.")] = "gpu",
+    device: Annotated[str, typer.Option(help="Device that computes: gpu or cpu.")] = "gpu",
     device_flops: Annotated[
-        str | None, typer.Option(help="FLOPs a second that it reaches in training, such as 50T.")
+        str | None, typer.Option(help="FLOPs a second of the device in training: 50T.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="How many machines there are.")] = 8,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="GPUs, or processes, on each.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 8,
+    ranks_per_node: Annotated[
+        int, typer.Option(min=1, help="GPUs, or processes, on each machine.")
+    ] = 1,
     bandwidth: Annotated[
-        str, typer.Option(help="Of a machine's link: 1gbit, 25gbit, 200mbit.")
+        str, typer.Option(help="Rate of a machine's link: 1gbit, 25gbit, 200mbit.")
     ] = "1gbit",
-    latency: Annotated[str, typer.Option(help="Of a message on it: 100us, 40ms.")] = "100us",
+    latency: Annotated[
+        str, typer.Option(help="Latency of a message on this link: 100us, 40ms.")
+    ] = "100us",
     node_bandwidth: Annotated[
-        str, typer.Option(help="Between ranks of one machine: 80gbit, 2400gbit.")
+        str, typer.Option(help="Rate between ranks of one machine: 80gbit, 2400gbit.")
     ] = "80gbit",
-    node_latency: Annotated[str, typer.Option(help="Of a message there.")] = "10us",
+    node_latency: Annotated[
+        str, typer.Option(help="Latency of a message inside a machine.")
+    ] = "10us",
     topology: Annotated[
-        str, typer.Option(help="all-reduce, or parameter-server: all send to one.")
+        str, typer.Option(help="all-reduce, or parameter-server: all ranks send to one.")
     ] = "all-reduce",
     bucket: Annotated[
-        float, typer.Option(min=0.001, help="MiB of gradients that travel together, as DDP's are.")
+        float, typer.Option(min=0.001, help="MiB of gradients in a bucket of DDP.")
     ] = 25.0,
     rates: Annotated[
         Path | None,
-        typer.Option(exists=True, help="What --measure saved, in place of these figures."),
+        typer.Option(exists=True, help="File that --save wrote, instead of stated figures."),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Measure them: under torchrun, mpiexec or sparcel lab run, on all ranks.",
+            help="Measure the network: run on all ranks with torchrun, mpiexec or sparcel lab run.",
         ),
     ] = False,
-    save: Annotated[Path | None, typer.Option(help="Where to write what was measured.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="File for the rates that --measure finds.")
+    ] = None,
 ) -> None:
-    """Tell which method makes training the fastest on a cluster, or to stay dense.
+    """Tell which method makes training on a cluster the fastest, or to stay dense.
 
-    Predicts a step with every method from the network's figures: stated, measured before, or
-    measured now, and what that means for a model whose gradients travel while the backward pass
-    goes on.
+    Predicts the time of a training step with every method. The figures of the network are stated,
+    were measured before, or are measured now. Gradients travel while the backward pass goes on.
     """
     if context.invoked_subcommand is not None:
         return
@@ -133,7 +140,7 @@ def answer(
 
 
 def _refuse_ignored(context: typer.Context, computes_known: bool) -> None:
-    """Refuse what would not be looked at; a device, where it says neither of its two figures."""
+    """Refuse ignored options; --device is ignored if both of its figures are known."""
     stated = (*_NETWORK, "device") if computes_known else _NETWORK
     refuse_ignored(
         context,
@@ -160,7 +167,7 @@ def _show(made: object) -> None:
 
 @plan.command("appendix-f")
 def appendix_f(
-    out: Annotated[Path, typer.Option(help="The folder to draw into.")] = Path("."),
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("."),
 ) -> None:
     """Draw figures A8 and A9 of ScaleCom's appendix F, from the paper's own inputs."""
     from sparcel.plan.appendix_f import compare, draw
@@ -179,7 +186,7 @@ def _measured(save: Path | None) -> Rates | None:
     there = launched()
     if not there:
         raise InputError(
-            "--measure needs the cluster's ranks: start the command on each with torchrun or"
+            "--measure runs on all ranks of the cluster: start the command on each with torchrun or"
             " mpiexec, or try `sparcel lab run --nodes 8 -- sparcel plan --measure`"
         )
     with connected(there[-1:]) as engines:
@@ -194,6 +201,7 @@ def _measured(save: Path | None) -> Rates | None:
 def _compute_s(model: Model, batch: int, flops: float, speed: float) -> float:
     if not flops:
         raise InputError(
-            f"how long does {model.name} compute? Pass --compute 120ms, or --flops 25G a sample"
+            f"the time to compute {model.name} is not known: pass --compute 120ms, or --flops 25G"
+            " a sample"
         )
     return batch * flops / speed

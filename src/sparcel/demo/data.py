@@ -35,7 +35,7 @@ class Dataset:
     Attributes
     ----------
     name
-        What reports call it.
+        Name in reports.
     x_train, x_test
         Inputs, ``[samples, features]`` float32, shifted and scaled so that the training inputs
         have mean 0 and variance 1 over all features together.
@@ -61,7 +61,7 @@ class Dataset:
 
     @property
     def description(self) -> str:
-        """What it is, in one line."""
+        """Name and numbers of samples, in one line."""
         train, test = len(self.y_train), len(self.y_test)
         return f"{self.name}, {train} samples to train on and {test} held out"
 
@@ -73,13 +73,13 @@ def load(path: str | None) -> Dataset:
     ----------
     path
         A folder with the four IDX files of MNIST or Fashion-MNIST, gzipped or not; an ``.npz``
-        with ``x_train``, ``y_train``, ``x_test`` and ``y_test``; or None for scikit-learn's digits,
-        of which every fifth sample of a class is held out for testing.
+        with ``x_train``, ``y_train``, ``x_test`` and ``y_test``; or None for scikit-learn's digits.
+        Every fifth sample of a class of the digits is held out for testing.
 
     Raises
     ------
     InputError
-        When the path holds no such data, or its arrays do not fit together.
+        When the path holds no such data, or the shapes of its arrays do not match.
     """
     if path is None:
         return _dataset("digits", _digits())
@@ -93,7 +93,7 @@ def load(path: str | None) -> Dataset:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what decompression raises on a damaged file into an error that names the file."""
+    """Turn errors of reading and decompressing into an error that names the file."""
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile) as error:
@@ -174,7 +174,7 @@ def _dataset(name: str, arrays: Mapping[str, Array]) -> Dataset:
 
 
 def batch_order(samples: int, batch: int, steps: int, seed: int) -> torch.Tensor:
-    """Return which samples each step takes: a new permutation every epoch, no remainder.
+    """Return the samples of each step: a new permutation every epoch, with no sample left out.
 
     Returns
     -------

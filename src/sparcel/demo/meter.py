@@ -1,4 +1,4 @@
-"""Counters of what a rank of the demo sends and spends."""
+"""Counters of the bytes that a rank of the demo sends, and of its seconds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sparcel.ddp import Handle
 
 @dataclass
 class Meter:
-    """What a rank has sent and spent so far, by sparcel's count and by the interface's.
+    """Bytes and seconds of a rank so far, from sparcel's counters and the interface's.
 
     Attributes
     ----------
     handle
-        sparcel's, or None where DDP exchanges by itself, which doesn't count.
+        Handle of `sparcel.attach`, or None if DDP exchanges by itself, without counters.
     interface
-        One that carries this rank's traffic alone, or None.
+        Name of an interface that carries only this rank's traffic, or None.
     """
 
     handle: Handle | None
@@ -37,7 +37,7 @@ class Meter:
 
 
 def _bytes_sent(interface: str) -> int:
-    """Return what an interface of this network namespace has sent, all headers included."""
+    """Return the bytes that an interface of this network namespace has sent, with headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == interface:

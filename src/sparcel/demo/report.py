@@ -10,14 +10,14 @@ from rich.table import Table
 from sparcel.demo.results import MethodResult
 
 _LEGEND = (
-    "One training step: the whole, its computation alone, and what the exchange of gradients adds. "
-    "Select and communicate are what sparcel was busy with, partly beside the computation. Sent: "
-    "by the busiest node. × fp32, × bf16: how many times faster than dense training."
+    "Step: time of a training step. Compute: its computation alone. Added: the time that the "
+    "exchange of gradients adds. Select and communicate: time in sparcel, partly beside the "
+    "computation. Sent: by the busiest node. × fp32, × bf16: speed-up over dense training."
 )
 
 
 def table(rows: Sequence[MethodResult]) -> Table:
-    """Return the results as a table, the speed-ups over the first two rows, the dense baselines."""
+    """Return the results as a table; speed-ups are over the first two rows, the dense baselines."""
     result = Table(
         box=box.SIMPLE_HEAD,
         collapse_padding=True,

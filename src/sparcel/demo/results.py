@@ -1,4 +1,4 @@
-"""What the ranks measured, put together: one row a method."""
+"""The results of the demo: combines the ranks' measurements to one row a method."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from sparcel.errors import SparcelError
 
 
 class DivergedError(SparcelError):
-    """The ranks ended with different models, which no method here may do."""
+    """The ranks ended with different models; no method may do that."""
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A method's results. Times are a step's, as the median over steps, then the mean over ranks.
+    """A method's results. Times are those of a step: median over steps, then mean over ranks.
 
     Attributes
     ----------
     method
-        Its name.
+        Name of the method.
     step_s
         A whole step: forward, backward, exchange, optimiser.
     compute_s
-        The same step with the exchange left out (DDP's ``no_sync``), on all ranks at once.
+        The same step without the exchange (DDP's ``no_sync``), on all ranks at once.
     exposed_s
-        What the exchange adds to the step: ``step_s - compute_s``.
+        Time that the exchange adds to the step: ``step_s - compute_s``.
     select_s, communicate_s
-        What sparcel was busy selecting and exchanging, part of which may overlap with the backward
-        pass; None for DDP as PyTorch has it, which doesn't tell.
+        Time in which sparcel selects and exchanges, which may overlap with the backward pass; None
+        for plain DDP, which does not report it.
     payload_bytes
-        What the busiest rank hands to the network; for DDP's own all-reduce, the least possible.
+        Bytes that the busiest rank hands to the network; for DDP's own all-reduce, the least
+        possible.
     wire_bytes
-        What the busiest rank's interface sent, headers included; None on loopback.
+        Bytes that the busiest rank's interface sent, headers included; None on loopback.
     accuracy
-        Share of the held-out samples classified rightly after the last step, between 0 and 1.
+        Share of the held-out samples classified correctly after the last step, between 0 and 1.
     """
 
     method: str
@@ -51,12 +52,12 @@ class MethodResult:
 
     @property
     def sent_bytes(self) -> float:
-        """What the busiest rank sent: on the wire where that was seen, else the payload."""
+        """Bytes that the busiest rank sent: those on the wire if counted, else the payload."""
         return self.payload_bytes if self.wire_bytes is None else self.wire_bytes
 
 
 def combine(method: str, ranks: Sequence[Mapping[str, Any]]) -> MethodResult:
-    """Make a method's row of what its ranks reported.
+    """Combine the reports of a method's ranks to its row.
 
     Raises
     ------

@@ -31,12 +31,12 @@ _WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run of the demo found.
+    """The results of a run of the demo.
 
     Attributes
     ----------
     rows
-        One a method, in the order of :func:`sparcel.demo.settings.methods`.
+        One row a method, in the order of :func:`sparcel.demo.settings.methods`.
     parameters
         Number of the model's parameters.
     """
@@ -46,16 +46,16 @@ class Outcome:
 
 
 def run(network: Network, settings: DemoSettings, console: Console) -> Outcome:
-    """Train by every method on a network.
+    """Train with every method on a network.
 
     Parameters
     ----------
     network
-        Where; one worker runs on each node.
+        Network to run on, with one worker on each node.
     settings
-        What to train.
+        Settings of the demo.
     console
-        Where progress is shown.
+        Console that shows the progress.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def _progress(console: Console) -> Progress:
 def _follow(
     progress: Progress, nodes: int, settings: DemoSettings, events: Iterator[dict[str, Any]]
 ) -> Outcome:
-    """Show the workers' reports as they come, and put them together."""
+    """Show the progress that the workers report, and combine their results."""
     names = [method.name for method in methods(settings)]
     tasks = {
         name: progress.add_task(name, total=settings.steps, start=False, visible=False, status="")
@@ -120,7 +120,7 @@ def _follow(
 
 
 def _command(network: Network, data: str, settings: DemoSettings) -> str:
-    """Return the command that repeats a run, with the data's name for its path."""
+    """Return the command that repeats a run, with the data's name instead of its path."""
     options = {
         "nodes": network.nodes,
         "rate": f"{network.link.rate_bits_per_s / 1e6:g}mbit" if network.link else "none",
@@ -136,9 +136,9 @@ def _command(network: Network, data: str, settings: DemoSettings) -> str:
 def write_json(
     path: Path, network: Network, data: str, settings: DemoSettings, outcome: Outcome
 ) -> None:
-    """Write a run's results, with all that is needed to read and to repeat them.
+    """Write a run's results, with everything needed to understand and to repeat them.
 
-    ``data`` is the data's name, which stands for the path: that says much about its owner.
+    ``data`` is the data's name. It replaces the path, which may reveal private information.
     """
     document = {
         "command": _command(network, data, settings),

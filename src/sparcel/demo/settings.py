@@ -1,4 +1,4 @@
-"""What a run of the demo is made of: its settings, and the methods that it compares."""
+"""The settings of a run of the demo, and the methods that it compares."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Self
 
 BATCH_PER_RANK = 16
 WARM_UP_STEPS = 5
-"""Steps left out of all timings: first allocations, and DDP's buckets before they are rebuilt."""
+"""First steps, which are not timed: they allocate memory, and DDP rebuilds its buckets in them."""
 COMPUTE_STEPS = 20
-"""Steps without any exchange, timed after training to learn what computation costs alone."""
+"""Steps without an exchange, timed after training to measure the computation alone."""
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What the workers need to know, the same for all ranks.
+    """Settings of the workers, the same for all ranks.
 
     Attributes
     ----------
     steps
         Optimiser steps of each method, warm-up included.
     seed
-        Of the model's initial weights and of the order of the samples.
+        Seed of the model's initial weights and of the order of the samples.
     density
         Share of the gradient's coordinates that a scheme sends, in (0, 1].
     schemes
         Names of the sparse schemes to compare with dense training.
     data
-        Where the data lies; None for scikit-learn's digits.
+        Path of the data; None for scikit-learn's digits.
     counts_wire
-        Whether the interface carries this rank's traffic alone, so that its counter tells the
+        Whether the interface carries only this rank's traffic, so that its counter is that of the
         bytes on the wire.
     """
 
@@ -48,7 +48,7 @@ class DemoSettings:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
+        """Read settings that :meth:`to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "schemes": tuple(fields["schemes"])})
 
@@ -60,11 +60,11 @@ class Method:
     Attributes
     ----------
     name
-        What the table calls it.
+        Name in the table.
     scheme
-        sparcel's scheme, or None for DDP as PyTorch has it.
+        Name of sparcel's scheme, or None for plain DDP.
     options
-        The scheme's settings.
+        Settings of the scheme.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""One rank of the demo: trains the same model by each method, and reports what it saw.
+"""One rank of the demo: trains the same model with each method, and reports its measurements.
 
 The driver starts it on every node as ``python -m sparcel.demo.worker SETTINGS``. Reports are lines
 of JSON on standard output, each with its kind under ``"event"``.
@@ -34,7 +34,7 @@ from sparcel.demo.settings import (
 
 _HIDDEN = 1600
 _LEARNING_RATE = 0.4
-"""At the start; it falls to 0 in a straight line. Chosen once, for dense training on the digits."""
+"""At the start; it falls linearly to 0. The value suits dense training on the digits."""
 
 
 def build_model(features: int, classes: int, seed: int) -> nn.Module:
@@ -57,9 +57,9 @@ class Training:
     Parameters
     ----------
     method
-        How gradients are exchanged.
+        Method of exchanging gradients.
     settings
-        Those of the whole demo.
+        Settings of the demo.
     dataset
         The samples.
     """
@@ -68,7 +68,7 @@ class Training:
         self.settings, self.dataset = settings, dataset
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = build_model(dataset.features, dataset.classes, settings.seed)
-        # By every method the update is written where .grad looks, and not copied there once more.
+        # With views, every method writes the update to .grad without a further copy.
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.handle: Handle | None = None
         if method.scheme is not None:
@@ -92,7 +92,7 @@ class Training:
         return loss.item()
 
     def run(self, report: Callable[[int, float], None]) -> dict[str, Any]:
-        """Train, and return the medians of what a step took, by name."""
+        """Train, and return the median of each quantity of a step, by name."""
         seen: list[dict[str, float]] = []
         for index in range(self.settings.steps):
             before, start = self.meter.read(), time.perf_counter()
@@ -104,9 +104,9 @@ class Training:
         return {key: statistics.median(step[key] for step in seen) for key in seen[0]}
 
     def compute_seconds(self) -> float:
-        """Return the median time of the same step with the exchange left out, on all ranks at once.
+        """Return the median time of the same step without the exchange, on all ranks at once.
 
-        The model is of no use afterwards: each rank goes its own way.
+        Afterwards the ranks' models differ and must not be used.
         """
         dist.barrier()
         seconds = []
@@ -119,13 +119,13 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return the share of the held-out samples that the model classifies rightly."""
+        """Return the share of the held-out samples that the model classifies correctly."""
         chunks = zip(self.dataset.x_test.split(1000), self.dataset.y_test.split(1000), strict=True)
         right = sum(int((self.model.module(x).argmax(1) == y).sum()) for x, y in chunks)
         return right / len(self.dataset.y_test)
 
     def fingerprint(self) -> str:
-        """Return a digest of all parameters: the same on all ranks, or they have parted ways."""
+        """Return a digest of all parameters, which must be the same on all ranks."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
@@ -136,9 +136,10 @@ class Training:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def payload_bytes(self) -> int:
-        """Return what DDP's own dense all-reduce hands to the network a step, at best.
+        """Return the least bytes that DDP's own dense all-reduce hands to the network in a step.
 
-        DDP doesn't count; a ring, the best there is for dense vectors, sends 2n(P - 1)/P values.
+        DDP does not count bytes. A ring, which is optimal for dense vectors, sends 2n(P - 1)/P
+        values.
         """
         return round(4 * 2 * self.parameters() * (self.world - 1) / self.world)
 
@@ -150,7 +151,7 @@ def _run_method(
     quiet = training.rank != 0
 
     def on_step(index: int, loss: float) -> None:
-        # Whoever draws the progress takes turns with the ranks, so it is told now and then alone.
+        # Report rarely, because drawing the progress takes time from the ranks.
         if not quiet and (index % 10 == 0 or index + 1 == settings.steps):
             report("step", method=method.name, step=index + 1, loss=loss)
 
@@ -169,7 +170,7 @@ def _run_method(
 
 
 def _reporter() -> Callable[..., None]:
-    """Take standard output for the reports, and leave standard error for everybody's prints."""
+    """Reserve standard output for the reports; all other prints go to standard error."""
     stream: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -180,7 +181,7 @@ def _reporter() -> Callable[..., None]:
 
 
 def main() -> None:
-    """Run all methods that the settings in the first argument name."""
+    """Run all methods of the settings in the first argument."""
     settings = DemoSettings.from_json(sys.argv[1])
     report = _reporter()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The communicator over MPI: what it shares with the others, and what is MPI's own."""
+"""The communicator over MPI: behaviour of all communicators, and that of MPI alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_messages_of_any_size_arrive(run_on_mpi: Runner, world_size: int, nbytes
 
 
 def short_of_its_bound(comm: Communicator) -> int:
-    """Return how many bytes came of a message that might have had many more."""
+    """Return the number of bytes received of a message far below its bound."""
     peer = comm.size - 1 - comm.rank
     message = torch.arange(10, dtype=torch.uint8)
     came = comm.exchange({peer: message}, {peer: 1 << 28})[peer]
@@ -109,7 +109,7 @@ def refusals(comm: Communicator) -> list[str]:
     return texts
 
 
-def test_what_is_no_group_is_refused(run_on_mpi: Runner) -> None:
+def test_other_objects_are_refused_as_groups(run_on_mpi: Runner) -> None:
     null, timeout, other, op = run_on_mpi(2, refusals)[0]
     assert "not in the MPI communicator" in null
     assert "timeout must be more than 0 seconds, got 0" in timeout
@@ -118,7 +118,7 @@ def test_what_is_no_group_is_refused(run_on_mpi: Runner) -> None:
 
 
 def too_long(comm: Communicator, nbytes: int) -> Exception | None:
-    """Return what each rank met where rank 1 sent a byte too many."""
+    """Return each rank's error after rank 1 sent a byte too many."""
     peer = (comm.rank + 1) % comm.size
     before = (comm.rank - 1) % comm.size
     message = torch.zeros(nbytes + (comm.rank == 1), dtype=torch.uint8)
@@ -140,7 +140,7 @@ def test_a_message_beyond_its_bound_is_an_error_on_all_ranks(
 
 
 def silent(comm: Communicator) -> tuple[str, bool]:
-    """Return what each rank met where rank 1 takes no part, and whether it came in time."""
+    """Return each rank's error if rank 1 takes no part, and whether it came in time."""
     from mpi4py import MPI
 
     from sparcel.comm.mpi import MpiCommunicator
@@ -169,7 +169,7 @@ def test_a_rank_that_takes_no_part_is_named_and_all_can_connect_anew(run_on_mpi:
 
 
 def without_a_network(comm: Communicator, same_host: bool) -> str | list[int]:
-    """Connect where rank 0 knows loopback alone; return the error, or what ranks then gather."""
+    """Connect while rank 0 finds only loopback; return the error, or the gathered numbers."""
     from mpi4py import MPI
 
     from sparcel.comm.mpi import MpiCommunicator
@@ -196,7 +196,7 @@ def test_loopback_is_refused_between_machines_by_all_ranks_at_once(run_on_mpi: R
 
 
 def aborted_meanwhile(comm: Communicator) -> str:
-    """Return what a job meets that exchanges after another thread has aborted."""
+    """Return the error of a job that exchanges after another thread has aborted."""
     from mpi4py import MPI
 
     from sparcel.comm.mpi import MpiCommunicator
@@ -218,7 +218,7 @@ def aborted_meanwhile(comm: Communicator) -> str:
     return str(caught.value)
 
 
-def test_a_job_that_exchanges_after_the_end_raises(run_on_mpi: Runner) -> None:
+def test_a_job_that_exchanges_after_an_abort_raises(run_on_mpi: Runner) -> None:
     assert run_on_mpi(2, aborted_meanwhile) == ["as asked"] * 2
 
 

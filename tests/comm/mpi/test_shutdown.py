@@ -44,7 +44,7 @@ def ends(ranks: int, script: str, opt_in: bool = True, first: str = "") -> tuple
     return [statuses[rank] for rank in range(ranks)], "\n".join(errors)
 
 
-def test_no_rank_of_a_group_that_failed_reports_success() -> None:
+def test_no_rank_of_a_failed_group_reports_success() -> None:
     script = """
         def job():
             if comm.rank == 0:
@@ -69,7 +69,7 @@ def test_no_rank_of_a_group_that_failed_reports_success() -> None:
                     caught_exit()
                 if comm.rank == 3:
                     sys.exit(0)
-        # The last one never hears of it.
+        # The last rank does not learn of the failure.
     """
     statuses, errors = ends(5, script)
     assert statuses == [1] * 5
@@ -77,7 +77,7 @@ def test_no_rank_of_a_group_that_failed_reports_success() -> None:
 
 
 def test_only_the_opt_in_ends_the_process_after_a_failure() -> None:
-    """Handlers that are registered before sparcel is imported run after those of sparcel."""
+    """Handlers registered before the import of sparcel run after those of sparcel."""
     handler = "import atexit, os; atexit.register(lambda: os._exit(7))"
     script = """
         def job():
@@ -92,7 +92,7 @@ def test_only_the_opt_in_ends_the_process_after_a_failure() -> None:
 
 
 def test_a_group_that_ends_well_keeps_the_statuses_of_its_ranks() -> None:
-    """The ranks are done at very different times."""
+    """The ranks end at very different times."""
     script = """
         if comm.rank == 1:
             time.sleep(4)

@@ -1,4 +1,4 @@
-"""Networks of nodes: which link and which port a message takes, and when it arrives."""
+"""Networks of nodes: the link and the ports of a message, and the time of its arrival."""
 
 import time
 
@@ -90,13 +90,13 @@ def test_ports_of_rank_and_node_work_side_by_side():
     assert report.seconds == 7
 
 
-def test_a_shared_port_serves_whoever_is_first_on_the_clock():
-    # Rank 0 sends after something came, at 1; rank 1 at 0, though the simulation runs it later.
+def test_a_shared_port_serves_the_rank_with_the_earliest_clock():
+    # Rank 0 sends at time 1, after a message arrived. Rank 1 sends at 0, but is simulated later.
     pairs = [(2, 0), (0, 2), (1, 3)]
     assert simulate(4, sending(*pairs), ranks_per_node=2, latency_s=1).seconds == 2
 
 
-def test_a_message_that_is_late_holds_up_no_other_of_its_node():
+def test_a_late_message_delays_no_other_message_of_its_node():
     # Rank 0 waits for the end of a chain of four, while rank 1 gets three messages.
     chain = [(4, 6), (6, 8), (8, 10), (10, 0)]
     pairs = [*chain, (12, 1), (14, 1), (16, 1)]
@@ -104,7 +104,7 @@ def test_a_message_that_is_late_holds_up_no_other_of_its_node():
 
 
 @given(worlds, st.integers(1, 18), st.integers(0, 20))
-def test_between_nodes_counts_what_crossed(world, ranks_per_node, nbytes):
+def test_between_nodes_counts_messages_between_nodes(world, ranks_per_node, nbytes):
     def on_rank(comm):
         others = [rank for rank in range(world) if rank != comm.rank]
         comm.exchange({rank: message(nbytes + rank) for rank in others}, dict.fromkeys(others, 99))
@@ -157,7 +157,7 @@ def burn(cpu_s):
         pass
 
 
-def test_work_costs_the_cpu_time_of_its_rank_where_asked():
+def test_work_costs_the_cpu_time_of_its_rank_if_asked_for():
     def on_rank(comm):
         burn(0.02)
         if comm.rank + 1 < comm.size:
@@ -168,7 +168,7 @@ def test_work_costs_the_cpu_time_of_its_rank_where_asked():
 
     assert simulate(4, on_rank).seconds == 0
     assert simulate(4, on_rank, latency_s=10).seconds == 10
-    # All ranks work at once, and then rank 1 alone does.
+    # All ranks work at once, and then only rank 1.
     worked = simulate(4, on_rank, latency_s=10, cpu_time=True)
     assert 10.03 <= worked.seconds < 10.08
     assert 0.03 <= worked.seconds_on(Network()) < 0.08

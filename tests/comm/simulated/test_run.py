@@ -1,4 +1,4 @@
-"""The simulated cluster: repeatable, deadlocks named, clocks, counters, groups."""
+"""The simulated cluster: repeatable runs, deadlocks, clocks, counters, groups."""
 
 import pytest
 import torch
@@ -272,7 +272,7 @@ def test_jobs_run_at_once_in_the_order_of_submission():
     assert simulate(2, on_rank).results == [("inner", None, [1, 2])] * 2
 
 
-def test_what_a_job_raises_its_handle_raises():
+def test_waiting_for_a_job_raises_its_error():
     def on_rank(comm):
         handle = comm.submit(lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -288,7 +288,7 @@ def test_a_world_without_ranks_is_an_input_error(world):
         simulate(world, lambda comm: None)
 
 
-def test_threads_are_given_back():
+def test_a_run_ends_its_threads():
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError):
         simulate(2, lambda comm: 1 / 0)

@@ -49,7 +49,7 @@ def test_messages_in_parts_count_as_if_they_were_joined(world):
             assert numbers == [n for part in range(count) for n in (source, rank, part)]
 
 
-def test_whoever_takes_a_message_whole_gets_its_parts_joined():
+def test_a_message_received_whole_has_its_parts_joined():
     def on_rank(comm):
         peer = 1 - comm.rank
         if comm.rank:
@@ -85,7 +85,7 @@ def test_sharing_parts_changes_nothing_that_is_counted(name, monkeypatch):
 
 
 def joining(exchange_parts):
-    """Return ``exchange_parts`` that joins before it sends, as real communicators do."""
+    """Return an ``exchange_parts`` that joins parts before sending, as real communicators do."""
 
     def whole(comm, sends, receives):
         joined = {rank: [torch.cat(list(parts))] for rank, parts in sends.items()}
@@ -95,7 +95,7 @@ def joining(exchange_parts):
 
 
 def reducing(name, case):
-    """Return a program that reduces the case's streams, and what it gives as plain lists."""
+    """Return a program that reduces the case's streams and returns the result as lists."""
 
     def on_rank(comm):
         stream = case.streams[comm.rank]
@@ -127,14 +127,14 @@ def test_every_collective_works_on_more_than_a_hundred_ranks(name):
     results = simulate(world, reducing(name, case), ranks_per_node=8).results
     assert all(result == results[0] for result in results)
     exact = dense_reference(case.streams, SUM)
-    if name == "gtopk":  # its tree gives no exact selection, but of no coordinate too much
+    if name == "gtopk":  # its selection is not exact, but has at most k coordinates
         assert 0 < torch.tensor(results[0]).count_nonzero() <= 100
     else:
         assert results[0] == exact.tolist()
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "gtopk"])
-def test_sums_are_freed_as_ranks_are_done_with_them(name):
+def test_sums_are_freed_when_ranks_no_longer_use_them(name):
     case, alive = case_of("disjoint", 64, 2000, count=9), weakref.WeakSet()
     most = 0
 

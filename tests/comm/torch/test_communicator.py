@@ -24,13 +24,13 @@ world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
 def message(source: int, destination: int, nbytes: int) -> torch.Tensor:
-    """Bytes that repeat after a prime, so that a piece in the wrong place shows."""
+    """Return bytes that repeat after a prime number, so that a misplaced piece is detected."""
     pattern = (torch.arange(251) * (7 + source) + 31 * destination).to(torch.uint8)
     return pattern.repeat(nbytes // 251 + 1)[:nbytes]
 
 
 def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
-    """Each rank sends ``nbytes`` + destination bytes to each other rank."""
+    """Send ``nbytes`` + destination bytes to each other rank."""
     others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
     received = comm.exchange(
         {rank: message(comm.rank, rank, nbytes + rank) for rank in others},
@@ -50,7 +50,7 @@ def test_messages_arrive_whole(run_on, world_size: int, nbytes: int) -> None:
 
 
 def by_default_elsewhere(comm: Communicator) -> tuple[list[int], list[int], list[float]]:
-    """Exchange and reduce where tensors are made on another device unless one says so."""
+    """Exchange and reduce while torch's default device is another one."""
     with torch.device("meta"):
         numbers = comm.gather_numbers(comm.rank)
         sent = torch.tensor([7, comm.rank], dtype=torch.uint8, device="cpu")
@@ -67,7 +67,7 @@ def test_the_default_device_does_not_matter(request, engine: str) -> None:
 
 
 def many_one_way(comm: TorchCommunicator, sizes: list[int]) -> bool:
-    """Rank 0 sends message after message, and then one comes back."""
+    """Send many messages from rank 0 to rank 1, and then one back."""
     if comm.rank == 0:
         for nbytes in sizes:
             comm.exchange({1: message(0, 1, nbytes)}, {})
@@ -87,7 +87,7 @@ def test_messages_of_all_sizes_arrive_in_order(run_on) -> None:
 
 
 def crossing(comm: TorchCommunicator) -> list[int]:
-    """Both ranks send before they receive, one after the other."""
+    """Send on both ranks before they receive, one after the other."""
     other = 1 - comm.rank
     comm.exchange({other: message(comm.rank, other, 100 + comm.rank)}, {})
     return [comm.exchange({}, {other: 200})[other].numel()]
@@ -98,7 +98,7 @@ def test_short_messages_wait_for_their_receiver(run_on) -> None:
 
 
 def ones_and_twos(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what no order of adding or multiplying rounds."""
+    """Return values whose sums and products are exact in any order."""
     return (1 + (torch.arange(240) // (rank + 1)) % 2).to(dtype)
 
 
@@ -134,7 +134,7 @@ def refused(comm: TorchCommunicator) -> list[str]:
     return [*texts, str(comm.size)]
 
 
-def test_what_the_engine_cannot_reduce_is_refused_before_anything_is_sent(run_on) -> None:
+def test_tensors_that_the_engine_cannot_reduce_are_refused_before_sending(run_on) -> None:
     for dtype, strides, operation, size in run_on(3, refused):
         assert "got torch.int16" in dtype
         assert "strides (1, 4)" in strides
@@ -163,7 +163,7 @@ def test_split(run_on, world_size: int) -> None:
 
 
 def queued(comm: TorchCommunicator) -> list[int]:
-    """Jobs of a communicator and of its child, some of which nobody waits for."""
+    """Run jobs of a communicator and of its child; some are not waited for."""
     child = comm.split(0)
 
     def ring(which: TorchCommunicator, number: int) -> int:
@@ -199,7 +199,7 @@ def test_traffic_is_that_of_the_simulated_cluster(run_on, world_size: int) -> No
 
 
 def groups(comm: TorchCommunicator) -> tuple[bool, bool, bool, str]:
-    """Groups of which not all ranks know: ranks 0 and 1 have one more than the others."""
+    """Use groups that not all ranks have: ranks 0 and 1 have one more than the others."""
     pair = dist.new_group([0, 1])
     rest = dist.new_group([comm.size - 1, 0])
     ends = []
@@ -231,7 +231,7 @@ def test_resolve_takes_simulated_ranks() -> None:
 
 
 @pytest.mark.parametrize("group", ["gloo", 3, object()])
-def test_resolve_says_what_it_takes(group: object) -> None:
+def test_resolve_names_the_groups_that_it_accepts(group: object) -> None:
     with pytest.raises(InputError, match=r"process group.*MPI communicator.*got "):
         resolve(group)
 

@@ -1,4 +1,4 @@
-"""Messages over sockets: whole, in order, bounded, and never waited for in vain."""
+"""Messages over sockets arrive whole and in order, within bounds, or fail in time."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ OK, LOST, LATE, TOO_LONG = range(4)
 
 
 def pair() -> tuple[_cpu.Mesh, _cpu.Mesh]:
-    """Two ranks that are connected."""
+    """Connect two ranks."""
     first, second = socket.socketpair()
     return _cpu.Mesh([-1, first.detach()]), _cpu.Mesh([second.detach(), -1])
 
 
 @pytest.fixture
 def half() -> Iterator[tuple[_cpu.Mesh, socket.socket]]:
-    """Rank 0, and the bare socket of rank 1."""
+    """Connect rank 0 to a plain socket in the place of rank 1."""
     first, second = socket.socketpair()
     yield _cpu.Mesh([-1, first.detach()]), second
     second.close()
@@ -45,7 +45,7 @@ lengths = st.one_of(
 
 @given(st.lists(st.tuples(st.lists(lengths, max_size=5), lengths), min_size=1, max_size=6))
 def test_messages_in_parts_arrive_whole_and_in_order(rounds):
-    """One rank sends all of its messages before the other one's second is due."""
+    """One rank sends all of its messages before the other rank receives its second one."""
     one, two = pair()
     arrived = {0: [], 1: []}
     sent = {
@@ -71,7 +71,7 @@ def test_messages_in_parts_arrive_whole_and_in_order(rounds):
             assert torch.equal(message, torch.cat([torch.empty(0, dtype=torch.uint8), *parts]))
 
 
-def test_what_comes_early_waits_for_its_exchange(half):
+def test_an_early_message_waits_for_its_exchange(half):
     mesh, peer = half
     bodies = [bytes([number]) * (number * 5000) for number in range(8)]
     peer.setblocking(False)
