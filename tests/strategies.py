@@ -216,7 +216,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def same_stream(a: SparseStream, b: SparseStream) -> bool:
-    """Tell whether two streams are alike in every bit."""
+    """Tell whether two streams are bit-identical."""
     return (
         (a.size, a.finite) == (b.size, b.finite)
         and same_bits(a.indices, b.indices)

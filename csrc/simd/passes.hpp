@@ -2,7 +2,7 @@
 //
 // A vector type has `lanes`, `load`, `reaching` (a mask of lanes), `any`, `emit` (append the masked
 // lanes to a sink), `larger` and `keep_larger` (running maxima of each lane), and for floats `add`,
-// `store`, `stream`; where it can, `load_first`, which reads less than a whole register.
+// `store`, `stream`; optionally `load_first`, which reads less than a whole register.
 #pragma once
 
 #include <cstddef>

@@ -95,7 +95,7 @@ def all_reduce(
                 f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
                 f" of {stream.nnz}; leave max_nnz out if no bound is known"
             )
-        return _apart(auto.all_reduce(stream, Wire(comm), op, algorithm, max_nnz), stream)
+        return _unshared(auto.all_reduce(stream, Wire(comm), op, algorithm, max_nnz), stream)
 
     return _start(comm, job, async_op)
 
@@ -149,7 +149,7 @@ def reduce_scatter(
     op, comm = resolve_op(op), _communicator(group, stream)
 
     def job() -> SparseStream:
-        return _apart(collectives.reduce_scatter(stream, Wire(comm), op), stream)
+        return _unshared(collectives.reduce_scatter(stream, Wire(comm), op), stream)
 
     return _start(comm, job, async_op)
 
@@ -206,7 +206,7 @@ def _communicator(group: Group, stream: SparseStream) -> Communicator:
     return comm
 
 
-def _apart(result: SparseStream, stream: SparseStream) -> SparseStream:
+def _unshared(result: SparseStream, stream: SparseStream) -> SparseStream:
     """Return the result, copied if it shares memory with the input (only when P = 1)."""
     if result.values.untyped_storage().data_ptr() != stream.values.untyped_storage().data_ptr():
         return result

@@ -56,27 +56,27 @@ def bits_per_s(text: str) -> int:
     InputError
         When the text is not a number with the unit kbit, mbit or gbit, or is less than 1 bit/s.
     """
-    told = "a rate is a number and kbit, mbit or gbit, such as 1gbit"
-    rate = round(_read(text, _BITS_PER_S, told))
+    expected = "a rate is a number and kbit, mbit or gbit, such as 1gbit"
+    rate = round(_read(text, _BITS_PER_S, expected))
     if not rate:
-        raise InputError(f"{told}, and at least 1 bit/s; got {text!r}")
+        raise InputError(f"{expected}, and at least 1 bit/s; got {text!r}")
     return rate
 
 
 def _count(text: str) -> Fraction:
-    told = (
+    expected = (
         "a count is a positive number such as 1000, 25.6M or 16Mi, with an optional unit: K, M,"
         " G (or B), T or P for powers of 1000, Ki, Mi or Gi for powers of 1024"
     )
-    number = _read(text, _COUNTS, told)
+    number = _read(text, _COUNTS, expected)
     if not number:
-        raise InputError(f"{told}; got {text!r}")
+        raise InputError(f"{expected}; got {text!r}")
     return number
 
 
-def _read(text: str, units: Mapping[str, Scale], told: str) -> Fraction:
+def _read(text: str, units: Mapping[str, Scale], expected: str) -> Fraction:
     """Return the exact value of a number and one of ``units``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
-        raise InputError(f"{told}; got {text!r}")
+        raise InputError(f"{expected}; got {text!r}")
     return Fraction(match[1]) * units[match[2]]

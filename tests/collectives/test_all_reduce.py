@@ -117,7 +117,7 @@ def test_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
 @algorithms
 def test_indices_beyond_32_bits(algorithm):
     if algorithm == "dense":
-        return  # which is what it is
+        return  # it would allocate the dense vector
     size = 2**40 + 3
 
     def on_rank(comm):

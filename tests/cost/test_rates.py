@@ -178,10 +178,10 @@ def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
 
 def test_only_messages_on_the_cpu_are_measured():
     comm = SimpleNamespace(device=torch.device("cuda", 1), size=2)
-    with pytest.raises(InputError, match="on the CPU, and comm's live on cuda:1"):
+    with pytest.raises(InputError, match="on the CPU, but comm's are on cuda:1"):
         measure(comm)
 
 
 def test_measure_refuses_a_single_rank():
-    with pytest.raises(InputError, match="only one"):
+    with pytest.raises(InputError, match="at least 2 ranks, got 1"):
         simulate(1, measure)

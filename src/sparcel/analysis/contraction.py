@@ -112,7 +112,7 @@ def xi(accumulated: Sequence[Vector], gradients: Sequence[Vector], k: int) -> fl
     Returns
     -------
     float
-        At least 0; infinite or NaN where the mean gradient is zero.
+        At least 0; infinite or NaN if the mean gradient is zero.
 
     Raises
     ------

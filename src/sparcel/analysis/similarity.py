@@ -181,7 +181,7 @@ def _pearson(x: Magnitudes, y: Magnitudes) -> float:
 def _index_sets(*sets: SparseStream | Tensor) -> list[Tensor]:
     sizes = {one.size for one in sets if isinstance(one, SparseStream)}
     if len(sizes) > 1:
-        raise InputError(f"index sets must be of vectors of equal size, got sizes {sorted(sizes)}")
+        raise InputError(f"index sets must be of vectors of one size, got sizes {sorted(sizes)}")
     return [indices_of(one) for one in sets]
 
 

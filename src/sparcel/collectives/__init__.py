@@ -1,7 +1,7 @@
 """Collectives: algorithms over streams, one file each, to be read beside its paper.
 
 A collective is a plain function from a stream and a `sparcel.wire.Wire` to a stream. Its file also
-holds its ``steps``: what it exchanges and computes, for the cost model.
+holds its ``steps``: its exchanges and its work, for the cost model.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Ten
 
 
 def counting_bytes(counts: int, ranks: int) -> int:
-    """Return about how many bytes a rank sends in `sum_counts` of so many ``counts``."""
+    """Return about how many bytes a rank sends in `sum_counts`; ``counts`` is their number."""
     if ranks > _FEW_RANKS:
         return 8 * counts
     return 4 * counts * (ranks - 1 if ranks <= DIRECT_RANKS else (ranks - 1).bit_length())
@@ -152,7 +152,7 @@ class Counted:
     union: Union
 
 
-def alike(size: int, nonzero: float, ranks: int) -> Counted:
+def equally_counted(size: int, nonzero: float, ranks: int) -> Counted:
     """Return `Counted` for ranks whose nonzero counts are the same ``nonzero`` consecutive ones."""
     row = min(max(1, round(nonzero)), size)
     return Counted(size, [row] * ranks, lambda _, start, stop: row * (stop - start) / size)

@@ -14,7 +14,7 @@ def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
 
     Sparse streams are never made dense, because absent coordinates would become explicit zeros.
 
-    Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams, and sends as many (Bruck's pattern).
+    Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams and sends P−1 streams (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
     return wire.gather(stream, [due(stream, sparse=True)] * wire.size)

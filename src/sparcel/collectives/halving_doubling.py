@@ -1,4 +1,4 @@
-"""All-reduce in few rounds whose volume does not grow with the ranks."""
+"""All-reduce in few rounds, with a volume that does not grow with the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The global top-k of the ranks' streams at a volume that does not grow with the ranks."""
+"""The global top-k of the ranks' streams, with a volume that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sparcel.collectives._blocks import (
 )
 from sparcel.collectives._counts import (
     Counted,
-    alike,
     counting_bytes,
+    equally_counted,
     gather_number_steps,
     sum_steps,
 )
@@ -205,21 +205,21 @@ def _expected_course(problem: Problem) -> Course:
     """Return the course expected if entries are spread evenly and sums lie in a few octaves."""
     ranks, k = problem.ranks, problem.k
     counters = counters_for(ranks)
-    sums = [alike(counters, counters, ranks)]
+    sums = [equally_counted(counters, counters, ranks)]
     inside = ranks * k / counters
     # Assume that some boundary's cell is two standard deviations above the average.
     while ranks > 1 and inside + 2 * sqrt(inside) > max(ranks, TOLERANCE, k // TOLERATED):
         parts = counters // (ranks - 1)
         edges = (ranks - 1) * (parts - 1)
-        sums.append(alike(edges, edges, ranks))
+        sums.append(equally_counted(edges, edges, ranks))
         inside /= parts
-    histograms = [alike(1 << FIRST_BITS, _BINS, ranks)]
+    histograms = [equally_counted(1 << FIRST_BITS, _BINS, ranks)]
     inside = problem.entries(problem.everyone) / _BINS
     while inside > FEW:
         bins, own = 1 << MORE_BITS, inside / ranks
         # Few ranks send all counts from the first nonzero one to the last.
         occupied = bins * own / (own + 2) if ranks <= DIRECT_RANKS else min(bins, own)
-        histograms.append(alike(bins, occupied, ranks))
+        histograms.append(equally_counted(bins, occupied, ranks))
         inside /= bins
     listed = [2 + round(inside / ranks)] * ranks
     winners = [high - low for low, high in pairwise(patterns.regions(k, ranks))]

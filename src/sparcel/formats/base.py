@@ -27,7 +27,7 @@ class Format(Protocol):
     """Encodes streams as bytes.
 
     All ranks use the same format. Whether a stream travels sparse or dense is decided before it is
-    encoded. The count of entries alone decides (`dense_from`), so all ranks decide alike.
+    encoded. The count of entries alone decides (`dense_from`), so all ranks agree.
     ``value_bytes`` are the bytes of one coordinate's value, or row of values, in memory.
     """
 

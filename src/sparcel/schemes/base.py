@@ -187,7 +187,7 @@ class Scheme(ABC):
 def _averaged(
     total: SparseStream, divisor: int, dtype: torch.dtype, out: Tensor | None
 ) -> SparseStream:
-    """Return ``total / divisor`` in ``dtype``, empty where it is not finite; dense in ``out``.
+    """Return ``total / divisor`` in ``dtype``, empty if it is not finite; dense in ``out``.
 
     All ranks find the same, because ``total`` is the same on all of them.
     """

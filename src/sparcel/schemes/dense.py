@@ -45,7 +45,7 @@ class Dense(Scheme):
         """See `Scheme.reduce`; the sum is the average already."""
         size, meter = gradient.numel(), request.meter
         with meter.communicating():
-            # An average cannot overflow a half-precision wire where a sum could.
+            # An average cannot overflow half precision, but a sum could.
             average = torch.div(gradient, request.divisor(comm), out=scratch)
             wired = average if self.wire is None else average.to(_WIRES[self.wire])
             comm.all_reduce(wired)
