@@ -1,4 +1,4 @@
-// Arrays from Python and back: dtypes become types here, and nowhere else.
+// Conversion of arrays from and to Python. Only this file turns dtypes into C++ types.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,7 +39,7 @@ struct Type {
     using type = T;
 };
 
-// Calls run(Type<T>()) with the one of Ts that `dtype` means.
+// Calls run(Type<T>()) with the type among Ts that `dtype` stands for.
 template <class... Ts, class Run>
 auto with_type(nb::dlpack::dtype dtype, const Run& run) {
     using Result = decltype((run(Type<Ts>()), ...));
@@ -77,7 +77,7 @@ auto with_index_for(size_t n, const Run& run) {
     return n <= INT32_MAX ? run(Type<int32_t>()) : run(Type<int64_t>());
 }
 
-// The unsigned integer that a float is read as.
+// The unsigned integer type of a float's bits.
 template <class T>
 using StorageOf = std::conditional_t<sizeof(T) == 2, uint16_t,
                                      std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
@@ -92,8 +92,8 @@ T* data(const InOut& array) {
     return static_cast<T*>(array.data());
 }
 
-// Hands a buffer over to Python: `count` scalars, or rows of `width`. A large block of which they
-// take less than half is exchanged for a smaller one.
+// Hands a buffer over to Python: `count` scalars, or rows of `width`. If the contents take less
+// than half of a large block, they move to a smaller one.
 template <class T>
 Output give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
             std::optional<size_t> width = {}) {

@@ -28,7 +28,7 @@ Pair run(const std::vector<Input>& indices, const std::vector<Input>& values,
             give(std::move(merged.values), merged.count, dtype_of<Value>(), width)};
 }
 
-// `width` is the length of a row, or nothing for scalars.
+// `width` is the length of a row, or empty for scalars.
 Pair merge_streams(const std::vector<Input>& indices, const std::vector<Input>& values,
                    std::optional<size_t> width, std::string_view op, int threads) {
     require(!indices.empty() && indices.size() == values.size(), "give one or more streams");
@@ -48,8 +48,8 @@ Pair merge_streams(const std::vector<Input>& indices, const std::vector<Input>& 
 }
 
 // Reduces the streams in messages. Returns the indices, the values and whether all are finite, or
-// None where a message is no plain sparse one of that size and dtype, the number that headers give
-// it.
+// None if a message is not a plain sparse one of that size and dtype. `dtype` is its code in
+// message headers.
 nb::object merge_messages(const std::vector<Bytes>& messages, uint64_t size, uint8_t dtype,
                           std::string_view op, int threads) {
     const auto run = [&]<class Value>(Type<Value>) -> nb::object {

@@ -11,7 +11,7 @@ namespace {
 using Messages = std::vector<std::pair<size_t, std::vector<Bytes>>>;
 using Bounds = std::vector<std::pair<size_t, uint64_t>>;
 
-// Returns the messages, and how it ended: the fault, the peer, and the length that was too long.
+// Returns the messages, the fault (0 for none), its peer, and the length of a too long message.
 nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, double seconds) {
     std::vector<Sending> sends;
     for (const auto& [peer, parts] : messages) {

@@ -32,7 +32,7 @@ Output dequantize(const Input& packed, const Input& scales, size_t size, int bit
     require(packed.dtype() == dtype_of<uint8_t>() && scales.dtype() == dtype_of<float>() &&
                 packed.size() == quantizer.packed_bytes(size) &&
                 scales.size() == quantizer.buckets(size),
-            "packed must be uint8 and scales float32, both of the length that size asks for");
+            "packed must be uint8 and scales float32, both with the length that fits size");
     Buffer<float> values(size);
     {
         nb::gil_scoped_release release;

@@ -17,7 +17,7 @@ Pair give_selection(Selection<Index, Storage>&& selection, nb::dlpack::dtype dty
             give(std::move(selection.values), selection.count, dtype)};
 }
 
-// One power of two between magnitudes, as bits.
+// The difference in bits of two magnitudes that differ by a factor of two.
 template <class T>
 constexpr auto exponent_step() {
     using Key = typename Bits<StorageOf<T>>::Key;
@@ -27,7 +27,7 @@ constexpr auto exponent_step() {
     if constexpr (std::is_same_v<T, double>) return Key{1} << 52;
 }
 
-// Selects k of all, or of every chunk where chunk is not 0.
+// Selects k entries of the vector, or of every chunk if chunk is not 0.
 template <class T, class Index, class Source>
 Selection<Index, StorageOf<T>> select(const Source& first, const Vector<StorageOf<T>>& again,
                                       size_t n, size_t k, size_t chunk, int threads,
@@ -60,7 +60,7 @@ std::tuple<Output, Output, bool> accumulate(const Input& memory, const Input& gr
                                             int threads) {
     using Storage = StorageOf<Float>;
     const size_t n = memory.size();
-    // Chunks may be read again at once, so their sums had better stay in the cache.
+    // Chunks may be read again soon, so their sums should stay in the cache.
     const bool stream = chunk == 0 && n * sizeof(Float) > kStreamBytes;
     const Sum<Float, Gradient> sum{data<Float>(memory), data<Gradient>(gradient),
                                    data<Float>(scratch), stream};

@@ -1,5 +1,5 @@
-// The module: what it takes from Python is checked where a wrong call could touch foreign memory;
-// meanings are checked, with better words, by sparcel.kernels.
+// The module. Bindings check only arguments that could lead to invalid memory accesses;
+// sparcel.kernels checks the rest, with better error messages.
 #include "bindings.hpp"
 
 #include "simd/kernels.hpp"
@@ -31,7 +31,7 @@ void bind_blocks(nb::module_& module) {
 }  // namespace sparcel
 
 NB_MODULE(_cpu, module) {
-    // A thread may be inside a mesh when the interpreter goes: no leak that matters.
+    // A thread may still use a mesh when the interpreter exits; that leak does not matter.
     nanobind::set_leak_warnings(false);
     module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
     sparcel::bind_isa(module);

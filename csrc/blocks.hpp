@@ -1,8 +1,8 @@
-// Large blocks of memory, kept for the next buffer when one is freed.
+// A pool of large memory blocks: a freed block is kept for the next buffer.
 //
-// The system hands out fresh memory page by page, and each page's fault costs about as much as
-// merging what is written to it. Messages, results and scratch of a few MB come and go with every
-// step, so their blocks wait here in between instead of going back to the system.
+// Fresh memory costs a fault for each page, about as much as merging a page of data. Every step
+// allocates and frees messages, results and scratch of a few MB, so this pool keeps their blocks
+// instead of returning them to the system.
 #pragma once
 
 #include <pthread.h>
@@ -23,8 +23,8 @@ namespace sparcel {
 class Blocks {
   public:
     static constexpr size_t kLeastBytes = size_t{16} << 10;  // malloc keeps smaller ones itself
-    static constexpr size_t kMostBytes = size_t{256} << 20;  // that wait, all together
-    static constexpr size_t kMostBlocks = 256;               // that wait
+    static constexpr size_t kMostBytes = size_t{256} << 20;  // of all waiting blocks
+    static constexpr size_t kMostBlocks = 256;               // waiting blocks
 
     static Blocks& shared() { return *shared_; }
 
@@ -36,8 +36,8 @@ class Blocks {
         return header + 1;
     }
 
-    // Takes back what `take` returned, from any thread. The blocks that have waited longest go
-    // back to malloc when too much waits.
+    // Takes back memory that `take` returned; any thread may call it. If too much memory waits,
+    // the blocks that have waited longest go back to malloc.
     void give_back(void* memory) noexcept {
         Header* header = static_cast<Header*>(memory) - 1;
         if (header->bytes < kLeastBytes || header->bytes > kMostBytes) return std::free(header);
@@ -50,30 +50,30 @@ class Blocks {
         }
     }
 
-    // Bytes that wait.
+    // The bytes of all waiting blocks.
     size_t waiting_bytes() {
         const std::lock_guard lock(mutex_);
         return waiting_bytes_;
     }
 
   private:
-    // Stands before the memory that `take` returns, and keeps malloc's alignment.
+    // Precedes the memory that `take` returns, and keeps malloc's alignment.
     struct alignas(std::max_align_t) Header {
         size_t bytes;  // of that memory
     };
 
     Blocks() { waiting_.reserve(kMostBlocks + 1); }
 
-    // A fork waits until no other thread is in here, so the child finds the lock free and the list
-    // whole.
+    // A fork waits until no other thread is in the pool, so in the child the lock is free and the
+    // list is consistent.
     static Blocks* make() {
         ::pthread_atfork([] { shared_->mutex_.lock(); }, [] { shared_->mutex_.unlock(); },
                          [] { shared_->mutex_.unlock(); });
         return new Blocks;
     }
 
-    // Sizes are rounded up by an eighth at most, so that one block serves messages whose lengths
-    // differ a little from step to step.
+    // Sizes are rounded up by at most an eighth, so that messages whose lengths differ a little
+    // from step to step use the same block.
     static Header* allocate(size_t bytes) {
         if (bytes >= kLeastBytes) {
             const size_t step = std::bit_floor(bytes) / 8;
@@ -85,8 +85,8 @@ class Blocks {
         return header;
     }
 
-    // The block that came back last, since it may still be in the cache, of those that are large
-    // enough and at most twice too large.
+    // Among blocks of sufficient and at most twice the size, picks the one freed last, because it
+    // may still be in the cache.
     Header* find(size_t bytes) {
         const std::lock_guard lock(mutex_);
         for (size_t i = waiting_.size(); i-- > 0;) {
@@ -103,7 +103,7 @@ class Blocks {
         return header;
     }
 
-    // Tells the address sanitizer, where there is one, that only the first `bytes` may be touched.
+    // Tells the address sanitizer, if enabled, that only the first `bytes` may be touched.
     static void mark_usable([[maybe_unused]] Header* header, [[maybe_unused]] size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__
         ASAN_POISON_MEMORY_REGION(header + 1, header->bytes);
@@ -111,7 +111,7 @@ class Blocks {
 #endif
     }
 
-    static Blocks* const shared_;  // never destroyed: tensors may be freed after all else
+    static Blocks* const shared_;  // never destroyed: tensors may be freed at exit
 
     std::mutex mutex_;
     std::vector<Header*> waiting_;  // the newest last

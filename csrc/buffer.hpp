@@ -1,4 +1,4 @@
-// Growable memory that is never initialised: what a kernel writes before anyone reads it.
+// Growable memory that is not initialised; a kernel must write it before anyone reads it.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class Buffer {
     const T& operator[](size_t i) const { return data_.get()[i]; }
     size_t capacity() const { return capacity_; }
 
-    // Moves the contents, or as much of them as fit, to memory of another capacity.
+    // Moves the contents, or as much as fits, to memory of another capacity.
     void resize(size_t capacity) {
         Buffer moved(capacity);
         const size_t kept = std::min(capacity, capacity_);
@@ -50,7 +50,7 @@ class Buffer {
         std::swap(capacity_, other.capacity_);
     }
 
-    // Leaves the memory to the caller, who hands it to `GiveBack` in the end.
+    // Gives the memory to the caller, who must free it with `GiveBack`.
     T* release() { return data_.release(); }
 
   private:

@@ -16,7 +16,7 @@ namespace detail {
 
 constexpr int kMostDigitBits = 11;
 
-// Up to this many keys, comparing all with all beats every cleverer way: nothing branches.
+// Up to this many keys, comparing all with all is the fastest, because nothing branches.
 constexpr size_t kCompareAll = 32;
 
 template <class Key>
@@ -37,8 +37,8 @@ Key kth_of_few(const Key* keys, size_t count, size_t k, Key mask) {
 
 constexpr size_t kFewSamples = 16;
 
-// A magnitude that a few more than k of key(0) … key(count - 1) reach, going by a small sample of
-// them evenly spread; 0 where k is too much to tell.
+// Estimates, from a small evenly spread sample, a magnitude that slightly more than k of key(0) …
+// key(count - 1) reach. Returns 0 if k is too large for an estimate.
 template <class Key, class Read>
 Key sampled_limit(const Read& key, size_t count, size_t k, Key mask) {
     Key sample[kFewSamples];
@@ -75,7 +75,7 @@ Key kth_magnitude(const Key* keys, size_t count, size_t k, Key mask, Buffer<Key>
     while (count > detail::kCompareAll) {
         const auto [low, high] = detail::magnitude_range(keys, count, mask);
         if (low == high) return low;
-        // Few keys are not worth a histogram that takes longer to clear than to fill.
+        // For few keys, clearing a histogram would take longer than filling it.
         const int digit_bits = std::min(detail::kMostDigitBits, int(std::bit_width(count)) - 1);
         const int shift = std::max(0, int(std::bit_width(Key(high - low))) - digit_bits);
         uint32_t histogram[size_t{1} << detail::kMostDigitBits];

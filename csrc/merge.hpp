@@ -1,4 +1,5 @@
-// Reduction of sorted streams to one: two in step, few entries by sorting, others in windows.
+// Reduction of sorted streams to one: two streams in step, few entries by sorting, the rest in
+// windows.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +18,10 @@
 namespace sparcel {
 namespace detail {
 
-// Up to so many entries of all streams together are sorted.
+// Entries are sorted if all streams together have at most this many.
 constexpr size_t kFewEntries = 1 << 12;
 
-// Few entries are sorted, stream after stream: a window's bitmap would take longer to clear.
+// Merges few entries by sorting them, because clearing a window's bitmap would take longer.
 template <class Op, class Index, class Value>
 Merged<Index, Value> merge_few(std::span<const StreamView<Index, Value>> streams, size_t entries,
                                size_t width) {
@@ -73,8 +74,8 @@ Merged<Index, Value> join(const std::vector<Merged<Index, Value>>& parts, size_t
 
 }  // namespace detail
 
-// Reduces streams that are sorted and without duplicates each. Where several hold an index, `Op` is
-// applied from left to right; halves are reduced in float32 and rounded once.
+// Reduces streams, each sorted and without duplicates. If several hold an index, `Op` is applied
+// from left to right. Halves are reduced in float32 and rounded once.
 template <class Op, class Index, class Value>
 Merged<Index, Value> merge(std::span<const StreamView<Index, Value>> streams, size_t width,
                            int threads) {
@@ -88,7 +89,7 @@ Merged<Index, Value> merge(std::span<const StreamView<Index, Value>> streams, si
     if (entries <= detail::kFewEntries) {
         return detail::merge_few<Op>(streams, entries, width);
     }
-    // Threads take ranges of indices that the longest stream divides evenly.
+    // Each thread takes a range of indices that holds an equal share of the longest stream.
     std::vector<Merged<Index, Value>> parts(useful_threads(entries * width, threads));
     const auto bound = [&](size_t part) {
         if (part == 0) return Index{0};

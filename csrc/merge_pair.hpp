@@ -1,8 +1,8 @@
 // Reduction of two sorted streams to one, in step.
 //
-// Which of them comes next is anyone's guess, so nothing branches on it: both cursors advance by
-// comparisons, and what is copied is looked up. As each step waits for the one before, several
-// ranges of indices, the lanes, are merged at a time.
+// Which stream has the next index is unpredictable, so no branch depends on it: the results of
+// comparisons advance both cursors and select the source of the copy. Each step depends on the one
+// before, so several ranges of indices, the lanes, are merged in turn.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,10 @@ namespace detail {
 
 constexpr size_t kLanes = 2;
 
-// Streams of at least so many entries are worth dividing.
+// Streams of at least this many entries are divided into lanes.
 constexpr size_t kLongEnough = 1 << 10;
 
-// Steps between reductions of what matched, whose values are then still in the cache.
+// Steps between reductions of matches; after so few the values are still in the cache.
 constexpr size_t kSteps = 128;
 
 // `Width` is size_t, or a constant of it.
@@ -54,12 +54,12 @@ class PairMerger {
     }
 
   private:
-    // Where both streams hold one index: its slot in the result, and its position in the second.
+    // An index that both streams hold: its slot in the result, and its position in the second.
     struct Match {
         size_t slot, second;
     };
 
-    // A range of both streams; its part of the result is [start, out), as far as it is merged.
+    // A range of both streams. The part of the result merged so far is [start, out).
     struct Lane {
         size_t i, i_end, j, j_end, start, out;
         Match matches[kSteps];
@@ -75,7 +75,7 @@ class PairMerger {
         return size_t(std::lower_bound(stream.indices, end, bound) - stream.indices);
     }
 
-    // Merges in all lanes until one of them has nothing left of a stream.
+    // Merges in all lanes until one lane reaches the end of a stream.
     template <size_t kCount>
     void advance(Lane* lanes) {
         while (true) {
@@ -84,7 +84,7 @@ class PairMerger {
                 steps = std::min({steps, lanes[l].i_end - lanes[l].i, lanes[l].j_end - lanes[l].j});
             }
             if (steps == 0) return;
-            // Local, so that the compiler may keep them in registers.
+            // Local copies, so that the compiler can keep them in registers.
             size_t i[kCount], j[kCount], out[kCount], matched[kCount];
             for (size_t l = 0; l < kCount; ++l) {
                 i[l] = lanes[l].i, j[l] = lanes[l].j, out[l] = lanes[l].out, matched[l] = 0;
@@ -102,8 +102,8 @@ class PairMerger {
         }
     }
 
-    // Writes the next index. A match copies the first stream's row and is reduced later, so that
-    // `Op` is applied to nothing else.
+    // Writes the next index. For a match, copies the first stream's row; `Op` is applied later, and
+    // only to matches.
     void take(size_t& i, size_t& j, size_t& out, size_t& matched, Match* matches) {
         const Index x = a_.indices[i], y = b_.indices[j];
         const bool take_a = x <= y, take_b = y <= x;
@@ -127,7 +127,8 @@ class PairMerger {
         }
     }
 
-    // Merges the rest of a lane, and lets it follow the lanes before, which matches made shorter.
+    // Merges the rest of a lane, and moves its result up to the end of the lane before, which
+    // matches made shorter.
     void finish(Lane& lane) {
         advance<1>(&lane);
         append(indices_ + lane.start, row(lane.start), lane.out - lane.start);
@@ -154,7 +155,7 @@ class PairMerger {
 
 }  // namespace detail
 
-// Reduces two streams that are sorted and without duplicates each, the first's values first.
+// Reduces two streams, each sorted and without duplicates; `Op` gets the first's value first.
 template <class Op, class Index, class Value>
 Merged<Index, Value> merge_pair(const StreamView<Index, Value>& a,
                                 const StreamView<Index, Value>& b, size_t width) {

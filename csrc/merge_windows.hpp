@@ -1,9 +1,9 @@
 // Reduction of many sorted streams to one, in windows.
 //
-// The index space is walked in windows. In each, a bitmap collects the indices that occur; counting
-// its bits gives every index its slot in the result, where values are then reduced stream by
-// stream. So the order of operations is the order of the streams, the work is linear in the
-// entries, however many streams there are, and nothing dense but the bitmap is kept.
+// The index space is processed in windows. In each, a bitmap marks the indices that occur, and
+// counting its bits gives every index its slot in the result. Values are then reduced into the
+// slots, stream by stream. So operations follow the order of the streams, the work is linear in the
+// entries for any number of streams, and the bitmap is the only dense data.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +36,8 @@ struct Merged {
 
 namespace detail {
 
-// The smallest window has 16 KiB of bits, as much of marks, and 8 KiB of ranks, for the first level
-// of the cache; the largest stays within the second.
+// The smallest window has 16 KiB of bits, 16 KiB of marks and 8 KiB of ranks, and fits the first
+// level of the cache. The largest fits the second level.
 constexpr size_t kSmallestWindow = size_t{1} << 17;
 constexpr size_t kLargestWindow = size_t{1} << 20;
 
@@ -54,14 +54,14 @@ class Merger {
           ends_(streams.size()),
           window_ends_(streams.size()) {}
 
-    // Merges what lies in [begin, end).
+    // Merges the indices in [begin, end).
     Merged<Index, Value> run(Index begin, Index end) {
         for (size_t s = 0; s < streams_.size(); ++s) cursors_[s] = lower_bound(streams_[s], begin);
         for (size_t s = 0; s < streams_.size(); ++s) ends_[s] = lower_bound(streams_[s], end);
         allocate();
         Merged<Index, Value> result;
         for (Index first = 0; next_index(first);) {
-            // Windows begin where there is something, so empty stretches cost nothing.
+            // Each window begins at an index that occurs, so gaps cost nothing.
             collect(first);
             reduce(first, result);
         }
@@ -74,7 +74,7 @@ class Merger {
         return size_t(std::lower_bound(stream.indices, end, bound) - stream.indices);
     }
 
-    // Every window looks at every stream: the sparser they are, the larger it should be.
+    // Every window reads every stream, so sparser streams need larger windows.
     void allocate() {
         size_t entries = 1, range = 1;
         for (size_t s = 0; s < streams_.size(); ++s) {
@@ -92,7 +92,7 @@ class Merger {
         ranks_ = Buffer<uint32_t>(words_);
     }
 
-    // The lowest index that is left, if any.
+    // The lowest index not merged yet, if any.
     bool next_index(Index& first) const {
         bool found = false;
         for (size_t s = 0; s < streams_.size(); ++s) {

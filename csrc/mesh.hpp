@@ -1,8 +1,8 @@
 // Messages of any size over one TCP connection to each peer, all outstanding at once.
 //
-// A message is its length, 8 bytes of the machine's order, and its bytes. Sockets never block.
-// epoll tells which of them became ready; the others are left alone. What arrives beyond the
-// message that is due waits in the peer's stage for the next exchange.
+// A message is its length, 8 bytes in the machine's byte order, followed by its bytes. Sockets
+// never block. epoll reports the sockets that became ready; the others are not touched. Bytes that
+// arrive after the expected message wait in the peer's stage for the next exchange.
 #pragma once
 
 #include <fcntl.h>
@@ -48,7 +48,7 @@ struct Received {
     size_t size = 0;
 };
 
-// How an exchange ended: well, or with which peer it failed.
+// The result of an exchange: success, or the fault and the peer.
 struct Outcome {
     enum Fault { none = 0, lost = 1, late = 2, too_long = 3 };
     Fault fault = none;
@@ -60,7 +60,7 @@ class Mesh {
   public:
     using Clock = std::chrono::steady_clock;
 
-    // Takes over connected sockets, by rank; -1 where this rank itself is.
+    // Takes ownership of connected sockets, one for each rank; -1 for this rank itself.
     explicit Mesh(const std::vector<int>& sockets) {
         for (int socket : sockets) peers_.emplace_back(socket);
         for (size_t rank = 0; rank < peers_.size(); ++rank) {
@@ -77,14 +77,14 @@ class Mesh {
 
     size_t size() const { return peers_.size(); }
 
-    // Ends all connections, from any thread; exchanges under way fail.
+    // Ends all connections; running exchanges fail. Any thread may call it.
     void shut() {
         for (Peer& peer : peers_) {
             if (peer.socket >= 0) ::shutdown(peer.socket, SHUT_RDWR);
         }
     }
 
-    // The first peer whose connection has ended, or size(); from any thread.
+    // Returns the first peer whose connection has ended, or size(). Any thread may call it.
     size_t broken() {
         for (size_t rank = 0; rank < peers_.size(); ++rank) {
             if (peers_[rank].socket < 0) continue;
@@ -96,8 +96,8 @@ class Mesh {
         return peers_.size();
     }
 
-    // Sends and receives; what came is in `received`, in the order of `receives`. `interrupted` is
-    // asked now and then, and ends the exchange, which cannot be resumed, by throwing.
+    // Sends and receives. The messages are put into `received`, in the order of `receives`. While
+    // the exchange waits, it calls `interrupted`, which throws to end it. It cannot be resumed.
     template <class Interrupted>
     Outcome exchange(const std::vector<Sending>& sends, const std::vector<Receiving>& receives,
                      double seconds, std::vector<Received>& received,
@@ -129,11 +129,11 @@ class Mesh {
 
   private:
     static constexpr size_t kStageBytes = 16 << 10;
-    static constexpr int kSliceMs = 100;  // how long a signal or the deadline may go unseen
+    static constexpr int kSliceMs = 100;  // between checks for signals and the deadline
 
-    // Tells which sockets became readable, and writable where that is asked. Sockets stay
-    // registered, edge-triggered: no exchange has to say which of them it waits for, and bytes that
-    // nobody reads yet wake nobody twice.
+    // Reports which sockets became readable, or writable if that is asked. Sockets stay registered,
+    // edge-triggered: exchanges need not register the sockets they wait for, and unread bytes
+    // report their socket only once.
     class Readiness {
       public:
         Readiness() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
@@ -152,8 +152,8 @@ class Mesh {
             control(EPOLL_CTL_MOD, socket, rank, asked ? uint32_t{EPOLLOUT} : 0);
         }
 
-        // Calls visit(rank, events) for sockets whose state changed, after at most `ms`; whether
-        // there was any.
+        // Waits at most `ms`, calls visit(rank, events) for each socket whose state changed, and
+        // returns whether there was any.
         template <class Visit>
         bool wait(int ms, const Visit& visit) {
             epoll_event events[64];
@@ -176,14 +176,14 @@ class Mesh {
     struct Peer {
         explicit Peer(int socket_) : socket(socket_) {}
 
-        // The next message's length may have come early, with the message before.
+        // The length of the next message may have arrived together with the message before.
         bool may_receive() const { return readable || end - begin >= sizeof(uint64_t); }
 
         int socket;
-        // Until the socket says that it has, or takes, nothing more.
+        // True until a call finds that the socket has no more bytes, or takes no more.
         bool readable = true, writable = true;
-        bool stalled = false;  // a message goes out that the socket did not take at once
-        // Bytes [begin, end) of the stage came after the last message.
+        bool stalled = false;  // the socket did not take all of the current message at once
+        // Bytes [begin, end) of the stage arrived after the last message.
         Buffer<uint8_t> stage{kStageBytes};
         size_t begin = 0, end = 0;
     };
@@ -191,7 +191,7 @@ class Mesh {
     struct Departure {
         explicit Departure(const Sending& sending) : peer(sending.peer) {
             for (const Part& part : sending.parts) length += part.size;
-            left.push_back({});  // the length, wherever this object is moved
+            left.push_back({});  // for the length; set when sending, because this object may move
             for (const Part& part : sending.parts) {
                 if (part.size) left.push_back({const_cast<uint8_t*>(part.data), part.size});
             }
@@ -199,7 +199,7 @@ class Mesh {
         size_t peer;
         uint64_t length = 0;
         size_t length_sent = 0;
-        size_t next = 1;  // the first of `left` that has not gone
+        size_t next = 1;  // the first of `left` that is not sent yet
         std::vector<iovec> left;
     };
 
@@ -211,7 +211,7 @@ class Mesh {
         size_t filled = 0;
     };
 
-    // Sends what can be sent now; whether all has gone, or the connection failed.
+    // Sends as much as possible now. Returns whether all is sent, or the connection failed.
     bool send(Departure& d, Outcome& outcome) {
         Peer& peer = peers_[d.peer];
         while (d.length_sent < sizeof d.length || d.next < d.left.size()) {
@@ -254,7 +254,7 @@ class Mesh {
         return true;
     }
 
-    // Receives what is there; whether the message is complete, or the exchange failed.
+    // Receives available bytes. Returns whether the message is complete, or the exchange failed.
     bool receive(Arrival& a, Outcome& outcome) {
         Peer& peer = peers_[a.peer];
         while (!a.begun) {
@@ -274,7 +274,8 @@ class Mesh {
         return true;
     }
 
-    // Takes the length, and what the stage has of the message; whether the length is there.
+    // Takes the length, and bytes of the message, from the stage. Returns whether the length is
+    // there.
     bool begin(Arrival& a, Peer& peer, Outcome& outcome) {
         uint64_t length;
         if (peer.end - peer.begin < sizeof length) {
@@ -299,7 +300,7 @@ class Mesh {
         return true;
     }
 
-    // Adds what recv() returned; false where nothing came, with a fault where nothing ever will.
+    // Adds the result of recv(). Returns false if no bytes came, with a fault if none ever will.
     bool count(ssize_t came, size_t& total, size_t peer, Outcome& outcome) {
         if (came > 0) {
             total += size_t(came);
@@ -314,7 +315,7 @@ class Mesh {
         return false;
     }
 
-    // Sleeps until the state of a connection changes; false where none did for a while.
+    // Sleeps until the state of a connection changes. Returns false if none did for a while.
     bool wait() {
         return ready_.wait(kSliceMs, [&](size_t rank, uint32_t events) {
             const bool ended = events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);

@@ -1,5 +1,5 @@
-// Reading plain sparse messages in place: `sparcel.formats.header` and `coo` say how they are laid
-// out, and explain what is wrong with a message that is refused here.
+// Reads plain sparse messages in place. `sparcel.formats.header` and `coo` define their layout; if
+// this file refuses a message, the decoder there says what is wrong with it.
 #pragma once
 
 #include <bit>
@@ -23,8 +23,8 @@ static_assert(sizeof(Header) == 40);
 
 constexpr uint8_t kNonFinite = 2;
 
-// A message of scalars with 4-byte indices, of a vector of `size`, that is all there is in `bytes`;
-// nothing for any other.
+// Returns the stream in a sparse message of scalars with 4-byte indices, of a vector of `size`,
+// that takes up all of `bytes`; returns nothing for any other message.
 template <class Value>
 std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, size_t bytes,
                                                       uint64_t size, uint8_t dtype, bool& finite) {

@@ -1,4 +1,4 @@
-// The dtypes of values: how they are stored, and what sums of them are made in.
+// The dtypes of values: how they are stored, and the type in which they are computed.
 #pragma once
 
 #include <bit>
@@ -16,8 +16,8 @@ struct Brain {
     uint16_t bits;
 };
 
-// What an operation on stored values computes in: float32 for halves, and unsigned integers, whose
-// overflow is defined, where that is all the same.
+// The type in which operations compute: float32 for halves, and unsigned for integers if the result
+// is the same, because unsigned overflow is defined.
 template <class T>
 struct Wide {
     using Type = T;
@@ -36,8 +36,8 @@ T widen(T x) {
     return x;
 }
 
-// Shifted into place, the exponent is 112 too small, which a product repairs, denormals included;
-// Inf and NaN get theirs by hand. No branches, so loops over it vectorise.
+// After the shift the exponent is 112 too small. A multiplication repairs it, also for denormals;
+// Inf and NaN are handled apart. There are no branches, so loops over it vectorise.
 inline float widen(Half x) {
     const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
     const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
@@ -101,7 +101,7 @@ struct MultiplyOp {
     }
 };
 
-// As torch.minimum and torch.maximum do, NaN wins.
+// NaN wins, as in torch.minimum and torch.maximum.
 struct MinOp {
     template <class T>
     static T apply(T a, T b) {

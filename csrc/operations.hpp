@@ -1,4 +1,4 @@
-// The operations by the names that sparcel.ops gives them.
+// Operations by their names in sparcel.ops.
 #pragma once
 
 #include <string_view>

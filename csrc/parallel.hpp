@@ -1,4 +1,4 @@
-// Threads that wait for work, shared by all calls of the process.
+// A pool of threads that all calls of the process share.
 #pragma once
 
 #include <pthread.h>
@@ -14,8 +14,8 @@
 
 namespace sparcel {
 
-// The calling thread does its share of the tasks, and all of them where no other thread is free or
-// can be started. So callers never wait for one another.
+// The calling thread takes tasks too, and does all of them if no other thread is free or can be
+// started. So callers never wait for one another.
 class ThreadPool {
   public:
     static ThreadPool& shared() { return *shared_; }
@@ -37,8 +37,8 @@ class ThreadPool {
     }
 
   private:
-    // A fork copies no threads, and maybe a lock that one of them held. So the child gets a new
-    // pool, which starts threads when they are needed.
+    // A fork copies no threads, but may copy a lock that one of them held. So the child gets a new
+    // pool, which starts threads when needed.
     static ThreadPool* make() {
         ::pthread_atfork(nullptr, nullptr, [] { shared_ = new ThreadPool; });
         return new ThreadPool;
@@ -54,12 +54,12 @@ class ThreadPool {
         std::condition_variable finished = {};
     };
 
-    // As many as a call has ever asked for. They end with the process.
+    // Starts threads up to the most that a call has asked for. They end with the process.
     void start_threads(size_t wanted) {
         try {
             for (; threads_ < wanted; ++threads_) std::thread([this] { work(); }).detach();
         } catch (const std::system_error&) {
-            // The system has no more threads; those that run do the work.
+            // The system has no more threads; the running ones do the work.
         }
     }
 
@@ -71,7 +71,7 @@ class ThreadPool {
         }
     }
 
-    // Performs the next task of a batch, without the lock.
+    // Runs the next task of a batch, with the lock released.
     void perform(Batch& batch, std::unique_lock<std::mutex>& lock) {
         const size_t task = batch.next++;
         if (batch.next == batch.count) std::erase(waiting_, &batch);
@@ -97,20 +97,20 @@ class ThreadPool {
 
 inline ThreadPool* ThreadPool::shared_ = ThreadPool::make();
 
-// Calls run(0) … run(count - 1) on the shared threads, or here where there is but one.
+// Calls run(0) … run(count - 1) on the shared threads, or on this thread if there is only one.
 template <class Run>
 void parallel(size_t count, const Run& run) {
     count == 1 ? run(0) : ThreadPool::shared().run(count, run);
 }
 
-// Entries that are worth a thread of their own.
+// The fewest entries for which another thread pays.
 constexpr size_t kEntriesPerThread = size_t{1} << 18;
 
 inline size_t useful_threads(size_t entries, int threads) {
     return std::clamp<size_t>(entries / kEntriesPerThread, 1, size_t(std::max(threads, 1)));
 }
 
-// The bounds of part `part` when `count` things are split as evenly as they go.
+// The bounds of part `part` if `count` things are split as evenly as possible.
 inline size_t split_point(size_t count, size_t part, size_t parts) {
     return count / parts * part + std::min(part, count % parts);
 }

@@ -20,7 +20,7 @@ struct Quantizer {
     size_t packed_bytes(size_t n) const { return (n + per_byte() - 1) / per_byte(); }
     size_t buckets(size_t n) const { return (n + bucket - 1) / bucket; }
 
-    // Four buckets fill whole bytes, whatever their length.
+    // Four buckets of any length fill whole bytes.
     static constexpr size_t group = 4;
 
     template <class Value>
@@ -41,7 +41,7 @@ struct Quantizer {
 
     void dequantize(const uint8_t* packed, const float* scales, size_t n, int threads,
                     float* values) const {
-        // The value of each code, before it is scaled.
+        // The value of each code before scaling.
         float table[256];
         const int levels = (1 << (bits - 1)) - 1;
         for (int code = 0; code < 1 << bits; ++code) {
@@ -76,7 +76,7 @@ struct Quantizer {
         });
     }
 
-    // The first code of a byte takes its lowest bits. Codes past the end count as zero; there is
+    // The first code of a byte takes its lowest bits. Codes past the end are zero; the buffer has
     // room for them.
     void pack(uint8_t* codes, size_t n, uint8_t* packed) const {
         for (size_t i = n; i % per_byte() != 0; ++i) codes[i] = 0;

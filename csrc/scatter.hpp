@@ -1,4 +1,4 @@
-// Sparse entries into dense vectors, and checks of indices that came from elsewhere.
+// Writes sparse entries into dense vectors, and checks indices from outside.
 #pragma once
 
 #include <algorithm>

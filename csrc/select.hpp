@@ -1,5 +1,5 @@
-// Exact selection: guess a threshold from a sample, let one pass compact what reaches it, and
-// settle the rest among the survivors alone.
+// Exact selection: guess a threshold from a sample, compact the entries that reach it in one pass,
+// and select exactly among these survivors.
 #pragma once
 
 #include <algorithm>
@@ -31,9 +31,9 @@ namespace detail {
 constexpr size_t kSamples = 32768;
 constexpr size_t kRun = 4;  // neighbours that are sampled together, from one cache line or two
 constexpr size_t kWorthSampling = 2048;
-constexpr size_t kLongestPart = size_t{1} << 31;  // what 32-bit positions count
+constexpr size_t kLongestPart = size_t{1} << 31;  // the range of 32-bit positions
 
-// A fixed sequence that looks random, so that no period in the data can hide from the sample.
+// A fixed pseudo-random sequence, so that no period in the data can mislead the sample.
 inline uint64_t scramble(uint64_t x) {
     x = (x + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9;
     return (x ^ (x >> 31)) * 0x94D049BB133111EB >> 32;
@@ -45,8 +45,8 @@ struct Guess {
     size_t expected;  // how many will reach it
 };
 
-// Returns a magnitude that slightly more than k of [begin, end) reach, as far as a sample can tell;
-// one that all but zeros reach where nearly all are wanted. `caution` multiplies the excess.
+// Estimates, from a sample, a magnitude that slightly more than k of [begin, end) reach. If nearly
+// all are wanted, returns one that all but zeros reach. `caution` multiplies the excess over k.
 template <class Source>
 auto guess_threshold(const Source& source, size_t begin, size_t end, size_t k, double caution)
     -> Guess<typename Source::Key> {
@@ -122,8 +122,8 @@ Selection<Index, Storage> write_parts(Parts<Storage>& parts, size_t total,
 
 }  // namespace detail
 
-// Selects the min(k, nnz) largest magnitudes of [0, n). The first pass reads `first`; another one,
-// where too few survived it, reads `again`. Raises `largest` to what the first pass met.
+// Selects the min(k, nnz) largest magnitudes of [0, n). The first pass reads `first`; if too few
+// entries survive it, another pass reads `again`. Raises `largest` to the largest of the first.
 template <class Index, class Storage, class Source>
 Selection<Index, Storage> select_largest(const Source& first, const Vector<Storage>& again,
                                          size_t n, size_t k, int threads,
@@ -132,7 +132,8 @@ Selection<Index, Storage> select_largest(const Source& first, const Vector<Stora
     auto guess = detail::guess_threshold(first, 0, n, k, 1);
     size_t total = detail::scan_parts(first, n, k, guess, parts);
     for (const auto& part : parts) largest = std::max(largest, part.largest);
-    // A sample that misled: a far lower threshold next, and then whatever is not zero.
+    // The sample was misleading: the next threshold is far lower, the one after lets all nonzeros
+    // through.
     for (int attempt = 1; total < k && guess.threshold > 1; ++attempt) {
         if (attempt == 1) {
             guess = detail::guess_threshold(again, 0, n, k, 16);
@@ -145,7 +146,7 @@ Selection<Index, Storage> select_largest(const Source& first, const Vector<Stora
     return detail::write_parts<Index>(parts, std::min(k, total), cut);
 }
 
-// Selects everything of at least magnitude `threshold` > 0.
+// Selects all entries whose magnitude is at least `threshold` > 0.
 template <class Index, class Storage>
 Selection<Index, Storage> select_reaching(const Vector<Storage>& x, size_t n,
                                           typename Bits<Storage>::Key threshold, int threads) {

@@ -17,29 +17,29 @@
 namespace sparcel {
 namespace detail {
 
-// Longer chunks than this are sampled. Of shorter ones, few are selected in two passes, the second
-// of which finds them in the cache; for many, the threshold is learnt from the chunks before.
+// Longer chunks than this are sampled. In shorter ones, a small k takes two passes, the second from
+// the cache; for a larger k, the threshold is learnt from the chunks before.
 constexpr size_t kSampledChunk = size_t{1} << 16;
 
-// Entries, in whole chunks, whose sums are made before any is selected: so few stay in the cache.
+// Sums of this many entries, in whole chunks, are computed before selection; they fit the cache.
 constexpr size_t kSettled = size_t{1} << 11;
 
-// Chunks that are sampled once their predecessors have misled.
+// How many chunks are sampled after the threshold of earlier chunks was misleading.
 constexpr int kSampledChunks = 16;
 
-// Follows the threshold from chunk to chunk, so that a few more than k survive: on data without
-// order, as many more that one chunk in twenty or so has to be read twice.
+// Adapts the threshold from chunk to chunk, so that slightly more than k survive. On unordered
+// data, about one chunk in twenty has to be read twice.
 template <class Key>
 class Follower {
   public:
-    // `step` is the distance of a factor of two between magnitudes, as bits.
+    // `step` is the difference in bits of two magnitudes that differ by a factor of two.
     Follower(size_t k, Key step) : k_(k), step_(step), target_(k + 2 * size_t(std::sqrt(k)) + 1) {}
 
-    // Whether far too much came through lately, as where values rise or fall.
+    // Whether far too many entries survived lately, as happens if values rise or fall.
     bool sampling() const { return sampling_ > 0; }
 
-    // The threshold for [begin, end): what the chunks before suggest, or, when that has misled,
-    // what a few of the chunk's own entries do.
+    // Returns the threshold for [begin, end), learnt from the chunks before. If that was
+    // misleading, it is estimated from a sample of the chunk itself.
     template <class Source>
     Key guess(const Source& source, size_t begin, size_t end) const {
         if (!sampling() || end - begin < 2 * kFewSamples) return guess_;
@@ -72,10 +72,10 @@ class Follower {
     Key step_;
     size_t target_;
     Key guess_ = 1;
-    int sampling_ = 0;  // chunks that are still to be sampled
+    int sampling_ = 0;  // how many more chunks to sample
 };
 
-// Like scan, in steps so short that a crowd is pruned before it is complete.
+// Like scan, but in short steps, so that survivors are pruned before there are too many.
 template <class Source, class Storage>
 void scan_crowd(const Source& source, size_t end, size_t k, Survivors<Storage>& survivors) {
     constexpr size_t step = 64;
@@ -86,9 +86,9 @@ void scan_crowd(const Source& source, size_t end, size_t k, Survivors<Storage>& 
     }
 }
 
-// Finds at least min(k, nnz) of one chunk, beginning at `guess`, and tells whether it took more
-// than one pass. What `first` reads once must be readable from `again` afterwards. `crowded` says
-// that far too many may survive.
+// Finds at least min(k, nnz) entries of one chunk, starting with the threshold `guess`. Returns
+// whether it took more than one pass. Entries that `first` has read must be readable from `again`.
+// `crowded` means that far too many may survive.
 template <class Source, class Storage>
 bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin, size_t end,
                 size_t k, typename Bits<Storage>::Key guess, typename Bits<Storage>::Key step,
@@ -96,7 +96,7 @@ bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin,
     using Key = typename Bits<Storage>::Key;
     survivors.restart(begin, guess);
     crowded ? scan_crowd(first, end, k, survivors) : scan(first, end, k, survivors);
-    // The steps grow, so that a chunk far smaller than its neighbour is found soon enough.
+    // The steps grow, so that few passes suffice for a chunk of far smaller values.
     bool repeated = false;
     for (step /= 4; survivors.count < k && guess > 1; step *= 4, repeated = true) {
         guess = Follower<Key>::lowered(guess, step);
@@ -106,7 +106,7 @@ bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin,
     return repeated;
 }
 
-// Selects from chunk after chunk, and writes what it selects one after another.
+// Selects from consecutive chunks, and writes the selected entries one after another.
 template <class Index, class Storage>
 class ChunkSelector {
   public:
@@ -118,7 +118,7 @@ class ChunkSelector {
     ChunkSelector(size_t k, Key step, Index* indices, Storage* values)
         : k_(k), step_(step), follower_(k, step), indices_(indices), values_(values) {}
 
-    // Selects 1 to kFew entries: as fast on any data, but for ties.
+    // Selects 1 to kFew entries. The time does not depend on the data, except for ties.
     void select_few(const Storage* x, size_t begin, size_t end) {
         const auto& readers = kernels().readers<Storage>();
         if (k_ == 1) {
@@ -136,7 +136,7 @@ class ChunkSelector {
         write(survivors.find_cut_above(floor, k_));
     }
 
-    // Selects any number. What `first` reads once must be readable from `again` afterwards.
+    // Selects any number. Entries that `first` has read must be readable from `again`.
     template <class Source>
     void select(const Source& first, const Vector<Storage>& again, size_t begin, size_t end) {
         const bool sampled = end - begin > kSampledChunk;
@@ -202,7 +202,7 @@ Selection<Index, Storage> select_chunks(const Source& first, const Vector<Storag
         counts[task] = selector.written;
         met[task] = selector.survivors.largest;
     });
-    // Chunks with fewer than k nonzeros leave gaps between what the tasks wrote.
+    // Chunks with fewer than k nonzeros leave gaps between the outputs of the tasks.
     for (size_t task = 0; task < tasks; ++task) {
         const size_t from = split_point(chunks, task, tasks) * per_chunk;
         std::copy_n(result.indices.data() + from, counts[task],

@@ -1,4 +1,4 @@
-// Where the entries of a selection come from: a vector, or the sum of memory and gradient.
+// The input of a selection: a vector, or the sum of memory and gradient.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace sparcel {
 
-// Stores bypass the cache for vectors that would not stay in it anyway.
+// Stores bypass the cache for vectors that are too large for it.
 constexpr size_t kStreamBytes = size_t{8} << 20;
 
 template <class Storage>
@@ -26,14 +26,14 @@ struct Vector {
 
     Key at(size_t i) const { return load_bits(x + i); }
 
-    // Lets block [i, i + n) pass, n <= kBlock, into the room that the survivors have.
+    // Appends the entries of block [i, i + n), n <= kBlock, that survive; there is room for them.
     void pass(size_t i, size_t n, Survivors<Storage>& survivors) const {
         const auto base = uint32_t(i - survivors.begin);
         const auto compact = kernels().readers<Storage>().compact;
         survivors.count += compact(x + i, n, base, survivors.threshold, survivors.tail());
     }
 
-    // There is nothing to do before entries can be read, and one stream needs no help.
+    // Entries can be read at once, and the hardware prefetches a single stream well.
     void settle(size_t, size_t, Survivors<Storage>&) const {}
     void fetch(size_t, size_t) const {}
 };
@@ -59,7 +59,7 @@ struct Sum {
                          survivors.tail(), &survivors.largest, stream);
     }
 
-    // Calls for what settling [begin, end) will read and write, so that memory works meanwhile.
+    // Prefetches the memory that settling [begin, end) will read and write.
     void fetch(size_t begin, size_t end) const {
         for (size_t i = begin; i < end; i += 64 / sizeof(Float)) {
             __builtin_prefetch(memory + i);
@@ -68,7 +68,7 @@ struct Sum {
         }
     }
 
-    // Writes [begin, end) of the sum, of which nothing is to survive.
+    // Writes [begin, end) of the sum; no entry survives.
     void settle(size_t begin, size_t end, Survivors<Word>& survivors) const {
         survivors.restart(begin, Survivors<Word>::mask + 1);
         for (size_t i = begin; i < end; i += kBlock) {

@@ -1,4 +1,4 @@
-// What a pass over a part of the vector lets through, cut down to the k largest when it grows.
+// The entries that survive a pass over a part of the vector, pruned to the k largest as they grow.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +12,16 @@
 
 namespace sparcel {
 
-// Entries that a pass handles between two looks at the room that is left.
+// Entries that a pass handles between two checks of the remaining room.
 constexpr size_t kBlock = 4096;
 
-// A k that nothing is ever cut down to.
+// A k that never prunes anything.
 constexpr size_t kUnlimited = SIZE_MAX / 4;
 
-// Survivors among which it pays to look twice for those that can be picked.
+// From this many survivors on, thinning them out before the exact selection pays.
 constexpr size_t kWorthThinning = 128;
 
-// How to pick exactly k of a set: all above `kth`, and the first `ties` that equal it.
+// Defines exactly k entries of a set: all above `kth`, and the first `ties` that equal it.
 template <class Key>
 struct Cut {
     Key kth;
@@ -35,7 +35,7 @@ class Survivors {
     static constexpr Key mask = Bits<Storage>::magnitude;
 
     Key threshold = 1;
-    Key largest = 0;   // magnitude met, where the pass tells it
+    Key largest = 0;   // magnitude so far, if the pass reports it
     size_t begin = 0;  // positions count from here
     size_t count = 0;
 
@@ -54,7 +54,7 @@ class Survivors {
         positions_.resize(entries + kSlack);
     }
 
-    // Makes room for a block, in part by pruning once there are twice as many as can be picked.
+    // Makes room for a block; prunes first if there are more than twice k survivors.
     void make_room(size_t k) {
         if (count + kBlock + kSlack <= keys_.capacity()) return;
         if (count >= 2 * k + kBlock) {
@@ -64,8 +64,8 @@ class Survivors {
         }
     }
 
-    // Keeps the k largest, k < count. Only what is larger than the least of them may still come:
-    // ties go to the lowest index.
+    // Keeps the k largest, k < count. From now on only larger entries survive, because ties go to
+    // the lowest index.
     void prune(size_t k) {
         Cut<Key> cut = find_cut(k);
         count = pick(cut, count, [&](size_t from, size_t to) {
@@ -75,13 +75,13 @@ class Survivors {
         threshold = cut.kth + 1;
     }
 
-    // Picks the k largest, or all where there are no more.
+    // Picks the k largest, or all if there are at most k.
     Cut<Key> find_cut(size_t k) {
         if (count > kWorthThinning && k < count / 8) thin_out(k);
         return cut_of(keys(), count, k, spare_);
     }
 
-    // The same where none is less than `floor`, which a crowd may well equal.
+    // The same if no survivor is less than `floor` and many may equal it.
     Cut<Key> find_cut_above(Key floor, size_t k) {
         if (count > detail::kCompareAll) {
             size_t above = 0;
@@ -99,8 +99,8 @@ class Survivors {
         return {kth, k - above};
     }
 
-    // Writes those that the cut picks, in order and at most `room`, and takes the ties among them
-    // off it. Returns how many.
+    // Writes the entries that the cut picks, in order and at most `room`, and subtracts the ties
+    // among them from the cut's. Returns how many were written.
     template <class Index>
     size_t write(Cut<Key>& cut, Index* indices, Storage* values, size_t room) const {
         return pick(cut, room, [&](size_t from, size_t to) {
@@ -110,8 +110,8 @@ class Survivors {
     }
 
   private:
-    // Where many more survived than can be picked, drops most of those that cannot, by the same
-    // trick again: the magnitude that a few more than k of a sample's share reach.
+    // If far more than k survived, drops most of the excess: samples the survivors to estimate a
+    // magnitude that slightly more than k reach.
     void thin_out(size_t k) {
         const auto sampled = [&](size_t i) { return keys_[i]; };
         const Key limit = detail::sampled_limit<Key>(sampled, count, k, mask);
@@ -127,8 +127,8 @@ class Survivors {
         count = kept;
     }
 
-    // Calls move(from, to) for those that the cut picks and returns how many. Every entry is moved,
-    // and only those that are picked keep their place, so that nothing branches on the data.
+    // Calls move(from, to) for every entry; the next call overwrites `to` unless the cut picked the
+    // entry. So no branch depends on the data. Returns how many were picked.
     template <class Move>
     size_t pick(Cut<Key>& cut, size_t room, const Move& move) const {
         size_t i = 0, picked = 0;
@@ -143,7 +143,7 @@ class Survivors {
         return picked;
     }
 
-    // The end of the entries among which ties are picked.
+    // The end of the range of entries in which ties are picked.
     size_t past_last_tie(Cut<Key>& cut) const {
         size_t i = 0;
         for (; i < count && cut.ties > 0; ++i) cut.ties -= (keys_[i] & mask) == cut.kth;

@@ -11,14 +11,14 @@ from hypothesis import settings
 from tests.mpi_pool import MpiPool
 from tests.workers import Pool
 
-# No deadline: a busy machine is no failure. The parent is Hypothesis' own profile, which in CI is
-# the reproducible one. `--hypothesis-profile=thorough` looks longer.
+# No deadline, because tests must not fail on a busy machine. The parent is Hypothesis' default
+# profile, which is reproducible in CI. `--hypothesis-profile=thorough` runs more examples.
 settings.register_profile("sparcel", parent=settings(), deadline=None, max_examples=25)
 settings.register_profile("thorough", settings.get_profile("sparcel"), max_examples=400)
 settings.load_profile("sparcel")
 
-# A shell without job control has its background processes ignore SIGINT, and they pass that on to
-# the processes that tests start and interrupt.
+# A shell without job control starts background processes with SIGINT ignored. Processes that tests
+# start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make test` runs a process on each core; tests of threads say how many they want.
@@ -67,7 +67,7 @@ def run_on_gloo() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture
 def run_on(run_on_gloo: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Run a function on the engine that a test needs, or that is as good as any."""
+    """Run a function on real processes; directories whose tests need other engines override it."""
     return run_on_gloo
 
 

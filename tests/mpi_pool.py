@@ -1,4 +1,4 @@
-"""A pool of MPI ranks for tests: as `tests.workers`, and all its calls share one ``mpiexec``."""
+"""A pool of MPI ranks for tests, like `tests.workers`; all calls share one ``mpiexec``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.workers import (
 _RANKS = max(WORLD_SIZES)
 
 _LOOK_SECONDS = 1.0
-"""How often to see whether the job still runs whose ranks are due."""
+"""How often to check that the job still runs while waiting for its ranks."""
 
 
 def mpiexec() -> str:
@@ -45,7 +45,7 @@ def mpiexec() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return what MPI programs need in tests: without a choice UCX tries what machines lack."""
+    """Return the environment of MPI programs; UCX is told which transports exist everywhere."""
     return {"UCX_TLS": "tcp,self", "OMP_NUM_THREADS": "1", **os.environ}
 
 
@@ -67,7 +67,7 @@ class MpiPool(Pool):
     def hire(self, count: int) -> None:
         if self._job is not None:
             return
-        # In a folder of its own, which no other user can enter.
+        # The socket is in a new directory that no other user can enter.
         with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
             address = str(Path(folder, "ranks"))
             listener.bind(address)
@@ -104,7 +104,7 @@ class MpiPool(Pool):
             self._job = None
 
 
-# What follows runs in the ranks, where alone MPI may be started.
+# The rest of this file runs in the ranks; only they may initialise MPI.
 
 _groups: list[Any] = []
 
@@ -114,7 +114,7 @@ def _join(rank: int, world: World) -> None:
 
     from sparcel.comm.mpi import MpiCommunicator
 
-    join_gloo(rank, world)  # for what needs a default process group beside MPI
+    join_gloo(rank, world)  # for code that needs a default process group besides MPI
     ranks = MPI.COMM_WORLD.group.Incl(list(range(world.size)))
     _groups.append(MPI.COMM_WORLD.Create_group(ranks))
     joined.append(MpiCommunicator.of(_groups[-1], world.timeout))

@@ -1,7 +1,7 @@
 """Hypothesis strategies and the dense reference that all tests share.
 
 Values are small integers that depend on rank and index, so any order of summation is exact in
-every dtype (totals up to 256, bfloat16's limit) and a message that went astray shows.
+every dtype (totals up to 256, bfloat16's limit) and a misrouted message changes the result.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ layouts = st.sampled_from(LAYOUTS)
 
 
 def values_at(indices: Tensor, rank: int, dtype: torch.dtype, op: Op, width: int | None) -> Tensor:
-    """Return the values of a rank at ``indices``, one or one row each, exact under ``op``."""
+    """Return a rank's values at ``indices``, scalars or rows, on which ``op`` is exact."""
     mixed = 3 * indices.long() + 7 * rank + indices.long() * rank
     if width is not None:
         mixed = mixed[:, None] + 5 * torch.arange(width)
     if op in (PRODUCT, CIRCLE):
-        # Factors of ±1, and a 2 from every fourth rank alone, which bounds the product by 32.
+        # Factors are ±1, and 2 on every fourth rank, which bounds the product by 32.
         factors = torch.where(mixed % 3 == 0, -1, 1)
         if rank % 4 == 0:
             factors = torch.where(mixed % 5 == 0, 2, factors)
@@ -96,7 +96,7 @@ def streams(
 
 @dataclass(frozen=True)
 class Case:
-    """What the ranks of a collective bring along: ``streams`` by rank."""
+    """The inputs of a collective: ``streams`` by rank."""
 
     size: int
     op: Op
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def max_nnz(self) -> int:
-        """The tightest bound on the entries of a rank."""
+        """The most entries of any rank."""
         return max(stream.nnz for stream in self.streams)
 
 
@@ -124,7 +124,7 @@ def case_of(
     count: int | None = None,
     seed: int = 0,
 ) -> Case:
-    """Lay out every rank's indices in the way that ``layout`` names, ``count`` of them."""
+    """Return a case with about ``count`` indices a rank, arranged by ``layout``."""
     generator = torch.Generator().manual_seed(seed)
     count = min(size, max(1, size // 8) if count is None else count)
 
@@ -150,7 +150,7 @@ def case_of(
 
     streams = [make_stream(indices_of(r), r, size, dtype, op, width) for r in range(world)]
     if layout == "dense":
-        # Every other rank, so that dense and sparse ones meet.
+        # Every other rank is dense, so that dense and sparse streams are mixed.
         fill = op.neutral_for(dtype)
         streams[::2] = [SparseStream(None, s.to_dense(fill), size) for s in streams[::2]]
     return Case(size, op, layout, streams)
@@ -158,7 +158,7 @@ def case_of(
 
 @st.composite
 def cases(draw: st.DrawFn, world: st.SearchStrategy[int] = worlds) -> Case:
-    """Draw what the ranks of a collective bring along."""
+    """Draw the inputs of a collective."""
     size = draw(sizes)
     return case_of(
         draw(layouts),
@@ -195,7 +195,7 @@ def full(stream: SparseStream, op: Op = SUM) -> Tensor:
 
 
 def parts_of(stream: SparseStream) -> tuple[Tensor | None, Tensor, int, bool]:
-    """Return copies of all that makes up a stream, to compare with later."""
+    """Return copies of a stream's tensors and fields, to compare with later."""
     indices = None if stream.indices is None else stream.indices.clone()
     return indices, stream.values.clone(), stream.size, stream.finite
 
@@ -210,13 +210,13 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # A copy: tensors of up to one element may have strides that no view takes.
+    # Copy, because a tensor of at most one element may have strides that `view` refuses.
     packed = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
     return packed.view(torch.uint8)
 
 
 def same_stream(a: SparseStream, b: SparseStream) -> bool:
-    """Tell whether two streams are alike in every bit."""
+    """Tell whether two streams are bit-identical."""
     return (
         (a.size, a.finite) == (b.size, b.finite)
         and same_bits(a.indices, b.indices)

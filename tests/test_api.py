@@ -1,4 +1,4 @@
-"""The front door: arguments checked, names resolved, blocking or not, on any group."""
+"""The public collectives: checks of arguments, names, groups, and asynchronous calls."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from tests.strategies import OPS, case_of, cases, dense_reference, full, make_st
 from tests.workers import WORLD_SIZES
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     assert all(hasattr(sparcel, name) for name in sparcel.__all__)
     assert sparcel.__all__ == sorted(sparcel.__all__)
 
 
 @given(cases())
-def test_all_reduce_takes_operations_by_name_or_as_they_are(case):
+def test_all_reduce_takes_operations_by_name_or_as_op(case):
     op = case.op if case.op.name is None else case.op.name
 
     def on_rank(comm):
@@ -71,7 +71,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_arguments_are_named_before_anything_is_sent(call, message):
+def test_bad_arguments_are_refused_before_anything_is_sent(call, message):
     def on_rank(comm):
         try:
             call(make_stream([1, 4], comm.rank, 9), comm)
@@ -83,15 +83,15 @@ def test_bad_arguments_are_named_before_anything_is_sent(call, message):
         simulate(2, on_rank)
 
 
-def test_errors_are_a_small_tree():
+def test_all_errors_derive_from_sparcel_error():
     assert issubclass(InputError, SparcelError)
     assert issubclass(InputError, ValueError)
     assert issubclass(MismatchError, ValueError)
     assert issubclass(CommunicationError, RuntimeError)
 
 
-def test_the_result_of_one_rank_is_its_own():
-    """Also alone in its world, a result can be changed without changing what was passed in."""
+def test_result_on_one_rank_shares_no_memory_with_the_input():
+    """With P = 1 too, changing the result does not change the input."""
     for algorithm in ("dense", "allgather", "recursive_doubling", "split_allgather", "ring"):
         for stream in (make_stream([1, 4], 3, 90), SparseStream(None, torch.arange(4.0), 4)):
             before = stream.values.clone()
@@ -107,7 +107,7 @@ def test_the_result_of_one_rank_is_its_own():
 
 
 def through_the_default_group(comm):
-    """Use torch's default process group, which the workers have."""
+    """Use torch's default process group; the workers have one."""
     stream = make_stream([comm.rank, 20], comm.rank, 64)
     handle = sparcel.all_reduce(stream, "sum", "ring", async_op=True)
     results = [sparcel.all_reduce(stream, op) for op in ("sum", "product", "min", "max")]
@@ -116,7 +116,7 @@ def through_the_default_group(comm):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_the_default_process_group_is_used_where_none_is_given(run_on, world_size):
+def test_default_process_group_is_used_if_none_is_given(run_on, world_size):
     streams = [make_stream([rank, 20], rank, 64) for rank in range(world_size)]
     for ring, *by_op in run_on(world_size, through_the_default_group):
         assert torch.equal(full(ring), dense_reference(streams, OPS["sum"]))
@@ -126,12 +126,12 @@ def test_the_default_process_group_is_used_where_none_is_given(run_on, world_siz
         assert all(map(same_stream, gathered, streams))
 
 
-def test_simulated_ranks_get_results_of_their_own():
+def test_simulated_ranks_share_no_results():
     def on_rank(comm):
         mine = stream_of(comm.rank)
         root = sparcel.broadcast(mine if comm.rank == 0 else None, group=comm)
         gathered = sparcel.all_gather(mine, group=comm)
-        comm.gather_numbers(0)  # all have their results
+        comm.gather_numbers(0)  # wait until all ranks have their results
         for stream in (root, *gathered):
             stream.values.mul_(100)
         return mine.values.clone()

@@ -1,4 +1,4 @@
-"""The figures of docs/experiments.md are those recorded."""
+"""The figures of docs/experiments.md equal the recorded ones."""
 
 import json
 from pathlib import Path

@@ -19,7 +19,7 @@ def test_the_neutral_element_changes_nothing(op, dtype, rank):
     assert torch.equal(op.function(neutral, values), values)
 
 
-def test_infinity_means_the_extremes_of_integers():
+def test_infinite_neutral_element_becomes_the_extreme_integer():
     assert resolve("min").neutral_for(torch.int32) == 2**31 - 1
     assert resolve("max").neutral_for(torch.int64) == -(2**63)
     assert resolve("min").neutral_for(torch.float16) == float("inf")
@@ -36,6 +36,6 @@ def test_an_operation_resolves_to_itself_and_a_name_to_the_operation():
     }
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_unknown_operation_error_lists_the_known_ones():
     with pytest.raises(InputError, match=r"sum, product, min, max.*got 'mean'"):
         resolve("mean")

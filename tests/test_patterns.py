@@ -1,4 +1,4 @@
-"""Each pattern by itself: everyone gets everything, nobody sends to himself, how many rounds."""
+"""Each pattern: every rank gets everything, no rank sends to itself, and the rounds are right."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,13 +16,13 @@ POWERS = [1 << level for level in range(9)]
 
 
 def by_round(pattern: Callable[[int, int], list], ranks: int) -> list[list]:
-    """Return each round's entries, by rank; all ranks have equally many rounds."""
+    """Return each round's entries, by rank; all ranks must have equally many rounds."""
     own = [pattern(rank, ranks) for rank in range(ranks)]
     return [list(one) for one in zip(*own, strict=True)]
 
 
 def check_ends(one_round: list, ranks: int) -> None:
-    """Check that each message has a receiver who expects it, at the distance that it says."""
+    """Check that the receiver of each message expects it, at the stated distance."""
     for rank, (to, source, distance, _) in enumerate(one_round):
         for other in (to, source):
             assert other is None or (0 <= other < ranks and other != rank)
@@ -90,7 +90,7 @@ def test_a_binomial_reduction_brings_everything_to_rank_0(worlds: range) -> None
 
 
 @pytest.mark.parametrize("worlds", WORLDS)
-def test_folding_leaves_a_power_of_two_that_stands_for_all(worlds: range) -> None:
+def test_folding_leaves_a_power_of_two_of_ranks_that_covers_all(worlds: range) -> None:
     for ranks in worlds:
         folds = [patterns.fold(rank, ranks) for rank in range(ranks)]
         powers = folds[0].powers
@@ -130,7 +130,7 @@ def test_a_ring_takes_every_block_past_every_rank() -> None:
         assert seen == [set(range(ranks))] * ranks
 
 
-def test_a_rotation_sends_from_everyone_to_everyone_and_never_to_one_from_two() -> None:
+def test_rotation_has_one_sender_for_each_receiver_in_each_round() -> None:
     for ranks in SOME:
         seen: list[set[int]] = [{rank} for rank in range(ranks)]
         rounds = by_round(patterns.rotation, ranks)

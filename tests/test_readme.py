@@ -1,4 +1,4 @@
-"""The README's examples run as printed, and what the pages point to is there."""
+"""The README's examples run as printed, and links, targets and figures of the pages are right."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_diffs_of_contributing_are_in_the_code() -> None:
 
 
 @page_by_page
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_in_the_pages_exist(page: Path) -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named <= targets

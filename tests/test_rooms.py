@@ -1,4 +1,4 @@
-"""The code keeps to the map of docs/design.md: imports go downwards and skip private modules."""
+"""Imports follow the map of docs/design.md: they go downwards and avoid private modules."""
 
 import ast
 import re
@@ -88,7 +88,7 @@ def test_private_modules_are_imported_in_their_own_room_only() -> None:
 def test_rooms_in_comm_do_not_import_one_another() -> None:
     for file, module, target in imports():
         if module[0] == "comm" and target[0] == "comm" and target[1:2] and target[1] in SUB_ROOMS:
-            # The package itself resolves `group=`, and so it knows all of them.
+            # The package itself resolves `group=`, so it imports all of them.
             assert module[1] in (target[1], "__init__"), f"{file} imports {'.'.join(target)}"
 
 

@@ -33,7 +33,7 @@ from tests.strategies import (
 
 
 @given(streams())
-def test_a_stream_tells_what_it_holds(stream):
+def test_properties_describe_the_stream(stream):
     rebuilt = SparseStream(stream.indices, stream.values, stream.size)
     assert same_stream(rebuilt, stream)
     assert rebuilt.nnz == rebuilt.values.shape[0]
@@ -44,7 +44,7 @@ def test_a_stream_tells_what_it_holds(stream):
 
 
 @given(streams(), st.integers(-3, 3))
-def test_to_dense_fills_what_is_absent(stream, fill):
+def test_to_dense_fills_absent_coordinates(stream, fill):
     dense = stream.to_dense(fill)
     assert dense.shape == (stream.size, *stream.values.shape[1:])
     if stream.indices is None:
@@ -57,7 +57,7 @@ def test_to_dense_fills_what_is_absent(stream, fill):
 
 
 @given(streams())
-def test_from_dense_keeps_what_is_not_zero_and_round_trips(stream):
+def test_from_dense_keeps_nonzeros_and_round_trips(stream):
     vector = full(stream)
     found = SparseStream.from_dense(vector)
     assert torch.equal(found.to_dense(), vector)
@@ -68,7 +68,7 @@ def test_from_dense_keeps_what_is_not_zero_and_round_trips(stream):
         assert found.values.data_ptr() == vector.data_ptr()
 
 
-def test_explicit_zeros_stay_what_they_are():
+def test_explicit_zeros_stay_explicit():
     stream = SparseStream(torch.tensor([1, 4]), torch.tensor([0.0, 2.0]), 50)
     assert (stream + stream).nnz == 2
     assert reduce([stream, stream], "min").values.tolist() == [0.0, 2.0]
@@ -106,13 +106,13 @@ def test_compact_fills_with_the_neutral_element(stream, op):
         assert compact is stream
 
 
-def test_indices_need_64_bits_only_where_the_size_does():
+def test_indices_are_int64_only_if_the_size_needs_it():
     values = torch.ones(1)
     assert SparseStream(torch.tensor([3]), values, 2**31 - 1).indices.dtype == torch.int32
     assert SparseStream(torch.tensor([3]), values, 2**31).indices.dtype == torch.int64
 
 
-def test_a_stream_beyond_32_bits_never_becomes_dense_on_the_way():
+def test_stream_beyond_32_bits_is_never_made_dense():
     size = 2**40
     far = SparseStream(torch.tensor([5, size - 1]), torch.tensor([1.0, 2.0]), size)
     near = SparseStream(torch.tensor([0, 5], dtype=torch.int32), torch.tensor([4.0, 8.0]), size)
@@ -145,14 +145,14 @@ ONE = torch.ones(1)
         (None, [[[1.0]]], 1, r"\[nnz, width\], got shape \(1, 1, 1\)"),
     ],
 )
-def test_bad_parts_are_named(indices, values, size, message):
+def test_errors_name_bad_indices_and_values(indices, values, size, message):
     indices = None if indices is None else torch.tensor(indices, dtype=torch.int64)
     with pytest.raises(InputError, match=message):
         SparseStream(indices, torch.tensor(values), size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.complex64], ids=str)
-def test_unsupported_value_dtypes_are_named(dtype):
+def test_unsupported_value_dtypes_are_refused(dtype):
     with pytest.raises(InputError, match=rf"float16, .*int64, got {dtype}"):
         SparseStream(torch.tensor([0]), torch.ones(1).to(dtype), 3)
     with pytest.raises(InputError, match="values must be one of"):
@@ -164,7 +164,7 @@ def test_float_indices_are_refused():
         SparseStream(torch.tensor([0.0]), ONE, 3)
 
 
-def test_a_scalar_is_no_vector():
+def test_from_dense_refuses_a_scalar():
     with pytest.raises(InputError, match=r"got shape \(\)"):
         SparseStream.from_dense(torch.tensor(1.0))
 
@@ -180,7 +180,7 @@ def test_exactly_sorted_unique_indices_in_range_are_accepted(indices, size):
             SparseStream(tensor, values, size)
 
 
-def test_strided_and_differentiable_tensors_are_taken_as_they_come():
+def test_strided_and_differentiable_tensors_are_accepted():
     values = torch.arange(12.0, requires_grad=True)
     strided = SparseStream(torch.arange(12)[::2], values[::2], 40)
     assert (strided + strided).values.tolist() == [0, 4, 8, 12, 16, 20]
@@ -233,7 +233,7 @@ def test_reduce_applies_the_operation_in_the_order_of_the_streams():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_summed_in_float32_and_rounded_once(dtype):
-    """1 + ε + … + ε loses every ε when each sum is rounded on its own."""
+    """1 + ε + … + ε loses every ε if each partial sum is rounded."""
     epsilon = torch.finfo(dtype).eps / 4
     terms = [1.0] + [epsilon] * 8
     sparse = [SparseStream(torch.tensor([2]), torch.tensor([t], dtype=dtype), 90) for t in terms]
@@ -244,7 +244,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype):
 
 
 @given(streams(), st.integers(0, 3))
-def test_finite_survives_only_where_all_are(stream, voided):
+def test_result_is_finite_only_if_all_streams_are(stream, voided):
     others = [make_stream([], 0, stream.size, stream.dtype, width=stream.width) for _ in range(3)]
     together = [stream, *others]
     together[voided].finite = False
@@ -269,12 +269,12 @@ def test_finite_survives_only_where_all_are(stream, voided):
     ],
     ids=["size", "dtype", "width"],
 )
-def test_streams_that_do_not_fit_together_are_named(other):
+def test_errors_name_streams_that_do_not_fit_together(other):
     with pytest.raises(InputError, match=r"agree in size, dtype and width.*size=10.*and"):
         reduce([make_stream([1], 0, 10), other])
 
 
-def test_nothing_to_reduce_or_join_is_an_input_error():
+def test_reduce_and_concatenate_refuse_no_streams():
     with pytest.raises(InputError, match="at least one stream"):
         reduce([])
     with pytest.raises(InputError, match="at least one stream"):
@@ -297,7 +297,7 @@ def test_a_slice_is_the_dense_slice(stream, data):
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (2, 11)])
-def test_a_slice_out_of_range_is_named(start, stop):
+def test_slice_out_of_range_is_refused(start, stop):
     with pytest.raises(InputError, match=rf"<= 10, got \[{start}, {stop}\)"):
         make_stream([1], 0, 10).slice(start, stop)
 
@@ -323,14 +323,14 @@ def test_concatenate_joins_sparse_and_dense_parts(data, op, dtype, width):
 
 
 @given(streams(), st.sampled_from([-2, 0, 1, 3]))
-def test_scale_multiplies_what_is_stored(stream, factor):
+def test_scale_multiplies_stored_values(stream, factor):
     scaled = stream.scale(factor)
     assert torch.equal(full(scaled), full(stream) * factor)
     assert (scaled.dtype, scaled.nnz) == (stream.dtype, stream.nnz)
 
 
 @given(st.data(), st.sampled_from(FLOATS))
-def test_topk_parts_a_stream_without_losing_anything(data, dtype):
+def test_topk_splits_a_stream_without_loss(data, dtype):
     stream = data.draw(streams(dtype=dtype, width=None, rank=data.draw(st.integers(0, 8))))
     k = data.draw(st.integers(0, 12))
     kept, rest = stream.topk(k)
@@ -374,7 +374,7 @@ def test_topk_selects_the_largest_magnitudes_lowest_index_first(size, k, dtype, 
         (torch.ones(4, dtype=torch.int32), 1, "float tensor, got torch.int32"),
     ],
 )
-def test_topk_names_bad_input(x, k, message):
+def test_topk_refuses_bad_input(x, k, message):
     with pytest.raises(InputError, match=message):
         sparcel.topk(x, k)
 

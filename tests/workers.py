@@ -13,9 +13,9 @@
 ``run_on(world_size, function, *args)`` calls ``function(comm, *args)`` on ranks 0 … P−1 and
 returns the results by rank. ``comm`` is the communicator of a default process group of exactly P
 ranks, so that ``group=None`` and DDP work as well. When ranks raise, it raises the first exception
-that was no mere consequence of another rank's, with the worker's traceback as a note. A world is
-kept while calls ask for the same P and its communicator works; `tests/conftest.py` runs the tests
-of one P after one another.
+that is not a consequence of another rank's, with the worker's traceback as a note. A world is kept
+while calls ask for the same P and its communicator works; `tests/conftest.py` runs the tests of one
+P after one another.
 
 Arguments and results are pickled. A pool that does not answer within `PATIENCE_SECONDS` prints
 the stacks of its workers, is killed, fails the test and starts anew.
@@ -54,15 +54,15 @@ from sparcel.errors import CommunicationError
 
 WORLD_SIZES = (2, 3, 4, 8)
 PATIENCE_SECONDS = 240.0
-"""Longer than anything takes on a busy machine: it turns a deadlock into a failure."""
+"""Longer than any test takes on a busy machine, so only a deadlock reaches it."""
 
 ENGINES = ("gloo", "mpi")
 
 _GRACE_SECONDS = 20.0
-"""How long the other ranks have to end after one raised."""
+"""How long the other ranks may still run after one raised."""
 
-# Processes start in no time when they are forked from one that has imported what they need, and has
-# done nothing else. DDP imports torch._dynamo, which takes longer than all of torch.
+# Processes start fast if they are forked from one that has imported what they need, and has done
+# nothing else. DDP imports torch._dynamo, which takes longer than all of torch.
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     ["torch.distributed", "torch._dynamo", "sparcel", "pytest", "hypothesis.strategies"]
@@ -92,7 +92,7 @@ class World:
 
 
 class Pool:
-    """Worker processes, some of which form a world; what they are is for `hire` to say."""
+    """Worker processes, some of which form a world; `hire` decides how they are started."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -111,7 +111,7 @@ class Pool:
         return [outcome.result for outcome in outcomes]
 
     def form(self, world_size: int, timeout: float) -> None:
-        """Let the first workers leave their world, if any, and join a new one."""
+        """Make workers leave their world, if any, and the first ``world_size`` join a new one."""
         self._leave()
         self.hire(world_size)
         self._worlds += 1
@@ -123,25 +123,25 @@ class Pool:
 
     @property
     def join(self) -> Callable[[int, World], None]:
-        """What workers do to join a world."""
+        """The function that workers run to join a world."""
         return _join
 
     @property
     def part(self) -> Callable[[int], None]:
-        """What workers do to leave it."""
+        """The function that workers run to leave their world."""
         return _part
 
     def hire(self, count: int) -> None:
-        """See that there are so many workers."""
+        """Start workers until there are at least ``count``."""
         while len(self._workers) < count:
             self._workers.append(_start_worker())
 
     def call(
         self, action: Callable[..., Any], *args: Any, grace: float = PATIENCE_SECONDS
     ) -> list[Outcome]:
-        """Let each worker of the world do something, and wait for all of them.
+        """Run ``action`` on each worker of the world, and wait for all of them.
 
-        When one fails, the others have ``grace`` seconds more.
+        When one fails, the others may run for ``grace`` seconds more.
         """
         assert self._world is not None
         workers = self._workers[: self._world.size]
@@ -156,7 +156,7 @@ class Pool:
                 self.kill(show_stacks=True)
                 ranks = [workers.index(worker) for worker in late.values()]
                 _raise_first(list(outcomes.values()))
-                raise TimeoutError(f"ranks {ranks} of {len(workers)} did not come back")
+                raise TimeoutError(f"ranks {ranks} of {len(workers)} did not answer")
             for pipe in ready:
                 outcome = outcomes[late[pipe]] = late[pipe].receive()
                 if outcome.error is not None or outcome.died is not None:
@@ -164,7 +164,7 @@ class Pool:
         return [outcomes[worker] for worker in workers]
 
     def kill(self, show_stacks: bool = False) -> None:
-        """End all workers, in whatever state they are."""
+        """Kill all workers, in any state."""
         for worker in self._workers:
             worker.kill(show_stacks)
         self._workers, self._world = [], None
@@ -217,7 +217,7 @@ def run_apart(
 
 
 def _raise_first(outcomes: Sequence[Outcome]) -> None:
-    """Raise the error that came first, or that the others only tell of."""
+    """Raise the error that caused the others, or else the first one."""
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     causes = [error for error in errors if not isinstance(error, CommunicationError)]
     for error in causes or errors:
@@ -233,14 +233,14 @@ def _start_worker() -> Worker:
 
 
 class Worker:
-    """The pipe to a process, and the process where it is a child."""
+    """The pipe to a process, and the process itself if it is a child."""
 
     def __init__(self, pipe: Connection, process: BaseProcess | None = None) -> None:
         self.pipe, self.process = pipe, process
 
     def send(self, *request: Any) -> None:
         message = pickle.dumps(request)
-        with suppress(BrokenPipeError):  # it died, as `receive` will tell
+        with suppress(BrokenPipeError):  # it died; `receive` reports that
             self.pipe.send_bytes(message)
 
     def receive(self) -> Outcome:
@@ -248,7 +248,7 @@ class Worker:
             outcome: Outcome = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             if self.process is None:
-                return Outcome(died=-1)  # the launcher alone knows its exit code
+                return Outcome(died=-1)  # only the launcher knows its exit code
             self.process.join()
             return Outcome(died=self.process.exitcode)
         return outcome
@@ -263,16 +263,16 @@ class Worker:
         self.pipe.close()
 
 
-# What follows runs in the workers.
+# The rest of this file runs in the workers.
 
 joined: list[Communicator] = []
 
 
 def serve(pipe: Connection) -> None:
-    """Do what comes through the pipe, and answer how it ended, until the pipe is closed."""
+    """Run requests from the pipe and send back their outcomes, until the pipe is closed."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    # Otherwise Gloo looks up the machine's own name, for seconds where no name server answers.
+    # Otherwise Gloo looks up the machine's name, which takes seconds if no name server answers.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     os.environ["GLOO_SOCKET_IFNAME"] = loopback
     with suppress(EOFError):  # the parent is gone
@@ -290,7 +290,7 @@ def serve(pipe: Connection) -> None:
 def _pickled(outcome: Outcome) -> bytes:
     try:
         message = pickle.dumps(outcome)
-        pickle.loads(message)  # some exceptions pickle well and break when loaded
+        pickle.loads(message)  # some exceptions can be pickled but not loaded
     except Exception as error:
         return pickle.dumps(Outcome(error=RuntimeError(f"cannot pickle {outcome}: {error!r}")))
     return message

@@ -1,4 +1,4 @@
-// How floating-point values are read as integers: magnitudes compare as integers do.
+// Floating-point values read as integers: their magnitudes compare like integers.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,8 @@ struct Bits<uint64_t> {
     static constexpr Key magnitude = 0x7fffffffffffffff;
 };
 
-// The bits of a value that is stored at `at`. What is stored there may be a float, which C++ allows
-// to be copied, but not to be read through a pointer to integers.
+// Returns the bits of the value stored at `at`. C++ allows copying the bytes of a float, but not
+// reading it through a pointer to integers.
 template <class Storage>
 Storage load_bits(const Storage* at) {
     Storage bits;

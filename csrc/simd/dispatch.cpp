@@ -8,7 +8,7 @@ namespace {
 
 bool runs(const Kernels& set) {
 #ifdef SPARCEL_X86
-    // All that CMakeLists.txt lets the compiler use: a hypervisor may mask any of them.
+    // Checks all that CMakeLists.txt lets the compiler use: a hypervisor may mask any of them.
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
                       __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt");
     if (&set == &avx512_kernels) {

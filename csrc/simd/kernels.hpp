@@ -11,10 +11,10 @@ namespace sparcel {
 // Passes write whole registers: this many entries past the last survivor must be writable.
 constexpr size_t kSlack = 16;
 
-// Groups that a pass tells the maxima of: as many as the widest registers have lanes.
+// Number of groups whose maxima a pass computes: as many as the widest registers have lanes.
 constexpr size_t kGroups = 16;
 
-// Up to this k, the k-th largest of them is reached by less than twice as many.
+// Up to this k, fewer than 2k entries are expected to reach the k-th largest group maximum.
 constexpr size_t kFew = 10;
 
 // Where a pass puts the entries that reach its threshold: their bits and their positions.
@@ -31,20 +31,20 @@ using Compact = size_t (*)(const Storage* x, size_t n, uint32_t base,
                            typename Bits<Storage>::Key threshold,
                            Sink<typename Bits<Storage>::Key> sink);
 
-// The position of the first entry of x[0, n), n > 0, that no other exceeds in magnitude.
+// Returns the position of the first entry of largest magnitude in x[0, n), n > 0.
 template <class Storage>
 using FirstLargest = size_t (*)(const Storage* x, size_t n);
 
 // Puts the min(k, nnz) largest magnitudes of x[0, n), 1 <= k <= kFew, into the sink, in order, and
-// returns how many. Where that is not settled among kGroups entries, those that reach `floor` > 0
-// are put there instead: more than k, and at most n, for which there must be room.
+// returns how many. If more than kGroups entries are candidates, puts all that reach `floor` > 0
+// there instead: more than k, and at most n, so the sink must have room for n.
 template <class Storage>
 using FewLargest = size_t (*)(const Storage* x, size_t n, size_t k,
                               Sink<typename Bits<Storage>::Key> sink,
                               typename Bits<Storage>::Key* floor);
 
-// Like Compact over scratch = memory + gradient, which it writes; raises `largest` to the largest
-// magnitude that it met. `stream` asks for stores that bypass the cache.
+// Like Compact over scratch = memory + gradient, which it writes. Raises `largest` to the largest
+// magnitude. `stream` asks for stores that bypass the cache.
 template <class Float, class Key>
 using Accumulate = size_t (*)(const Float* memory, const Float* gradient, Float* scratch, size_t n,
                               uint32_t base, Key threshold, Sink<Key> sink, Key* largest,
@@ -86,7 +86,7 @@ extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
 #endif
 
-// The best set that this machine runs, unless set_isa chose another.
+// Returns the best set that this machine can run, or the one that set_isa chose.
 const Kernels& kernels();
 
 // Chooses a set by name and tells whether this machine can run it; nothing changes if not.

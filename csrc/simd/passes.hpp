@@ -2,7 +2,7 @@
 //
 // A vector type has `lanes`, `load`, `reaching` (a mask of lanes), `any`, `emit` (append the masked
 // lanes to a sink), `larger` and `keep_larger` (running maxima of each lane), and for floats `add`,
-// `store`, `stream`; where it can, `load_first`, which reads less than a whole register.
+// `store`, `stream`; optionally `load_first`, which reads less than a whole register.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 namespace sparcel {
 namespace {
 
-// The tail that fills no register is padded with zeros: they never survive.
+// A tail shorter than a register is padded with zeros, which never survive.
 template <class Vector, class Storage>
 Vector load_partial(const Storage* x, size_t n) {
     if constexpr (requires { Vector::load_first(x, n); }) {
@@ -55,7 +55,7 @@ struct Passes {
         return found;
     }
 
-    // Every lane remembers where it met its largest, so that nothing branches on the data.
+    // Every lane keeps the position of its largest, so that no branch depends on the data.
     static size_t first_largest(const Storage* x, size_t n) {
         auto most = Vector::broadcast(0), place = Vector::broadcast(0);
         each_vector(x, n, [&](Vector v, size_t i) {
@@ -74,8 +74,8 @@ struct Passes {
         return first;
     }
 
-    // Entry i belongs to group i % kGroups. The k-th largest of the groups' maxima is reached by k
-    // entries at least, whatever the data, and by few more unless they tie or keep to few groups.
+    // Entry i belongs to group i % kGroups. At least k entries reach the k-th largest of the
+    // groups' maxima, and few more do unless they tie or are concentrated in few groups.
     static size_t few_largest(const Storage* x, size_t n, size_t k, Sink<Key> sink, Key* floor) {
         Key most[kGroups], ranks[kGroups];
         maxima(x, n, most);
@@ -104,7 +104,7 @@ struct Passes {
         std::memcpy(most, largest, sizeof most);
     }
 
-    // How many come before each: those that are larger, and those that tie and have come earlier.
+    // Counts the entries that come before each: larger ones, and earlier ones that tie.
     static void rank(const Key (&magnitudes)[kGroups], Key (&ranks)[kGroups]) {
         using Signed = std::make_signed_t<Key>;
         using Lanes [[gnu::vector_size(lanes * sizeof(Key))]] = Signed;
@@ -113,7 +113,7 @@ struct Passes {
             std::memcpy(&own, magnitudes + first, sizeof own);
             for (size_t lane = 0; lane < lanes; ++lane) place[lane] = Signed(first + lane);
             for (size_t other = 0; other < kGroups; ++other) {
-                // What is true of a lane is -1 there: one less is enough to yield to earlier ties.
+                // A true lane is -1, so an earlier entry that ties counts as larger.
                 const Lanes earlier = place > Lanes{} + Signed(other);
                 before -= Lanes{} + Signed(magnitudes[other]) > own + earlier;
             }
@@ -178,7 +178,7 @@ struct FloatPasses : Passes<Vector> {
     static size_t accumulate(const Float* memory, const Float* gradient, Float* scratch, size_t n,
                              uint32_t base, Key threshold, Sink<Key> sink, Key* largest,
                              bool stream) {
-        // Streaming stores need aligned addresses: a partial step leads up to the first one.
+        // Streaming stores need aligned addresses, so a partial step handles the first entries.
         const size_t misaligned = reinterpret_cast<uintptr_t>(scratch) / sizeof(Float) % lanes;
         stream = stream && reinterpret_cast<uintptr_t>(scratch) % sizeof(Float) == 0;
         const size_t lead = stream && misaligned ? lanes - misaligned : 0;

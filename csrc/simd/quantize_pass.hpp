@@ -60,7 +60,7 @@ inline float bucket_scale(const float* x, size_t n) {
 inline float quantize_bucket(const float* x, size_t n, int bits, uint64_t seed, uint64_t offset,
                              uint8_t* codes) {
     const float scale = bucket_scale(x, n);
-    // False for NaN as well: such a bucket gets codes of 0, as a bucket of zeros does.
+    // False for NaN too, so a NaN bucket gets codes of 0, like a bucket of zeros.
     if (!(scale > 0)) {
         std::memset(codes, 0, n);
         return scale;

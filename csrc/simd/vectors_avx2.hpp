@@ -1,4 +1,4 @@
-// Vector types of AVX2, which has no compress: a table of permutations by mask stands in for it.
+// Vector types of AVX2. It has no compress instruction, so a table of permutations replaces it.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 namespace sparcel {
 namespace {
 
-// Row `mask` moves the masked ones of 8 lanes to the front.
+// Row `mask` moves the masked lanes of 8 to the front.
 struct Permutations8 {
     alignas(64) uint8_t rows[256][8] = {};
 
@@ -75,7 +75,7 @@ struct Avx2Words {
         const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64(row));
         const __m256i packed = _mm256_permutevar8x32_epi32(bits, order);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(keys), packed);
-        // The permutation is the list of lanes itself.
+        // The permutation is the list of lanes.
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(positions),
                             _mm256_add_epi32(order, _mm256_set1_epi32(int(base))));
         return size_t(__builtin_popcount(which));

@@ -1,4 +1,4 @@
-// Vector types from the compilers' vector extension, 16 bytes: SSE, NEON, or plain words.
+// Vector types of 16 bytes from the compilers' vector extension: SSE, NEON, or plain words.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct PortableVector {
     using Storage = StorageT;
     using Float = FloatT;
     using Key = typename Bits<Storage>::Key;
-    // Signed, since that is what SSE compares; magnitudes have no sign bit.
+    // Signed, because SSE compares signed integers; magnitudes have no sign bit.
     using Register [[gnu::vector_size(16)]] = SignedKey;
     using Floats [[gnu::vector_size(16)]] = Float;
     using Mask = Register;
@@ -41,7 +41,7 @@ struct PortableVector {
         return (halves[0] | halves[1]) != 0;
     }
 
-    // Every lane is written, and the place moves on only past those that stay.
+    // Every lane is written, but the position advances only past the masked ones.
     size_t emit(Mask mask, uint32_t base, Key* keys, uint32_t* positions) const {
         size_t found = 0;
         for (size_t lane = 0; lane < lanes; ++lane) {

@@ -1,4 +1,4 @@
-"""What tensors must be to become part of a stream, and what is said when they are not."""
+"""Checks of tensors that become part of a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VALUE_DTYPES = (*FLOAT_DTYPES, torch.int32, torch.int64)
 
 
 def check_values(values: Tensor, size: int, dense: bool) -> None:
-    """Raise `InputError` unless ``values`` can be those of a stream of ``size``."""
+    """Raise `InputError` unless ``values`` can be the values of a stream of ``size``."""
     if values.dtype not in VALUE_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
         raise InputError(f"values must be one of {names}, got {values.dtype}")
@@ -41,7 +41,7 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
     if indices.device != values.device:
         raise InputError(f"indices are on {indices.device}, values on {values.device}")
     dtype = kernels.index_dtype(size)
-    # Wide enough for both what came and the size that it is compared with.
+    # The dtype must hold both the given indices and the size that they are compared with.
     indices = indices.to(torch.promote_types(indices.dtype, dtype)).contiguous()
     position = kernels.check_indices(indices, size)
     if position >= 0:
@@ -56,7 +56,7 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite, without a mask as large as ``values``."""
+    """Tell whether all values are finite, without allocating a mask as large as ``values``."""
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)

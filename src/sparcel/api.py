@@ -1,4 +1,4 @@
-"""The front door: collectives on any group, their arguments checked, blocking or not."""
+"""The public collectives: they check arguments, take any group, and can run asynchronously."""
 
 from __future__ import annotations
 
@@ -48,31 +48,31 @@ def all_reduce(
     Parameters
     ----------
     stream
-        Of the same size, dtype and width on every rank; the number of entries may differ.
+        Size, dtype and width must be the same on every rank; the number of entries may differ.
     op
         ``"sum"``, ``"product"``, ``"min"``, ``"max"``, or an `Op`. An absent coordinate holds the
         operation's neutral element.
     algorithm
         ``"dense"``, ``"allgather"``, ``"recursive_doubling"``, ``"halving_doubling"``,
-        ``"split_allgather"``, ``"ring"``, or ``"auto"``: whichever the cost model predicts to be
-        the fastest for the most entries that a rank has, which the ranks tell each other first
-        unless ``max_nnz`` does. It goes by the communicator's ``rates``, see
-        `sparcel.cost.measure`.
+        ``"split_allgather"``, ``"ring"``, or ``"auto"``, which picks the algorithm that the cost
+        model predicts to be the fastest. The prediction depends on the communicator's ``rates``
+        (see `sparcel.cost.measure`) and on the most entries that any rank has. If ``max_nnz`` is
+        None, the ranks exchange their counts first.
     group
-        A torch process group, an MPI communicator of mpi4py's, a sparcel communicator, or None
-        for torch's default group.
+        A torch process group, an mpi4py communicator, a sparcel communicator, or None for torch's
+        default group.
     async_op
         Return a `Job` at once; its ``wait()`` gives the result.
     max_nnz
-        The most entries that the stream of any rank has, if all ranks know it and give the same: it
-        saves rounds, and room for what may come.
+        An upper bound on the entries of every rank's stream. All ranks must pass the same value.
+        It saves rounds and receive buffers.
 
     Returns
     -------
     SparseStream or Job
-        Bit-identical on all ranks and at every run (but for ``"dense"``, which is the engine's, and
-        which ``"auto"`` may choose);
-        dense where that takes fewer bytes; in memory of its own.
+        Bit-identical on all ranks and in every run. The exception is ``"dense"``, which ``"auto"``
+        may choose: there the engine decides. The result is dense if that takes fewer bytes, and
+        shares no memory with the input.
 
     Raises
     ------
@@ -92,10 +92,10 @@ def all_reduce(
     def job() -> SparseStream:
         if max_nnz is not None and stream.nnz > max_nnz:
             raise InputError(
-                f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for one of"
-                f" {stream.nnz}; leave it out where ranks do not know each other's"
+                f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
+                f" of {stream.nnz}; leave max_nnz out if no bound is known"
             )
-        return _apart(auto.all_reduce(stream, Wire(comm), op, algorithm, max_nnz), stream)
+        return _unshared(auto.all_reduce(stream, Wire(comm), op, algorithm, max_nnz), stream)
 
     return _start(comm, job, async_op)
 
@@ -111,7 +111,7 @@ def all_gather(
 def all_gather(
     stream: SparseStream, group: Group = None, async_op: bool = False
 ) -> list[SparseStream] | Job[list[SparseStream]]:
-    """Return the streams of all ranks, by rank; sizes, dtypes and widths must agree.
+    """Return a list of the streams of all ranks; sizes, dtypes and widths must agree.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def reduce_scatter(
     op, comm = resolve_op(op), _communicator(group, stream)
 
     def job() -> SparseStream:
-        return _apart(collectives.reduce_scatter(stream, Wire(comm), op), stream)
+        return _unshared(collectives.reduce_scatter(stream, Wire(comm), op), stream)
 
     return _start(comm, job, async_op)
 
@@ -168,14 +168,14 @@ def broadcast(
 def broadcast(
     stream: SparseStream | None, root: int = 0, group: Group = None, async_op: bool = False
 ) -> SparseStream | Job[SparseStream]:
-    """Return the root's stream on every rank; the others pass None and need know nothing of it.
+    """Return the root's stream on every rank; the other ranks pass None.
 
     Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams: see `sparcel.collectives.broadcast`.
 
     Raises
     ------
     InputError
-        When ``root`` is no rank, or the root passes None.
+        When ``root`` is not a rank, or the root passes None.
     CommunicationError
         As `all_reduce`.
     """
@@ -201,20 +201,20 @@ def _communicator(group: Group, stream: SparseStream) -> Communicator:
     if stream.device.type != comm.device.type:
         raise InputError(
             f"the stream is on {stream.device}, the group communicates from {comm.device};"
-            " move the stream there"
+            f" move the stream to {comm.device}"
         )
     return comm
 
 
-def _apart(result: SparseStream, stream: SparseStream) -> SparseStream:
-    """Copy the result where it shares memory with the input, as it does on a single rank."""
+def _unshared(result: SparseStream, stream: SparseStream) -> SparseStream:
+    """Return the result, copied if it shares memory with the input (only when P = 1)."""
     if result.values.untyped_storage().data_ptr() != stream.values.untyped_storage().data_ptr():
         return result
     return _copy(result)
 
 
 def _copy(stream: SparseStream) -> SparseStream:
-    """Return a copy: what was decoded are views of a message, which simulated ranks share."""
+    """Return a copy. Decoded tensors are views of a message, and simulated ranks share messages."""
     indices = None if stream.indices is None else stream.indices.clone()
     return SparseStream.unchecked(indices, stream.values.clone(), stream.size, stream.finite)
 

@@ -1,4 +1,4 @@
-"""The exceptions that sparcel raises, a small tree under one root."""
+"""The exceptions that sparcel raises; all derive from `SparcelError`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SparcelError(Exception):
-    """Root of everything that sparcel raises on purpose."""
+    """Base class of all exceptions that sparcel raises on purpose."""
 
 
 class InputError(SparcelError, ValueError):
@@ -15,15 +15,15 @@ class InputError(SparcelError, ValueError):
 
 
 class MismatchError(SparcelError, ValueError):
-    """Two ranks called the same collective with arguments that do not fit together."""
+    """Two ranks called the same collective with incompatible arguments."""
 
 
 class FormatError(SparcelError, ValueError):
-    """A message is truncated, corrupt or was not written by sparcel."""
+    """A message is truncated or corrupt, or was not written by sparcel."""
 
 
 class CommunicationError(SparcelError, RuntimeError):
-    """A peer is gone, did not answer within the timeout, or reported that it failed."""
+    """A peer disconnected, did not answer within the timeout, or reported a failure."""
 
 
 def known(name: str, names: Iterable[str], what: str) -> str:

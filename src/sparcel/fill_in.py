@@ -1,4 +1,4 @@
-"""How many coordinates a sum is expected to have, when every rank picks its own by chance."""
+"""The expected number of coordinates in a sum of uniformly random selections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 def expected_union(size: int, k: int, streams: float) -> float:
     """Return n · (1 − (1 − k/n)^m): the nnz of the sum of m streams of k of n coordinates each.
 
-    k lies in [0, n], n is at least 1. The relative error is a few roundings' for any n, k and m.
+    k lies in [0, n], n is at least 1. The relative error is that of a few roundings for any n, k
+    and m.
 
     Source: SparCML, section 3.1 and appendix B.1.
     """
@@ -17,7 +18,7 @@ def expected_union(size: int, k: int, streams: float) -> float:
 
 
 def expected_union_of(size: int, counts: Sequence[int]) -> float:
-    """Return the same where stream i has ``counts[i]`` coordinates."""
+    """Return the expected nnz of a sum in which stream i has ``counts[i]`` coordinates."""
     if max(counts, default=0) == size:
         return float(size)
     return -size * math.expm1(math.fsum(log_absent(size, count) for count in counts))

@@ -18,14 +18,13 @@ class Op:
     Parameters
     ----------
     function
-        Elementwise ``(Tensor, Tensor) -> Tensor``, associative and commutative; called with two
-        tensors of one shape and dtype, the contribution of the lower ranks first.
+        Elementwise ``(Tensor, Tensor) -> Tensor``, associative and commutative. Both arguments
+        have the same shape and dtype; the first holds the contribution of the lower ranks.
     neutral
-        The element that changes nothing: what an absent coordinate of a stream stands for.
-        ``float("inf")`` and ``float("-inf")`` mean the largest and smallest value of integer
-        dtypes.
+        The value that changes nothing. An absent coordinate of a stream stands for it. For integer
+        dtypes, ``float("inf")`` and ``float("-inf")`` mean the dtype's largest and smallest value.
     name
-        Set for the built-in operations alone: it selects a compiled kernel.
+        Selects a compiled kernel. Only the built-in operations have one.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""What a machine and its network are good for: tables of measured times."""
+"""Rates of a machine and its network: tables of measured times."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from sparcel.errors import InputError, known
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a function of an amount, straight between the points that were measured.
+    """Seconds as a function of an amount, interpolated linearly between measured points.
 
     Attributes
     ----------
     points
-        ``(amount, seconds)`` at growing amounts, at least one. Below the first the time is that of
-        the first; beyond the last it grows as between the last two, or in proportion.
+        ``(amount, seconds)`` at growing amounts, at least one point. Below the first point the
+        time is that of the first. Beyond the last it grows with the slope of the last two points,
+        or in proportion to the amount if there is only one.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -40,7 +41,7 @@ class Curve:
         return cls(((0.0, start), (1e9, start + 1e9 * per_unit)))
 
     def slower(self, factor: float) -> Curve:
-        """Return the curve of a link with so many times less bandwidth, and the same latency."""
+        """Return the curve of a link with ``1 / factor`` of the bandwidth and the same latency."""
         start = self.points[0][1]
         return Curve(tuple((a, start + factor * (s - start)) for a, s in self.points))
 
@@ -57,9 +58,9 @@ class Curve:
 
 
 def _rising(times: list[float]) -> list[float]:
-    """Return the nearest times, by least squares, of which none is below the one before.
+    """Return the non-decreasing times that are nearest to ``times`` by least squares.
 
-    Noise may make more look quicker than less, which no choice should rest on.
+    Noise can make a larger amount look faster than a smaller one; no choice should rest on that.
     """
     blocks: list[tuple[float, int]] = []  # mean and length
     for seconds in times:
@@ -71,16 +72,17 @@ def _rising(times: list[float]) -> list[float]:
 
 
 TRANSFERS = ("pair", "shift", "tree", "rotate", "gather")
-"""Patterns of exchange, by the bytes of a message.
+"""Patterns of exchange. The amount of their curves is the bytes of a message.
 
-``pair``: two ranks exchange messages. ``shift``: each sends to one and receives from another, as
-around a ring. ``tree``: half of the ranks send to the others. ``rotate``: each to all others, all
-messages at once; the seconds are those of one message, of P−1. ``gather``: the same with the same
-message to all, which the communicator may do in a way of its own.
+``pair``: two ranks exchange messages. ``shift``: each rank sends to one rank and receives from
+another, as around a ring. ``tree``: half of the ranks send to the other half. ``rotate``: each rank
+sends a message to every other rank, all at once; the time is that of all P−1 messages divided by
+P−1. ``gather``: like ``rotate``, but with the same message to all ranks; the communicator may
+implement this differently.
 """
 
 DENSE = ("dense.float32", "dense.bfloat16")
-"""The engine's all-reduce, by the bytes of the vector."""
+"""The engine's all-reduce. The amount of its curves is the bytes of the vector."""
 
 WORK = {
     "select": "coordinates",
@@ -99,30 +101,34 @@ WORK = {
     "histogram": "entries",
     "small": "operations",
 }
-"""Work on a rank, and what it is measured in, while all ranks do the same.
+"""Kinds of work on a rank, with the unit of their amounts. All ranks do the work at the same time.
 
-``select`` adds a gradient to the memory and takes the largest out; ``topk`` parts entries into the
-larger half and the rest, of which ``largest`` makes nothing; ``split`` parts a stream into as many
-as there are ranks, ``join`` puts them together; ``fill`` makes a dense vector of zeros, ``add``
-adds two; ``without`` gives back what did not win; ``small`` are operations on tensors of a thousand
-numbers, one by one.
+``select`` adds a gradient to the memory and takes the largest coordinates out. ``topk`` splits
+entries into the larger half and the rest; ``largest`` returns the larger half only. ``split`` cuts
+a stream into one part a rank; ``join`` concatenates such parts. ``fill`` sets a dense vector to
+zero; ``add`` adds two of them. ``without`` finds the entries that are not in the result. ``small``
+is a series of operations on tensors of about a thousand numbers.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Rates:
-    """Curves by name, the same on all ranks, and what they were measured on.
+    """Curves by name, the same on all ranks, and the cluster that they were measured on.
 
     Attributes
     ----------
     curves
-        Of `TRANSFERS`, `DENSE` and `WORK`; of transfers inside a node under ``"node." + name``.
+        One for each name in `TRANSFERS`, `DENSE` and `WORK`. Transfers inside a node may have
+        their own curves, named ``"node." + name``.
     ranks, ranks_per_node
-        How many ranks measured, all at once, so that what they share is in the times.
+        How many ranks measured. All measured at once, so the times include the effect of shared
+        cores and links.
     crowding
-        How many times as long work takes while all ranks of a node are at it, as on one alone.
+        How many times longer work takes when all ranks of a node do it than when one does.
     measured
-        False for rates that were stated, or are the defaults.
+        False for stated rates and for the defaults.
+    description
+        Free text: the cluster that was measured.
     """
 
     curves: Mapping[str, Curve]
@@ -144,7 +150,7 @@ class Rates:
         return self.curves[name]
 
     def slower(self, factor: float) -> Rates:
-        """Return the rates of a network with so many times less bandwidth."""
+        """Return the rates of a network with ``1 / factor`` of the bandwidth."""
         network = (*TRANSFERS, *DENSE)
         curves = {
             name: curve.slower(factor) if name in network else curve
@@ -154,7 +160,7 @@ class Rates:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a node sends, and receives, in long messages between neighbours."""
+        """Bytes a second that a node sends and receives, in long messages between neighbours."""
         few, many = 1e6, 4e6
         here = 1 if self.ranks == self.ranks_per_node else self.ranks_per_node
         return here * (many - few) / (self["shift"](many) - self["shift"](few))
@@ -178,7 +184,7 @@ class Rates:
         Raises
         ------
         InputError
-            When the text is something else.
+            When the text was not written by `to_json`.
         """
         try:
             fields = json.loads(text)

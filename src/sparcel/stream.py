@@ -1,4 +1,4 @@
-"""Streams: sparse vectors that turn dense when that is smaller (SparCML, section 5.1)."""
+"""Streams: sparse vectors that turn dense when the dense form is smaller (SparCML, section 5.1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SparseStream:
     Parameters
     ----------
     indices
-        ``[nnz]`` int32 or int64, strictly increasing, in ``[0, size)``; kept as int32, and as
-        int64 where the size needs it. ``None`` for a dense stream.
+        ``[nnz]`` int32 or int64, strictly increasing, in ``[0, size)``. They are stored as int32,
+        or as int64 if the size needs it. ``None`` for a dense stream.
     values
         ``[nnz]``, or one row per index: ``[nnz, width]``; ``[size]`` or ``[size, width]`` for a
         dense stream. One of float16, bfloat16, float32, float64, int32, int64.
@@ -38,8 +38,8 @@ class SparseStream:
 
     Notes
     -----
-    An absent coordinate stands for the neutral element of whatever operation the stream is
-    reduced with; an explicit zero stays an explicit zero. Contiguous tensors are not copied.
+    An absent coordinate stands for the neutral element of the operation that reduces the stream.
+    An explicit zero stays an explicit zero. Contiguous tensors are not copied.
     """
 
     __slots__ = ("finite", "indices", "size", "values")
@@ -48,8 +48,8 @@ class SparseStream:
     values: Tensor
     size: int
     finite: bool
-    """False when some vector that entered the stream held NaN or Inf and the values are void;
-    it survives every reduction, so that all ranks learn of it without a message of its own."""
+    """False if a vector that entered the stream held NaN or Inf; the values are then meaningless.
+    Every reduction passes the flag on, so all ranks learn of it without an extra message."""
 
     def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
         check_values(values, size, dense=indices is None)
@@ -62,14 +62,14 @@ class SparseStream:
     def unchecked(
         cls, indices: Tensor | None, values: Tensor, size: int, finite: bool = True
     ) -> SparseStream:
-        """Make a stream of parts that are known to be right, as inner code's are."""
+        """Make a stream without checking its parts; the caller guarantees that they are valid."""
         stream = cls.__new__(cls)
         stream.indices, stream.values, stream.size, stream.finite = indices, values, size, finite
         return stream
 
     @classmethod
     def from_dense(cls, vector: Tensor) -> SparseStream:
-        """Store the nonzero coordinates (rows) of ``vector``, or all of it if that is smaller.
+        """Store the nonzero coordinates (rows) of ``vector``, or all of them if that is smaller.
 
         Parameters
         ----------
@@ -86,7 +86,10 @@ class SparseStream:
         return cls.unchecked(indices, vector[indices], size)
 
     def empty_like(self, size: int | None = None) -> SparseStream:
-        """Return a sparse stream without entries, of this dtype and width, and this or ``size``."""
+        """Return a sparse stream without entries, of the same dtype and width.
+
+        Its size is ``size``, or this stream's size if that is None.
+        """
         size = self.size if size is None else size
         indices = torch.empty(0, dtype=kernels.index_dtype(size), device=self.device)
         return SparseStream.unchecked(indices, self.values[:0], size, self.finite)
@@ -134,7 +137,7 @@ class SparseStream:
     def to_dense(self, fill: float = 0) -> Tensor:
         """Return the vector, ``[size]`` or ``[size, width]``, absent coordinates set to ``fill``.
 
-        The result of a dense stream is its own storage, not a copy.
+        A dense stream returns its own storage, not a copy.
         """
         if self.indices is None:
             return self.values
@@ -143,15 +146,15 @@ class SparseStream:
         return dense
 
     def compact(self, op: Op = SUM, dense_at: int | None = None) -> SparseStream:
-        """Return the stream itself, or a dense one where that is smaller.
+        """Return the stream, converted to dense if the dense form is smaller.
 
         Parameters
         ----------
         op
-            Gives the neutral element that absent coordinates are filled with.
+            Its neutral element fills the absent coordinates.
         dense_at
-            The count of entries from which the dense form is smaller, which a format knows of its
-            messages; by default that of the stream's own tensors, `dense_from`.
+            The count of entries from which the dense form is smaller. A format knows this count
+            for its messages; the default, `dense_from`, is that of tensors in memory.
         """
         if dense_at is None:
             dense_at = dense_from(self.size, self.value_bytes)
@@ -194,9 +197,9 @@ class SparseStream:
         ]
 
     def topk(self, k: int) -> tuple[SparseStream, SparseStream]:
-        """Part the stream into its ``k`` largest magnitudes and the rest, both sparse.
+        """Split the stream into its ``k`` largest magnitudes and the rest, both sparse.
 
-        Ties go to the lowest index; zeros are never among the first. Scalar float values only.
+        Ties go to the lowest index; zeros are never selected. Scalar float values only.
         """
         positions = self._largest(k)
         left = torch.ones(self.nnz, dtype=torch.bool, device=self.device)
@@ -204,7 +207,7 @@ class SparseStream:
         return self._at(positions), self._at(left.nonzero().squeeze(1))
 
     def largest(self, k: int) -> SparseStream:
-        """Return the first part of `topk` alone."""
+        """Return only the first stream of `topk`, the ``k`` largest magnitudes."""
         return self._at(self._largest(k))
 
     def without(self, other: SparseStream) -> SparseStream:
@@ -235,18 +238,18 @@ def reduce(
     Parameters
     ----------
     dense_at
-        As for `SparseStream.compact`, which the result is.
+        As for `SparseStream.compact`, which is applied to the result.
 
     Returns
     -------
     SparseStream
-        Dense where an input is, or where the dense form of the result is smaller; this is decided
-        on the true count of the merged indices.
+        Dense if an input is dense, or if the dense form of the result is smaller. The true count
+        of the merged indices decides.
 
     Raises
     ------
     InputError
-        When there is none, or sizes, dtypes or widths differ.
+        When there is no stream, or sizes, dtypes or widths differ.
     """
     op = resolve(op)
     if not streams:
@@ -262,7 +265,7 @@ def reduce(
     if len(pairs) == len(streams):
         indices, values = kernels.merge(pairs, op)
         return SparseStream.unchecked(indices, values, first.size, finite).compact(op, dense_at)
-    # As where all are sparse, half precision is rounded once, at the end.
+    # Half precision is summed in float32 and rounded once, at the end, as `kernels.merge` does.
     wide = _WIDE_DTYPE.get(first.dtype, first.dtype)
     total = first.to_dense(op.neutral_for(first.dtype)).to(wide, copy=first.is_dense)
     for other in streams[1:]:
@@ -278,13 +281,13 @@ def concatenate(
 ) -> SparseStream:
     """Join streams of consecutive index ranges, the inverse of `SparseStream.split`.
 
-    The result is dense or sparse by its count of entries, whatever the parts were; ``dense_at`` is
-    that of `SparseStream.compact`.
+    The count of entries alone decides whether the result is dense; ``dense_at`` is that of
+    `SparseStream.compact`.
 
     Raises
     ------
     InputError
-        When there is none.
+        When there is no stream.
     """
     if not streams:
         raise InputError("concatenate needs at least one stream, got none")
@@ -304,10 +307,10 @@ def concatenate(
 
 
 def dense_from(size: int, value_bytes: int) -> int:
-    """Return the count of coordinates from which all ``size`` of them take fewer bytes.
+    """Return the smallest count of entries with which the dense form takes fewer bytes.
 
     This is SparCML's switch: nnz > δ = size · isize / (c + isize), with c bytes an index. In memory
-    an index takes four bytes, or eight where the size needs it; a format may pack it better.
+    an index takes four bytes, or eight if the size needs it; a format may pack it better.
     """
     return size * value_bytes // (kernels.index_dtype(size).itemsize + value_bytes) + 1
 

@@ -1,4 +1,4 @@
-"""Numbers as people type them: counts, times and rates with their units."""
+"""Parsing of counts, times and rates with units, as typed on the command line."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ _BITS_PER_S: dict[str, Scale] = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 def count(text: str) -> float:
     """Read a positive number such as ``1000``, ``25.6M``, ``7B`` or ``16Mi``.
 
-    K, M, G (or B), T and P are powers of 1000, Ki, Mi and Gi powers of 1024, wherever something is
-    counted.
+    K, M, G (or B), T and P are powers of 1000; Ki, Mi and Gi are powers of 1024.
 
     Raises
     ------
     InputError
-        When it is no such thing.
+        When the text is not such a number.
     """
     return float(_count(text))
 
 
 def whole(text: str) -> int:
-    """Read a positive whole number, otherwise as `count`."""
+    """Read a positive whole number, written as for `count`."""
     number = _count(text)
     if number.denominator != 1:
-        raise InputError(f"a count is a whole number here, got {text!r}, which is {float(number)}")
+        raise InputError(f"this count must be a whole number, got {text!r} = {float(number)}")
     return number.numerator
 
 
@@ -44,7 +43,7 @@ def seconds(text: str) -> float:
     Raises
     ------
     InputError
-        When it is no number with one of these units.
+        When the text is not a number with one of these units.
     """
     return float(_read(text, _SECONDS, "a time is a number and us, ms or s, such as 5s"))
 
@@ -55,29 +54,29 @@ def bits_per_s(text: str) -> int:
     Raises
     ------
     InputError
-        When it is no number with one of the units kbit, mbit and gbit, or less than 1 bit/s.
+        When the text is not a number with the unit kbit, mbit or gbit, or is less than 1 bit/s.
     """
-    told = "a rate is a number and kbit, mbit or gbit, such as 1gbit"
-    rate = round(_read(text, _BITS_PER_S, told))
+    expected = "a rate is a number and kbit, mbit or gbit, such as 1gbit"
+    rate = round(_read(text, _BITS_PER_S, expected))
     if not rate:
-        raise InputError(f"{told}; got {text!r}, which carries nothing")
+        raise InputError(f"{expected}, and at least 1 bit/s; got {text!r}")
     return rate
 
 
 def _count(text: str) -> Fraction:
-    told = (
-        "a count is a positive number such as 1000, 25.6M or 16Mi, of K, M, G (or B), T or P,"
-        " powers of 1000, or Ki, Mi or Gi, powers of 1024"
+    expected = (
+        "a count is a positive number such as 1000, 25.6M or 16Mi, with an optional unit: K, M,"
+        " G (or B), T or P for powers of 1000, Ki, Mi or Gi for powers of 1024"
     )
-    number = _read(text, _COUNTS, told)
+    number = _read(text, _COUNTS, expected)
     if not number:
-        raise InputError(f"{told}; got {text!r}")
+        raise InputError(f"{expected}; got {text!r}")
     return number
 
 
-def _read(text: str, units: Mapping[str, Scale], told: str) -> Fraction:
+def _read(text: str, units: Mapping[str, Scale], expected: str) -> Fraction:
     """Return the exact value of a number and one of ``units``."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in units:
-        raise InputError(f"{told}; got {text!r}")
+        raise InputError(f"{expected}; got {text!r}")
     return Fraction(match[1]) * units[match[2]]

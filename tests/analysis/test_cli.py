@@ -1,4 +1,4 @@
-"""``sparcel density`` as people meet it."""
+"""``sparcel density`` on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_it_tells_the_expected_nnz_and_where_the_sum_turns_dense() -> None:
+def test_density_prints_the_expected_nnz_and_when_the_sum_turns_dense() -> None:
     result = run("--size", "1000000", "--density", "0.02", "--ranks", "48")
     assert result.returncode == 0, result.stderr
     assert "20,000 of 1,000,000 coordinates a rank (2 %)" in result.stdout

@@ -38,13 +38,13 @@ def test_lemma_1_holds_on_average_over_all_selections(
     mean = sum(found) / len(found)
     bound = contraction_bound(k, d, gamma)
     assert mean <= bound + 1e-12
-    # What the proof drops on the way, the energy outside of the top k that is taken.
+    # The term that the proof drops: the energy of selected indices outside the top k.
     assert mean == pytest.approx(bound - gamma * d / (n - k), abs=1e-12)
     assert gamma <= 1 - k / n + 1e-12
     assert bound <= contraction_bound(k, d, 1 - k / n) + 1e-12
 
 
-def test_one_selection_may_lie_above_the_bound_on_the_average() -> None:
+def test_one_selection_may_exceed_the_average_bound() -> None:
     vector = torch.tensor([10.0, 1, 1, 0])
     bound = contraction_bound(2, 1, contraction(vector, topk(vector, 2)))
     misses_the_largest, misses_the_smallest = torch.tensor([1, 2]), torch.tensor([0, 2])
@@ -53,20 +53,22 @@ def test_one_selection_may_lie_above_the_bound_on_the_average() -> None:
 
 
 @given(small, st.data())
-def test_contraction_is_the_share_of_energy_left(values: list[int], data: st.DataObject) -> None:
+def test_contraction_is_the_remaining_share_of_energy(
+    values: list[int], data: st.DataObject
+) -> None:
     chosen = data.draw(st.sets(st.integers(0, len(values) - 1)))
     left = sum(v * v for i, v in enumerate(values) if i not in chosen)
     vector = torch.tensor(values, dtype=torch.float32)
     indices = torch.tensor(sorted(chosen), dtype=torch.int64)
     expected = float(Fraction(left, sum(v * v for v in values)))
     assert contraction(vector, indices) == expected
-    # The values of a stream are another rank's: only its indices count.
+    # Only the indices of the stream matter; its values are those of another rank.
     stream = SparseStream(indices, torch.ones(len(chosen)), len(values))
     assert contraction(vector, stream) == expected
     assert vector.tolist() == values
 
 
-def test_what_is_left_of_nothing_is_not_a_number() -> None:
+def test_contraction_of_a_zero_vector_is_nan() -> None:
     assert math.isnan(contraction(torch.zeros(3), torch.tensor([0])))
 
 
@@ -83,7 +85,7 @@ def reference_xi(accumulated: list[Tensor], gradients: list[Tensor], k: int) -> 
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 99))
-def test_xi_is_that_of_its_definition(ranks: int, k: int, seed: int) -> None:
+def test_xi_equals_its_definition(ranks: int, k: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     gradients = [torch.randn(40, generator=generator, dtype=torch.float64) for _ in range(ranks)]
     accumulated = [
@@ -92,14 +94,14 @@ def test_xi_is_that_of_its_definition(ranks: int, k: int, seed: int) -> None:
     ]
     found = xi(accumulated, gradients, k)
     assert found == pytest.approx(reference_xi(accumulated, gradients, k), rel=1e-9, abs=1e-12)
-    # The learning rate cancels where both carry it.
+    # The learning rate cancels if both are scaled by it.
     scaled = xi([0.5 * a for a in accumulated], [0.5 * g for g in gradients], k)
     assert scaled == pytest.approx(found, rel=1e-9, abs=1e-12)
     streams = [SparseStream.from_dense(a) for a in accumulated]
     assert xi(streams, gradients, k) == found
 
 
-def test_xi_is_nothing_where_ranks_agree_or_everything_is_sent() -> None:
+def test_xi_is_zero_if_ranks_agree_or_everything_is_sent() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(30, generator=generator) for _ in range(4)]
     assert xi([gradients[0]] * 4, gradients, 3) == 0
@@ -107,8 +109,8 @@ def test_xi_is_nothing_where_ranks_agree_or_everything_is_sent() -> None:
     assert xi(gradients[:1], gradients[:1], 3) == 0
 
 
-def test_xi_sees_what_is_large_only_together() -> None:
-    # Each rank's largest cancels; the second of both adds up.
+def test_xi_detects_values_that_are_large_only_in_the_sum() -> None:
+    # The ranks' largest values cancel; their second largest add up.
     ranks = [torch.tensor([5.0, 4, 0]), torch.tensor([-5.0, 4, 0])]
     assert xi(ranks, ranks, 1) == 1
     assert xi(ranks, ranks, 2) == 0

@@ -34,7 +34,7 @@ def settings(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 def distribution(size: int, k: int, ranks: int) -> dict[int, Fraction]:
-    """The exact distribution of nnz: each rank adds a hypergeometric number of new ones."""
+    """Return the exact distribution of nnz; each rank adds a hypergeometric number of new ones."""
     current = {k: Fraction(1)}
     for _ in range(ranks - 1):
         following: dict[int, Fraction] = {}
@@ -48,7 +48,7 @@ def distribution(size: int, k: int, ranks: int) -> dict[int, Fraction]:
 
 
 @pytest.mark.parametrize(("size", "k", "ranks"), [(4, 2, 3), (5, 1, 4), (5, 3, 3), (3, 3, 2)])
-def test_it_is_the_mean_over_all_selections(size: int, k: int, ranks: int) -> None:
+def test_expected_nnz_is_the_mean_over_all_selections(size: int, k: int, ranks: int) -> None:
     subsets = list(itertools.combinations(range(size), k))
     counts = [len(set().union(*chosen)) for chosen in itertools.product(subsets, repeat=ranks)]
     mean = Fraction(sum(counts), len(counts))
@@ -61,7 +61,9 @@ def test_it_is_the_mean_over_all_selections(size: int, k: int, ranks: int) -> No
 
 
 @given(settings())
-def test_it_is_that_of_the_exact_distribution(setting: tuple[int, int, int]) -> None:
+def test_expectation_and_variance_equal_the_exact_distribution(
+    setting: tuple[int, int, int],
+) -> None:
     size, k, ranks = setting
     exact = distribution(size, k, ranks)
     mean = sum(nnz * p for nnz, p in exact.items())
@@ -71,7 +73,7 @@ def test_it_is_that_of_the_exact_distribution(setting: tuple[int, int, int]) -> 
 
 
 @given(settings())
-def test_it_is_the_papers_alternating_sum(setting: tuple[int, int, int]) -> None:
+def test_expected_nnz_is_the_papers_alternating_sum(setting: tuple[int, int, int]) -> None:
     size, k, ranks = setting
     share = Fraction(k, size)
     papers = size * sum(
@@ -91,14 +93,16 @@ def test_the_variance_of_large_vectors(size: int, k: int, ranks: int) -> None:
 @given(st.lists(st.fractions(0, 1), min_size=1, max_size=20), st.integers(1, 30))
 def test_no_distribution_fills_in_faster_than_uniform(shares: list[Fraction], ranks: int) -> None:
     size, k = len(shares), sum(shares)
-    # Selections of whole k, so that both expect as many coordinates of a rank.
+    # k is a whole number, so both distributions select equally many coordinates on average.
     shares = [share * Fraction(math.floor(k), 1) / k if k else share for share in shares]
     expected = float(sum(1 - (1 - share) ** ranks for share in shares))
     assert expected <= expected_nnz(size, math.floor(k), ranks) * (1 + 1e-12) + 1e-12
 
 
 @given(st.integers(1, 10**18), st.data(), st.integers(1, 10**12))
-def test_it_is_bounded_and_grows_with_ranks_and_k(size: int, data: st.DataObject, p: int) -> None:
+def test_expected_nnz_is_bounded_and_grows_with_ranks_and_k(
+    size: int, data: st.DataObject, p: int
+) -> None:
     k = data.draw(st.integers(0, size))
     expected = expected_nnz(size, k, p)
     roundings = 1 + 1e-12
@@ -156,8 +160,8 @@ def test_settings_out_of_range_are_refused(arguments: tuple[int, int, int], mess
             function(*arguments)
 
 
-def test_a_sum_of_nothing_never_turns_dense() -> None:
-    with pytest.raises(InputError, match="a sum of nothing never turns dense"):
+def test_ranks_until_dense_refuses_k_of_zero() -> None:
+    with pytest.raises(InputError, match="an empty sum never turns dense"):
         ranks_until_dense(10, 0)
 
 
@@ -177,7 +181,7 @@ def test_relative_volume_is_what_the_collective_sends(k: int, world: int) -> Non
     assert sent / dense == pytest.approx(relative_volume(size, k, world), rel=0.02, abs=0.002)
 
 
-def test_of_a_dense_sum_at_least_half_the_dense_volume_is_left() -> None:
+def test_dense_sum_takes_at_least_half_the_dense_volume() -> None:
     assert relative_volume(10**9, 10**7, 10**4) == pytest.approx(0.51)
     assert relative_volume(10**9, 10**9, 2) == 1
     with pytest.raises(InputError, match="one rank sends nothing"):

@@ -34,7 +34,7 @@ def random_gradients() -> list[Tensor]:
 
 
 @given(cases().filter(lambda case: case.size > 0))
-def test_growth_is_that_of_the_union_of_indices(case: Case) -> None:
+def test_growth_counts_the_union_of_indices(case: Case) -> None:
     grown = growth(iter(case.streams))
     seen: set[int] = set()
     for rank, stream in enumerate(case.streams):
@@ -47,7 +47,7 @@ def test_growth_is_that_of_the_union_of_indices(case: Case) -> None:
 
 
 @given(cases().filter(lambda case: case.size > 0))
-def test_a_sum_is_dense_from_where_growth_says(case: Case) -> None:
+def test_sum_is_dense_from_the_rank_that_growth_gives(case: Case) -> None:
     if any(stream.is_dense for stream in case.streams) or case.streams[0].width is not None:
         return
     dense_from = growth(case.streams).dense_from(case.streams[0].dtype)
@@ -89,7 +89,7 @@ def test_identical_ranks_do_not_fill_in() -> None:
         assert grown.dense_from() is None
 
 
-def test_streams_are_taken_as_vectors() -> None:
+def test_fill_in_accepts_streams() -> None:
     gradients = random_gradients()
     streams = [topk(gradient, SIZE // 10) for gradient in gradients]
     exact = (0.01, "exact")
@@ -128,7 +128,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_gradients_are_those_of_backward_and_the_model_stays() -> None:
+def test_gradients_equal_backward_and_the_model_is_unchanged() -> None:
     network, loss = model(), nn.CrossEntropyLoss()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     gradients = list(gradients_of(network, loss, batches(3)))

@@ -1,4 +1,4 @@
-"""docs/analysis.md: its examples run as printed, and what they say they return, they return."""
+"""The examples of docs/analysis.md run as printed and return the printed results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_script_prints_the_page_s_table_and_draws_its_plot(tmp_path: Path) -
         [sys.executable, ROOT / "examples/fill_in.py", plot],
         capture_output=True,
         text=True,
-        # Layers this small gain nothing from threads, and lose much where other tests run beside.
+        # Threads do not help layers this small, and are slow if other tests run at the same time.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr

@@ -42,7 +42,7 @@ def vectors(count: int, least: int = 2) -> st.SearchStrategy[list[Tensor]]:
 
 
 @given(vectors(3))
-def test_cosines_are_those_of_the_definition(memories: list[Tensor]) -> None:
+def test_cosines_equal_their_definition(memories: list[Tensor]) -> None:
     found = cosine_similarities(memories)
     assert found.shape == (3, 3)
     for i, a in enumerate(memories):
@@ -69,7 +69,7 @@ def test_cosines_of_vectors_longer_than_a_slab(monkeypatch: pytest.MonkeyPatch) 
 
 
 @given(index_sets, index_sets)
-def test_hamming_distance_counts_what_one_set_has_alone(a: set[int], b: set[int]) -> None:
+def test_hamming_distance_counts_indices_in_one_set_only(a: set[int], b: set[int]) -> None:
     first, second = (torch.tensor(sorted(s), dtype=torch.int64) for s in (a, b))
     stream = SparseStream(second, torch.ones(len(b)), 31)
     distance = hamming_distance(first, stream)
@@ -115,7 +115,7 @@ def test_quantile_agreement_is_r2_of_the_line_through_the_quantiles(pair: list[T
     assert 0 <= found <= 1
 
 
-def test_both_see_magnitudes_alone_and_only_spearman_sees_places() -> None:
+def test_both_ignore_signs_and_only_spearman_depends_on_positions() -> None:
     x = torch.tensor([1.0, -2, 3, -7, 11])
     for agreement in (spearman, quantile_agreement):
         assert agreement(x, x) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""What runs on real processes here runs on every engine."""
+"""Tests on real processes in this directory run on every engine."""
 
 import pytest
 

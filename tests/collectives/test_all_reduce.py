@@ -49,7 +49,7 @@ def check(case, algorithm, max_nnz=None):
 
 @algorithms
 @given(case=cases(), bounded=st.booleans(), slack=st.integers(0, 5))
-def test_it_equals_the_dense_reference_and_all_ranks_agree(algorithm, case, bounded, slack):
+def test_result_equals_the_dense_reference_on_every_rank(algorithm, case, bounded, slack):
     check(case, algorithm, case.max_nnz + slack if bounded else None)
 
 
@@ -91,7 +91,7 @@ def test_all_equal_values(algorithm, world):
 
 @algorithms
 @given(seed=st.integers(0, 1000), world=st.integers(1, 9))
-def test_rounded_sums_agree_on_all_ranks_and_at_every_run(algorithm, seed, world):
+def test_rounded_sums_agree_on_all_ranks_and_in_every_run(algorithm, seed, world):
     generator = torch.Generator().manual_seed(seed)
     case = case_of("random", world, 64, count=12, seed=seed)
     for stream in case.streams:
@@ -105,7 +105,7 @@ def test_rounded_sums_agree_on_all_ranks_and_at_every_run(algorithm, seed, world
 
 @algorithms
 @pytest.mark.parametrize("world", range(1, 10))
-def test_the_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
+def test_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
     for layout in ("random", "empty", "dense"):
         for culprit in range(world):
             case = case_of(layout, world, 40)
@@ -117,7 +117,7 @@ def test_the_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
 @algorithms
 def test_indices_beyond_32_bits(algorithm):
     if algorithm == "dense":
-        return  # which is what it is
+        return  # it would allocate the dense vector
     size = 2**40 + 3
 
     def on_rank(comm):
@@ -130,7 +130,7 @@ def test_indices_beyond_32_bits(algorithm):
         assert result.values.tolist() == [1, 1, 1, 1, 1, 10, 10]
 
 
-def test_the_result_is_dense_exactly_where_that_is_smaller():
+def test_result_is_dense_exactly_if_that_is_smaller():
     """split_allgather decides by the true counts: at δ = n/2 for float32."""
     for entries, is_dense in ((32, False), (33, True)):
         case = case_of("identical", 4, 64, count=entries)

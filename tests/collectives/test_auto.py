@@ -20,7 +20,7 @@ WORLDS = range(1, 18)
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Note which algorithm each rank takes."""
+    """Record the algorithm that each rank runs."""
     names = []
 
     def noting(name, algorithm):
@@ -36,7 +36,7 @@ def taken(monkeypatch):
 
 
 def chosen(taken, world, streams, op=SUM, max_nnz=None, rates=None):
-    """Return the one algorithm that all ranks took."""
+    """Return the algorithm that all ranks ran."""
     taken.clear()
 
     def on_rank(comm):
@@ -52,13 +52,13 @@ def chosen(taken, world, streams, op=SUM, max_nnz=None, rates=None):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_ranks_with_different_counts_choose_alike(taken, world):
+def test_ranks_with_different_counts_choose_the_same_algorithm(taken, world):
     for layout, size in product(("uneven", "one rank", "dense", "empty"), (1, 50, 9000)):
         chosen(taken, world, case_of(layout, world, size).streams)
 
 
 @given(size=st.integers(1, 10**8), k=st.integers(1, 10**8), world=st.integers(2, 64))
-def test_the_model_decides(size, k, world):
+def test_auto_chooses_what_the_cost_model_predicts_to_be_fastest(size, k, world):
     k = min(k, size)
     problem = cost.Problem(size, k, world)
     name = auto.fastest(problem, cost.default_rates())
@@ -70,14 +70,14 @@ def test_the_model_decides(size, k, world):
 
 
 def one_entry(comm, max_nnz=None):
-    """Return how many messages a sum of one entry a rank takes from this rank."""
+    """Return how many messages this rank sends in a sum of one entry a rank."""
     stream = SparseStream(torch.tensor([comm.rank]), torch.ones(1), 40)
     total = sparcel.all_reduce(stream, group=comm, max_nnz=max_nnz)
     assert torch.equal(total.to_dense(), torch.arange(40).lt(comm.size).float())
     return comm.traffic.messages_sent
 
 
-def test_a_bound_spares_the_exchange_of_counts():
+def test_max_nnz_saves_the_exchange_of_counts():
     without, with_bound = (
         simulate(8, lambda comm: one_entry(comm, bound)).results  # noqa: B023
         for bound in (None, 1)
@@ -85,16 +85,16 @@ def test_a_bound_spares_the_exchange_of_counts():
     assert [more - less for more, less in zip(without, with_bound, strict=True)] == [3] * 8
 
 
-def test_a_bound_that_is_none_is_named():
+def test_too_small_max_nnz_is_refused():
     def on_rank(comm):
         bound = 0 if comm.rank == 2 else 1
-        with pytest.raises((InputError, CommunicationError), match="got 0 for one of 1"):
+        with pytest.raises((InputError, CommunicationError), match="got 0 for a stream of 1"):
             one_entry(comm, bound)
 
     simulate(4, on_rank)
 
 
-def test_rates_of_the_communicator_decide(taken):
+def test_rates_of_the_communicator_decide_the_choice(taken):
     streams, names = case_of("random", 8, 40_000, count=4096).streams, []
     for latency in (1.0, 1e-9):
         rates = cost.stated_rates(bandwidth=1e7, latency_s=latency, ranks=8)
@@ -103,10 +103,10 @@ def test_rates_of_the_communicator_decide(taken):
     assert names[0] != names[1]
 
 
-def test_an_operation_that_the_engine_does_not_know_is_never_left_to_it(taken):
+def test_auto_never_gives_the_engine_an_unknown_operation(taken):
     streams = case_of("dense", 8, 60_000, op=CIRCLE).streams
     streams = [SparseStream(None, full(stream, CIRCLE), stream.size) for stream in streams]
-    # So slow between ranks, and so fast in the engine, that a sum is the engine's.
+    # With these rates, the engine's dense all-reduce would be chosen for a sum.
     rates = cost.stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=8)
     curves = {**rates.curves, "dense.float32": cost.Curve(((1.0, 1e-9),))}
     rates = cost.Rates(curves, 8)
@@ -114,7 +114,7 @@ def test_an_operation_that_the_engine_does_not_know_is_never_left_to_it(taken):
 
 
 @given(st.integers(1, 1 << 40))
-def test_counts_about_alike_are_looked_up_as_one(count):
+def test_similar_counts_share_a_cache_entry(count):
     rounded = auto._rounded(count)
     assert count <= rounded <= count * 9 / 8
     assert rounded.bit_length() <= 4 or rounded % (1 << rounded.bit_length() - 5) == 0

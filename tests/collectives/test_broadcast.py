@@ -1,4 +1,4 @@
-"""The root's stream on every rank, as it is: short messages down a tree, long ones in parts."""
+"""Broadcast delivers the root's stream unchanged: short ones down a tree, long ones in parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADER = 40
 def indices_alone(
     indices: list[int], size: int = SIZE, dtype: torch.dtype = torch.float32
 ) -> SparseStream:
-    """Return a stream of rows of width 0 at these indices."""
+    """Return a stream without values: rows of width 0 at these indices."""
     index_dtype = torch.int64 if size > 2**31 - 1 else torch.int32
     rows = torch.empty(len(indices), 0, dtype=dtype)
     return SparseStream(torch.tensor(indices, dtype=index_dtype), rows, size)
@@ -40,11 +40,11 @@ def due_of(stream: SparseStream, max_nnz: int) -> Due:
 def from_root(
     stream: SparseStream, root: int, max_nnz: int | None
 ) -> Callable[[Communicator], SparseStream]:
-    """Return what a rank does; nothing is known beforehand where ``max_nnz`` is None."""
+    """Return a function that broadcasts on a rank, without a bound if ``max_nnz`` is None."""
     due = None if max_nnz is None else due_of(stream, max_nnz)
 
     def on_rank(comm: Communicator) -> SparseStream:
-        others = (None, SparseStream(None, torch.ones(3), 3))[comm.rank % 2]  # no use is made of it
+        others = (None, SparseStream(None, torch.ones(3), 3))[comm.rank % 2]  # ignored
         return broadcast(stream if comm.rank == root else others, Wire(comm), root, due)
 
     return on_rank
@@ -67,7 +67,9 @@ def test_every_rank_gets_the_roots_indices(world: int, data: st.DataObject) -> N
     root = data.draw(st.integers(0, world - 1))
     count = data.draw(st.integers(0, 60) | st.integers(1000, 3000))
     step = data.draw(st.integers(1, SIZE // max(count, 1)))
-    more = data.draw(st.integers(0, 40) | st.integers(1000, 2000))  # long for all, and a short one
+    more = data.draw(
+        st.integers(0, 40) | st.integers(1000, 2000)
+    )  # a short message, or one that is long in every world
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     first = data.draw(st.integers(0, SIZE - count * step))
     stream = indices_alone([first + i * step for i in range(count)], dtype=dtype)
@@ -80,7 +82,7 @@ def test_every_rank_gets_the_roots_indices(world: int, data: st.DataObject) -> N
 @pytest.mark.parametrize("world", range(1, 18))
 @pytest.mark.parametrize("entries", [20, 1000])
 @pytest.mark.parametrize("width", [None, 3])
-def test_every_rank_gets_a_stream_of_which_it_knows_nothing(world, entries, width) -> None:
+def test_every_rank_gets_a_stream_without_a_bound(world, entries, width) -> None:
     for root in {0, world // 2, world - 1}:
         sparse = make_stream(spread(entries), root, SIZE, width=width)
         dense = SparseStream(None, sparse.values, entries)
@@ -92,7 +94,7 @@ def test_every_rank_gets_a_stream_of_which_it_knows_nothing(world, entries, widt
 @pytest.mark.parametrize("world", [1, 2, 5, 16, 17])
 @pytest.mark.parametrize("max_nnz", [1, 16, 1000, 2000])
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_root_without_indices_gives_none_and_its_flag(world: int, max_nnz: int, finite: bool):
+def test_empty_stream_travels_with_its_finite_flag(world: int, max_nnz: int, finite: bool):
     stream = indices_alone([])
     stream.finite = finite
     for result in simulate(world, from_root(stream, world - 1, max_nnz)).results:
@@ -100,7 +102,7 @@ def test_a_root_without_indices_gives_none_and_its_flag(world: int, max_nnz: int
 
 
 @pytest.mark.parametrize("max_nnz", [4, 1000])
-def test_indices_beyond_four_bytes_travel_too(max_nnz: int) -> None:
+def test_broadcast_sends_indices_of_eight_bytes(max_nnz: int) -> None:
     stream = indices_alone([0, 2**31, 2**40 - 1], size=2**40)
     for result in simulate(3, from_root(stream, 2, max_nnz)).results:
         assert_given(result, stream)
@@ -108,10 +110,8 @@ def test_indices_beyond_four_bytes_travel_too(max_nnz: int) -> None:
 
 @pytest.mark.parametrize("nnz", [1, 500, 4000])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 17, 32, 100, 256])
-def test_the_volume_is_that_of_the_page_and_does_not_grow_with_the_ranks(
-    world: int, nnz: int
-) -> None:
-    """Long messages take at most twice their bytes, short ones a message in each round."""
+def test_volume_is_the_documented_one_for_any_number_of_ranks(world: int, nnz: int) -> None:
+    """A rank sends at most twice the bytes of a long message; short ones are sent once a round."""
     root = world // 3
     report: Report[SparseStream] = simulate(world, from_root(indices_alone(spread(nnz)), root, nnz))
     volume = max(traffic.volume for traffic in report.traffic)
@@ -140,7 +140,7 @@ def test_rounds(nnz: int, trees: int) -> None:
 
 
 @pytest.mark.parametrize("nnz", [40, 2000])
-def test_ranks_of_another_size_are_named(nnz: int) -> None:
+def test_error_names_the_rank_with_another_size(nnz: int) -> None:
     def on_rank(comm: Communicator) -> SparseStream:
         stream = indices_alone(spread(nnz), SIZE + (comm.rank == 3))
         return broadcast(stream, Wire(comm), 0, due_of(stream, nnz))
@@ -150,7 +150,7 @@ def test_ranks_of_another_size_are_named(nnz: int) -> None:
 
 
 @pytest.mark.parametrize("nnz", [40, 2000])
-def test_more_than_was_agreed_on_is_refused(nnz: int) -> None:
+def test_stream_above_the_agreed_bound_is_refused(nnz: int) -> None:
     stream = indices_alone(spread(2 * nnz))
     with pytest.raises((MismatchError, CommunicationError), match="at most"):
         simulate(5, from_root(stream, 0, nnz))

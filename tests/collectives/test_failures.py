@@ -1,4 +1,4 @@
-"""Ranks that disagree, and ranks that fail in the middle: found, named, and nobody left waiting."""
+"""Ranks that disagree or fail are detected and named, and no rank waits forever."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ collectives = pytest.mark.parametrize("name", COLLECTIVES)
     ],
     ids=["size + 1", "size · 100", "dtype", "width"],
 )
-def test_ranks_that_disagree_are_named(name, world, odd, named):
+def test_error_names_the_ranks_that_disagree(name, world, odd, named):
     if name == "gtopk" and odd.width is not None:
         return  # refused before anything is sent
     for culprit in {0, 1, world - 1}:
@@ -48,7 +48,7 @@ def test_ranks_that_disagree_are_named(name, world, odd, named):
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "dense"])
-def test_more_entries_than_the_bound_are_found(name):
+def test_stream_with_more_entries_than_the_bound_is_refused(name):
     stream = make_stream(range(0, 400, 2), 0, 1000)
     with pytest.raises(MismatchError, match=r"rank \d sent \d+ bytes to rank \d, which expected"):
         simulate(2, lambda comm: all_reduce(stream, Wire(comm), SUM, name, max_nnz=2))
@@ -59,7 +59,7 @@ class DiskError(Exception):
 
 
 def outcomes(world, culprit, call, function):
-    """Run ``function`` on all ranks; in its exchange number ``call`` the culprit fails."""
+    """Run ``function`` on all ranks; the culprit fails in its exchange number ``call``."""
 
     def on_rank(comm):
         if comm.rank == culprit:
@@ -81,7 +81,7 @@ def outcomes(world, culprit, call, function):
 
 @collectives
 @pytest.mark.parametrize("world", [2, 3, 6, 8])
-def test_a_rank_that_fails_in_the_middle_fails_every_rank_that_still_needs_it(name, world):
+def test_failing_rank_fails_every_rank_that_still_needs_it(name, world):
     case = case_of("random", world, 40, count=6)
     reference = dense_reference(case.streams, SUM)
     for culprit in range(world):
@@ -100,7 +100,7 @@ def test_a_rank_that_fails_in_the_middle_fails_every_rank_that_still_needs_it(na
                     continue
                 if isinstance(result, CommunicationError):
                     assert f"rank {culprit} failed: the disk is full" in str(result)
-                elif name in ALGORITHMS:  # it was done before: then it has the true result
+                elif name in ALGORITHMS:  # the rank had finished, so its result is right
                     assert torch.equal(full(result), reference)
             if call == 0 and name in ALGORITHMS:
                 others = results[:culprit] + results[culprit + 1 :]
@@ -125,7 +125,7 @@ def test_a_communicator_is_dead_after_a_failure():
     assert "rank 0 failed: division by zero" in str(second)
 
 
-def test_streams_that_are_alike_but_for_their_entries_are_no_mismatch():
+def test_streams_with_different_entries_are_no_mismatch():
     streams = [
         SparseStream(torch.arange(3), torch.ones(3), 10),
         SparseStream(None, torch.ones(10), 10),

@@ -1,4 +1,4 @@
-"""Ok-Topk gives the bits of its oracle, which gathers everything, on the simulated cluster."""
+"""Ok-Topk returns the bits of an oracle that gathers everything, on the simulated cluster."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ VALUES = ("normal", "few distinct", "equal", "ternary", "wide", "zeros")
 
 
 def indices_of(layout, rank, world, size, count, generator, seed):
-    """Lay out a rank's indices in the way that ``layout`` names."""
+    """Return a rank's indices, arranged by ``layout``."""
     area, start = size, 0
     match layout:
         case "identical":
@@ -49,7 +49,7 @@ def indices_of(layout, rank, world, size, count, generator, seed):
 
 
 def values_of(kind, count, dtype, generator):
-    """Draw values of a kind."""
+    """Draw values of the given kind."""
     normal = torch.randn(count, generator=generator)
     match kind:
         case "few distinct":
@@ -110,28 +110,30 @@ def check(streams, k, max_nnz=None):
     st.integers(0, 99),
     st.booleans(),
 )
-def test_it_has_the_bits_of_the_oracle(layout, kind, world, size, count, k, dtype, seed, bounded):
+def test_oktopk_has_the_bits_of_the_oracle(
+    layout, kind, world, size, count, k, dtype, seed, bounded
+):
     streams = streams_of(layout, kind, world, size, count, dtype, seed)
     check(streams, k, count if bounded else None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_it_has_the_bits_of_the_oracle_where_histograms_are_refined(layout, dtype):
+def test_oktopk_has_the_bits_of_the_oracle_if_histograms_are_refined(layout, dtype):
     for world, kind in zip((2, 3, 5, 8, 3, 2), VALUES, strict=True):
         streams = streams_of(layout, kind, world, 20_000, 5_000, dtype)
         check(streams, 1_500, 5_000)
 
 
 @given(layouts, st.integers(1, 17), st.integers(0, 70), st.integers(1, 80), floats)
-def test_dense_streams_and_small_integers(layout, world, size, k, dtype):
+def test_oktopk_takes_dense_streams_of_small_integers(layout, world, size, k, dtype):
     case = case_of(layout, world, size, dtype)
     expected = oracle(case.streams, k)
     for result in run(case.streams, k, call=oktopk):
         assert same_stream(result, expected)
 
 
-def test_the_oracle_is_the_topk_of_the_sum():
+def test_oracle_is_the_topk_of_the_sum():
     streams = streams_of("uniform", "few distinct", 5, 100, 30)
     total = sum(full(stream) for stream in streams)
     ranking = sorted(range(100), key=lambda i: (-abs(float(total[i])), i))[:12]
@@ -145,19 +147,19 @@ def test_the_oracle_is_the_topk_of_the_sum():
         assert result.nnz == min(k, int((total != 0).sum()))
 
 
-def test_fewer_nonzeros_than_k_all_win():
+def test_all_win_if_there_are_fewer_nonzeros_than_k():
     result = check(streams_of("uniform", "ternary", 7, 300, 20), 2000)
     assert 0 < result.nnz < 2000
     assert bool((result.values != 0).all())
 
 
-def test_more_equal_values_than_are_ever_gathered():
-    """All bits are used up, and ties are still many: they go to the lowest indices."""
+def test_more_ties_than_candidates_are_gathered():
+    """More ties than `FEW` remain after all bits are resolved; the lowest indices win."""
     streams = streams_of("disjoint", "equal", 4, 40_000, 10_000)
     assert check(streams, 12_345).indices.tolist() == list(range(12_345))
 
 
-def test_indices_above_what_float32_and_int32_can_count():
+def test_indices_beyond_float32_and_int32():
     for size in (2**24 + 77, 2**31 - 1, 2**31, 2**40 + 3):
         last = torch.arange(size - 40, size)
         streams = [
@@ -170,7 +172,7 @@ def test_indices_above_what_float32_and_int32_can_count():
 
 
 @pytest.mark.parametrize("world", range(1, 10))
-def test_the_flag_of_any_rank_reaches_every_rank(world):
+def test_finite_flag_of_any_rank_voids_the_result(world):
     for culprit in range(world):
         streams = streams_of("uniform", "normal", world, 200, 20)
         streams[culprit].finite = False
@@ -181,7 +183,7 @@ def test_the_flag_of_any_rank_reaches_every_rank(world):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_a_sum_that_is_not_finite_is_nobodys(world, poison):
+def test_non_finite_sum_has_no_winners(world, poison):
     for culprit in range(world):
         streams = streams_of("uniform", "normal", world, 200, 20)
         streams[culprit].values[7] = poison
@@ -190,7 +192,7 @@ def test_a_sum_that_is_not_finite_is_nobodys(world, poison):
             assert result.nnz == 0
 
 
-def test_a_sum_that_overflows_is_not_finite():
+def test_overflowing_sum_is_not_finite():
     streams = [SparseStream(torch.arange(4), torch.full((4,), 3e38), 20) for _ in range(3)]
     assert not any(result.finite for result in run(streams, 2))
     assert not oracle(streams, 2).finite
@@ -230,12 +232,12 @@ UNKNOWN = Estimates(None, None)
     floats,
     st.integers(0, 99),
 )
-def test_with_estimates_it_keeps_the_largest_sums_from_the_threshold_on(
+def test_reused_threshold_keeps_the_largest_sums_above_it(
     layout, kind, world, size, count, k, dtype, seed
 ):
     first = streams_of(layout, kind, world, size, count, dtype, seed)
     total, estimates = reuse(first, k, UNKNOWN, max_nnz=count)
-    assert same_stream(total, oracle(first, k))  # what is unknown is found exactly
+    assert same_stream(total, oracle(first, k))  # unknown estimates are computed exactly
     bounds = estimates.boundaries
     assert bounds == sorted(bounds)
     assert (len(bounds), bounds[0], bounds[-1]) == (world + 1, 0, size)
@@ -249,14 +251,14 @@ def test_with_estimates_it_keeps_the_largest_sums_from_the_threshold_on(
     indices = total.indices.long()
     assert same_bits(total.values, every[indices])
     assert bool(above[indices].all())
-    for start, stop in pairwise(bounds):  # of each region the largest
+    for start, stop in pairwise(bounds):  # the largest of each region win
         won = total.slice(start, stop)
         assert same_stream(
             won, SparseStream.unchecked(None, every[start:stop], stop - start).topk(won.nnz)[0]
         )
 
 
-def test_estimates_are_renewed_when_asked_for_and_where_they_do_not_fit():
+def test_estimates_are_renewed_on_request_or_if_they_do_not_fit():
     old = Estimates([0, 1, 2, 100], 1.5, 10)
     streams = streams_of("uniform", "normal", 3, 100, 30)
     _, same = reuse(streams, 10, old)
@@ -270,7 +272,7 @@ def test_estimates_are_renewed_when_asked_for_and_where_they_do_not_fit():
     for unfit in ([0, 1, 100], [0, 1, 2, 99]):
         _, fitting = reuse(streams, 10, Estimates(unfit, 1.5, 10))
         assert fitting == edges
-    total, other = reuse(streams, 7, old)  # made for another k
+    total, other = reuse(streams, 7, old)  # estimated for another k
     assert (total.nnz, other.boundaries, other.k) == (7, old.boundaries, 7)
 
 
@@ -283,7 +285,7 @@ def test_boundaries_are_averaged_in_integers():
     assert estimates.boundaries == [0, size - 36, size]  # of size − 36 and size − 35, rounded down
 
 
-def test_estimates_stay_where_the_sum_is_not_finite():
+def test_estimates_stay_unchanged_if_the_sum_is_not_finite():
     old = Estimates([0, 50, 80, 100], 1.5, 10)
     for renew in (False, True):
         for poison in ("flag", float("nan"), float("inf")):

@@ -1,4 +1,4 @@
-"""What Ok-Topk's ranks send and receive is bounded in every call, whatever their entries are."""
+"""The volume of Ok-Topk is bounded in every call, for any entries."""
 
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ STEPS = 4
 
 
 def bound(column, ranks, size, count, value_bytes=4):
-    """Sum what the page says of the parts."""
+    """Return the bound of docs/algorithms.md: the sum of its parts."""
     return sum(evaluate(part[column], ranks, size, count, value_bytes) for part in PARTS.values())
 
 
@@ -53,7 +53,7 @@ def measured(steps, k, call=topk_by_regions):
 
 
 def moving(layout, ranks, size, k):
-    """Return the streams of steps between which the area that is drawn from moves."""
+    """Return the streams of several steps; indices come from a range that moves between steps."""
     return [streams_of(layout, "normal", ranks, size, k, seed=seed) for seed in range(STEPS)]
 
 
@@ -64,7 +64,7 @@ def check(layout, ranks, size, k, steps):
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_the_volume_is_bounded_in_every_step(ranks):
+def test_volume_is_bounded_in_every_step(ranks):
     for number, layout in enumerate(LAYOUTS):
         check(layout, ranks, 30_000, 1_200, steps=STEPS if number % 3 == ranks % 3 else 1)
 
@@ -74,7 +74,7 @@ ALL = ("uniform", "in one region", "in one region", "identical")  # the region m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layouts"), [(32, ALL), (64, ALL), (256, ALL[1:2])])
-def test_the_volume_is_bounded_among_many_ranks(ranks, layouts):
+def test_volume_is_bounded_among_many_ranks(ranks, layouts):
     size, k = 200_000, 2_000
     steps = [
         streams_of(layout, "normal", ranks, size, k, seed=seed)
@@ -104,8 +104,8 @@ def test_no_input_exceeds_the_bound(layout, kind, ranks, size, k, dtype, seed):
 
 @pytest.mark.parametrize("ranks", [4, 7, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_all_its_counts_it_stays_below_the_papers_figures(layout, ranks):
-    """Headers, boundaries and select are less than what k = 2·10⁴ leaves to spare."""
+def test_total_volume_stays_below_the_papers_figures(layout, ranks):
+    """Headers, boundaries and histograms fit into the slack that the bound has for k = 2·10⁴."""
     size, k = 1_000_000, 20_000
     [(volume, _)] = measured(moving(layout, ranks, size, k)[:1], k, oktopk)
     assert volume <= 4 * (2 * k + 4 * k * (ranks - 1) / ranks)
@@ -114,7 +114,7 @@ def test_with_all_its_counts_it_stays_below_the_papers_figures(layout, ranks):
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(2, 5000), (3, 500), (8, 100), (32, 20)])
-def test_where_gathering_is_no_dearer_it_gathers(ranks, k):
+def test_oktopk_gathers_if_that_costs_no_more(ranks, k):
     streams = streams_of("uniform", "normal", ranks, 50_000, k)
     gathered = measured([streams], k, gathered_topk)
     assert measured([streams], k, oktopk) == gathered
@@ -124,7 +124,7 @@ def test_where_gathering_is_no_dearer_it_gathers(ranks, k):
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(3, 5000), (8, 1000), (32, 200)])
-def test_where_gathering_is_dearer_it_does_not(ranks, k):
+def test_oktopk_does_not_gather_if_that_costs_more(ranks, k):
     streams = streams_of("uniform", "normal", ranks, 50_000, k)
     [(volume, _)] = measured([streams], k, oktopk)
     assert measured([streams], k) == [(volume, _)]
@@ -151,7 +151,7 @@ def test_regions_hold_equal_shares(layout, ranks, seed):
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40))
-def test_pieces_even_out_what_ranks_hold(counts):
+def test_pieces_even_out_the_ranks_entries(counts):
     total, ranks = sum(counts), len(counts)
     moves = pieces_to_even(counts)
     assert [entry for start, stop, *_ in moves for entry in range(start, stop)] == list(
@@ -177,8 +177,8 @@ def test_pieces_even_out_what_ranks_hold(counts):
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=17), floats, st.integers(0, 60))
-def test_what_balancing_saves_is_known_beforehand(counts, dtype, room):
-    """Both ways bring the same winners, for the bytes that were computed."""
+def test_savings_of_balancing_are_computed_exactly(counts, dtype, room):
+    """Both gathers return the same winners, and take exactly the computed bytes."""
     boundaries = [0]
     for count in counts:
         boundaries.append(boundaries[-1] + count + room)
@@ -198,7 +198,7 @@ def test_what_balancing_saves_is_known_beforehand(counts, dtype, room):
     for result in direct.results + evened.results:
         assert same_stream(result, direct.results[0])
     volumes = [max(traffic.volume for traffic in run.traffic) for run in (direct, evened)]
-    size = max(1, boundaries[-1])  # a problem has a coordinate
+    size = max(1, boundaries[-1])  # a problem needs a coordinate
     problem = Problem(size, 1, ranks, itemsize=dtype.itemsize)
     assert volumes == [
         direct_volume(problem, counts, boundaries),

@@ -31,7 +31,7 @@ from tests.strategies import (
 
 
 @given(cases())
-def test_all_gather_gives_every_rank_every_stream_as_it_is(case):
+def test_all_gather_gives_every_rank_all_streams_unchanged(case):
     results = simulate(
         case.world, lambda comm: sparcel.all_gather(case.streams[comm.rank], group=comm)
     ).results
@@ -67,7 +67,7 @@ def test_reduce_scatter_gives_each_rank_its_region_of_the_sum(case):
 
 
 @given(cases(), st.data(), st.booleans())
-def test_broadcast_gives_every_rank_the_roots_stream_as_it_is(case, data, finite):
+def test_broadcast_gives_every_rank_the_roots_stream_unchanged(case, data, finite):
     root = data.draw(st.integers(0, case.world - 1))
     case.streams[root].finite = finite
 
@@ -80,18 +80,18 @@ def test_broadcast_gives_every_rank_the_roots_stream_as_it_is(case, data, finite
 
 
 @pytest.mark.parametrize("root", [-1, 3])
-def test_broadcast_from_no_rank_is_an_input_error(root):
+def test_broadcast_refuses_a_root_that_is_not_a_rank(root):
     with pytest.raises(InputError, match=rf"root must be a rank in \[0, 3\), got {root}"):
         simulate(3, lambda comm: sparcel.broadcast(make_stream([1], 0, 9), root, group=comm))
 
 
-def test_the_root_must_pass_a_stream():
+def test_broadcast_refuses_a_root_without_a_stream():
     with pytest.raises(InputError, match="rank 1 is the root and must pass a stream, got None"):
         simulate(3, lambda comm: sparcel.broadcast(None, 1, group=comm))
 
 
 def largest(vector, k):
-    """Part a vector into its k largest magnitudes, ties to the lowest index, and the rest."""
+    """Split a vector into its k largest magnitudes, ties to the lowest index, and the rest."""
     ranking = sorted(range(len(vector)), key=lambda i: (-abs(float(vector[i])), i))
     kept = torch.zeros_like(vector)
     kept[ranking[:k]] = vector[ranking[:k]]
@@ -130,7 +130,7 @@ def test_gtopk_is_the_tree_of_pairwise_selections(layout, world, size, dtype, k,
         assert same_stream(outcome.total, results[0].total)
         assert torch.equal(full(outcome.total).double(), total)
         assert torch.equal(full(outcome.dropped).double(), dropped[rank])
-    # What came through and what was dropped add up to all that went in.
+    # The total and the dropped sums add up to the sum of all inputs.
     kept = sum(full(outcome.dropped).double() for outcome in results) + total
     assert torch.equal(kept, sum(full(stream).double() for stream in case.streams))
 
@@ -152,7 +152,7 @@ def test_gtopk_passes_on_the_flag_of_any_rank(world):
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_gtopk_calls_a_sum_that_overflows_not_finite(world):
+def test_gtopk_marks_an_overflowing_sum_as_not_finite(world):
     stream = SparseStream(torch.arange(4), torch.full((4,), 3e38), 20)
     for outcome in simulate(world, lambda comm: gtopk(stream, Wire(comm), 2)).results:
         assert not outcome.total.finite
@@ -180,7 +180,7 @@ def run_quantized(case, bits, seed=1, max_nnz=None):
     st.sampled_from([2, 4, 8]),
     st.booleans(),
 )
-def test_a_quantised_sum_and_the_owners_errors_make_the_sum(
+def test_quantised_sum_plus_owners_errors_is_the_exact_sum(
     layout, world, size, dtype, bits, bounded
 ):
     case = case_of(layout, world, size, dtype, count=max(1, size // 2))
@@ -203,7 +203,7 @@ def test_sparse_regions_are_not_quantised():
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_a_quantised_sum_that_overflows_is_not_finite_and_leaves_no_error(world):
+def test_overflowing_quantised_sum_is_not_finite_and_has_no_error(world):
     stream = SparseStream(None, torch.full((24,), 3e38), 24)
     results = simulate(
         world, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4))

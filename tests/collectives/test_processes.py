@@ -1,4 +1,4 @@
-"""The same collectives on real processes over Gloo give the simulated cluster's bits."""
+"""Collectives on real processes return the same bits as on the simulated cluster."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def all_cases(world, name):
         yield case_of(layout, world, 97, DTYPES[number % len(DTYPES)])
     for number, op in enumerate(OPS.values()):
         if name == "dense" and op == CIRCLE:
-            continue  # the engine knows no operation of a user's
+            continue  # the engine does not support user-defined operations
         yield case_of("random", world, 50, DTYPES[-1 - number], op, width=2 if number % 2 else None)
     for size in (0, 1, world - 1):
         yield case_of("random", world, size)
@@ -101,7 +101,7 @@ def run_everything(comm, seed):
 
 
 @world_sizes
-def test_every_collective_gives_the_bits_that_the_simulated_cluster_gives(run_on, world_size):
+def test_every_collective_has_the_bits_of_the_simulated_cluster(run_on, world_size):
     by_rank = run_on(world_size, run_everything, 5)
     simulated = simulate(world_size, lambda comm: run_everything(comm, 5)).results
     for results, references in zip(by_rank, simulated, strict=True):
@@ -116,7 +116,7 @@ def bytes_sent(comm):
 
 
 @world_sizes
-def test_the_counters_count_what_the_simulated_clusters_do(run_on, world_size):
+def test_counters_equal_those_of_the_simulated_cluster(run_on, world_size):
     assert run_on(world_size, bytes_sent) == simulate(world_size, bytes_sent).results
 
 
@@ -130,7 +130,7 @@ def disagree(comm, name):
 
 
 @on_engines_in_turn(name=ALGORITHMS)
-def test_ranks_that_disagree_are_named_on_every_rank(run_on, name):
+def test_every_rank_names_the_ranks_that_disagree(run_on, name):
     errors = run_on(3, disagree, name)
     assert all(errors)
     assert any(isinstance(error, MismatchError) for error in errors)
@@ -138,7 +138,7 @@ def test_ranks_that_disagree_are_named_on_every_rank(run_on, name):
 
 
 def fail_in_the_middle(comm, name):
-    """Return what each rank met when the last one failed before it sent anything."""
+    """Return each rank's error when the last rank fails before it sends anything."""
 
     def failing(sends, receives):
         raise OSError("the disk is full")
@@ -155,7 +155,7 @@ def fail_in_the_middle(comm, name):
 
 
 @on_engines_in_turn(name=ALGORITHMS)
-def test_a_rank_that_fails_in_the_middle_tells_the_others(run_on, name):
+def test_failing_rank_tells_the_others(run_on, name):
     results = run_on(4, fail_in_the_middle, name)
     assert isinstance(results[-1], OSError)
     assert all(isinstance(result, CommunicationError) for result in results[:-1])
@@ -167,6 +167,6 @@ def reduce_by_circle(comm):
     return all_reduce(make_stream([1, 3], 0, 40), Wire(comm), CIRCLE, "dense")
 
 
-def test_an_operation_that_the_engine_does_not_know_is_refused(run_on):
+def test_operation_unknown_to_the_engine_is_refused(run_on):
     with pytest.raises(InputError, match="algorithm='recursive_doubling' takes any operation"):
         run_on(2, reduce_by_circle)

@@ -1,4 +1,4 @@
-"""What is counted equals what docs/algorithms.md says, read from that page."""
+"""Counted traffic equals the formulas of docs/algorithms.md, which are read from that page."""
 
 import re
 from math import ceil, lcm, log2
@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
 def table(columns):
-    """Return the expressions of the rows of the table with these columns, by algorithm."""
+    """Return the formulas of the table with these columns, by algorithm."""
     header = re.escape("| " + " | ".join(columns) + " |")
     body = re.search(rf"^{header}\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE).group(1)
     rows = [
@@ -51,7 +51,7 @@ COLLECTIVES = {
 
 
 def levels(ranks, size):
-    """Return how many sums the boundaries take, at most."""
+    """Return the most sums of counts that finding the boundaries takes."""
     cell, counters, sums = ceil(size / max(1024, 4 * ranks)), max(1024, 4 * ranks), 1
     while cell > 1 and ranks > 1:
         cell, sums = ceil(cell / (counters // (ranks - 1))), sums + 1
@@ -59,7 +59,7 @@ def levels(ranks, size):
 
 
 def evaluate(expression, ranks, size, count, value_bytes, bits=4):
-    """Compute a cost; the names are those of the page's table of symbols."""
+    """Evaluate a formula of the page; names are defined in the page's table of symbols."""
 
     def up(nbytes):
         return ceil(nbytes / 8) * 8
@@ -113,7 +113,7 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
     return eval(expression, names)
 
 
-def test_the_page_has_a_row_for_every_collective():
+def test_page_has_a_row_for_every_collective():
     assert set(COSTS) == set(COLLECTIVES)
 
 
@@ -141,7 +141,7 @@ def measured(name, streams, count):
 @pytest.mark.parametrize("layout", ["identical", "disjoint"])
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_rounds_messages_and_bytes_are_those_of_the_page(name, layout, ranks):
+def test_rounds_messages_and_bytes_equal_the_page(name, layout, ranks):
     dtype = torch.float16 if ranks % 2 else torch.float32
     count, spacing = 3 * lcm(ranks, 1 << (ranks.bit_length() - 1)), 4 * ranks
     size = count * spacing
@@ -160,7 +160,7 @@ def test_rounds_messages_and_bytes_are_those_of_the_page(name, layout, ranks):
 
 @pytest.mark.parametrize("ranks", [rank for rank in WORLDS if 3 <= rank <= 32])
 @pytest.mark.parametrize("phase", ["plain", "quantized"])
-def test_a_dense_second_phase_costs_what_the_page_says(phase, ranks):
+def test_dense_second_phase_costs_what_the_page_says(phase, ranks):
     region = 2 * ranks
     streams = [
         make_stream(indices, rank, ranks * region)

@@ -1,4 +1,4 @@
-"""Rates: curves, JSON, and what is predicted from them."""
+"""Rates: curves, JSON, and predictions from them."""
 
 import sys
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ names = st.sampled_from([*SUMS, "dense fp32", "dense bf16"])
 
 
 def predicted(name, problem, rates=None):
-    """Predict what is named as a row of the benchmark is."""
+    """Return the prediction for a name of the benchmark's rows."""
     rates = rates or default_rates()
     steps = {
         **{algorithm: known.steps for algorithm, known in ALGORITHMS.items()},
@@ -49,27 +49,27 @@ def fastest_step(schemes, problem, rates):
 
 
 @given(curves, amounts, amounts)
-def test_more_never_takes_less(curve, some, more):
+def test_larger_amounts_never_take_less_time(curve, some, more):
     low, high = sorted([some, more])
     assert curve(low) <= curve(high) + 1e-12
 
 
 @given(curves)
-def test_a_curve_stays_between_what_was_measured(curve):
+def test_curve_stays_between_measured_times(curve):
     times = [seconds for _, seconds in curve.points]
     assert all(
         min(times) - 1e-9 <= curve(amount) <= max(times) + 1e-9 for amount, _ in curve.points
     )
 
 
-def test_a_curve_goes_through_rising_points_and_on():
+def test_curve_goes_through_rising_points_and_is_extrapolated():
     curve = Curve(((0.0, 1.0), (10.0, 2.0), (20.0, 4.0)))
     assert [curve(x) for x in (0, 5, 10, 15, 20, 30)] == [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert curve.slower(3)(10) == 4.0
     assert Curve(((8.0, 2.0),))(16) == 4.0
 
 
-def test_noise_is_evened_out():
+def test_curve_smooths_decreasing_times():
     curve = Curve(((1.0, 3.0), (2.0, 1.0), (3.0, 5.0)))
     assert curve.points == ((1.0, 2.0), (2.0, 2.0), (3.0, 5.0))
 
@@ -81,7 +81,7 @@ def test_a_curve_needs_points_in_order(points):
 
 
 @given(st.dictionaries(st.sampled_from(sorted(default_rates().curves)), curves), st.floats(1, 9))
-def test_rates_come_back_from_json(some, crowding):
+def test_rates_round_trip_through_json(some, crowding):
     rates = Rates({**default_rates().curves, **some}, 5, 5, crowding, description="here")
     again = Rates.from_json(rates.to_json())
     assert again.to_json() == rates.to_json()
@@ -89,13 +89,13 @@ def test_rates_come_back_from_json(some, crowding):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"curves": {}, "ranks": 2}'])
-def test_other_text_is_no_rates(text):
+def test_from_json_refuses_other_text(text):
     with pytest.raises(InputError, match="rates"):
         Rates.from_json(text)
 
 
 @given(names, problems)
-def test_a_prediction_adds_up(name, problem):
+def test_seconds_are_the_sum_of_the_phases(name, problem):
     found = predicted(name, problem)
     parts = found.select + found.encode + found.exchange + found.reduce
     assert found.seconds == pytest.approx(parts)
@@ -104,7 +104,7 @@ def test_a_prediction_adds_up(name, problem):
 
 @given(names, problems, st.integers(2, 50))
 def test_less_bandwidth_never_makes_anything_faster(name, problem, factor):
-    if name == "step:topk":  # chooses its sum by that alone
+    if name == "step:topk":  # the rates decide which sum it uses
         return
     slower = predicted(name, problem, default_rates().slower(factor))
     assert slower.seconds >= predicted(name, problem).seconds * (1 - 1e-9)
@@ -112,7 +112,7 @@ def test_less_bandwidth_never_makes_anything_faster(name, problem, factor):
 
 @given(st.sampled_from(SUMS), st.integers(2, 9), st.integers(1, 3000))
 def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
-    if name in ("auto", "step:topk", "oktopk", "step:oktopk"):  # which change their ways
+    if name in ("auto", "step:topk", "oktopk", "step:oktopk"):  # these change their algorithm
         return
     if name in ("broadcast", "step:scalecom"):  # down a tree up to 4 KiB, at more bytes in all
         return
@@ -138,7 +138,7 @@ def test_dense_wins_where_links_are_fast_and_sparse_where_they_are_slow():
     assert fastest_step(schemes, problem, slow) == "oktopk"
 
 
-def test_nodes_help_who_sums_inside_first():
+def test_summing_inside_nodes_first_is_predicted_to_be_faster():
     rates = stated_rates(bandwidth=1e8, latency_s=1e-4, ranks=32, ranks_per_node=8)
     problem = Problem(1 << 24, 1 << 17, 32, 8)
     assert fastest_step(("topk", "hitopk", "torus2d"), problem, rates) == "hitopk"
@@ -157,7 +157,7 @@ def test_a_problem_is_checked(fields, words):
         Problem(**{"size": 10, "k": 2, "ranks": 2, **fields})
 
 
-def test_a_choice_among_nothing_is_refused():
+def test_choose_refuses_no_candidates():
     with pytest.raises(InputError, match="candidate"):
         cost.choose({}, Problem(10, 2, 2))
 
@@ -178,10 +178,10 @@ def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
 
 def test_only_messages_on_the_cpu_are_measured():
     comm = SimpleNamespace(device=torch.device("cuda", 1), size=2)
-    with pytest.raises(InputError, match="on the CPU, and comm's live on cuda:1"):
+    with pytest.raises(InputError, match="on the CPU, but comm's are on cuda:1"):
         measure(comm)
 
 
-def test_one_rank_has_nothing_to_measure():
-    with pytest.raises(InputError, match="only one"):
+def test_measure_refuses_a_single_rank():
+    with pytest.raises(InputError, match="at least 2 ranks, got 1"):
         simulate(1, measure)

@@ -1,4 +1,4 @@
-"""What the steps of an algorithm say is what the simulated cluster counts, on every rank."""
+"""The traffic in an algorithm's steps equals the simulated cluster's counters, on every rank."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def anywhere(ranks: int, size: int, k: int, seed: int = 0) -> list[torch.Tensor]
 
 
 def streams_at(indices: Sequence[torch.Tensor], size: int) -> list[SparseStream]:
-    """Return streams with values of which no sum is zero."""
+    """Return streams at these indices, with values whose sums are never zero."""
     return [
         SparseStream(own, 1.0 + (own * (rank + 3)) % 61, size) for rank, own in enumerate(indices)
     ]
 
 
 def union_of(indices: Sequence[torch.Tensor], size: int) -> UnionSize:
-    """Return how many of these indices there are, for a problem of which they are known."""
+    """Return a `Problem.union` function for known indices."""
     stored = np.zeros((len(indices), size), bool)
     for rank, own in enumerate(indices):
         stored[rank, own.numpy()] = True
@@ -82,7 +82,7 @@ def union_of(indices: Sequence[torch.Tensor], size: int) -> UnionSize:
 
 
 def run(call: Callable, streams: Sequence[SparseStream], k: int) -> tuple[list[Counts], int]:
-    """Return what each rank sent and received, and the rounds."""
+    """Return each rank's counters, and the rounds."""
     report = simulate(len(streams), lambda comm: call(streams[comm.rank], comm, k), latency_s=1)
     counted = [
         Counts(t.messages_sent, t.bytes_sent, t.messages_received, t.bytes_received, 0)
@@ -108,8 +108,8 @@ def test_every_collective_is_compared() -> None:
 
 @pytest.mark.parametrize("layout", ["identical", "disjoint"])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_evenly_spread_indices_travel_as_the_steps_say(name: str, layout: str) -> None:
-    """Sizes and counts that the ranks do not divide, with sums that stay sparse and dense ones."""
+def test_evenly_spread_indices_have_the_predicted_traffic(name: str, layout: str) -> None:
+    """Sizes and counts need not be divisible by P; some sums stay sparse, others become dense."""
     for ranks in WORLDS:
         size, k = (37 * ranks + 11, 13) if ranks % 2 else (7 * ranks * 29 + 3, 29)
         check(name, evenly(layout, ranks, size, min(k, size // ranks)), size, STEPS[name])
@@ -117,10 +117,10 @@ def test_evenly_spread_indices_travel_as_the_steps_say(name: str, layout: str) -
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @given(st.integers(1, 17), st.integers(1, 900), st.integers(1, 60), st.integers(0, 99))
-def test_known_indices_travel_as_the_steps_say(
+def test_known_indices_have_the_predicted_traffic(
     name: str, ranks: int, size: int, k: int, seed: int
 ) -> None:
-    # Whether all of a vector, or all of a part of it, is dense is a matter of a coordinate.
+    # A single coordinate can decide whether a vector or a part of it is dense.
     k = min(k, max(1, size // 20))
     check(name, anywhere(ranks, size, k, seed), size, STEPS[name])
 
@@ -166,7 +166,7 @@ def test_expected_bytes_of_oktopk_are_near(size: int, k: int, ranks: int) -> Non
 
 
 class Recorder:
-    """Notes what `topk_by_regions` decided by, on every rank: the refinements of a run."""
+    """Records the refinements of a run: the facts that `topk_by_regions` decides by, by rank."""
 
     def __init__(self, patch: pytest.MonkeyPatch, ranks: int) -> None:
         self.ranks = ranks
@@ -217,7 +217,7 @@ class Recorder:
 
 
 def counted(counts: Sequence[torch.Tensor]) -> Counted:
-    """Return what the bytes of a sum of counts depend on."""
+    """Return the `Counted` of these counts."""
     places = [own.nonzero().squeeze(1) for own in counts]
     occupied = [int(at[-1] - at[0]) + 1 if at.numel() else 0 for at in places]
     size = counts[0].numel()
@@ -225,7 +225,7 @@ def counted(counts: Sequence[torch.Tensor]) -> Counted:
 
 
 def moved_by(problem: Problem, course: Course) -> int:
-    """Return how many messages a rank sends or receives to even out; 0 where nobody does."""
+    """Return how many messages the rank sends or receives to even out; 0 if no rank does."""
     taken = list(by_regions_steps(problem, course))
     evening = [step for step in taken if isinstance(step, Exchange) and step.pattern == "rotate"]
     return evening[-1].rounds if len(evening) > 1 else 0
@@ -233,7 +233,7 @@ def moved_by(problem: Problem, course: Course) -> int:
 
 @pytest.mark.parametrize("layout", ["identical", "disjoint", "anywhere"])
 @pytest.mark.parametrize("k", [3, 300])
-def test_oktopk_travels_as_the_steps_say_given_its_refinements(layout: str, k: int) -> None:
+def test_oktopk_has_the_predicted_traffic_given_its_refinements(layout: str, k: int) -> None:
     for ranks in WORLDS if layout != "anywhere" else WORLDS[::4]:
         size = 40 * ranks * k // 7 + 5
         indices = (
@@ -250,14 +250,14 @@ def test_oktopk_travels_as_the_steps_say_given_its_refinements(layout: str, k: i
             for rank in range(ranks)
         ]
         assert [one[:4] for one in told] == [one[:4] for one in found]
-        # A rank that moves several pieces to even out what the ranks hold keeps others waiting.
+        # If a rank moves several pieces to even out the winners, other ranks wait for it.
         waiting = max(moved_by(replace(problem, rank=rank), course) for rank in range(ranks))
         longest = max(one.rounds for one in told)
         assert longest <= rounds <= longest + waiting
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(1, 5), (2, 500), (3, 200), (8, 100), (17, 20), (33, 9)])
-def test_oktopk_gathers_little_data_as_the_steps_say(ranks: int, k: int) -> None:
+def test_oktopk_has_the_predicted_traffic_for_little_data(ranks: int, k: int) -> None:
     size = 100 * k
     indices = anywhere(ranks, size, k)
     call = lambda stream, comm, k: oktopk(stream, Wire(comm), k, k)  # noqa: E731

@@ -1,4 +1,4 @@
-"""A format is one file: collectives, schemes and costs work with formats that they never saw."""
+"""Collectives, schemes and costs work with formats that sparcel does not contain."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(call, given, format):
 
 @pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_every_collective_gives_the_bits_that_it_gives_with_coo(name, format) -> None:
+def test_every_collective_has_the_same_bits_as_with_coo(name, format) -> None:
     for ranks in WORLDS:
         given = streams_at(anywhere(ranks, SIZE, K), SIZE)
         plain, other = (run(COLLECTIVES[name], given, f).results for f in (COO, format))
@@ -76,7 +76,7 @@ def test_every_collective_gives_the_bits_that_it_gives_with_coo(name, format) ->
 
 
 @pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
-def test_other_operations_rows_and_integers_travel_too(format) -> None:
+def test_other_operations_rows_and_integers_work_with_any_format(format) -> None:
     for ranks in (1, 3, 9):
         rows = [
             SparseStream(at, torch.stack((at, at + rank), dim=1).int(), SIZE)
@@ -100,7 +100,7 @@ def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> N
             else lambda stream, wire: broadcast(stream, wire, 0)
         )
         if name == "oktopk" and ranks > 2:
-            continue  # what it sends depends on more than the indices: see tests/cost
+            continue  # its bytes do not depend on the indices alone: see tests/cost
         traffic = run(call, streams_at(indices, SIZE), Deltas()).traffic
         problem = Problem(SIZE, K, ranks, format=Deltas(), union=union_of(indices, SIZE))
         for rank in range(ranks):
@@ -113,7 +113,7 @@ def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> N
 
 @pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_gives_the_updates_that_it_gives_with_coo(name, format) -> None:
+def test_every_scheme_has_the_same_updates_as_with_coo(name, format) -> None:
     nodes = {"ranks_per_node": 1} if name in ("hitopk", "torus2d") else {}
     for ranks in WORLDS:
         draw = torch.Generator().manual_seed(ranks)
@@ -133,7 +133,7 @@ def test_every_scheme_gives_the_updates_that_it_gives_with_coo(name, format) -> 
 
 @pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
 @given(stream=streams())
-def test_no_message_is_longer_than_its_format_says(format, stream) -> None:
+def test_no_message_is_longer_than_max_bytes(format, stream) -> None:
     compact = stream.compact(dense_at=format.dense_from(stream.size, stream.value_bytes))
     message = format.encode(compact).message
     assert same_stream(decode(message, stream, format), compact)
@@ -143,11 +143,12 @@ def test_no_message_is_longer_than_its_format_says(format, stream) -> None:
 
 
 @given(st.integers(1, 2000), st.integers(0, 99))
-def test_a_length_that_depends_on_the_data_is_predicted_within_its_spread(k, seed) -> None:
+def test_data_dependent_length_is_predicted_within_its_spread(k, seed) -> None:
     """Each of k distances takes 1, 2 or 3 bytes, so the length's deviation is at most √k bytes.
 
-    Drawn without repetition, distances vary less than independent ones. Half a unit of padding
-    comes on top, and the distances are of [0, n/k) on average, not of an endless vector.
+    Indices are drawn without repetition, so their distances vary less than independent ones.
+    Padding adds half a unit on average. The prediction assumes an endless vector, but the distances
+    here lie in a finite one.
     """
     size = 50_000
     [stream] = streams_at(anywhere(1, size, k, seed), size)
@@ -155,13 +156,13 @@ def test_a_length_that_depends_on_the_data_is_predicted_within_its_spread(k, see
     assert abs(length - Bytes().expected_bytes(k, size, 4)) <= 6 * sqrt(k) + 8
 
 
-def test_a_format_that_loses_something_is_refused_where_nobody_would_learn_of_it() -> None:
+def test_lossy_format_is_refused_if_its_error_would_be_ignored() -> None:
     whole = SparseStream(None, torch.arange(16.0), 16)
     with pytest.raises(InputError, match="loses a part of what it encodes"):
         run(REDUCTIONS["allgather"], [whole, whole], Qsgd(bits=4))
 
 
-def test_what_a_lossy_format_loses_is_returned() -> None:
+def test_lossy_format_returns_its_error() -> None:
     stream = SparseStream(None, torch.randn(100, generator=torch.Generator().manual_seed(1)), 100)
     message, error = Qsgd(bits=4).encode(stream)
     assert error is not None

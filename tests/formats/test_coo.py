@@ -30,7 +30,7 @@ def tensor_of(data):
 
 
 def decodes_or_refuses(data):
-    """Decode, and read all of the stream that comes out, if one does."""
+    """Decode a message, and read the whole stream if decoding succeeds."""
     try:
         stream = formats.decode(tensor_of(data))
     except FormatError:
@@ -76,7 +76,7 @@ def test_any_stride_is_encoded(count, width):
 
 
 @given(streams())
-def test_a_message_has_the_length_that_the_documentation_gives(stream):
+def test_message_has_the_documented_length(stream):
     columns = 1 if stream.width is None else stream.width
 
     def padded(count):
@@ -98,7 +98,7 @@ def test_most_bytes_bounds_every_compact_stream(size, dtype, width, op, nnz, sla
 
 
 @given(st.lists(streams(), max_size=5))
-def test_messages_that_follow_each_other_come_apart(several):
+def test_decode_all_cuts_joined_messages(several):
     buffer = torch.cat([torch.empty(0).byte(), *map(encode, several)])
     decoded = [formats.decode(message) for message in formats.decode_all(buffer)]
     assert len(decoded) == len(several)
@@ -114,14 +114,14 @@ def test_decoding_makes_views():
 
 
 @given(streams())
-def test_bytes_after_a_message_are_left_alone(stream):
+def test_decode_ignores_bytes_after_a_message(stream):
     message = encode(stream)
     longer = torch.cat([message, torch.full((13,), 255, dtype=torch.uint8)])
     assert same_stream(formats.decode(longer), stream)
 
 
 @pytest.mark.parametrize("shift", range(1, ALIGNMENT))
-def test_a_message_that_lies_askew_in_memory_is_read_all_the_same(shift):
+def test_decode_reads_a_misaligned_message(shift):
     stream = make_stream([1, 4, 5], 0, 30, torch.float64)
     askew = torch.cat([torch.zeros(shift, dtype=torch.uint8), encode(stream)])[shift:]
     assert same_stream(formats.decode(askew), stream)
@@ -187,7 +187,7 @@ def test_forged_headers_are_refused_or_harmless(kind, code, flags, width, detail
 
 
 @given(st.data())
-def test_several_messages_with_a_forged_length_come_apart_or_are_refused(data):
+def test_joined_messages_with_a_forged_length_are_cut_or_refused(data):
     first = bytearray(bytes_of(encode(make_stream([1, 5], 0, 20))))
     second = bytes_of(encode(make_stream([2], 1, 20)))
     gap = data.draw(st.integers(0, 12))
@@ -223,18 +223,18 @@ BASE = make_stream([1, 2, 5], 0, 40)
         (forged(BASE, dense=True), "dense=True"),
         (forged(BASE, length=1000), "truncated message: its header says 1000 bytes"),
         (forged(BASE, nnz=2), "a coo message of 2 coordinates takes 56 bytes"),
-        (forged(BASE, length=HEADER_BYTES + 4), "44 bytes, which is no multiple of 8"),
+        (forged(BASE, length=HEADER_BYTES + 4), "44 bytes, not a multiple of 8"),
         (forged(BASE, wide_indices=True), "int64 indices do not belong to a stream of size 40"),
         (forged(BASE, size=2**63), "3 stored coordinates of 9223372036854775808"),
         (forged(BASE, size=4), "index 5 at position 2"),
     ],
 )
-def test_what_is_wrong_with_a_message_is_named(message, error):
+def test_decode_says_what_is_wrong_with_a_message(message, error):
     with pytest.raises(FormatError, match=error):
         formats.decode(message)
 
 
-def test_another_version_asks_for_one_release_on_every_rank():
+def test_decode_refuses_another_version_and_asks_for_one_release():
     message = encode(BASE)
     message[4] = 2
     with pytest.raises(FormatError, match=r"version 2, .* reads version 1; install the same"):
@@ -250,6 +250,6 @@ def test_another_version_asks_for_one_release_on_every_rank():
     ],
     ids=str,
 )
-def test_a_stream_of_another_kind_than_the_one_due_is_a_mismatch(like):
-    with pytest.raises(MismatchError, match=r"size 40, torch\.float32, width None, where one of"):
+def test_decode_refuses_a_stream_unlike_the_expected_one(like):
+    with pytest.raises(MismatchError, match=r"size 40, torch\.float32, width None, but one of"):
         formats.decode(encode(BASE), like)

@@ -1,4 +1,4 @@
-"""Quantised messages: what comes back, and that nothing foreign is read."""
+"""Quantised messages: decoded values, lengths, and refusal of corrupt messages."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def dense_stream(size, dtype=torch.float32, seed=0):
 
 
 @given(bits, buckets, st.integers(0, 200), st.sampled_from(FLOATS), st.integers(0, 2**70))
-def test_every_value_comes_back_within_a_level_of_its_bucket(bits, bucket, size, dtype, seed):
+def test_decoded_values_differ_by_at_most_a_level(bits, bucket, size, dtype, seed):
     stream = dense_stream(size, dtype, seed % 1000)
     decoded = formats.decode(Qsgd(bits, bucket, seed).encode(stream, start=3).message, stream)
     assert (decoded.dtype, decoded.size, decoded.is_dense) == (dtype, size, True)
@@ -33,7 +33,7 @@ def test_every_value_comes_back_within_a_level_of_its_bucket(bits, bucket, size,
 
 
 @given(bits, buckets, st.integers(1, 50))
-def test_the_length_is_the_documented_one(bits, bucket, size):
+def test_message_has_the_documented_length(bits, bucket, size):
     def padded(count):
         return (count + 7) // 8 * 8
 
@@ -43,7 +43,7 @@ def test_the_length_is_the_documented_one(bits, bucket, size):
 
 
 @given(bits, st.integers(1, 100), st.booleans())
-def test_the_same_seed_gives_the_same_message_and_a_part_the_same_rounding(bits, size, finite):
+def test_same_seed_gives_the_same_message_also_for_a_part(bits, size, finite):
     stream = dense_stream(16 + size)
     stream.finite = finite
     whole = Qsgd(bits, 8, seed=7).encode(stream).message
@@ -66,7 +66,7 @@ def test_rounding_is_unbiased():
 
 
 @given(bits, st.integers(0, 40))
-def test_zeros_stay_zeros(bits, size):
+def test_zeros_stay_zero(bits, size):
     stream = SparseStream(None, torch.zeros(size), size)
     assert same_stream(formats.decode(Qsgd(bits, 8, seed=1).encode(stream).message), stream)
 
@@ -93,6 +93,6 @@ def test_truncated_and_overwritten_messages_are_refused_or_harmless(data, bits):
         ({"bits": 4, "bucket": 65536}, "got 65536"),
     ],
 )
-def test_impossible_settings_are_named(settings, message):
+def test_unsupported_settings_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         Qsgd(**settings)

@@ -1,4 +1,4 @@
-"""Messages reduced where they lie: as if decoded first; what can not be read is refused."""
+"""`reduce_messages` equals decoding and reducing, and refuses unreadable messages."""
 
 import torch
 from hypothesis import given
@@ -28,7 +28,7 @@ def alike(draw):
 
 
 @given(alike())
-def test_it_equals_decoding_and_reducing(case):
+def test_reduce_messages_equals_decoding_and_reducing(case):
     op, streams = case
     messages = [COO.encode(stream).message for stream in streams]
     total = COO.reduce_messages(messages, streams[0], op)
@@ -40,7 +40,7 @@ def test_it_equals_decoding_and_reducing(case):
 
 @given(alike(), st.integers(0, 10**6), st.integers(1, 255))
 def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
-    """Where a byte is wrong, it does not read out of bounds, and decoding says what is wrong."""
+    """A wrong byte never causes a read out of bounds; decoding says what is wrong."""
     op, streams = case
     messages = [COO.encode(stream).message for stream in streams]
     corrupt = messages[-1].clone()
@@ -58,7 +58,7 @@ def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
 
 @given(alike(), st.sampled_from([8, 12]), st.integers(1, 255))
 def test_a_message_of_rows_or_of_another_format_is_refused(case, field, number):
-    """By its header's width, or its detail."""
+    """The header's width or detail tells that the message is of another kind."""
     op, streams = case
     messages = [COO.encode(stream).message for stream in streams]
     messages[0][field] = number
@@ -66,7 +66,7 @@ def test_a_message_of_rows_or_of_another_format_is_refused(case, field, number):
 
 
 @given(alike(), st.integers(1, 20))
-def test_a_message_with_more_behind_it_is_refused(case, count):
+def test_message_followed_by_more_bytes_is_refused(case, count):
     op, streams = case
     messages = [COO.encode(stream).message for stream in streams]
     messages[0] = torch.cat((messages[0], torch.zeros(count, dtype=torch.uint8)))
@@ -81,7 +81,7 @@ def test_a_truncated_message_is_refused(case, data):
     assert COO.reduce_messages([short, *messages[1:]], streams[0], op) is None
 
 
-def test_what_takes_decoding_is_left_to_it():
+def test_messages_that_need_decoding_are_left_to_the_caller():
     sparse = make_stream([1, 3], 0, 40)
     rows = make_stream([1, 3], 0, 40, width=2)
     dense = SparseStream(None, torch.ones(40), 40)

@@ -1,4 +1,4 @@
-"""Two formats that sparcel does not have, to show that nothing else knows a format's layout."""
+"""Two formats that sparcel does not contain, to test that nothing depends on a format's layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def padded(nbytes: int) -> int:
 class Deltas:
     """Writes values, then the distances between indices in 16 bits each.
 
-    Streams of up to 65,535 coordinates fit. An entry takes two bytes less than in `COO`, and more
-    entries stay sparse.
+    It takes streams of up to 65,535 coordinates. An entry takes two bytes less than in `COO`, so
+    streams turn dense at a higher count.
     """
 
     kind = 200
@@ -82,15 +82,15 @@ class Deltas:
 
 
 class Bytes(Deltas):
-    """Writes the distances between indices in as many bytes as each needs: the length varies.
+    """Writes each distance between indices in as few bytes as possible, so the length varies.
 
-    A distance below 128 takes one byte, any other two or three: 7 bits a byte, the lowest first.
+    A distance below 128 takes one byte, others take two or three: 7 bits a byte, the lowest first.
     """
 
     kind = 201
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
-        """Expect of independent indices: a distance is d or more with probability (1 − k/n)^d."""
+        """Assume independent indices: a distance is at least d with probability (1 − k/n)^d."""
         if nnz is None or nnz == 0:
             return self.max_bytes(None if nnz is None else 0, round(size), value_bytes)
         absent = 1 - min(nnz / size, 1)

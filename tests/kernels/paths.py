@@ -1,4 +1,4 @@
-"""The ways through the compiled kernels, and vectors that are awkward for them."""
+"""The code paths of the compiled kernels, and difficult vectors for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ isas = st.sampled_from(ISAS)
 
 @contextmanager
 def using(isa: str, threads: int = 1) -> Iterator[None]:
-    """Run kernels with one instruction set and so many threads."""
+    """Run kernels with one instruction set and this number of threads."""
     best, threads_before = _cpu.isa(), torch.get_num_threads()
     _cpu.set_isa(isa)
     torch.set_num_threads(threads)
@@ -41,7 +41,7 @@ def using(isa: str, threads: int = 1) -> Iterator[None]:
         torch.set_num_threads(threads_before)
 
 
-# Around the widths of registers, of groups of them, of blocks, and beyond what is sampled.
+# Lengths around the widths of registers, groups of registers and blocks, and long enough to sample.
 LENGTHS = [
     *range(70),
     *(width + step for width in (128, 512, 2048, 4096, 8192) for step in (-1, 0, 1)),
@@ -66,7 +66,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A vector by its recipe, which Hypothesis prints better than the vector."""
+    """A recipe for a vector; Hypothesis prints it better than the vector."""
 
     kind: str
     length: int

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of the kernels, and of what else is C++, under the address and undefined-behaviour
-# sanitizers: builds the extension with them beside the installed one and loads it in its place.
+# Runs the tests of the C++ code under the address and undefined-behaviour sanitizers. It builds the
+# extension with the sanitizers in a directory of its own and loads it instead of the installed one.
 # Needs the development environment's `python` first on PATH.
 set -euo pipefail
 
@@ -17,8 +17,8 @@ cmake --build "$build" --parallel 2
 cmake --build "$build" --target headers --parallel 2 # each header alone includes what it uses
 
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
-# Python itself is built without the sanitizer, so its runtime must be there before Python is, and
-# libstdc++ with it, or exceptions are not seen. Python's own leaks are not ours.
+# Python is built without the sanitizer, so the sanitizer's runtime must be loaded before Python. So
+# must libstdc++, or the runtime does not see exceptions. Leaks in Python itself are ignored.
 runtime="$("$compiler" -print-file-name=libasan.so):$("$compiler" -print-file-name=libstdc++.so.6)"
 cd "$root"
 LD_PRELOAD=$runtime \

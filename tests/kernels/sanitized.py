@@ -1,4 +1,4 @@
-"""A pytest plugin for `sanitize.sh`: loads `sparcel._cpu` from the directory that it built."""
+"""A pytest plugin for `sanitize.sh`: loads `sparcel._cpu` from that script's build directory."""
 
 import importlib.util
 import os

@@ -37,11 +37,11 @@ def check(memory: Tensor, gradient: Tensor, k: int, chunk: int | None) -> None:
 
 
 @given(st.data(), isas, cases(WIDE), cases(), st.sampled_from([None, None, 1, 16, 100, 512, 5000]))
-def test_is_the_reference(
+def test_accumulate_topk_is_the_reference(
     data: st.DataObject, isa: str, memory: Case, gradient: Case, chunk: int | None
 ) -> None:
     m = memory.vector()
-    # The two are misaligned against each other as it comes.
+    # The two vectors may have different alignments.
     g = Case(gradient.kind, m.numel(), gradient.dtype, gradient.seed, gradient.misaligned).vector()
     k = data.draw(counts(chunk or m.numel()))
     with using(isa):
@@ -52,7 +52,7 @@ def test_is_the_reference(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> None:
-    # More than what is streamed past the cache, with an offset that the streaming must step over.
+    # Long enough for streaming stores, with an offset that they must align first.
     memory = Case(kind, 2_100_003, torch.float32, 1, misaligned=True).vector()
     gradient = Case("normal", 2_100_003, torch.float32, seed=2).vector()
     with using(isa, threads):
@@ -63,7 +63,7 @@ def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> N
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("chunk", [None, 16, 512])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_one_bad_entry_is_found_wherever_it_is(
+def test_non_finite_entry_is_found_at_any_position(
     isa: str, chunk: int | None, dtype: torch.dtype
 ) -> None:
     length = 5003
@@ -78,13 +78,13 @@ def test_one_bad_entry_is_found_wherever_it_is(
             gradient[position] = 0
 
 
-def test_a_sum_that_overflows_is_not_finite() -> None:
+def test_overflowing_sum_is_not_finite() -> None:
     huge = torch.full((9,), torch.finfo(torch.float32).max)
     assert not kernels.accumulate_topk(huge, huge, torch.empty(9), 1)[2]
     assert kernels.accumulate_topk(huge, torch.zeros(9), torch.empty(9), 1)[2]
 
 
-def test_selecting_nothing_still_adds() -> None:
+def test_k_of_zero_still_adds() -> None:
     scratch = torch.full((3,), torch.nan)
     indices, _, finite = kernels.accumulate_topk(torch.ones(3), torch.arange(3.0), scratch, 0)
     assert finite

@@ -1,4 +1,4 @@
-"""Memory of large results, and threads: used again, bounded, and safe across threads and forks."""
+"""The pools of memory and threads: blocks are reused and bounded; threads and forks are safe."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ KEPT = 256 << 20
 MB = 1 << 20
 
 
-def test_freed_memory_is_used_again():
+def test_freed_memory_is_reused():
     first = _cpu.empty(MB)
     address = first.data_ptr()
     del first
@@ -28,7 +28,7 @@ def test_a_view_keeps_its_memory():
     assert (view == 7).all()
 
 
-def test_a_block_is_not_used_for_what_is_far_smaller():
+def test_large_block_is_not_reused_for_a_far_smaller_buffer():
     large = _cpu.empty(64 * MB)
     address = large.data_ptr()
     del large
@@ -36,7 +36,7 @@ def test_a_block_is_not_used_for_what_is_far_smaller():
     assert not address <= small.data_ptr() < address + 64 * MB
 
 
-def test_what_waits_is_bounded():
+def test_waiting_memory_is_bounded():
     held = [_cpu.empty(16 * MB) for _ in range(20)]
     held.clear()
     assert KEPT - 16 * MB < _cpu.kept_bytes() <= KEPT
@@ -73,7 +73,7 @@ def test_threads_never_share_a_block():
     "SPARCEL_CPU_DIRECTORY" in os.environ, reason="the sanitizer's own locks do not survive forks"
 )
 def test_a_forked_child_computes():
-    """Forks come while other threads are amid kernels, whose threads the child does not have."""
+    """The process forks while other threads run kernels; the child does not have these threads."""
     x = torch.arange(1 << 20, dtype=torch.float32)
     expected = list(range((1 << 20) - 5, 1 << 20))
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""The histogram of magnitudes by bits, and the radix select that it is for."""
+"""The histogram of magnitudes by bits, and the radix select that uses it."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from sparcel.errors import InputError
 from sparcel.kernels import reference
 from tests.kernels.paths import Case, cases, isas, using
 
-# Fields from the top, as (shift, bins).
+# Fields from the highest bits down, as (shift, bins).
 FIELDS = {
     torch.float16: [(8, 128), (0, 256)],
     torch.bfloat16: [(8, 128), (0, 256)],
@@ -49,7 +49,7 @@ def test_a_radix_select_finds_the_kth_magnitude(data: st.DataObject, isa: str, c
 
 
 @given(cases(), st.integers(0, 12), st.integers(0, 4), st.integers(0, 40))
-def test_counts_what_it_says(case: Case, shift: int, width: int, prefix: int) -> None:
+def test_histogram_counts_the_field(case: Case, shift: int, width: int, prefix: int) -> None:
     x = case.vector()[:500]
     expected = Counter(
         (m >> shift) % 2**width
@@ -69,7 +69,7 @@ def test_several_threads_count_the_same() -> None:
     assert counts.equal(reference.magnitude_histogram(x, 20, 2048))
 
 
-def test_fields_that_make_no_sense_are_refused() -> None:
+def test_invalid_fields_are_refused() -> None:
     x = torch.ones(3)
     with pytest.raises(InputError, match="power of two"):
         kernels.magnitude_histogram(x, 20, 1000)

@@ -1,4 +1,4 @@
-"""Reduction of many streams, and entries into dense vectors."""
+"""Reduction of many streams, and writing of entries into dense vectors."""
 
 from functools import reduce as fold
 
@@ -27,7 +27,7 @@ def random_streams(
     width: int | None = None,
     seed: int = 0,
 ) -> list[Pair]:
-    """Make streams whose sums depend on their order: values are not small integers here."""
+    """Make streams whose sums depend on their order; values are not small integers."""
     generator = torch.Generator().manual_seed(seed)
     streams = []
     for _ in range(count):
@@ -79,7 +79,7 @@ def test_reference_folds_from_left_to_right(streams: list[Pair], op: Op) -> None
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 1024])
 def test_many_entries(count: int, threads: int) -> None:
-    # Small index spaces crowd them, large ones leave most windows empty.
+    # Small index spaces fill the windows, large ones leave most windows empty.
     for size in (60_000, 2_000_000, 2**31 - 1):
         streams = random_streams(count, 1_600_000 // count, size, torch.float32)
         with using("portable", threads):
@@ -91,14 +91,14 @@ def test_many_entries(count: int, threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 5])
-def test_every_half_survives_its_way_through_float32(dtype: torch.dtype, count: int) -> None:
+def test_every_half_survives_conversion_to_float32_and_back(dtype: torch.dtype, count: int) -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    every = every[~every.isnan()]  # payloads of NaN are nobody's promise
+    every = every[~every.isnan()]  # the payload of NaN is not guaranteed
     index = torch.arange(every.numel(), dtype=torch.int32)
     others = [(index[:0], every[:0])] * (count - 1)
     merged = kernels.merge([(index, every), *others], SUM)
     assert same_bits(merged[1], every)
-    # And sums of all kinds of them are rounded as torch rounds.
+    # Sums of all kinds of halves are rounded as in torch.
     streams = [(index, every.roll(17 * shift)) for shift in range(count)]
     kept = ~reference.merge(streams, SUM)[1].isnan()
     assert same_bits(kernels.merge(streams, SUM)[1][kept], reference.merge(streams, SUM)[1][kept])
@@ -164,7 +164,7 @@ def test_scatter_is_the_reference(dense: torch.dtype, given: torch.dtype) -> Non
     assert same_bits(*vectors)
 
 
-def test_scatter_refuses_what_it_cannot_do() -> None:
+def test_scatter_refuses_wrong_arguments() -> None:
     for bad in (4, -1):
         with pytest.raises(IndexError):
             kernels.scatter(torch.zeros(4), torch.tensor([bad]), torch.ones(1))
@@ -183,7 +183,7 @@ def test_check_indices_finds_the_first_wrong_one(listed: list[int], dtype: torch
 
 
 @pytest.mark.parametrize("position", [0, 1, 1022, 1023, 1024, 1025, 2048, 4999])
-def test_check_indices_looks_everywhere(position: int) -> None:
+def test_check_indices_checks_every_position(position: int) -> None:
     indices = torch.arange(5000, dtype=torch.int32) * 2
     assert kernels.check_indices(indices, 9999) == -1
     assert kernels.check_indices(indices, 9998) == 4999

@@ -18,7 +18,7 @@ buckets = st.sampled_from([1, 3, 64, 100, 512, 1024, 10**9])
 
 
 @given(isas, cases(), bits_, buckets, st.integers(-5, 2**64), st.sampled_from([0, 1, 63, 2**40]))
-def test_bits_are_the_reference(
+def test_quantize_has_the_bits_of_the_reference(
     isa: str, case: Case, bits: int, bucket: int, seed: int, offset: int
 ) -> None:
     x = case.vector()
@@ -36,7 +36,7 @@ def test_bits_are_the_reference(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", BITS)
-def test_several_threads_make_the_same_bits(isa: str, bits: int) -> None:
+def test_several_threads_give_the_same_bits(isa: str, bits: int) -> None:
     x = Case("normal", 700_003, torch.float32).vector()
     expected = reference.quantize(x, bits, 1001, 5)
     with using(isa, threads=2):
@@ -72,7 +72,7 @@ def test_the_mean_over_seeds_is_the_value(bits: int) -> None:
     for seed in range(draws):
         total += kernels.dequantize(*kernels.quantize(x, bits, 512, seed), 512, bits, 512)
     level = float(x.abs().max()) / (2 ** (bits - 1) - 1)
-    # Five standard errors of one level's widest coin toss.
+    # Five standard errors of a fair coin toss between two levels.
     assert float((total / draws - x).abs().max()) < 5 * level / 2 / draws**0.5
 
 
@@ -83,7 +83,7 @@ def test_levels_come_back_exactly() -> None:
     assert torch.equal(kernels.dequantize(packed, scales, 7, 4, 7), x)
 
 
-def test_a_bucket_of_zeros_and_one_with_nan() -> None:
+def test_bucket_of_zeros_and_bucket_with_nan() -> None:
     x = torch.tensor([0.0, 0, 1, torch.nan, 2, -2])
     packed, scales = kernels.quantize(x, 8, 2, seed=0)
     values = kernels.dequantize(packed, scales, 6, 8, 2)
@@ -92,7 +92,7 @@ def test_a_bucket_of_zeros_and_one_with_nan() -> None:
     assert values[4:].tolist() == [2, -2]
 
 
-def test_parts_of_a_vector_take_up_the_sequence() -> None:
+def test_parts_of_a_vector_continue_the_random_sequence() -> None:
     x = Case("normal", 1000, torch.float32).vector()
     whole = kernels.quantize(x, 8, 100, seed=9)[0]
     parts = [kernels.quantize(p, 8, 100, 9, 300 * i)[0] for i, p in enumerate(x.split(300))]
@@ -106,7 +106,7 @@ def test_philox_known_answer() -> None:
 
 
 @given(st.integers(0, 2**40), st.integers(0, 9))
-def test_uniform_numbers_depend_on_their_position_alone(offset: int, skip: int) -> None:
+def test_uniform_numbers_depend_only_on_their_position(offset: int, skip: int) -> None:
     device = torch.device("cpu")
     assert same_bits(
         uniform(20, 1, offset, device)[skip:], uniform(20 - skip, 1, offset + skip, device)

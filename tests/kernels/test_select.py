@@ -1,4 +1,4 @@
-"""Selection: the definition, and every compiled path against it."""
+"""Selection: every compiled path against the definition."""
 
 import hypothesis.strategies as st
 import pytest
@@ -26,7 +26,7 @@ def assert_same(selected: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 
 
 @given(st.data(), cases())
-def test_reference_selects_what_the_definition_says(data: st.DataObject, case: Case) -> None:
+def test_reference_equals_the_definition(data: st.DataObject, case: Case) -> None:
     x = case.vector()[:600]
     k = data.draw(counts(x.numel()))
     indices, values = reference.topk(x, k)
@@ -70,7 +70,7 @@ def test_threshold_is_the_reference(isa: str, case: Case, threshold: float) -> N
     assert_same(selected, reference.threshold_select(x, threshold))
 
 
-def test_threshold_is_reached_from_both_sides_and_zeros_never_reach() -> None:
+def test_threshold_applies_to_both_signs_and_never_selects_zeros() -> None:
     x = torch.tensor([0.0, -0.0, 1.0, -2.0, 2.0, torch.nan])
     assert kernels.threshold_select(x, 2.0)[0].tolist() == [3, 4, 5]
     assert kernels.threshold_select(x, 0.0)[0].tolist() == [2, 3, 4, 5]
@@ -104,15 +104,15 @@ def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> N
 
 @pytest.mark.parametrize("run", [1, 40, 1000, 30_000])
 @pytest.mark.parametrize("start", [0, 123_457, 600_000])
-def test_samples_that_see_too_much_or_too_little(run: int, start: int) -> None:
-    # Whatever was sampled of a short run of large values, the selection is exact.
+def test_selection_is_exact_with_a_misleading_sample(run: int, start: int) -> None:
+    # The sample may hold too many or too few of a short run of large values.
     x = Case("normal", 800_000, torch.float32, seed=2).vector()
     x[start : start + run] *= 1e6
     for k in (run // 2 + 1, run, run + 1, 2 * run + 100):
         assert_same(kernels.topk(x, k), reference.topk(x, k))
 
 
-def test_tiny_values_after_huge_ones_lower_the_threshold() -> None:
+def test_selection_is_exact_for_tiny_values_after_huge_ones() -> None:
     # The threshold that a chunk hands to the next is wrong by 60 powers of two.
     x = torch.cat([torch.full((512,), 2.0**60), torch.randn(512), torch.full((512,), 2.0**-60)])
     assert_same(kernels.topk_chunked(x, 20, 512), reference.topk_chunked(x, 20, 512))
@@ -121,10 +121,10 @@ def test_tiny_values_after_huge_ones_lower_the_threshold() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("period", [8, 16, 32])
-def test_large_entries_that_share_a_group_of_a_chunk(
+def test_selection_is_exact_if_large_entries_share_a_group(
     isa: str, dtype: torch.dtype, period: int
 ) -> None:
-    # The groups' maxima tell next to nothing of these: all of a chunk may reach the k-th of them.
+    # The groups' maxima say little about such values: all of a chunk may reach the k-th maximum.
     x = Case("normal", 3001, dtype, seed=3).vector() / 64
     x[5::period] *= 64
     with using(isa):
@@ -132,12 +132,12 @@ def test_large_entries_that_share_a_group_of_a_chunk(
             assert_same(kernels.topk_chunked(x, k, 300), reference.topk_chunked(x, k, 300))
 
 
-def test_a_vector_that_requires_grad_is_read() -> None:
+def test_vector_may_require_grad() -> None:
     x = torch.tensor([1.0, -3.0, 2.0], requires_grad=True)
     assert kernels.topk(x, 1)[1].tolist() == [-3.0]
 
 
-def test_indices_grow_with_the_size() -> None:
+def test_index_dtype_depends_on_the_size() -> None:
     assert kernels.index_dtype(2**31 - 1) == torch.int32
     assert kernels.index_dtype(2**31) == torch.int64
 

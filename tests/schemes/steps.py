@@ -1,4 +1,4 @@
-"""What the tests of schemes share: schemes by name, gradients, and steps on simulated ranks."""
+"""Helpers for the tests of schemes: schemes by name, gradients, and steps on simulated ranks."""
 
 from functools import partial
 
@@ -49,17 +49,17 @@ def integers(rank, step, size, dtype=torch.float32):
 
 
 def zeros(rank, step, size, dtype=torch.float32):
-    """Return nothing to send."""
+    """Return a gradient of zeros."""
     return torch.zeros(size, dtype=dtype)
 
 
 def equal(rank, step, size, dtype=torch.float32):
-    """Return ties everywhere."""
+    """Return a gradient of equal values."""
     return torch.full((size,), 1 + (rank + step) % 3, dtype=dtype)
 
 
 def one_rank(rank, step, size, dtype=torch.float32):
-    """Return integers on one rank, another in each step, and zeros elsewhere."""
+    """Return integers on one rank, a different one in each step, and zeros on the others."""
     return integers(rank, step, size, dtype) * (rank == step)
 
 
@@ -88,10 +88,10 @@ def owed_by(scheme):
 
 
 def run(make, world, steps, size, gradient=integers, dtype=torch.float32, kept=memory_of):
-    """Do some steps on simulated ranks, some of them to a node.
+    """Do some steps on simulated ranks, several of them on each node.
 
-    Returns ``updates[rank][step]`` and what is kept, ``memories[rank][step]``; None where nothing
-    is.
+    Returns ``updates[rank][step]`` and ``memories[rank][step]``; a memory is None if the scheme
+    has none.
     """
 
     def on_rank(comm):
@@ -111,7 +111,7 @@ def ranks_per_node(world):
 
 
 def simulate_nodes(world, on_rank):
-    """Simulate nodes of so many ranks."""
+    """Simulate nodes of this number of ranks."""
     return simulate(world, on_rank, ranks_per_node=ranks_per_node(world))
 
 
@@ -120,5 +120,5 @@ def copy_of(tensor):
 
 
 def total(tensors):
-    """Sum tensors in float64, skipping what is None."""
+    """Sum tensors in float64, skipping None."""
     return sum(tensor.double() for tensor in tensors if tensor is not None)

@@ -1,4 +1,4 @@
-"""The scheme that chooses: all ranks alike, with nothing lost when it chooses anew."""
+"""Auto: all ranks choose the same method, and nothing is lost when the choice changes."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ seconds = st.fixed_dictionaries(dict.fromkeys(WAYS, st.integers(1, 1000)))
 
 
 class Watch:
-    """A clock that shows what steps are said to take, on one rank more than on another."""
+    """A clock that advances by given times of steps, which are longer on some ranks."""
 
     def __init__(self, scheme, true, delay):
         self.scheme, self.true, self.delay = scheme, true, delay
@@ -34,14 +34,14 @@ class Watch:
 
 
 def timed(comm, true, **settings):
-    """Return a scheme whose steps take what ``true`` says, and the longer the higher the rank."""
+    """Return a scheme whose steps take the times in ``true``, and longer on higher ranks."""
     scheme = Auto(**{"density": 0.1, **settings})
     scheme._clock = Watch(scheme, true, delay=0.37 * comm.rank)
     return scheme
 
 
 def shorten_windows(monkeypatch):
-    """Let a few dozen steps hold many agreements, and trials of everything."""
+    """Shorten windows, so that a few dozen steps contain many agreements and all trials."""
     monkeypatch.setattr(contest, "STEADY_STEPS", 4)
     monkeypatch.setattr(contest, "TRIAL_STEPS", 2)
     monkeypatch.setattr(contest, "STALE_STEPS", 12)
@@ -60,7 +60,7 @@ def predicting(monkeypatch, predicted):
 
 
 def train(comm, true, steps, size, gradient=integers, **settings):
-    """Return what each step chose and gave, and what is owed in the end."""
+    """Return each step's choice and update, and what is owed at the end."""
     scheme, outcomes = timed(comm, true, **settings), []
     for step in range(steps):
         update = scheme.step(gradient(comm.rank, step, size), comm)
@@ -71,7 +71,7 @@ def train(comm, true, steps, size, gradient=integers, **settings):
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 17])
 @given(predicted=seconds, true=seconds)
 @settings(max_examples=3)
-def test_all_ranks_choose_alike_and_lose_nothing(world, predicted, true):
+def test_all_ranks_choose_the_same_method_and_lose_nothing(world, predicted, true):
     with pytest.MonkeyPatch.context() as patch:
         shorten_windows(patch)
         predicting(patch, predicted)
@@ -87,7 +87,7 @@ def test_all_ranks_choose_alike_and_lose_nothing(world, predicted, true):
 
 
 def misled(monkeypatch):
-    """Predict the worst method to be the best."""
+    """Return predictions in which the worst method looks the best."""
     shorten_windows(monkeypatch)
     predicting(monkeypatch, {"dense": 36, "topk": 30, "gtopk": 50, "oktopk": 40})
 
@@ -125,7 +125,7 @@ def test_processes_correct_a_wrong_prediction_in_the_same_step(run_on):
 
 
 @pytest.mark.usefixtures("short_windows")
-def test_without_correction_the_prediction_stands(monkeypatch):
+def test_without_correction_the_prediction_decides(monkeypatch):
     predicting(monkeypatch, {"dense": 6, "topk": 3, "gtopk": 5, "oktopk": 4})
     true = {"dense": 2, "topk": 9, "gtopk": 1, "oktopk": 7}
     results = simulate(3, lambda comm: train(comm, true, 60, 50, corrected=False)).results
@@ -158,7 +158,7 @@ def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch
         switch = ways.index("dense")
         assert ways[:switch] == ["oktopk"] * switch
         assert set(ways[switch:]) == {"dense"}
-        assert not bool(kept[switch].any())  # it sent what had been kept back
+        assert not bool(kept[switch].any())  # this step sent everything kept back
         # From the agreement after that step on, memory is gone; agreements cost extra messages.
         assert all(memory is None for memory in kept[switch + 1 :])
         assert all(same for _, same, _ in costs[switch + 1 :])
@@ -166,8 +166,8 @@ def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch
         assert world == 1 or sum(cheap) >= 0.7 * len(cheap)
 
 
-def test_a_loaded_memory_is_sent_whoever_has_it():
-    """One rank of three took over a memory; the others must send along with it."""
+def test_loaded_memory_of_any_rank_is_sent():
+    """One rank of three loaded a memory; the other ranks must take part in sending it."""
 
     def on_rank(comm):
         scheme = Auto(candidates=["dense"])
@@ -183,8 +183,8 @@ def test_a_loaded_memory_is_sent_whoever_has_it():
 
 
 @pytest.mark.usefixtures("short_windows")
-def test_what_is_withheld_is_owed_until_it_may_be_sent(monkeypatch):
-    """A dense step that may not send all leaves a rest, which the next one has to send."""
+def test_withheld_coordinates_are_owed_until_they_may_be_sent(monkeypatch):
+    """A dense step that withholds coordinates keeps them; the next one sends them."""
     predicting(monkeypatch, {"dense": 5, "topk": 2})
 
     def on_rank(comm):
@@ -208,7 +208,7 @@ def test_what_is_withheld_is_owed_until_it_may_be_sent(monkeypatch):
     assert all(owed is None for *_, owed in results)
 
 
-def test_an_infinite_gradient_in_a_dense_step_counts_for_nothing():
+def test_dense_step_with_an_infinite_gradient_does_not_count():
     def on_rank(comm):
         scheme = Auto(candidates=["dense"])
         for step in range(3):

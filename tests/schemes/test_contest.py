@@ -1,4 +1,4 @@
-"""Who runs next: predictions first, measurements as they come, and little time lost on trials."""
+"""The contest: predictions decide first, then measurements, and trials lose little time."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ times = st.fixed_dictionaries(dict.fromkeys(WAYS, seconds))
 
 
 def run(contest, true, steps):
-    """Let steps take what they truly take; return what was chosen in each."""
+    """Run steps that take the times in ``true``; return the choice of each step."""
     chosen = []
     for _ in range(steps):
         if contest.left == 0:
@@ -24,13 +24,13 @@ def run(contest, true, steps):
 
 
 @given(predicted=times, true=times)
-def test_the_best_prediction_goes_first_for_a_whole_window(predicted, true):
+def test_best_predicted_way_runs_first_for_a_whole_window(predicted, true):
     chosen = run(Contest(predicted), true, 1 + STEADY_STEPS)
     assert set(chosen) == {min(predicted, key=predicted.get)}
 
 
 @given(times)
-def test_a_right_prediction_stays(true):
+def test_correct_prediction_is_kept(true):
     contest = Contest(true)
     best = min(true.values())
     for way in run(contest, true, 3000):
@@ -39,7 +39,7 @@ def test_a_right_prediction_stays(true):
 
 @given(predicted=times, true=times)
 def test_trials_lose_no_more_than_their_share_of_the_time(predicted, true):
-    """But for the first of each way, of which only a prediction was known."""
+    """The first trial of each way is exempt, because only its prediction was known."""
     contest, spent, lost = Contest(predicted), 0.0, 0.0
     for _ in range(4000):
         (way,) = run(contest, true, 1)
@@ -59,7 +59,7 @@ def test_a_wrong_prediction_is_corrected():
     assert chosen.count("dense") > 2500
 
 
-def test_what_is_hopeless_is_tried_seldom():
+def test_hopeless_ways_are_rarely_tried():
     predicted = {"dense": 100.0, "topk": 0.1}
     chosen = run(Contest(predicted), predicted, 5000)
     assert chosen.count("dense") == 0
@@ -96,7 +96,7 @@ def test_void_steps_count_for_the_schedule_and_not_for_the_time():
 
 
 @given(predicted=times, agreed=st.lists(st.floats(0, 10), max_size=30))
-def test_ranks_that_decide_alike_choose_alike_whatever_they_took_themselves(predicted, agreed):
+def test_ranks_with_equal_decisions_choose_the_same_way(predicted, agreed):
     one, other = Contest(predicted), Contest(predicted)
     for seconds in agreed:
         for contest, own in ((one, 1.0), (other, 77.0)):

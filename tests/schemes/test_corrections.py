@@ -30,7 +30,7 @@ WITH_MOMENTUM = {
 
 
 @given(size=st.integers(1, 200), steps=st.integers(1, 5), gradient=st.sampled_from(INTEGERS))
-def test_momentum_is_corrected_as_dgc_writes_it(size, steps, gradient):
+def test_momentum_correction_equals_dgcs_rule(size, steps, gradient):
     """u = m·u + g; v = v + u; send the top of v; clear u and v there."""
     updates, memories = run(
         lambda: sparcel.scheme("topk", density=0.1, momentum=0.5), 1, steps, size, gradient
@@ -51,7 +51,7 @@ def test_momentum_is_corrected_as_dgc_writes_it(size, steps, gradient):
     size=st.integers(1, 300),
     gradient=st.sampled_from(INTEGERS),
 )
-def test_what_enters_the_memory_is_conserved(name, world, size, gradient):
+def test_corrected_gradients_are_conserved(name, world, size, gradient):
     def on_rank(comm):
         scheme, entered, updates = WITH_MOMENTUM[name](), torch.zeros(size), torch.zeros(size)
         for step in range(3):
@@ -66,7 +66,7 @@ def test_what_enters_the_memory_is_conserved(name, world, size, gradient):
 
 
 @pytest.mark.parametrize("name", WITH_MOMENTUM)
-def test_the_velocity_is_forgotten_only_where_an_update_came(name):
+def test_velocity_is_cleared_only_at_updated_coordinates(name):
     def on_rank(comm):
         scheme = WITH_MOMENTUM[name]()
         for step in range(3):
@@ -114,8 +114,8 @@ def test_a_long_gradient_enters_with_its_share_of_the_norm(world, clip, seed):
 
 
 @pytest.mark.parametrize("name", ["topk", "sparcml", "gtopk", "oktopk", "scalecom", "hitopk"])
-def test_densities_warm_up_as_they_are_told(name):
-    """Each density serves its steps; a step that does not count is no step."""
+def test_warmup_densities_each_serve_their_steps(name):
+    """Each density serves its number of steps; void steps do not count."""
 
     def on_rank(comm):
         scheme, asked = sparcel.scheme(name, density=0.01, warmup=[1, 0.25], warmup_steps=2), []
@@ -132,7 +132,7 @@ def test_densities_warm_up_as_they_are_told(name):
         assert asked == [1000, 1000, 1000, 250, 250, 10, 10]
 
 
-def test_an_uncompressed_step_applies_all_that_was_owed():
+def test_uncompressed_step_applies_everything_owed():
     updates, memories = run(
         lambda: sparcel.scheme("gtopk", density=0.01, warmup=[0.01, 1], warmup_steps=1), 4, 2, 300
     )
@@ -175,7 +175,7 @@ def test_layers_lose_nothing(name):
 
 
 @given(st.floats(0.01, 1), st.integers(1, 100), st.integers(1, 5))
-def test_the_filter_is_scalecoms(beta, size, steps):
+def test_filter_equals_scalecoms_rule(beta, size, steps):
     """m' = (1−β)·m + β·(m + g − sent), and a change of β leaves m/β."""
     updates, memories = run(
         lambda: sparcel.scheme("scalecom", density=0.2, beta=beta, beta_steps=3),
@@ -204,7 +204,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_state_holds_all_that_the_next_steps_need(make, world):
+def test_state_holds_everything_that_the_next_steps_need(make, world):
     def on_rank(comm):
         scheme = make()
         for step in range(3):
@@ -220,7 +220,7 @@ def test_a_state_holds_all_that_the_next_steps_need(make, world):
     simulate_nodes(world, on_rank)
 
 
-def test_what_is_owed_stays_when_the_filter_of_a_state_differs():
+def test_loading_a_state_with_another_filter_keeps_what_is_owed():
     def on_rank(comm):
         scheme = sparcel.scheme("scalecom", density=0.05, beta=0.25)
         scheme.step(integers(comm.rank, 0, 400), comm)
@@ -247,7 +247,7 @@ def test_layers_change_nothing_of_an_uncompressed_warm_up():
 
 
 def test_reused_thresholds_follow_the_warm_up():
-    """The count that comes back is the density's in every step that changes it."""
+    """The update's count matches the density in every step that changes the density."""
 
     def on_rank(comm):
         scheme = sparcel.scheme(
@@ -276,7 +276,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD, ids=[str(bad[0]) for bad in BAD])
-def test_bad_settings_are_named_with_the_way_out(settings, message):
+def test_errors_name_bad_settings_and_the_fix(settings, message):
     with pytest.raises(InputError, match=message):
         sparcel.scheme("topk", **settings)
 

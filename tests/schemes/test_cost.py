@@ -1,4 +1,4 @@
-"""What a step costs: bytes on the wire in every step, and no tensors as large as the vector."""
+"""The cost of a step: its bytes are bounded, and it allocates no tensors as large as the vector."""
 
 from itertools import pairwise
 
@@ -30,14 +30,14 @@ def uniform(rank, step, size):
 
 
 def skewed(rank, step, size):
-    """All large values in one place, the same on all ranks."""
+    """Return a gradient with all large values in one range, the same on all ranks."""
     gradient = normal(rank, step, size) / 1000
     gradient[size // 3 : size // 3 + size // 50] *= 10_000
     return gradient
 
 
 def moving(rank, step, size):
-    """A bump that is elsewhere on each rank and in each step."""
+    """Return a gradient whose large values lie elsewhere on each rank and in each step."""
     gradient = normal(rank, step, size) / 1000
     start = (step * 997 + rank * 131) % (size - size // 50)
     gradient[start : start + size // 50] *= 10_000
@@ -79,7 +79,7 @@ def steps(totals):
 
 
 class Allocations(TorchDispatchMode):
-    """Notes the storages of at least so many elements that torch operations make."""
+    """Records storages of at least ``elements`` elements that torch operations allocate."""
 
     def __init__(self, elements, known):
         super().__init__()
@@ -99,7 +99,7 @@ class Allocations(TorchDispatchMode):
             storage = leaf.untyped_storage()
             if storage.data_ptr() in inputs | self._known:
                 continue
-            if storage.nbytes() >= self.elements:  # of a byte each, masks that is
+            if storage.nbytes() >= self.elements:  # a byte for each element, as in masks
                 self.made.append((str(function), tuple(leaf.shape), leaf.dtype))
         return result
 
@@ -116,8 +116,8 @@ SPARSE_WORK = {
 
 @pytest.mark.parametrize("setting", SPARSE_WORK)
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_the_steady_state_makes_nothing_as_large_as_the_vector(setting, world):
-    """But for the update, where no ``out`` is given. Not even a mask of a byte a coordinate."""
+def test_steady_state_allocates_nothing_as_large_as_the_vector(setting, world):
+    """Only the update is allowed, if no ``out`` is given; not even a mask of bytes is."""
     size, (name, settings) = 200_000, SPARSE_WORK[setting]
 
     def on_rank(comm):

@@ -1,4 +1,4 @@
-"""Two levels: what travels on which links, whose memory it is, and any scheme between nodes."""
+"""Two levels: the traffic on each kind of link, the owner of memory, and any inner scheme."""
 
 from itertools import pairwise
 
@@ -56,8 +56,8 @@ def test_any_scheme_between_nodes_loses_nothing(make, grid, size, gradient):
 
 @inners
 @given(grid=grids, size=st.integers(1, 300))
-def test_the_shards_get_what_the_inner_scheme_makes_of_the_nodes_sums(make, grid, size):
-    """Each shard's update is that of the inner scheme among as many ranks as there are nodes."""
+def test_shard_update_equals_the_inner_scheme_on_the_nodes_sums(make, grid, size):
+    """A shard's update equals that of the inner scheme with one rank for each node."""
     nodes, per_node = grid
 
     def on_rank(comm):
@@ -103,7 +103,7 @@ def test_a_half_precision_torus_sends_averages_of_all_ranks():
         torch.testing.assert_close(update, torch.full((9,), 4e4), rtol=1e-2, atol=0)
 
 
-def test_clipping_means_the_average_over_all_ranks():
+def test_clipping_uses_the_average_over_all_ranks():
     def on_rank(comm):
         scheme = Hierarchical(TopK(1, clip=1.0), 4)
         return scheme.step(normal(comm.rank, 0, 10_000), comm).norm()
@@ -118,7 +118,7 @@ def test_links_between_nodes_carry_the_shards_selection_only():
 
     def on_rank(comm):
         scheme = sparcel.scheme("hitopk", density=k / size)
-        scheme.step(normal(comm.rank, 0, size), comm)  # makes the groups, too
+        scheme.step(normal(comm.rank, 0, size), comm)  # also creates the groups
         before = comm.traffic.bytes_sent
         scheme.step(normal(comm.rank, 1, size), comm)
         return comm.traffic.bytes_sent - before
@@ -130,13 +130,13 @@ def test_links_between_nodes_carry_the_shards_selection_only():
     for rank, sent in enumerate(report.results):
         assert sent <= inside + between + headers
         crossed = report.between_nodes[rank].bytes_sent
-        grid = 2 * 8 * nodes * per_node  # the numbers that make the groups
+        grid = 2 * 8 * nodes * per_node  # the numbers exchanged to create the groups
         assert crossed <= 2 * (between + 48 * nodes) + grid
 
 
 @pytest.mark.parametrize("name", ["topk", "momentum", "gtopk", "scalecom"])
 @pytest.mark.parametrize("moved", [1, 5])
-def test_memory_finds_its_shard_wherever_it_is_loaded(name, moved):
+def test_loaded_memory_reaches_its_shard_on_any_node(name, moved):
     """A state of whole vectors is summed over the node, so nothing that was owed is lost."""
 
     def on_rank(comm):
@@ -173,7 +173,7 @@ def test_layers_and_withheld_ranges_are_cut_to_the_shard():
     assert all(10 <= count <= 20 for count in simulate(4, on_rank).results)
 
 
-def test_another_ranks_gradient_lifts_what_is_withheld():
+def test_gradient_of_another_rank_of_the_node_lifts_withholding():
     def on_rank(comm):
         scheme = Hierarchical(TopK(1 / 40), 2)
         gradient = torch.zeros(40)

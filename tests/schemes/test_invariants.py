@@ -1,4 +1,4 @@
-"""What always holds (docs/design.md), for every scheme."""
+"""The invariants of docs/design.md, for every scheme."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
 @schemes
 @given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from([torch.float32, torch.float64]))
 @few_examples
-def test_nothing_is_lost_but_by_rounding(make, world, size, dtype):
+def test_nothing_is_lost_except_by_rounding(make, world, size, dtype):
     updates, memories = run(make, world, 3, size, normal, dtype, owed_by)
     went_in = total(normal(rank, step, size, dtype) for rank in range(world) for step in range(3))
     kept = total(memory[-1] for memory in memories)
@@ -142,7 +142,7 @@ def test_a_failed_step_leaves_memory_as_it_was(make, world, monkeypatch):
             calls = iter(range(10**6))
 
             def failing(self, sends, receives):
-                """Count the culprit's exchanges, on its communicator and all parts of it."""
+                """Count the culprit's exchanges, on its communicator and on all split from it."""
                 me = self.members[self.rank]
                 if me == culprit and schemes[me].steps == 1 and next(calls) == call:  # noqa: B023
                     raise DiskError("the disk is full")
@@ -193,7 +193,7 @@ def test_a_failed_first_step_leaves_nothing_behind(make, world):
 
 @schemes
 @given(world=st.integers(1, 6), size=PLACES, dtype=st.sampled_from(FLOATS))
-def test_the_gradient_stays_and_out_takes_the_update(make, world, size, dtype):
+def test_gradient_is_unchanged_and_out_holds_the_update(make, world, size, dtype):
     def on_rank(comm):
         gradient = integers(comm.rank, 0, size, dtype)
         before = gradient.clone()
@@ -211,7 +211,7 @@ def test_the_gradient_stays_and_out_takes_the_update(make, world, size, dtype):
 
 @schemes
 @given(world=st.integers(1, 5), size=PLACES)
-def test_a_run_goes_on_from_its_state(make, world, size):
+def test_run_continues_from_its_state(make, world, size):
     def on_rank(comm):
         scheme = make()
         for step in range(2):

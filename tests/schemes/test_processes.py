@@ -1,4 +1,4 @@
-"""The same schemes on real processes give the simulated cluster's bits."""
+"""Schemes on real processes return the same bits as on the simulated cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SUMMED_BY_THE_ENGINE = ["dense", "torus2d", "warm-up", "auto dense"]
 
 @contextmanager
 def launched(comm: Communicator) -> Iterator[None]:
-    """Let a launcher have started as many ranks on each node as the simulated cluster has."""
+    """Set the launcher's variables to as many ranks a node as on the simulated cluster."""
     local = comm.rank % ranks_per_node(comm.size)
     with patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
         yield
@@ -60,7 +60,7 @@ def several_steps(comm, name, gradient):
 
 
 @on_engines_in_turn(name=SCHEMES, world_size=[2, 3, 4])
-def test_steps_give_what_the_simulated_cluster_gives(run_on, world_size, name):
+def test_steps_equal_those_of_the_simulated_cluster(run_on, world_size, name):
     for gradient in (integers, normal):
         by_rank = run_on(world_size, several_steps, name, gradient)
         simulated = simulate_nodes(
@@ -81,7 +81,7 @@ def test_steps_give_what_the_simulated_cluster_gives(run_on, world_size, name):
 
 
 def counted(comm, name):
-    """Return the messages and bytes of a step, and of the one before, which makes groups."""
+    """Return the messages and bytes of a step, and of the step before, which creates groups."""
     scheme, counts = SCHEMES[name](), []
     for step in range(2):
         before = vars(comm.traffic).copy()
@@ -92,16 +92,16 @@ def counted(comm, name):
 
 
 @pytest.mark.parametrize("name", BETWEEN_NODES)
-def test_all_that_travels_between_nodes_and_inside_them_is_counted(run_on, name):
+def test_traffic_between_and_inside_nodes_is_counted(run_on, name):
     simulated = simulate_nodes(4, lambda comm: counted(comm, name)).results
     real = run_on(4, counted, name)
-    # The tests before may have made the groups, in the first step only.
+    # Earlier tests may have created the groups already; only the first step differs.
     assert [steps[1] for steps in real] == [steps[1] for steps in simulated]
     assert all(steps[1]["bytes_sent"] > 0 for steps in real)
 
 
 def mismatched(comm, name, longer):
-    """Return what each rank met when some had another size, and the memory it was left with."""
+    """Return each rank's error if some ranks have another size, and its memory afterwards."""
     scheme = SCHEMES[name]()
     try:
         with launched(comm):
@@ -112,14 +112,14 @@ def mismatched(comm, name, longer):
 
 
 @on_engines_in_turn(name=SCHEMES)
-def test_gradients_that_differ_in_size_are_named_on_every_rank(run_on, name):
+def test_every_rank_names_gradients_of_different_size(run_on, name):
     for error, memory in run_on(3, mismatched, name, [1]):
         assert "sent rank" in str(error) or "bytes" in str(error)
         assert memory is None
 
 
 @on_engines_in_turn(name=BETWEEN_NODES, longer=[[2], [2, 3]])  # a rank, and a node
-def test_nodes_whose_gradients_differ_in_size_are_named_on_every_rank(run_on, name, longer):
+def test_every_rank_names_nodes_with_gradients_of_different_size(run_on, name, longer):
     for error, memory in run_on(4, mismatched, name, longer):
         assert "sent rank" in str(error) or "bytes" in str(error)
         assert memory is None
@@ -127,14 +127,14 @@ def test_nodes_whose_gradients_differ_in_size_are_named_on_every_rank(run_on, na
 
 @contextmanager
 def exchanging_by(comm: Communicator, exchange: Callable[..., Any]) -> Iterator[None]:
-    """Let this communicator, and what is split from it, use another exchange for all they do."""
+    """Replace the exchange of this communicator and of all split from it."""
     by_exchange = {"exchange": exchange, "gather": Communicator.gather}
     with patch.multiple(type(comm), **by_exchange):
         yield
 
 
 def fails_in_its_second_step(comm, name):
-    """Return each rank's error, and whether its memory is that of the last step that counted."""
+    """Return each rank's error, and whether its memory is that of the last committed step."""
     scheme = SCHEMES[name]()
     exchange, before = type(comm).exchange, None
 
@@ -154,8 +154,8 @@ def fails_in_its_second_step(comm, name):
 
 
 @on_engines_in_turn(name=[name for name in SCHEMES if name != "dense"])
-def test_a_rank_that_fails_in_a_step_fails_it_everywhere_with_memory_as_before(run_on, name):
-    """(dense needs no exchange but the engine's after its first step.)"""
+def test_failing_rank_fails_the_step_everywhere_and_memory_is_unchanged(run_on, name):
+    """After its first step, dense uses no exchange except the engine's."""
     for error, memory_stayed in run_on(4, fails_in_its_second_step, name):
         assert "rank 1 failed" in str(error) or isinstance(error, OSError)
         assert memory_stayed
@@ -173,10 +173,10 @@ def oktopk_between_nodes():
 
 
 def killed_in_a_step(comm, make, exchanges):
-    """Step until rank 2 dies before it has done so many exchanges of a step.
+    """Step until rank 2 dies before its exchange number ``exchanges`` of the third step.
 
-    Return the error, whether memory is that of the last step that counted, and the seconds that
-    the last step took.
+    Return the error, whether memory is that of the last committed step, and the seconds that the
+    last step took.
     """
     scheme, done = make(), 0
     exchange = TorchCommunicator.exchange
@@ -201,13 +201,13 @@ def killed_in_a_step(comm, make, exchanges):
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [hitopk, oktopk_between_nodes])
 @pytest.mark.parametrize("exchanges", [1, 2, 3], ids=["summing", "between nodes", "later"])
-def test_a_rank_that_dies_between_nodes_is_named_on_all(make: Callable[[], None], exchanges: int):
+def test_every_rank_names_a_rank_that_dies_between_nodes(make: Callable[[], None], exchanges: int):
     outcomes = run_apart(4, killed_in_a_step, make, exchanges, timeout=TIMEOUT)
     assert outcomes.pop(2).died == -signal.SIGKILL
     for outcome in outcomes:
         text, memory_stayed, steps, seconds = outcome.result
         assert "lost its connection to rank 2" in text
         assert memory_stayed
-        # Whether the other node was done with the step when the rank died is chance.
+        # The other node may or may not have finished the step when the rank died.
         assert steps in ((2,) if exchanges == 1 else (2, 3))
         assert seconds < TIMEOUT / 2

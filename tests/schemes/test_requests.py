@@ -31,7 +31,7 @@ schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
     dtype=st.sampled_from(FLOATS),
     gradient=st.sampled_from([normal, *INTEGERS]),
 )
-def test_a_step_as_a_stream_is_the_step(make, world, size, dtype, gradient):
+def test_step_stream_equals_step(make, world, size, dtype, gradient):
     def on_rank(comm):
         dense, sparse = make(), make()
         for step in range(2):
@@ -61,7 +61,7 @@ def test_streams_lose_nothing(name):
 
 
 @schemes
-def test_a_stream_of_a_void_step_is_empty_and_says_so(make):
+def test_stream_of_a_void_step_is_empty_and_not_finite(make):
     def on_rank(comm):
         scheme = make()
         scheme.step(integers(comm.rank, 0, 200), comm)
@@ -87,7 +87,7 @@ def test_a_sparse_update_stays_sparse(name):
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_what_is_set_apart_is_left_out_and_left_as_it_was(name):
+def test_ranges_set_apart_are_left_out_and_keep_their_memory(name):
     apart = [(0, 9), (100, 131)]
 
     def on_rank(comm):
@@ -109,7 +109,7 @@ def test_what_is_set_apart_is_left_out_and_left_as_it_was(name):
     assert set(sent_whole) == {name == "auto dense"}
 
 
-def test_what_is_set_apart_travels_with_a_gradient_that_is_sent_as_it_is():
+def test_ranges_set_apart_travel_with_a_gradient_sent_whole():
     def on_rank(comm):
         scheme, plain = Auto(candidates=["dense"]), Dense()
         for step in range(3):

@@ -1,4 +1,4 @@
-"""ScaleCom: the leader's coordinates, everybody's values, and a volume that ranks don't change."""
+"""ScaleCom: the leader's coordinates, all ranks' values, and a volume independent of P."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.schemes.steps import integers, normal, total
     size=st.integers(1, 300),
     name=st.sampled_from(["chunkwise", "exact", "randomk"]),
 )
-def test_everybody_sends_what_the_leader_selects(world, size, name):
+def test_all_ranks_send_the_leaders_coordinates(world, size, name):
     """Ranks lead in turns; the update is the mean there, and each rank keeps the rest."""
     steps, k = world + 2, max(1, -(-size // 10))
 
@@ -42,7 +42,7 @@ def test_everybody_sends_what_the_leader_selects(world, size, name):
 
 
 @pytest.mark.parametrize("size", [20_000])
-def test_what_a_rank_receives_does_not_grow_with_the_ranks(size):
+def test_received_bytes_do_not_grow_with_the_ranks(size):
     """k indices (3k/2 on the way of a scattered broadcast) and 2k(P−1)/P values, in every step."""
     k = size // 100
     for world in (2, 4, 8, 16, 32, 64):
@@ -70,7 +70,7 @@ def test_a_leader_without_gradient_sends_nothing_and_loses_nothing():
         assert torch.equal(memory, integers(rank, 0, 50) * (rank > 0))
 
 
-def test_ranks_that_do_not_lead_tell_that_they_are_not_finite():
+def test_non_finite_ranks_that_do_not_lead_are_noticed():
     def on_rank(comm):
         scheme = sparcel.scheme("scalecom", density=0.1)
         gradient = torch.zeros(50)  # the leader selects nothing

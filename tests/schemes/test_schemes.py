@@ -1,4 +1,4 @@
-"""What is particular to each scheme: how much it selects, what it sends, what it keeps."""
+"""Particular properties of each scheme: the coordinates that it selects, sends and keeps."""
 
 import math
 
@@ -16,7 +16,7 @@ from sparcel.schemes import Meter, Request
 from tests.collectives.test_others import largest, tree
 from tests.schemes.steps import copy_of, integers, normal, run, total
 
-# Not auto, which goes dense where vectors are as small as here; test_auto.py has its memory.
+# Not auto, which is dense for such small vectors; test_auto.py tests its memory.
 REMEMBERING = [name for name in TABLE if name != "auto" and sparcel.scheme(name).remembers]
 
 densities = st.floats(0.001, 0.999)
@@ -69,7 +69,7 @@ def test_sparcml_rounds_its_count_and_sends_at_least_one():
 
 
 @given(st.integers(1, 17), st.integers(1, 300), densities, st.sampled_from(["topk", "sparcml"]))
-def test_the_update_is_the_mean_of_what_the_ranks_took_out(world, size, density, name):
+def test_update_is_the_mean_of_the_ranks_selections(world, size, density, name):
     gradients = [integers(rank, 0, size) for rank in range(world)]
     update, memories, _ = step_once(lambda: sparcel.scheme(name, density=density), world, gradients)
     sent = total(gradients) - total(memories)
@@ -77,8 +77,8 @@ def test_the_update_is_the_mean_of_what_the_ranks_took_out(world, size, density,
 
 
 @given(st.integers(1, 17), st.integers(1, 60), st.floats(0.02, 0.4), st.integers(0, 30))
-def test_gtopk_applies_what_the_tree_of_the_gathered_selections_gives(world, size, density, seed):
-    """Against an oracle in dense vectors: the tree, and each rank's drops in its own memory."""
+def test_gtopk_update_equals_the_tree_of_the_gathered_selections(world, size, density, seed):
+    """An oracle computes the tree in dense vectors; each rank's memory holds what it dropped."""
     gradients = [integers(rank + seed, seed, size) for rank in range(world)]
     k = max(1, math.ceil(density * size))
     chosen = [largest(gradient, k) for gradient in gradients]
@@ -99,8 +99,8 @@ def test_gtopk_of_two_ranks_is_the_topk_of_the_gathered_sum():
 
 
 # Four ranks, k = 1. Rank 0 meets rank 1's 4 at coordinate 1 and drops it for its own 5; on the
-# other branch 3 and 4 make 7 there, which wins. By the paper's rule rank 1 takes nothing back,
-# since its coordinate won, and its 4 is gone.
+# other branch 3 and 4 add up to 7 there, which wins. By the paper's rule rank 1 takes nothing back,
+# because its coordinate won, and its 4 is lost.
 BRANCHES = [[5.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 3.0, 0.0], [0.0, 4.0, 0.0]]
 
 
@@ -111,20 +111,20 @@ def gtopk_on_branches(put_back):
     return total(memories), 4 * update.double() + total(memories)
 
 
-def test_the_papers_rule_loses_a_sum_that_was_dropped_on_one_branch_and_won_on_another():
+def test_papers_rule_loses_a_sum_dropped_on_one_branch_that_wins_on_another():
     memories, together = gtopk_on_branches("own")
     assert memories.tolist() == [5, 0, 0]
     assert together.tolist() == [5, 7, 0]
 
 
-def test_the_conserving_rule_keeps_it():
+def test_conserving_rule_keeps_a_sum_dropped_on_one_branch():
     memories, together = gtopk_on_branches("dropped")
     assert memories.tolist() == [5, 4, 0]
     assert together.tolist() == torch.tensor(BRANCHES).sum(dim=0).tolist() == [5, 11, 0]
 
 
 @pytest.mark.parametrize("density", [0.1, 0.9])
-def test_the_papers_rule_takes_back_what_did_not_win(density):
+def test_papers_rule_takes_back_values_that_did_not_win(density):
     make = lambda: sparcel.scheme("gtopk", density=density, put_back="own")  # noqa: E731
     gradients = [integers(rank, 0, 50) for rank in range(2)]
     update, memories, _ = step_once(make, 2, gradients)
@@ -160,7 +160,7 @@ def test_quantised_updates_are_unbiased():
     assert bool(((rounds.mean(dim=0) - exact).abs() <= bound).all())
 
 
-def test_every_step_rounds_anew():
+def test_every_step_uses_new_random_rounding():
     gradient = normal(0, 0, 512)
     updates = run(
         lambda: sparcel.scheme("sparcml", density=1, bits=2), 4, 2, 512, lambda *_: gradient.clone()
@@ -171,7 +171,7 @@ def test_every_step_rounds_anew():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", REMEMBERING)
 def test_memory_is_float32_or_wider(name, dtype):
-    """What is too small to be added to a half-precision memory adds up all the same."""
+    """Values too small for a half-precision memory still accumulate."""
 
     def on_rank(comm):
         scheme = sparcel.scheme(name, density=0.001, **({"momentum": 0} if name == "dgc" else {}))
@@ -187,7 +187,7 @@ def test_memory_is_float32_or_wider(name, dtype):
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-def test_a_half_precision_wire_halves_the_bytes_and_rounds(wire):
+def test_half_precision_wire_halves_the_bytes_and_rounds_values(wire):
     def on_rank(comm):
         scheme = sparcel.scheme("dense", wire=wire)
         scheme.step(integers(comm.rank, 0, 400), comm)
@@ -203,7 +203,7 @@ def test_a_half_precision_wire_halves_the_bytes_and_rounds(wire):
 
 
 def test_dense_averages_before_it_sums():
-    """100 · 60000 / 100 fits float16, though the sum does not."""
+    """The average 100 · 60000 / 100 fits float16; the sum does not."""
     updates, _ = run(
         lambda: sparcel.scheme("dense", wire="float16"), 4, 1, 8, lambda *_: torch.full((8,), 6e4)
     )
@@ -231,7 +231,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), BAD, ids=[str(bad[:2]) for bad in BAD])
-def test_bad_settings_are_named_with_the_way_out(name, settings, message):
+def test_errors_name_bad_settings_and_the_fix(name, settings, message):
     with pytest.raises(InputError, match=message):
         sparcel.scheme(name, **settings)
 
@@ -252,7 +252,7 @@ def test_bad_settings_are_named_with_the_way_out(name, settings, message):
     ids=["rows", "integers", "strided", "out of another size", "out of another dtype"],
 )
 @pytest.mark.parametrize("name", TABLE)
-def test_bad_gradients_are_named(name, gradient, out, message):
+def test_bad_gradients_are_refused(name, gradient, out, message):
     with pytest.raises(InputError, match=message):
         simulate(2, lambda comm: sparcel.scheme(name).step(gradient, comm, out))
 
@@ -283,7 +283,7 @@ def test_a_dropped_sum_that_overflows_stays_finite_in_memory():
 
 
 @pytest.mark.parametrize("name", REMEMBERING)
-def test_a_state_stays_what_it_was_while_training_goes_on(name):
+def test_state_does_not_change_while_training_continues(name):
     def on_rank(comm):
         scheme = sparcel.scheme(name, density=0.1)
         scheme.step(integers(comm.rank, 0, 600), comm)
@@ -321,7 +321,7 @@ def test_bad_input_of_all_ranks_leaves_the_communicator_alive(call):
     assert simulate(2, on_rank).results[0].isfinite().all()
 
 
-def test_dense_names_a_size_that_differs_in_a_later_step():
+def test_dense_refuses_another_size_in_a_later_step():
     def on_rank(comm):
         scheme = sparcel.scheme("dense")
         scheme.step(torch.ones(8), comm)

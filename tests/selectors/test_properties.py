@@ -1,4 +1,4 @@
-"""What every selector promises, over sizes, counts, dtypes and distributions."""
+"""Properties of every selector, over sizes, counts, dtypes and distributions."""
 
 import math
 
@@ -27,7 +27,7 @@ VARIANTS: list[Selector] = [
     selector("reuse", period=2),
     selector("randomk", seed=-3),
 ]
-TOP = ("gaussiank", "dgc", "reuse", "exact")  # what they select is no smaller than what they leave
+TOP = ("gaussiank", "dgc", "reuse", "exact")  # selected magnitudes are at least the others
 
 names = st.sampled_from(list(SELECTORS))
 variants = st.sampled_from(VARIANTS)
@@ -35,7 +35,7 @@ steps = st.integers(0, 100)
 
 
 def finite(x: Tensor) -> Tensor:
-    """Replace what is not finite, as the largest numbers of float16 are not."""
+    """Replace non-finite values, which large values become in float16."""
     limits = torch.finfo(x.dtype)
     return x.nan_to_num(1.0, limits.max, limits.min)
 
@@ -59,7 +59,7 @@ def ks(length: int) -> st.SearchStrategy[int]:
 
 
 def bounds(s: Selector, x: Tensor, k: int) -> tuple[int, int]:
-    """The fewest and the most that the docstring admits in a selector's first step."""
+    """Return the fewest and most entries that the docstring allows in a selector's first step."""
     nnz = int((x != 0).sum())
     match s:
         case Bucketed() | Chunkwise():
@@ -84,7 +84,7 @@ def name_of(s: Selector) -> str:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=repr)
 @given(st.data(), vectors(), steps)
-def test_a_selection_is_sorted_true_to_the_vector_and_within_its_bounds(
+def test_selection_is_sorted_has_the_vectors_values_and_keeps_its_bounds(
     variant: Selector, data: st.DataObject, x: Tensor, step: int
 ) -> None:
     k = data.draw(ks(x.numel()))
@@ -151,7 +151,7 @@ def test_taking_is_adding_selecting_and_clearing(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", SELECTORS)
-def test_what_is_not_finite_is_not_taken(name: str, bad: float) -> None:
+def test_selection_of_a_non_finite_vector_is_void(name: str, bad: float) -> None:
     gradient, s = torch.randn(1000), selector(name)
     gradient[617] = bad
     stream = s.take(torch.zeros(1000), gradient, torch.empty(1000), 20)
@@ -163,8 +163,10 @@ def test_what_is_not_finite_is_not_taken(name: str, bad: float) -> None:
 @pytest.mark.parametrize("kind", ["normal", "all equal", "zeros", "mostly zero", "bunched"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", SELECTORS)
-def test_nothing_as_large_as_the_vector_is_made(name: str, dtype: torch.dtype, kind: str) -> None:
-    """Not even a mask of a byte a coordinate."""
+def test_selection_allocates_nothing_as_large_as_the_vector(
+    name: str, dtype: torch.dtype, kind: str
+) -> None:
+    """A mask of one byte a coordinate would already fail."""
     size, k = 600_000, 600
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     gradient = Case(kind, size, dtype).vector()

@@ -1,4 +1,4 @@
-"""What is particular to a selector, and how selectors are made."""
+"""Particular properties of each selector, and making selectors by name."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_selectors_are_made_by_name_with_their_settings() -> None:
     assert selector(own) is own
 
 
-def test_wrong_names_and_settings_are_told_with_the_nearest_right_one() -> None:
+def test_errors_suggest_the_nearest_name_or_setting() -> None:
     with pytest.raises(InputError, match="did you mean 'mstopk'"):
         selector("msktop")
     with pytest.raises(InputError, match=r"setting of selector 'mstopk'.*'samplings'"):
@@ -56,7 +56,7 @@ def test_fresh_has_the_settings_and_no_memory(name: str) -> None:
 
 
 def published(x: Tensor, k: int, samplings: int) -> tuple[Tensor, Tensor]:
-    """The two sets of the paper's Algorithm 1, by counting for each sampling."""
+    """Return the two sets of the paper's Algorithm 1, counting anew for each sampling."""
     a = x.abs()
     mean, largest = float(a.double().mean()), float(a.max())
     left, right, high, low = 0.0, 1.0, torch.inf, 0.0
@@ -119,7 +119,7 @@ def test_mstopk_takes_its_run_across_blocks() -> None:
 # Gaussian-k
 
 
-def test_gaussiank_takes_what_a_normal_distribution_says() -> None:
+def test_gaussiank_selects_the_share_of_a_normal_distribution() -> None:
     x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
     assert abs(selector("gaussiank").select(3 * x, 4000).nnz - 4000) < 200
 
@@ -134,7 +134,7 @@ def test_gaussiank_lowers_its_threshold_for_heavy_tails_and_caps_light_ones() ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gaussiank_finds_the_smallest_numbers(dtype: torch.dtype) -> None:
-    """The threshold falls by hundreds of powers of ten, to where products round to themselves."""
+    """The threshold falls by hundreds of powers of ten, until a product rounds to itself."""
     x = torch.full(
         (1000,), torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, dtype=dtype
     )
@@ -148,7 +148,7 @@ def test_gaussiank_finds_the_smallest_numbers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("k", [20, 400])
 def test_double_sampling_does_not_starve_high_indices(k: int) -> None:
-    """Where more than k pass the threshold, the first k by index would never reach the end."""
+    """Taking the first k by index of all that pass the threshold would never reach the end."""
     x = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
     s, exact = selector("dgc"), topk(x, k)
     for step in range(20):
@@ -156,7 +156,7 @@ def test_double_sampling_does_not_starve_high_indices(k: int) -> None:
         assert overlap(exact, selected) == 1
         missing = exact.without(selected)
         assert missing.nnz <= k // 5
-        if missing.nnz:  # the smallest, wherever they are
+        if missing.nnz:  # only the smallest may be missing, at any index
             assert missing.values.abs().max() <= selected.values.abs().min()
     assert int(exact.indices.max()) > 30_000
 
@@ -179,7 +179,7 @@ def test_a_threshold_is_reused_until_the_period_is_over() -> None:
     assert s.select(x - 5, 10, 3).nnz == 10
 
 
-def test_the_largest_are_taken_where_too_many_reach_a_reused_threshold() -> None:
+def test_largest_are_selected_if_too_many_reach_a_reused_threshold() -> None:
     s, x = ThresholdReuse(), torch.arange(1.0, 101)
     s.select(x, 10, 0)
     for more in (10, 50):  # 20 reach it, and 60
@@ -187,7 +187,7 @@ def test_the_largest_are_taken_where_too_many_reach_a_reused_threshold() -> None
     assert s.most(10, 100) == 14
 
 
-def test_a_threshold_is_renewed_where_k_changed_or_the_step_comes_again() -> None:
+def test_threshold_is_renewed_if_k_changed_or_the_step_is_repeated() -> None:
     s, x = ThresholdReuse(), torch.arange(1.0, 101)
     assert s.select(x, 10, 7).nnz == 10
     assert s.select(x + 2, 10, 7).nnz == 10
@@ -207,7 +207,7 @@ def test_a_threshold_survives_in_the_state() -> None:
 # Random-k
 
 
-def test_random_k_depends_on_seed_and_step_and_on_nothing_else() -> None:
+def test_random_k_depends_only_on_seed_and_step() -> None:
     one, other = torch.randn(5000), torch.randn(5000)
     at = {
         (seed, step): selector("randomk", seed=seed).select(one, 50, step).indices
@@ -225,8 +225,8 @@ def test_overlap_is_the_share_of_the_exact_set() -> None:
     assert overlap(topk(x, 3), topk(torch.zeros(10), 3)) == 1
 
 
-def test_a_threshold_is_renewed_though_its_selector_serves_one_step_in_four():
-    """As a rank's does that leads in turns: in the first step that it serves of each period."""
+def test_threshold_is_renewed_if_the_selector_serves_one_step_in_four():
+    """A rank that leads in turns renews its threshold in its first step of each period."""
     reuse, x = selector("reuse"), torch.arange(1.0, 101)
     counts = {step: reuse.select(x / step, 10, step).nnz for step in range(1, 70, 4)}
     assert [step for step, count in counts.items() if count == 10] == [1, 33, 65]

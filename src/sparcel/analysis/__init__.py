@@ -1,10 +1,10 @@
-"""What to know before and while training sparsely: fill-in, and how much alike the ranks are.
+"""Analysis of sparse training: the fill-in of sums, and the similarity of ranks.
 
-Density, before training: `expected_nnz` and its relatives tell how fast a sum fills in where ranks
-choose independently; `fill_in` measures it on gradients, and `plot_fill_in` draws it.
+Before training, `expected_nnz` and related functions give the density of a sum if ranks choose
+independently. `fill_in` measures it on gradients, and `plot_fill_in` draws it.
 
-Diagnostics, to log while training: whether the ranks' memories and selections resemble each other
-as ScaleCom's convergence needs it, and Ok-Topk's ξ.
+During training, diagnostics tell whether the ranks' memories and selections are as similar as
+ScaleCom's convergence requires, and compute Ok-Topk's ξ.
 """
 
 from sparcel.analysis.contraction import contraction, contraction_bound, xi

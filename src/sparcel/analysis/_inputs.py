@@ -1,4 +1,4 @@
-"""What the analysis takes, and what is said when it is something else."""
+"""Checks and conversions of the analysis functions' inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Vector = Tensor | SparseStream
 
 
 def dense(vector: Vector) -> Tensor:
-    """Return the whole vector, ``[size]``; a tensor as it is, or raise `InputError`."""
+    """Return a vector as a tensor ``[size]``, or raise `InputError`; tensors are not copied."""
     values = vector.to_dense() if isinstance(vector, SparseStream) else vector.detach()
     if values.ndim != 1 or values.dtype not in FLOAT_DTYPES:
         raise InputError(
@@ -27,7 +27,7 @@ def dense(vector: Vector) -> Tensor:
 
 
 def dense_alike(vectors: Sequence[Vector], what: str) -> list[Tensor]:
-    """Return the whole vectors, one or more of one size, or raise `InputError`."""
+    """Return vectors as tensors, or raise `InputError` if there is none or sizes differ."""
     tensors = [dense(vector) for vector in vectors]
     if not tensors:
         raise InputError(f"{what} must be at least one vector, got none")
@@ -39,7 +39,7 @@ def dense_alike(vectors: Sequence[Vector], what: str) -> list[Tensor]:
 
 @contextmanager
 def optional(what: str) -> Iterator[None]:
-    """Turn an import that fails in the block into an error that says what to install."""
+    """Turn a failed import in the block into an error that says what to install."""
     try:
         yield
     except ModuleNotFoundError as missing:

@@ -19,15 +19,15 @@ from sparcel.stream import SparseStream
 def contraction(vector: Vector, selection: SparseStream | Tensor) -> float:
     """Return the share of a vector's energy that a selection leaves behind.
 
-    ‖y − comp(y)‖² / ‖y‖², where comp(y) keeps y at the selected indices and is 0 elsewhere. With
-    ``topk(y, k)`` for the selection it is the γ of exact top-k, at most 1 − k/n.
+    It is ‖y − comp(y)‖² / ‖y‖², where comp(y) is y at the selected indices and 0 elsewhere. With
+    ``topk(y, k)`` as the selection it is the γ of exact top-k, at most 1 − k/n.
 
     Parameters
     ----------
     vector
         y, ``[size]``, a float tensor or a stream of scalar values.
     selection
-        An index set: a stream, whose values do not matter, or an integer tensor ``[k]``.
+        An index set: a stream, whose values are ignored, or an integer tensor ``[k]``.
 
     Returns
     -------
@@ -37,8 +37,8 @@ def contraction(vector: Vector, selection: SparseStream | Tensor) -> float:
     Raises
     ------
     InputError
-        When ``vector`` is no vector of floats, ``selection`` no index set, or an index lies outside
-        the vector.
+        When ``vector`` is not a vector of floats, ``selection`` is not an index set, or an index
+        lies outside the vector.
     """
     energy = dense(vector).double().square()
     indices = indices_of(selection)
@@ -48,24 +48,24 @@ def contraction(vector: Vector, selection: SparseStream | Tensor) -> float:
             f" {int(indices.max())}"
         )
     total = float(energy.sum())
-    # What is left, summed: total − kept would lose a small remainder.
+    # Sum the remainder directly, because total − kept would round a small remainder away.
     energy[indices] = 0
     return float(energy.sum()) / total if total else math.nan
 
 
 def contraction_bound(k: int, d: float, gamma0: float) -> float:
-    """Return Lemma 1's bound on what a selection leaves behind that misses d of the top k.
+    """Return Lemma 1's bound on the contraction of a selection that misses d of the top k.
 
-    d/k + (1 − d/k)·γ₀ bounds the expectation of `contraction` over selections of k indices that
-    share k − d with the true top k, all of these being equally likely.
+    d/k + (1 − d/k)·γ₀ bounds the expectation of `contraction` over all selections of k indices
+    that share k − d with the true top k, each equally likely.
 
     Parameters
     ----------
     k
-        How many are selected, at least 1.
+        Number of selected indices, at least 1.
     d
-        Half the `hamming_distance` of the selection and the true top k, in [0, k]; its mean over
-        steps need not be whole.
+        Half the `hamming_distance` of the selection and the true top k, in [0, k]; a mean over
+        steps may be fractional.
     gamma0
         The contraction of exact top-k, in [0, 1]: measured, or 1 − k/n, which is always valid.
 
@@ -76,9 +76,10 @@ def contraction_bound(k: int, d: float, gamma0: float) -> float:
 
     Notes
     -----
-    A bound on the average: one selection may lie above it, when it misses the largest of the top k.
-    Leaders miss the smallest rather, and then do better. By the same derivation the expectation is
-    lower than the bound by exactly γ₀·d/(n − k), the energy of what is taken in place of the top k.
+    The bound holds on average. One selection may exceed it if it misses the largest of the top k.
+    Leaders mostly miss the smallest, and then stay below it. By the same derivation the expectation
+    is lower than the bound by exactly γ₀·d/(n − k), the energy of the indices that are selected
+    instead of the top k.
 
     Source: ScaleCom, Lemma 1 and appendix C.
     """
@@ -92,31 +93,31 @@ def contraction_bound(k: int, d: float, gamma0: float) -> float:
 
 
 def xi(accumulated: Sequence[Vector], gradients: Sequence[Vector], k: int) -> float:
-    """Return the ξ of this step: what selecting twice changes, against the true gradient.
+    """Return the ξ of this step: the error of selecting twice, relative to the true gradient.
 
-    ‖Topk(mean(aᵢ)) − Topk(mean(Topk(aᵢ)))‖ / ‖mean(gᵢ)‖, for the ranks' accumulated aᵢ and
-    gradients gᵢ. Training converges as with Topk SGD while it stays below some constant; up to
-    about P is harmless.
+    It is ‖Topk(mean(aᵢ)) − Topk(mean(Topk(aᵢ)))‖ / ‖mean(gᵢ)‖, for the ranks' accumulated aᵢ and
+    gradients gᵢ. Training converges as with Topk SGD while ξ stays below some constant; values up
+    to about P are harmless.
 
     Parameters
     ----------
     accumulated
         One vector a rank, memory + gradient, before the step's selection.
     gradients
-        As many gradients of this step, by the same measure: where memory holds gradients times the
-        learning rate, so do these.
+        One gradient a rank, of this step, on the same scale as the memory. If the memory holds
+        gradients times the learning rate, scale these too.
     k
         At least 1.
 
     Returns
     -------
     float
-        At least 0; infinite or NaN where the mean gradient is zero.
+        At least 0; infinite or NaN if the mean gradient is zero.
 
     Raises
     ------
     InputError
-        When there are no vectors, not as many of each, or sizes differ.
+        When there are no vectors, their numbers differ, or their sizes differ.
 
     Source: Ok-Topk, Assumption 1 (equation 5) and section 5.1.
     """

@@ -1,4 +1,4 @@
-"""How many coordinates a sum has, when every rank picks its own by chance."""
+"""The number of coordinates in a sum if every rank selects independently at random."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def expected_nnz(size: int, k: int, ranks: int) -> float:
     size
         n, at least 1.
     k
-        Different coordinates that each rank selects, in [0, n].
+        Number of coordinates that each rank selects, in [0, n].
     ranks
         P, at least 1; the ranks select independently of each other.
 
     Returns
     -------
     float
-        Between k, for identical selections, and min(P·k, n), for disjoint ones. The relative error
-        is a few roundings' for any n, k and P.
+        At least k, the nnz for identical selections, and at most min(P·k, n), that for disjoint
+        ones. The relative error is that of a few roundings for any n, k and P.
 
     Raises
     ------
@@ -41,12 +41,12 @@ def expected_nnz(size: int, k: int, ranks: int) -> float:
 
     Notes
     -----
-    Among independent ranks with one distribution, uniform selection fills in fastest, since
-    1 − (1 − p)^P is concave in a coordinate's probability p. Real gradients agree on what is large,
-    so their sums stay below.
+    Among independent ranks with the same distribution, uniform selection fills in fastest, because
+    1 − (1 − p)^P is concave in a coordinate's probability p. Real gradients have large values at
+    similar coordinates, so their sums have fewer coordinates.
 
-    Source: SparCML, appendix B.1. Its alternating sum is this form's binomial expansion, and
-    useless in floating point: for P = 100 at k/n = 0.9 its terms reach 10²⁷.
+    Source: SparCML, appendix B.1. The paper's alternating sum is the binomial expansion of this
+    formula. It is useless in floating point: for P = 100 and k/n = 0.9 its terms reach 10²⁷.
     """
     _check(size, k, ranks)
     return expected_union(size, k, ranks)
@@ -55,9 +55,9 @@ def expected_nnz(size: int, k: int, ranks: int) -> float:
 def nnz_variance(size: int, k: int, ranks: int) -> float:
     """Return the variance of the nnz whose expectation `expected_nnz` gives.
 
-    With q the probability that a coordinate is absent and q₂ that two are, it is
-    n·q + n·(n−1)·q₂ − n²·q². It is never above P·k: a sum's nnz stays within a few √(P·k) of what
-    is expected.
+    Let q be the probability that a coordinate is absent, and q₂ that two are. The variance is
+    n·q + n·(n−1)·q₂ − n²·q². It is at most P·k, so the nnz stays within a few √(P·k) of its
+    expectation.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ def nnz_variance(size: int, k: int, ranks: int) -> float:
     Returns
     -------
     float
-        At least 0. The absolute error is about 10⁻¹⁵·P·k: where next to nothing collides, a
-        smaller variance is lost in it.
+        At least 0. The absolute error is about 10⁻¹⁵·P·k; if almost no selections collide, the
+        variance may be smaller than that.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def nnz_variance(size: int, k: int, ranks: int) -> float:
     if k in (0, size) or ranks == 1:
         return 0.0
     absent = math.exp(ranks * log_absent(size, k))
-    # q₂ = q²·(1 − c)^P: where a coordinate is absent, every other one is likelier to be present.
+    # q₂ = q²·(1 − c)^P: if one coordinate is absent, every other one is more likely to be present.
     c = k / ((size - k) * (size - 1))
     likelier = -math.expm1(ranks * math.log1p(-c)) if c < 1 else 1.0
     spread = expected_union(size, k, ranks) / size - (size - 1) * absent * likelier
@@ -89,8 +89,8 @@ def nnz_variance(size: int, k: int, ranks: int) -> float:
 def delta(size: int, dtype: torch.dtype = torch.float32) -> int:
     """Return δ, the most coordinates with which a sum stays sparse.
 
-    With more of them the dense vector takes fewer bytes: indices cost as well. For float32 below
-    2³¹ coordinates that is half of them.
+    With more coordinates the dense vector takes fewer bytes, because it needs no indices. For
+    float32 vectors of fewer than 2³¹ coordinates, δ is half of them.
 
     Source: SparCML, section 5.1.
     """
@@ -114,19 +114,19 @@ def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> 
     """
     _check(size, k, 1)
     if k == 0:
-        raise InputError("k must be at least 1, got 0: a sum of nothing never turns dense")
+        raise InputError("k must be at least 1, got 0: an empty sum never turns dense")
     most = delta(size, dtype)
     worlds = range(1, sys.maxsize)
     return worlds[bisect_left(worlds, True, key=lambda ranks: expected_nnz(size, k, ranks) > most)]
 
 
 def relative_volume(size: int, k: int, ranks: int, dtype: torch.dtype = torch.float32) -> float:
-    """Return the expected volume of a sparse all-reduce over that of a dense one.
+    """Return the expected volume of a sparse all-reduce, divided by that of a dense one.
 
-    By ``split_allgather``, of streams as `expected_nnz` takes them: each rank sends its k
-    coordinates to their owners, and then gets the owners' sums, sparse up to `delta` and dense
-    above. From there on a half of the dense volume, and more, is left, however small k is. Headers
-    are not counted.
+    The sparse one is ``split_allgather`` with the selections of `expected_nnz`: each rank sends its
+    k coordinates to their owners, and then receives the owners' sums, sparse up to `delta` and
+    dense above. Once the sum is dense, the volume is at least half of the dense one, however small
+    k is. Headers are not counted.
 
     Parameters
     ----------

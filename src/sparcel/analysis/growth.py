@@ -1,4 +1,4 @@
-"""How many coordinates the sum of real gradients has."""
+"""Measures the number of coordinates in the sum of real gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Growth:
     selected
         nnz of each rank's selection.
     nnz
-        ``nnz[r]`` is that of the sum over the first r + 1 ranks.
+        ``nnz[r]`` is the nnz of the sum over the first r + 1 ranks.
     """
 
     size: int
@@ -44,12 +44,12 @@ class Growth:
 
     @property
     def uniform_density(self) -> tuple[float, ...]:
-        """The density expected of ranks that select as many coordinates each, but by chance."""
+        """The density expected if the ranks selected as many coordinates at random."""
         counts = [self.selected[: ranks + 1] for ranks in range(len(self.selected))]
         return tuple(expected_union_of(self.size, count) / self.size for count in counts)
 
     def dense_from(self, dtype: torch.dtype = torch.float32) -> int | None:
-        """Return the fewest ranks whose sum is dense, values being ``dtype``; None if none is."""
+        """Return the fewest ranks whose sum of ``dtype`` values is dense; None if none is."""
         most = delta(self.size, dtype)
         return next((ranks for ranks, nnz in enumerate(self.nnz, 1) if nnz > most), None)
 
@@ -65,7 +65,7 @@ def growth(selections: Iterable[SparseStream]) -> Growth:
     Raises
     ------
     InputError
-        When there is none, or sizes differ or are 0.
+        When there is no stream, or sizes differ or are 0.
     """
     union: _Union | None = None
     for stream in selections:
@@ -81,14 +81,13 @@ def fill_in(
     densities: Sequence[float],
     selectors: Sequence[str] = ("exact", "bucketed"),
 ) -> dict[tuple[float, str], Growth]:
-    """Measure how the sum of gradients fills in, by density and by way of selecting.
+    """Measure how the sum of gradients fills in, for several densities and selectors.
 
     Parameters
     ----------
     gradients
-        One float vector a rank, ``[size]``, or what else is selected from: memory + gradient, in
-        training with error feedback. Consumed one by one, so what `gradients_of` yields need not
-        be kept.
+        One float vector ``[size]`` a rank. With error feedback, pass memory + gradient. Vectors
+        are consumed one by one, so the output of `gradients_of` need not be stored.
     densities
         Each in (0, 1].
     selectors
@@ -113,7 +112,7 @@ def fill_in(
     for gradient in gradients:
         vector = dense(gradient).contiguous()
         for density, name in product(densities, selectors):
-            # A new selector for every rank, since some remember.
+            # Every rank gets a new selector, because some selectors have state.
             k = count_for(density, vector.numel())
             selection = selector(name).select(vector, k)
             if (density, name) not in unions:
@@ -129,12 +128,12 @@ def gradients_of(
     loss: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[Tensor]:
-    """Yield the gradient that each rank would have: that of ``loss(model(inputs), targets)``.
+    """Yield the gradient of ``loss(model(inputs), targets)`` that each rank would have.
 
     Parameters
     ----------
     model
-        Left as it was: parameters, their ``.grad``, and buffers. Its mode is the caller's to set.
+        Parameters, their ``.grad``, and buffers are not changed. The caller sets its mode.
     loss
         Takes outputs and targets, returns a scalar.
     batches
@@ -148,7 +147,7 @@ def gradients_of(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for inputs, targets in batches:
-        # Batch norm writes into its buffers: every rank gets copies of what all start from.
+        # Batch norm writes into its buffers, so every rank gets copies of the initial ones.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         value = loss(functional_call(model, buffers, (inputs,)), targets)
         gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
@@ -156,7 +155,7 @@ def gradients_of(
 
 
 class _Union:
-    """The set of coordinates that some rank selected so far."""
+    """The set of coordinates that at least one rank has selected so far."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         if size < 1:

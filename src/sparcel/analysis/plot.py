@@ -18,19 +18,19 @@ def plot_fill_in(
 ) -> None:
     """Draw the density of the sum against the number of ranks. Needs matplotlib.
 
-    One colour a density: a solid line for the first selector, dashed ones for the others, and a
-    dotted one for what is expected of ranks that select by chance. A grey line marks where a
-    float32 sum turns dense.
+    Each density has a colour: a solid line for the first selector, dashed lines for the others, and
+    a dotted line for the density expected of random selections. A grey line marks the density from
+    which a float32 sum is dense.
 
     Parameters
     ----------
     measured
-        What `fill_in` returned.
+        The result of `fill_in`.
     path
         The file to write; its suffix decides the format: ``.svg``, ``.png``, ``.pdf``. The same
         input gives the same bytes.
     title
-        Above the plot.
+        Title above the plot.
 
     Raises
     ------

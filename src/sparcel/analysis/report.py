@@ -1,4 +1,4 @@
-"""What ``sparcel density`` prints."""
+"""The output of ``sparcel density``."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def table(size: int, k: int, ranks: int) -> Table:
 
 
 def summary(size: int, k: int) -> str:
-    """Say where dense wins, and what to make of it."""
+    """Return the text below the table: from how many ranks the sum is dense, and what helps."""
     return (
         f"From {ranks_until_dense(size, k):,} ranks on, expect a dense sum: with more than"
         f" {delta(size):,} coordinates, the whole vector takes fewer bytes than coordinates with"
         " their indices. At least half of a dense exchange is then sent, however few coordinates"
-        " each rank sends. Where that is too much, send a smaller share, quantise the sum (sparcml"
-        " with bits), or keep only the k largest of it (gtopk, oktopk).\n"
-        "Gradients fill in more slowly than this; sparcel.analysis.fill_in measures how slowly."
+        " each rank sends. If that is too much, send a smaller share, quantise the sum (sparcml"
+        " with bits), or keep only its k largest coordinates (gtopk, oktopk).\n"
+        "Real gradients fill in more slowly; sparcel.analysis.fill_in measures how fast."
     )

@@ -1,9 +1,10 @@
-"""How much alike the ranks are: ScaleCom's diagnostics.
+"""The similarity of ranks: ScaleCom's diagnostics.
 
-CLT-k lets one rank choose the coordinates for all. That does little harm where the ranks' memories
-resemble each other, and where what is large for one rank is large in the average. These functions
-tell. *Local* is one rank's memory + gradient, *true* the average of all ranks'; each takes
-tensors ``[size]`` of any float dtype, or streams of scalar values, and computes in float64.
+CLT-k lets one rank choose the coordinates for all. This does little harm if the ranks' memories are
+similar, and if coordinates that are large on one rank are large in the average. These functions
+measure both. *Local* is one rank's memory + gradient, *true* the average over all ranks. Each
+function takes tensors ``[size]`` of any float dtype, or streams of scalar values, and computes in
+float64.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
 _SLAB = 1 << 20
-"""Coordinates widened to float64 at a time, so that nothing as large as all vectors is copied."""
+"""How many coordinates are converted to float64 at a time, to avoid copies of whole vectors."""
 
 
 def cosine_similarities(memories: Sequence[Vector]) -> Tensor:
-    """Return the cosine of the angle between every two vectors.
+    """Return the cosine of the angle between each pair of vectors.
 
     Parameters
     ----------
@@ -35,9 +36,9 @@ def cosine_similarities(memories: Sequence[Vector]) -> Tensor:
     Returns
     -------
     Tensor
-        ``[P, P]`` float64, symmetric, in [−1, 1]: 1 for vectors that point the same way. NaN where
-        one of the two is all zero, as memories are before the first step. ScaleCom plots the
-        cosine *distance*, 1 − similarity.
+        ``[P, P]`` float64, symmetric, in [−1, 1]; 1 for vectors of the same direction. NaN if one
+        of the two is all zero, as memories are before the first step. ScaleCom plots the cosine
+        *distance*, 1 − similarity.
 
     Raises
     ------
@@ -63,14 +64,14 @@ def hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tensor) -> int:
     Parameters
     ----------
     a, b
-        Index sets: streams, of which the stored indices count, or integer tensors ``[k]`` without
-        duplicates. Of interest is ``topk(local, k)`` against ``topk(true, k)``.
+        Index sets: the stored indices of a stream, or an integer tensor ``[k]`` without duplicates.
+        ScaleCom compares ``topk(local, k)`` with ``topk(true, k)``.
 
     Raises
     ------
     InputError
-        When a tensor is not one-dimensional and of integers, or repeats an index, or streams differ
-        in size.
+        When a tensor is not one-dimensional, is not of integers, or repeats an index, or when
+        streams differ in size.
 
     Source: ScaleCom, equation (6).
     """
@@ -80,7 +81,7 @@ def hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tensor) -> int:
 
 
 def normalized_hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tensor) -> float:
-    """Return d/k: the share of one set's indices that the other does not have.
+    """Return d/k: the share of one set's indices that are not in the other.
 
     Parameters
     ----------
@@ -90,8 +91,8 @@ def normalized_hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tens
     Returns
     -------
     float
-        From 0, identical, to 1, disjoint. Where the sets differ in length, the distance is divided
-        by the sum of the two lengths; 0 for two empty sets.
+        From 0 for identical to 1 for disjoint sets. If the sets differ in length, it is the Hamming
+        distance divided by the sum of the two lengths. 0 for two empty sets.
 
     Raises
     ------
@@ -105,8 +106,8 @@ def normalized_hamming_distance(a: SparseStream | Tensor, b: SparseStream | Tens
 def spearman(local: Vector, true: Vector) -> float:
     """Return Spearman's rank correlation of the magnitudes of two vectors. Needs scipy.
 
-    Whether coordinates that are large for one are large for the other, by their order alone; ties
-    share their mean rank.
+    It tells whether coordinates that are large in one vector are large in the other. Only the order
+    of the magnitudes matters; ties get their mean rank.
 
     Parameters
     ----------
@@ -116,7 +117,7 @@ def spearman(local: Vector, true: Vector) -> float:
     Returns
     -------
     float
-        In [−1, 1], 1 for the same order; NaN where all magnitudes of a vector are equal.
+        In [−1, 1], 1 for the same order; NaN if all magnitudes of a vector are equal.
 
     Raises
     ------
@@ -136,8 +137,8 @@ def spearman(local: Vector, true: Vector) -> float:
 def quantile_agreement(local: Vector, true: Vector) -> float:
     """Return R² of the straight line through the Q-Q plot of the magnitudes of two vectors.
 
-    Whether magnitudes are distributed alike up to scale and shift, wherever they are: the sorted
-    magnitudes of one against those of the other.
+    The plot has the sorted magnitudes of one vector against those of the other. R² tells whether
+    both have the same distribution up to scale and shift, regardless of position.
 
     Parameters
     ----------
@@ -147,7 +148,7 @@ def quantile_agreement(local: Vector, true: Vector) -> float:
     Returns
     -------
     float
-        In [0, 1], 1 where the points lie on a line; NaN where all magnitudes of a vector are equal.
+        In [0, 1], 1 if the points lie on a line; NaN if all magnitudes of a vector are equal.
 
     Raises
     ------

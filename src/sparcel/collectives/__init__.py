@@ -1,7 +1,7 @@
 """Collectives: algorithms over streams, one file each, to be read beside its paper.
 
 A collective is a plain function from a stream and a `sparcel.wire.Wire` to a stream. Its file also
-holds its ``steps``: what it exchanges and computes, for the cost model.
+holds its ``steps``: its exchanges and its work, for the cost model.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ __all__ = [
 ]
 
 Reduction: TypeAlias = Callable[[SparseStream, Wire, Op, int | None], SparseStream]
-"""``(stream, wire, op, max_nnz) -> reduced stream``; every rank calls, every rank gets the same.
+"""``(stream, wire, op, max_nnz) -> reduced stream``. All ranks call it and get the same result.
 
-``max_nnz`` bounds the entries of every rank's stream, or is None; all ranks give the same.
+``max_nnz`` bounds the entries of every rank's stream, or is None; all ranks pass the same value.
 """
 
 
 class Algorithm(NamedTuple):
-    """An all-reduce of streams: the function, and what it consists of."""
+    """An all-reduce of streams: the function, and its steps for the cost model."""
 
     reduce: Reduction
     steps: Steps
@@ -83,7 +83,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "split_allgather": Algorithm(split_allgather, split_allgather_steps),
     "ring": Algorithm(ring, ring_steps),
 }
-"""What `sparcel.all_reduce` knows by name."""
+"""The algorithms of `sparcel.all_reduce`, by name."""
 
 OTHER_STEPS: dict[str, Steps] = {
     "gtopk": gtopk_steps,
@@ -93,19 +93,19 @@ OTHER_STEPS: dict[str, Steps] = {
     "reduce_scatter": reduce_scatter_steps,
     "broadcast": broadcast_steps,
 }
-"""What the collectives that are no all-reduce consist of."""
+"""The steps of the collectives that are not an all-reduce, by name."""
 
 
 def check_algorithm(name: str, op: Op = SUM) -> None:
     """Raise `InputError` unless ``name`` is "auto" or in the table, and takes ``op``."""
     if name in ("gtopk", "oktopk"):
         raise InputError(
-            f"{name} keeps only the k largest coordinates, so it is no all_reduce; call"
+            f"{name} keeps only the k largest coordinates, so it is not an all_reduce; call"
             f" sparcel.collectives.{name}(stream, wire, k), or train with the scheme {name!r}"
         )
     known(name, ["auto", *ALGORITHMS], "algorithm")
     if name == "dense" and op.name is None:
         raise InputError(
-            "the engine's dense all-reduce knows sum, product, min and max alone;"
+            "the engine's dense all-reduce supports only sum, product, min and max;"
             " algorithm='recursive_doubling' takes any operation"
         )

@@ -1,4 +1,4 @@
-"""Blocks of winners from their owners to every rank, evened out first where that is cheaper."""
+"""Gathering of the owners' blocks of winners, with or without evening them out first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sparcel.wire import Due, Wire, gather_steps, gather_traffic
 
 
 class Piece(NamedTuple):
-    """Consecutive entries ``[start, stop)`` that rank ``owner`` has and rank ``target`` is to hold.
+    """Consecutive entries ``[start, stop)`` that move from rank ``owner`` to rank ``target``.
 
-    All K entries are numbered in the order of their indices, whoever has them.
+    The K entries of all ranks are numbered in the order of their indices.
     """
 
     start: int
@@ -28,10 +28,11 @@ class Piece(NamedTuple):
 
 
 def pieces_to_even(counts: Sequence[int]) -> list[Piece]:
-    """Return how ``counts[r]`` entries of rank r move until all ranks hold equally many, up to one.
+    """Return the pieces that even out the ranks' entries; afterwards counts differ by at most one.
 
-    Ranks 0, 1, … have the first, the next, … entries; rank r is to hold those from ``r·K // P`` up
-    to ``(r+1)·K // P``. There are at most 2P pieces. Owner and target are often the same.
+    Rank r has ``counts[r]`` entries before, which follow those of rank r−1. Afterwards it has the
+    entries ``[r·K // P, (r+1)·K // P)``. There are at most 2P pieces. Owner and target are often
+    the same rank.
     """
     ends = list(accumulate(counts))
     dues = patterns.regions(ends[-1], len(counts))[1:]
@@ -45,7 +46,7 @@ def pieces_to_even(counts: Sequence[int]) -> list[Piece]:
 def gather_direct(
     block: SparseStream, counts: Sequence[int], boundaries: Sequence[int], wire: Wire
 ) -> SparseStream:
-    """Join the ranks' blocks, each numbered from the start of the region that it is of."""
+    """Gather and join the ranks' blocks, each numbered from the start of its rank's region."""
     dues = [
         Due.like(block, nnz, stop - start)
         for nnz, (start, stop) in zip(counts, pairwise(boundaries), strict=True)
@@ -56,7 +57,7 @@ def gather_direct(
 
 
 def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> SparseStream:
-    """Join the ranks' blocks, sparse parts of one vector, evened out before they are gathered.
+    """Even out the ranks' blocks, sparse parts of one vector, then gather and join them.
 
     Source: Ok-Topk, section 3.1.2 (data balancing).
     """
@@ -66,7 +67,10 @@ def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> Spa
 
 
 def placed(part: SparseStream, start: int, size: int) -> SparseStream:
-    """Return the nonzero coordinates of a part, as those from ``start`` on of a whole vector."""
+    """Return the nonzero coordinates of the part that begins at ``start`` of a vector of ``size``.
+
+    The indices of the result count from the beginning of the vector.
+    """
     if part.is_dense:
         part = part.largest(part.size)
     assert part.indices is not None, "the largest coordinates are a sparse stream"
@@ -94,7 +98,7 @@ def _even_out(block: SparseStream, pieces: Sequence[Piece], wire: Wire) -> Spars
 
 
 def _cut(block: SparseStream, pieces: Sequence[Piece]) -> list[SparseStream]:
-    """Cut a sparse stream into consecutive ones, numbered as it is."""
+    """Cut a sparse stream into consecutive parts; indices stay as they are."""
     assert block.indices is not None, "winners are sparse"
     lengths = [piece.stop - piece.start for piece in pieces]
     parts = zip(block.indices.split(lengths), block.values.split(lengths), strict=True)
@@ -165,6 +169,6 @@ def _direct_blocks(
 
 
 def _evened_blocks(problem: Problem, entries: int) -> list[float]:
-    """Return the bytes of each rank's message in `gather_evened`, once evened out."""
+    """Return the bytes of each rank's message in `gather_evened`, after evening out."""
     cuts = patterns.regions(entries, problem.ranks)
     return [problem.sparse_message(stop - start) for start, stop in pairwise(cuts)]

@@ -1,7 +1,7 @@
-"""Counts that the ranks decide by: summed, or gathered.
+"""Sums and gathers of counts, from which the ranks make decisions.
 
-They travel apart from streams, in integers that need no decoding, or plainly encoded, whatever the
-streams' format.
+Counts do not travel in the streams' format. Few ranks send them as bare integers, many ranks as
+plainly encoded streams.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from sparcel.stream import SparseStream
 from sparcel.wire import DIRECT_RANKS, Wire, gather, gather_steps
 
 _FEW_RANKS = 16
-"""Up to here half the rounds are worth ⌈log₂P⌉ instead of 2 times the bytes, some KB; up to
-`DIRECT_RANKS`, a single one is worth P−1 times the bytes."""
+"""The most ranks with which counts are summed by recursive doubling. It takes half the rounds of
+halving and doubling, but ⌈log₂P⌉ instead of 2 times the bytes, some KB. Up to `DIRECT_RANKS`, one
+round with P−1 times the bytes is better still."""
 
 _DIRECT_OPERATIONS = 12
-"""Operations of a direct gather of integers, beside those on its message: `Work` of "small"."""
+"""Small operations of a direct gather of integers, besides those on its message."""
 
 _WORD = 0x5C_0C_07_00
-"""What numbers begin with that travel without a header; one more where the rank's are finite."""
+"""The first word of numbers that travel without a header. It is one more if the rank said
+``finite``."""
 
 _FOREIGN = "rank {} sent rank {} no counts; every rank must call the same collective"
 
@@ -45,8 +47,10 @@ def sum_counts(
     Parameters
     ----------
     counts
-        int64 ``[m]``, no less than 0; sent as int32 where ``limit``, the most that a sum can be and
-        the same on all ranks, allows it, and without what is zero where that is smaller.
+        int64 ``[m]``, at least 0.
+    limit
+        The largest value that a sum can have, the same on all ranks. It decides whether counts
+        travel as int32 or int64. Zeros are left out if that is smaller.
     """
     dtype = torch.int32 if limit < 1 << 31 else torch.int64
     if comm.size <= DIRECT_RANKS:
@@ -59,7 +63,7 @@ def sum_counts(
 
 
 def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Tensor, bool]:
-    """Sum what few ranks send to everyone: from the first to the last count that is not zero."""
+    """Sum the counts of few ranks; each sends its first to its last nonzero count to all others."""
     own = counts.numpy()
     occupied = np.flatnonzero(own)
     start, stop = (occupied[0], occupied[-1] + 1) if occupied.size else (0, 0)
@@ -71,7 +75,7 @@ def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Ten
         rest = part[2:]
         if size != own.size or not 0 <= first <= size - rest.size:
             raise MismatchError(
-                f"rank {rank} sent rank {comm.rank} counts of size {size}, where size {own.size}"
+                f"rank {rank} sent rank {comm.rank} counts of size {size}, but size {own.size}"
                 " was expected; every rank must call with the same size, dtype and width"
             )
         total[first : first + rest.size] += rest
@@ -79,7 +83,7 @@ def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Ten
 
 
 def counting_bytes(counts: int, ranks: int) -> int:
-    """Return about how many bytes a rank sends in `sum_counts` of that many."""
+    """Return about how many bytes a rank sends in `sum_counts`; ``counts`` is their number."""
     if ranks > _FEW_RANKS:
         return 8 * counts
     return 4 * counts * (ranks - 1 if ranks <= DIRECT_RANKS else (ranks - 1).bit_length())
@@ -93,11 +97,11 @@ def gather_numbers(
     Parameters
     ----------
     numbers
-        int32 or int64, alike on all ranks, ``[m]`` with m up to ``at_most``.
+        ``[m]`` with m up to ``at_most``; int32 or int64, the same dtype on all ranks.
 
     Returns
     -------
-    int64 on the CPU, by rank.
+    The integers of each rank as int64 on the CPU, and whether all ranks said ``finite``.
     """
     if comm.size <= DIRECT_RANKS:
         parts, finite = _gather_directly(numbers.cpu().numpy(), comm, at_most, finite)
@@ -113,7 +117,7 @@ def gather_numbers(
 def _gather_directly(
     numbers: np.ndarray, comm: Communicator, at_most: int, finite: bool
 ) -> tuple[list[np.ndarray], bool]:
-    """Gather integers with no more about them than one word, which decoding would take long for."""
+    """Gather integers that follow a single word instead of a header, which is slow to decode."""
     word = numbers.dtype.type([_WORD + finite])
     message = torch.from_numpy(np.concatenate((word, numbers))).view(torch.uint8).to(comm.device)
     arrived = comm.gather(message, (1 + at_most) * numbers.itemsize)
@@ -131,16 +135,16 @@ def _gather_directly(
 
 @dataclass(frozen=True)
 class Counted:
-    """Counts that ranks sum, as far as the bytes depend on them.
+    """The properties of summed counts that decide the bytes of `sum_counts`.
 
     Attributes
     ----------
     size
         How many counts each rank has.
     occupied
-        By rank, how many there are from the first that is not zero to the last.
+        For each rank, the number of counts from its first nonzero one to its last.
     union
-        As of a `Problem`: how many counts of some ranks, in a range, are not zero.
+        As for a `Problem`: how many counts in a range are nonzero on some of the given ranks.
     """
 
     size: int
@@ -148,8 +152,8 @@ class Counted:
     union: UnionSize
 
 
-def alike(size: int, nonzero: float, ranks: int) -> Counted:
-    """Return counts of which the same ``nonzero`` in a row are not zero on all ranks."""
+def equally_counted(size: int, nonzero: float, ranks: int) -> Counted:
+    """Return `Counted` for ranks whose nonzero counts are the same ``nonzero`` consecutive ones."""
     row = min(max(1, round(nonzero)), size)
     return Counted(size, [row] * ranks, lambda _, start, stop: row * (stop - start) / size)
 
@@ -177,7 +181,7 @@ def sum_steps(problem: Problem, counted: Counted, limit: int) -> Iterator[Step]:
 def gather_number_steps(
     problem: Problem, lengths: Sequence[int], at_most: int, itemsize: int
 ) -> Iterator[Step]:
-    """Yield the steps of `gather_numbers`, of ``lengths[r]`` integers of rank r."""
+    """Yield the steps of `gather_numbers` if rank r has ``lengths[r]`` integers."""
     if problem.ranks <= DIRECT_RANKS:
         yield from _direct_steps([(1 + length) * itemsize for length in lengths], problem.rank)
         return
@@ -188,7 +192,7 @@ def gather_number_steps(
 
 
 def _direct_steps(blocks: Sequence[int], rank: int) -> Iterator[Step]:
-    """Yield the steps of integers that go straight to everyone."""
+    """Yield the steps of a direct gather; ``blocks`` are the bytes of each rank's message."""
     others = (*blocks[:rank], *blocks[rank + 1 :])
     yield Work("small", _DIRECT_OPERATIONS)
     if others:
@@ -196,5 +200,5 @@ def _direct_steps(blocks: Sequence[int], rank: int) -> Iterator[Step]:
 
 
 def _numbers_bytes(numbers: int, itemsize: int) -> int:
-    """Return the bytes of the longest message in a gather of up to so many integers."""
+    """Return the bytes of the longest message with up to ``numbers`` integers."""
     return COO.max_bytes(None, numbers, itemsize)

@@ -1,4 +1,4 @@
-"""How ranks beyond a power of two take part: each is folded into a rank that stands for both."""
+"""Folding for any P: each rank beyond the largest power of two hands its stream to a partner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fold(
 ) -> tuple[SparseStream, int | None]:
     """Send this rank's stream to its partner, or reduce with the partner's.
 
-    Returns what the rank goes on with, and the most entries that any rank then has.
+    Returns the stream that this rank continues with, and a bound on the entries of any rank.
     """
     powers, partner = patterns.fold(wire.rank, wire.size)
     if wire.rank >= powers:
@@ -29,7 +29,7 @@ def fold(
 
 
 def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream:
-    """Return the result, which ranks beyond the power of two get from their partners."""
+    """Return the result; ranks beyond the power of two receive it from their partners."""
     powers, partner = patterns.fold(wire.rank, wire.size)
     if partner is None:
         return total
@@ -40,7 +40,7 @@ def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream
 
 
 def group(rank: int, distance: int, ranks: int) -> list[int]:
-    """Return the ranks whose streams a rank has the sum of, before it talks at ``distance``."""
+    """Return the ranks in a rank's partial sum before its exchange at ``distance``."""
     powers = patterns.fold(rank, ranks).powers
     first = rank // distance * distance
     members = range(first, first + distance)
@@ -63,7 +63,7 @@ def fold_steps(problem: Problem) -> Iterator[Step]:
 
 
 def unfold_steps(problem: Problem, message: float) -> Iterator[Step]:
-    """Yield the steps of `unfold`, of a result whose message has so many bytes."""
+    """Yield the steps of `unfold`; ``message`` is the bytes of the result's message."""
     powers, partner = patterns.fold(problem.rank, problem.ranks)
     if partner is None:
         return

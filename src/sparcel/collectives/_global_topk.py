@@ -14,10 +14,11 @@ from sparcel.collectives._counts import gather_numbers, sum_counts
 from sparcel.comm import Communicator
 
 FIRST_BITS, MORE_BITS = 11, 10
-"""Bits of the magnitude that a histogram tells: of a float32 three serve to the last bit."""
+"""Bits of the magnitude that the first and each later histogram resolve. Three histograms resolve
+all bits of a float32."""
 
 FEW = 1024
-"""Candidates that are gathered at once: their values take no more than another histogram would."""
+"""The most candidates that are gathered: their values take no more bytes than a histogram."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,13 @@ class Winners:
     Attributes
     ----------
     counts
-        How many of the winners each rank holds, by rank, the same on all ranks; they are that
-        rank's largest, ties won by the lowest index.
+        How many winners each rank holds; the same list on all ranks. A rank's winners are its
+        largest values; ties go to the lowest index.
     threshold
-        Magnitudes from here on win, but for ties; all others lose. 0 where all are zeros.
+        Larger magnitudes win, smaller ones lose, and of equal ones the lowest indices win. 0 if
+        all values are zero.
     finite
-        Whether the values of all ranks were finite; nobody wins where they were not.
+        Whether the values of all ranks were finite; if not, there are no winners.
     """
 
     counts: list[int]
@@ -42,10 +44,10 @@ class Winners:
 
 @dataclass(frozen=True)
 class _Bin:
-    """The magnitudes that the k-th largest is among: those whose bits begin with ``prefix``.
+    """The magnitudes whose bits begin with ``prefix``; the k-th largest magnitude is among them.
 
-    ``shift`` bits follow the prefix. ``inside`` magnitudes are in the bin; all larger ones win,
-    and ``needed`` of these.
+    ``shift`` bits follow the prefix. ``inside`` magnitudes are in the bin, and ``needed`` of them
+    win. All larger magnitudes win too.
     """
 
     prefix: int
@@ -58,18 +60,18 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
     """Find the k largest magnitudes of all ranks' values, by a radix select over the ranks.
 
     Ranks sum histograms of the leading bits until few candidates share a bin with the k-th
-    largest. The candidates are then gathered, together with the counts of what is larger.
+    largest. They then gather the candidates, and the counts of larger magnitudes.
 
     Parameters
     ----------
     values
-        ``[m]`` float, any m; lower ranks' values are at lower indices. Zeros never win.
+        ``[m]`` float, any m. Lower ranks hold lower indices. Zeros never win.
     k
-        How many win: min(k, nonzero values).
+        min(k, nonzero values) values win.
     limit
-        The most values that all ranks together can have, the same on all.
+        The most values that all ranks together can have; the same on all ranks.
     finite
-        False where this rank's values are void.
+        False if this rank's values are void.
     """
     finite = finite and all_finite(values)
     width = 8 * values.element_size() - 1
@@ -86,14 +88,14 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
 def _histogram(
     values: Tensor, comm: Communicator, limit: int, shift: int, prefix: int | None, finite: bool
 ) -> tuple[Tensor, bool]:
-    """Sum over the ranks how often the next bits of the magnitudes take each value."""
+    """Count how often each value of the next bits occurs in the magnitudes, summed over ranks."""
     bits = min(shift, FIRST_BITS if prefix is None else MORE_BITS)
     counts = kernels.magnitude_histogram(values, shift - bits, 1 << bits, prefix)
     return sum_counts(counts, comm, limit, finite)
 
 
 def _locate(counts: Tensor, prefix: int, shift: int, needed: int) -> _Bin:
-    """Find the bin that the ``needed``-th largest magnitude is in."""
+    """Find the bin that contains the ``needed``-th largest magnitude."""
     largest_first = counts.flip(0).cumsum(0)
     place = int(torch.searchsorted(largest_first, needed))
     bits = counts.numel().bit_length() - 1
@@ -104,12 +106,12 @@ def _locate(counts: Tensor, prefix: int, shift: int, needed: int) -> _Bin:
 
 
 def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> Winners:
-    """Gather the candidates, and the counts of what is larger, and count each rank's winners."""
+    """Gather the candidates and the counts of larger magnitudes; count each rank's winners."""
     bits = kernels.magnitude_bits(values).cpu().numpy()
     above = bits - (found.prefix << found.shift)
     larger = np.count_nonzero(above >= 1 << found.shift)
     candidates = torch.from_numpy(above[(above >= 0) & (above < 1 << found.shift) & (bits != 0)])
-    # Where all candidates win, or none differs from another, their number is enough.
+    # If all candidates win or all are equal, their number is enough.
     listed = found.shift > 0 and found.inside <= FEW
     own = [torch.tensor([larger, candidates.numel()]), candidates]
     dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
@@ -135,6 +137,6 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
 
 
 def _magnitude(bits: int, dtype: torch.dtype) -> float:
-    """Return the value whose bits these are."""
+    """Return the value with these bits."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return torch.tensor([bits], dtype=integers).view(dtype).item()

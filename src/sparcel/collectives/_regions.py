@@ -11,33 +11,33 @@ from sparcel.comm import Communicator
 from sparcel.stream import SparseStream
 
 TOLERANCE, TOLERATED = 512, 64
-"""By how many entries a region may exceed its share, or by which part of it, if that is more; or
-by P entries (see below)."""
+"""A region may exceed its share by `TOLERANCE` entries, by the share / `TOLERATED`, or by P
+entries, whichever is the most (see below)."""
 
 
 def balanced_boundaries(
     stream: SparseStream, comm: Communicator, max_nnz: int | None
 ) -> tuple[list[int], bool]:
-    """Part the coordinates into regions so that owners receive alike, whatever the distribution.
+    """Divide the coordinates into regions so that all owners receive about as many entries.
 
     Parameters
     ----------
     stream
-        Sparse: what this rank will send, at most ``max_nnz`` entries.
+        Sparse: the entries that this rank will send, at most ``max_nnz``.
 
     Returns
     -------
     boundaries
-        P+1, the same on all ranks: region r is ``[boundaries[r], boundaries[r + 1])``. The ranks'
-        entries in a region are at most ⌈all entries / P⌉ + max(P, TOLERANCE, all / P / TOLERATED).
+        P+1, the same on all ranks: region r is ``[boundaries[r], boundaries[r + 1])``. With N the
+        entries of all ranks, a region has at most ⌈N / P⌉ + max(P, TOLERANCE, N / P / TOLERATED).
     finite
-        Whether the streams of all ranks are.
+        Whether the streams of all ranks are finite.
 
     Notes
     -----
-    The ranks sum how many of their entries lie below each of about a thousand edges. Where too
-    many lie between the two edges around a boundary's due place, new edges are put there alone.
-    One coordinate cannot be split, but no more than P entries are at one.
+    The ranks sum how many of their entries lie below each of about a thousand edges. A boundary
+    belongs between two edges. If too many entries lie between them, the ranks count again with new
+    edges between these two. One coordinate cannot be split, but it has at most P entries.
     Source: Ok-Topk, section 3.1.1, which averages the ranks' own boundaries instead.
     """
     assert stream.indices is not None, "the caller made it sparse"
@@ -65,29 +65,29 @@ def balanced_boundaries(
 
 
 def _cells(below: Tensor, due: Tensor) -> Tensor:
-    """Return the last cell with no more entries below it than are due, for each boundary.
+    """Return, for each boundary, the last cell with at most ``due`` entries below it.
 
-    Cell j is between edges j and j + 1, with ``below[j]`` entries below it.
+    Cell j lies between edges j and j + 1, and has ``below[j]`` entries below it.
     """
     cells = torch.searchsorted(below, due, right=True) - 1
     return cells.clamp(max=below.numel() - 2)
 
 
 def _crowded(below: Tensor, due: Tensor, tolerance: int) -> Tensor:
-    """Return those of the boundaries' cells that hold more entries than ``tolerance``."""
+    """Return the boundaries' cells that hold more than ``tolerance`` entries."""
     cells: Tensor = _cells(below, due).unique()
     return cells[below.diff()[cells] > tolerance]
 
 
 def counters_for(ranks: int) -> int:
-    """Return how many edges are counted at a time: several for every boundary."""
+    """Return how many edges are counted at a time: several for each boundary."""
     return max(1024, 4 * ranks)
 
 
 def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:
-    """Average the boundaries that would part each rank's own entries evenly.
+    """Average the boundaries that would divide each rank's own entries evenly.
 
-    Source: Ok-Topk, section 3.1.1; in integers here, which all ranks divide alike.
+    Source: Ok-Topk, section 3.1.1. The average is computed in integers, so all ranks agree.
     """
     assert stream.indices is not None, "the caller made it sparse"
     ranks, size = comm.size, stream.size

@@ -1,4 +1,4 @@
-"""Every rank's stream to every rank."""
+"""All-gather: every rank receives the streams of all ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparcel.wire import Due, Wire, gather_steps
 
 
 def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
-    """Return the streams of all ranks as they are, by rank; size, dtype and width must agree.
+    """Return a list of the streams of all ranks; size, dtype and width must agree.
 
-    Nothing is made dense to save bytes: absent coordinates would become explicit zeros.
+    Sparse streams are never made dense, because absent coordinates would become explicit zeros.
 
-    Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams, and sends as many (Bruck's pattern).
+    Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams and sends P−1 streams (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
     return wire.gather(stream, [Due.like(stream, stays_sparse=True)] * wire.size)

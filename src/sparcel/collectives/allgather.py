@@ -15,7 +15,7 @@ def allgather(
 ) -> SparseStream:
     """Reduce over all ranks; every rank reduces all P streams, in the order of the ranks.
 
-    Rounds: ⌈log₂P⌉. Words a rank: 2k(P−1). The best where indices hardly overlap and P is small.
+    Rounds: ⌈log₂P⌉. Words a rank: 2k(P−1). Best if indices hardly overlap and P is small.
     Source: gTop-k, Algorithm 1 (TopKAllReduce); SparCML, section 5.3, case (1).
     """
     return wire.gather_and_reduce(wire.compact(stream, op), max_nnz, op)

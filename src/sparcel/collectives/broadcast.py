@@ -1,4 +1,4 @@
-"""One rank's stream to every rank."""
+"""Broadcast: every rank receives the root's stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 
 TREE_BYTES = 4 << 10
-"""Messages up to this length go down a tree whole: a round costs more than their bytes."""
+"""Messages up to this length go down a tree unscattered, because rounds cost more than bytes."""
 
 _LENGTH_BYTES = 8
 
@@ -25,18 +25,18 @@ def broadcast(
     """Return the root's stream on every rank.
 
     The root scatters its message in P parts down a binomial tree; then all ranks gather the parts.
-    Short messages go down the tree whole.
+    Short messages go down the tree unscattered.
 
     Parameters
     ----------
     stream
-        What the root sends; other ranks may pass None.
+        The root's stream; other ranks may pass None.
     due
-        What all ranks know of it; None sends the message's length ahead.
+        What all ranks know about the stream; None sends the message's length first.
 
-    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more where nothing is known. Words of a
-    long message of k entries: the root sends at most 4k, others at most 2k; they receive at most
-    3k.
+    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``due`` is None. Words of a
+    long message of k entries: the root sends at most 4k, each other rank sends at most 2k and
+    receives at most 3k.
     Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
     4.3.
     """
@@ -77,9 +77,10 @@ def _down_tree(message: Tensor | None, comm: Communicator, root: int, at_most: i
 
 
 def _scatter(message: Tensor | None, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
-    """Return this rank's part of the root's message: bytes ``[cuts[i], cuts[i + 1])`` at place i.
+    """Return this rank's part of the root's message.
 
-    A message shorter than ``cuts[-1]`` leaves the last parts short, or empty.
+    Part i is bytes ``[cuts[i], cuts[i + 1])``; it goes to the i-th rank after the root. If the
+    message is shorter than ``cuts[-1]``, the last parts are short or empty.
     """
     place, held = (comm.rank - root) % comm.size, message
     for to, source, distance, count in patterns.binomial_tree(comm.rank, comm.size, root):
@@ -95,10 +96,10 @@ def _scatter(message: Tensor | None, comm: Communicator, root: int, cuts: Sequen
 
 
 def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
-    """Join the parts of all places, by Bruck's pattern.
+    """Gather and join the parts of all ranks, by Bruck's pattern.
 
-    A rank holds the message's ``upper`` bytes from its own part on, and then its ``lower`` bytes
-    from the first part on.
+    A rank first collects the parts after its own in ``upper``. Once it has the last part, it
+    collects the parts from the first one on in ``lower``.
     """
     ranks = comm.size
     place = (comm.rank - root) % ranks
@@ -112,7 +113,7 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
         at_most = _span(arriving, count, cuts)
         parts = comm.exchange_parts({below: leaving}, {above: at_most})[above]
         arrived = torch.cat(parts)
-        # What follows the message's last byte is its first part again.
+        # The parts are cyclic: the first part follows the last.
         wrapped = min(arrived.numel(), cuts[max(arriving + count - ranks, 0)])
         first, second = arrived.split([arrived.numel() - wrapped, wrapped])
         if place + distance < ranks:
@@ -123,7 +124,7 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
 
 
 def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `broadcast` from rank 0, of a stream of which nothing is known."""
+    """Yield the steps of `broadcast` from rank 0 with ``due=None``."""
     nbytes = problem.sparse_message(problem.entries([0]))
     yield Work("encode", nbytes, 1 / problem.ranks)
     yield from tree_steps(_LENGTH_BYTES, problem.rank, problem.ranks, 0)
@@ -141,7 +142,7 @@ def message_steps(
     cuts, place = patterns.regions(at_most, ranks), (rank - root) % ranks
 
     def parts(first: int, count: int) -> float:
-        """Return the bytes of so many parts from a place on, around."""
+        """Return the bytes of ``count`` consecutive parts; part 0 follows the last."""
         ends = [(first, min(first + count, ranks)), (0, max(first + count - ranks, 0))]
         return sum(min(nbytes, cuts[hi]) - min(nbytes, cuts[lo]) for lo, hi in ends)
 
@@ -156,7 +157,7 @@ def message_steps(
 
 
 def tree_steps(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exchange]:
-    """Yield the exchanges of a message of ``nbytes`` that goes down a tree whole."""
+    """Yield the exchanges of an unscattered message of ``nbytes`` that goes down a tree."""
     for to, source, distance, _ in patterns.binomial_tree(rank, ranks, root):
         if to is not None:
             yield Exchange("tree", (nbytes,), (), distance)
@@ -169,7 +170,7 @@ def _goes_whole(ranks: int, at_most: int) -> bool:
 
 
 def _span(first: int, count: int, cuts: Sequence[int]) -> int:
-    """Return the most bytes of so many parts from a place on, around."""
+    """Return the most bytes of ``count`` consecutive parts; part 0 follows the last."""
     ranks = len(cuts) - 1
     upper = cuts[min(first + count, ranks)] - cuts[first]
     return upper + cuts[max(first + count - ranks, 0)]

@@ -1,4 +1,4 @@
-"""All-reduce of the dense vector by the engine: the baseline that every method must beat."""
+"""All-reduce of the dense vector by the engine: the baseline of every method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparcel.wire import Due, Wire, gather_steps
 def dense(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
-    """Reduce over all ranks with the engine's own all-reduce; ``max_nnz`` does not matter.
+    """Reduce over all ranks with the engine's own all-reduce; ``max_nnz`` is ignored.
 
     Rounds: ⌈log₂P⌉ for `check_agreement`, then the engine's. Words a rank: 2n(P−1)/P for a ring.
     """
@@ -25,7 +25,7 @@ def dense(
 
 
 def check_agreement(stream: SparseStream, wire: Wire) -> bool:
-    """Compare the ranks' headers, for an engine that hangs or dies when given two sizes.
+    """Compare the ranks' headers, because the engine may hang or crash if sizes differ.
 
     Returns whether the streams of all ranks are finite.
 

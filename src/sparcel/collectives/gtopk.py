@@ -17,11 +17,11 @@ from sparcel.wire import Due, Wire
 
 @dataclass(frozen=True)
 class GlobalTopk:
-    """The outcome of `gtopk`.
+    """The result of `gtopk`.
 
-    ``total`` holds at most k coordinates, sparse, the same on all ranks; ``dropped`` the partial
-    sums that this rank left out on the way: over all ranks the two add up to the sum of all
-    inputs. Neither is finite where a partial sum overflowed.
+    ``total`` is sparse, holds at most k coordinates, and is the same on all ranks. ``dropped``
+    holds the partial sums that this rank dropped. ``total`` plus all ranks' ``dropped`` is the sum
+    of all inputs. If a partial sum overflowed, neither is finite.
     """
 
     total: SparseStream
@@ -34,11 +34,12 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
     Parameters
     ----------
     stream
-        Scalar float values; all but the k largest are dropped before the first round.
+        Scalar float values. Only the k largest enter the first round.
 
     Rounds: 2⌈log₂P⌉. Words: at most 2k⌈log₂P⌉ each way, at the root.
-    Source: gTop-k, Definition 1 (⊤) and Algorithm 3 (gTopKAllReduce); any P here, where the paper
-    has powers of two. What a rank drops it reports, where the paper forgets the partial sum.
+    Source: gTop-k, Definition 1 (⊤) and Algorithm 3 (gTopKAllReduce). The paper needs P to be a
+    power of two; this function takes any P. The paper forgets the partial sums that ranks drop;
+    this function returns them.
     """
     total, rest = stream.topk(k)
     dropped = [rest]
@@ -62,8 +63,9 @@ def gathered_topk(
 ) -> SparseStream:
     """Gather every rank's stream, sum in the order of the ranks, and keep the k largest.
 
-    The result is the exact global top-k, which `oktopk` finds without gathering; sparse, empty
-    and not ``finite`` where an input or the sum was not. ``max_nnz`` bounds every rank's entries.
+    The result is sparse, and is the exact global top-k; `oktopk` finds the same without gathering.
+    If an input or the sum is not finite, it is empty and not ``finite``. ``max_nnz`` bounds every
+    rank's entries.
 
     Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.
@@ -80,7 +82,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of `gtopk`."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
     message = problem.message(k)
-    yield Work("topk", 0)  # all of what it is given, mostly
+    yield Work("topk", 0)  # mostly, all entries are selected
     for parent, child, distance, _ in patterns.binomial_reduction(rank, ranks):
         busy = 0.5 / distance
         yield Work("small", ROUND_OPERATIONS)

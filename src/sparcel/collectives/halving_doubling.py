@@ -1,4 +1,4 @@
-"""All-reduce in few rounds whose volume does not grow with the ranks."""
+"""All-reduce in few rounds, with a volume that does not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sparcel.wire import Due, Wire
 def halving_doubling(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
-    """Reduce over all ranks: partners share the work on ever smaller halves, then join them.
+    """Reduce over all ranks: partners each reduce one half, recursively, then exchange the halves.
 
-    With Q the largest power of two up to P, the P−Q ranks from Q on first fold their streams into
-    those of ranks 0 … P−Q−1 and in the end get the result from them.
+    Let Q be the largest power of two up to P. The P−Q ranks from Q on first fold their streams
+    into those of ranks 0 … P−Q−1. They receive the result from the same ranks at the end.
 
-    Rounds: 2⌊log₂P⌋, and 2 more when P is no power of two. Words a rank: 2n(Q−1)/Q for dense
+    Rounds: 2⌊log₂P⌋, and 2 more if P is not a power of two. Words a rank: 2n(Q−1)/Q for dense
     streams; for sparse ones at most the fill-in of half the result in the last round of the first
-    half; and the folding's.
+    half; plus the words of the folding.
     Source: Rabenseifner's algorithm, as in Thakur, Rabenseifner and Gropp 2005, section 4.4.
     """
     powers = patterns.fold(wire.rank, wire.size).powers
@@ -41,7 +41,7 @@ def _halve(
 ) -> SparseStream:
     """Return this rank's region of the sum over the first Q ranks.
 
-    In each round partners send each other the half that the other one goes on with.
+    In each round, each rank keeps one half of its range and sends the other half to its partner.
     """
     for peer, _, distance, _ in patterns.halving(wire.rank, len(boundaries) - 1):
         start, middle, stop = _halves(wire.rank, distance, boundaries)
@@ -53,7 +53,7 @@ def _halve(
 
 
 def _double(total: SparseStream, boundaries: Sequence[int], wire: Wire, op: Op) -> SparseStream:
-    """Join the regions of the first Q ranks: partners exchange all they have."""
+    """Join the regions of the first Q ranks: partners exchange everything they hold."""
     for peer, _, distance, _ in patterns.doubling(wire.rank, len(boundaries) - 1):
         start, middle, stop = _halves(wire.rank, distance, boundaries)
         size = stop - middle if wire.rank < peer else middle - start
@@ -63,9 +63,9 @@ def _double(total: SparseStream, boundaries: Sequence[int], wire: Wire, op: Op) 
 
 
 def _halves(rank: int, distance: int, boundaries: Sequence[int]) -> tuple[int, int, int]:
-    """Return start, middle and stop of the range that a rank and its partner part, or join.
+    """Return start, middle and stop of the range that a rank and its partner split, or join.
 
-    The lower ranks' half comes first.
+    The first half belongs to the lower rank.
     """
     first = rank // (2 * distance) * 2 * distance
     start, middle, stop = boundaries[first : first + 2 * distance + 1 : distance]
@@ -97,14 +97,14 @@ def steps(problem: Problem) -> Iterator[Step]:
 
 
 class _Part(NamedTuple):
-    """How many coordinates of how many a message stores."""
+    """A message's stored coordinates, and the size of its range."""
 
     stored: float
     size: int
 
 
 def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Iterator[Step]:
-    """Yield the exchange of two partners, without what is special to either half."""
+    """Yield the exchange of two partners, as in both halves of the algorithm."""
     message, arriving = problem.message(*given), problem.message(*coming)
     yield Work("encode", message)
     yield Exchange("pair", (message,), (arriving,), distance)
@@ -112,10 +112,11 @@ def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Itera
 
 
 class _Halves:
-    """What ranks hold of the ranges that they share.
+    """The partial sums that ranks hold in each round.
 
-    Where partners are ``distance`` apart, a rank goes on with a range of as many regions; it then
-    has the sum over the ranks as far from it as a multiple of ``distance``. What is dense stays so.
+    After the exchange with a partner at ``distance``, a rank holds a range of ``distance``
+    regions. Its sum covers the ranks whose distance to it is a multiple of ``distance``. A dense
+    partial sum stays dense.
     """
 
     def __init__(self, problem: Problem, boundaries: Sequence[int]) -> None:
@@ -123,12 +124,12 @@ class _Halves:
         self.is_dense = cache(self._is_dense)
 
     def range(self, rank: int, distance: int) -> tuple[int, int]:
-        """Return the range of as many regions as ``distance`` that the rank's region is in."""
+        """Return the aligned range of ``distance`` regions that contains the rank's region."""
         first = rank // distance * distance
         return self.boundaries[first], self.boundaries[first + distance]
 
     def summed(self, rank: int, distance: int) -> list[int]:
-        """Return the ranks that are summed there, those that were folded into others included."""
+        """Return the ranks in a rank's partial sum, folded ranks included."""
         members = range(rank % distance, self.powers, distance)
         return [
             *members,
@@ -136,7 +137,7 @@ class _Halves:
         ]
 
     def part(self, sender: int, receiver: int, distance: int) -> _Part:
-        """Return what a rank gives its partner, of the sum that it had before."""
+        """Return the part of its partial sum that a rank sends to its partner."""
         start, stop = self.range(receiver, distance)
         if self.is_dense(sender, 2 * distance):
             return _Part(stop - start, stop - start)
@@ -145,7 +146,7 @@ class _Halves:
         )
 
     def joined(self, rank: int, distance: int) -> _Part:
-        """Return what a rank holds of the result once it has joined as many regions."""
+        """Return the part of the result that a rank holds after it joined ``distance`` regions."""
         start, stop = self.range(rank, distance)
         if distance == 1:
             everyone = self.problem.entries(self.problem.everyone, start, stop)
@@ -157,7 +158,7 @@ class _Halves:
         return _Part(stop - start if dense else stored, stop - start)
 
     def _is_dense(self, rank: int, distance: int) -> bool:
-        """Tell whether a rank's sum over its range is dense: by its count, or that of a part."""
+        """Tell whether a rank's partial sum is dense, because of its count or a dense summand."""
         start, stop = self.range(rank, distance)
         stored = self.problem.stored(self.summed(rank, distance), start, stop)
         if self.problem.is_dense(stored, stop - start):

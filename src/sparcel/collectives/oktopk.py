@@ -1,4 +1,4 @@
-"""The global top-k of the ranks' streams at a volume that does not grow with the ranks."""
+"""The global top-k of the ranks' streams, with a volume that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sparcel.collectives._blocks import (
 )
 from sparcel.collectives._counts import (
     Counted,
-    alike,
     counting_bytes,
+    equally_counted,
     gather_number_steps,
     sum_steps,
 )
@@ -46,18 +46,19 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
     Parameters
     ----------
     stream
-        Scalar float values: what this rank selected, at most ``max_nnz`` entries.
+        Scalar float values: this rank's selection, at most ``max_nnz`` entries.
     k
-        How many to keep: min(k, nonzeros of the sum); ties go to the lowest index. The same on
-        all ranks, as is ``max_nnz``.
+        min(k, nonzeros of the sum) coordinates are kept; ties go to the lowest index. ``k`` and
+        ``max_nnz`` must be the same on all ranks.
 
     Returns
     -------
     SparseStream
-        Sparse, the same on all ranks; empty and not ``finite`` where an input or a sum was not.
+        Sparse, the same on all ranks. Empty and not ``finite`` if an input or a sum is not finite.
 
-    Where gathering every stream takes no more bytes, as between two ranks or for little data,
-    `gathered_topk` does it, in fewer rounds and with the same bits; elsewhere `topk_by_regions`.
+    If gathering every stream takes no more bytes, as with two ranks or little data, this calls
+    `gathered_topk`, which takes fewer rounds and returns the same bits. Otherwise it calls
+    `topk_by_regions`.
     Source: Ok-Topk, Algorithm 1. Boundaries and threshold are exact, and renewed in every call.
     """
     own = selectable(stream)
@@ -69,10 +70,10 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
 def topk_by_regions(
     own: SparseStream, wire: Wire, k: int, max_nnz: int | None = None
 ) -> SparseStream:
-    """Sum over all ranks and keep the k largest, as `oktopk`; ``own`` is sparse.
+    """Sum over all ranks and keep the k largest, like `oktopk`; ``own`` is sparse.
 
     Rounds: P−1 for the split, at most P−1 for the balancing, ⌈log₂P⌉ for each of two gathers, and
-    some times ⌈log₂P⌉ for sums of counts. Words: at most 2k + 4k(P−1)/P, and the counts' few KB.
+    ⌈log₂P⌉ for each sum of counts. Words: at most 2k + 4k(P−1)/P, and a few KB of counts.
     """
     boundaries, finite = balanced_boundaries(own, wire.comm, max_nnz)
     if not finite:
@@ -86,8 +87,8 @@ def topk_by_regions(
 
 
 def _problem(like: SparseStream, wire: Wire) -> Problem:
-    """Return what all ranks know alike: the vector's kind, the ranks and the format."""
-    size = max(1, like.size)  # a problem has a coordinate; a vector without any costs no more
+    """Return a problem of the facts that all ranks know: the vector's kind, ranks and format."""
+    size = max(1, like.size)  # a problem needs a coordinate; an empty vector costs no more
     return Problem(size, 1, wire.size, itemsize=like.value_bytes, format=wire.format)
 
 
@@ -106,7 +107,10 @@ def _gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool
 
 
 def _evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
-    """Tell whether evening out saves the worst rank an eighth of its bytes: it takes a round."""
+    """Tell whether evening out saves the worst rank an eighth of its bytes.
+
+    Less would not pay, because evening out takes another exchange.
+    """
     direct = direct_volume(problem, counts, boundaries)
     return 8 * evened_volume(problem, counts) < 7 * direct
 
@@ -133,7 +137,7 @@ def selectable(stream: SparseStream) -> SparseStream:
 
 
 def void_like(like: SparseStream) -> SparseStream:
-    """Return what stands for a sum that is not finite."""
+    """Return an empty stream that is not ``finite``."""
     void = like.empty_like()
     void.finite = False
     return void
@@ -141,16 +145,16 @@ def void_like(like: SparseStream) -> SparseStream:
 
 @dataclass(frozen=True)
 class Course:
-    """What depends on the data in a call of `topk_by_regions`, as far as its bytes do.
+    """The data-dependent facts that decide the bytes of a call of `topk_by_regions`.
 
     Attributes
     ----------
     boundary_sums, histograms
-        The counts that were summed for the boundaries, and for the k-th largest magnitude.
+        The counts that were summed to find the boundaries, and the k-th largest magnitude.
     boundaries
-        The P+1 boundaries that the first of these led to.
+        The P+1 boundaries of the regions.
     listed
-        How many integers each rank told the others of its candidates.
+        How many integers each rank sent in the gather of candidates.
     winners
         How many of the k largest each rank holds.
     """
@@ -163,7 +167,7 @@ class Course:
 
 
 def steps(problem: Problem, course: Course | None = None) -> Iterator[Step]:
-    """Yield the steps of `oktopk`, as the data went, or as it is expected to."""
+    """Yield the steps of `oktopk` with this ``course``, or with the expected one."""
     k = problem.k
     if _gathering_is_cheaper(problem, k, k):
         yield from gathered_topk_steps(problem)
@@ -191,31 +195,31 @@ def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
 
 
 _SMALL = 400
-"""Operations on counts: where boundaries lie, who holds how many winners, what would be cheaper."""
+"""Small operations on counts: to find boundaries, to share out winners, and to compare costs."""
 
 _BINS = 40
-"""Bins of the first histogram that sums of selected values fall into: a few octaves of eight."""
+"""Assumed number of occupied bins of the first histogram: a few octaves of eight bins."""
 
 
 def _expected_course(problem: Problem) -> Course:
-    """Return what is expected of evenly spread entries, and of sums in a few octaves."""
+    """Return the course expected if entries are spread evenly and sums lie in a few octaves."""
     ranks, k = problem.ranks, problem.k
     counters = counters_for(ranks)
-    sums = [alike(counters, counters, ranks)]
+    sums = [equally_counted(counters, counters, ranks)]
     inside = ranks * k / counters
-    # Some boundary's cell holds two standard deviations more than the average.
+    # Assume that some boundary's cell is two standard deviations above the average.
     while ranks > 1 and inside + 2 * sqrt(inside) > max(ranks, TOLERANCE, k // TOLERATED):
         parts = counters // (ranks - 1)
         edges = (ranks - 1) * (parts - 1)
-        sums.append(alike(edges, edges, ranks))
+        sums.append(equally_counted(edges, edges, ranks))
         inside /= parts
-    histograms = [alike(1 << FIRST_BITS, _BINS, ranks)]
+    histograms = [equally_counted(1 << FIRST_BITS, _BINS, ranks)]
     inside = problem.entries(problem.everyone) / _BINS
     while inside > FEW:
         bins, own = 1 << MORE_BITS, inside / ranks
-        # Few ranks send what lies between the first and the last that is not zero.
+        # Few ranks send all counts from the first nonzero one to the last.
         occupied = bins * own / (own + 2) if ranks <= DIRECT_RANKS else min(bins, own)
-        histograms.append(alike(bins, occupied, ranks))
+        histograms.append(equally_counted(bins, occupied, ranks))
         inside /= bins
     listed = [2 + round(inside / ranks)] * ranks
     winners = [high - low for low, high in pairwise(patterns.regions(k, ranks))]

@@ -1,4 +1,4 @@
-"""Ok-Topk by the paper's own rules: boundaries and a threshold that are estimated now and then."""
+"""Ok-Topk by the paper's own rules: boundaries and threshold are reused for several steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sparcel.wire import Wire
 
 @dataclass(frozen=True)
 class Estimates:
-    """What `oktopk_reuse` learnt in one call and uses in later ones.
+    """Estimates that one call of `oktopk_reuse` makes and later calls use.
 
-    ``boundaries`` are the P+1 of the regions; ``threshold`` is the magnitude from which a sum
-    wins, made to let ``k`` through. None: unknown.
+    ``boundaries`` are the P+1 boundaries of the regions. ``threshold`` is the smallest magnitude
+    that wins; it was chosen so that ``k`` coordinates win. None means unknown.
     """
 
     boundaries: list[int] | None = None
@@ -48,18 +48,21 @@ def oktopk_reuse(
     stream, k, max_nnz
         As for `oktopk`.
     estimates
-        Of an earlier call, the same on all ranks, as are the next two.
+        The result of an earlier call. This and the next two must be the same on all ranks.
     renew_boundaries, renew_threshold
-        Whether to estimate anew; what is unknown, or of other ranks or another size, always is.
+        Whether to estimate anew. Estimates that are unknown or do not fit this call are always
+        renewed: boundaries of other ranks or another size, a threshold of another ``k``.
 
     Returns
     -------
-    The sum of what won, as from `oktopk`: k coordinates where the threshold was renewed, elsewhere
-    those from the threshold on, and of these the largest of every region where they are more than
-    ⌈4k/3⌉. And the estimates for the next call, unchanged where the sum is not finite.
+    The sum, as from `oktopk`, and the estimates for the next call. If the threshold was renewed,
+    the sum holds k coordinates. Otherwise it holds all magnitudes from the threshold on; if these
+    are more than ⌈4k/3⌉, each region keeps its largest, in proportion. If the sum is not finite,
+    the estimates are returned unchanged.
 
-    Source: Ok-Topk, Algorithm 1: boundaries averaged over the ranks, balancing where a block is
-    above four times the mean. The k-th largest is found without gathering, and the cap is ours.
+    Source: Ok-Topk, Algorithm 1. Boundaries are averaged over the ranks, and blocks are balanced if
+    one is above four times the mean. Unlike the paper, this function finds the k-th largest without
+    gathering, and caps the number of winners.
     """
     own, boundaries, threshold = selectable(stream), estimates.boundaries, estimates.threshold
     fits = boundaries is not None and (len(boundaries), boundaries[-1]) == (wire.size + 1, own.size)
@@ -81,7 +84,7 @@ def oktopk_reuse(
 
 
 def _count_from(threshold: float, region: SparseStream, wire: Wire) -> tuple[list[int], bool]:
-    """Count each rank's values from the threshold on, and tell whether all are finite."""
+    """Count each rank's magnitudes from the threshold on, and tell whether all are finite."""
     selected, _ = kernels.threshold_select(region.values, threshold)
     finite = region.finite and all_finite(region.values)
     counts, finite = gather_numbers(torch.tensor([selected.numel()]), wire.comm, 1, finite)

@@ -17,11 +17,11 @@ def recursive_doubling(
 ) -> SparseStream:
     """Reduce over all ranks with the fewest rounds.
 
-    With Q the largest power of two up to P, the P−Q ranks from Q on first fold their streams into
-    those of ranks 0 … P−Q−1 and in the end get the result from them.
+    Let Q be the largest power of two up to P. The P−Q ranks from Q on first fold their streams
+    into those of ranks 0 … P−Q−1. They receive the result from the same ranks at the end.
 
-    Rounds: ⌊log₂P⌋, and 2 more when P is no power of two. Words a rank: from 2k·log₂P (identical
-    indices) to 2k(P−1) (disjoint ones), and the folding's.
+    Rounds: ⌊log₂P⌋, and 2 more if P is not a power of two. Words a rank: from 2k·log₂P (identical
+    indices) to 2k(P−1) (disjoint ones), plus the words of the folding.
     Source: SparCML, section 5.3.1 (SSAR_Recursive_double) and appendix A.
     """
     total, bound = fold(wire.compact(stream, op), wire, op, max_nnz)

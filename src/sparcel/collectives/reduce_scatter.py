@@ -16,9 +16,9 @@ def reduce_scatter(
 ) -> SparseStream:
     """Return this rank's region of the reduced stream, numbered from the region's start.
 
-    Rank r owns ``[r·n // P, (r+1)·n // P)``. Every rank sends each owner its slice directly;
-    destinations rotate, so that no owner is everybody's first. Owners reduce in the order of the
-    ranks.
+    Rank r owns ``[r·n // P, (r+1)·n // P)``. Every rank sends each owner its slice directly. Each
+    rank starts with a different owner, so that no owner receives all first messages. Owners reduce
+    in the order of the ranks.
 
     Rounds: P−1. Words a rank: at most 2k sent.
     Source: SparCML, section 5.3.2 (the split phase).
@@ -34,9 +34,9 @@ def reduce_regions(
     op: Op = SUM,
     max_nnz: int | None = None,
 ) -> SparseStream:
-    """Return this rank's region as `reduce_scatter` does, of regions of any size.
+    """Return this rank's region of the reduced stream, like `reduce_scatter`, for any boundaries.
 
-    Rank r owns ``[boundaries[r], boundaries[r + 1])``; all ranks give the same P+1 boundaries.
+    Rank r owns ``[boundaries[r], boundaries[r + 1])``; all ranks pass the same P+1 boundaries.
     """
     parts = stream.split(boundaries)
     rounds = patterns.rotation(wire.rank, wire.size)
@@ -47,7 +47,7 @@ def reduce_regions(
 
 
 def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Step]:
-    """Yield the steps of `reduce_regions`, by default of `reduce_scatter`."""
+    """Yield the steps of `reduce_regions`, or of `reduce_scatter` if ``boundaries`` is None."""
     boundaries = boundaries or problem.regions
     rank, ranks = problem.rank, problem.ranks
 

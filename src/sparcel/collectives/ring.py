@@ -1,4 +1,4 @@
-"""All-reduce around a ring: regions gather contributions, then travel on to everybody."""
+"""All-reduce around a ring: regions collect contributions, then travel on to all ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from sparcel.wire import Due, Wire
 def ring(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
-    """Reduce over all ranks, talking to the two neighbours alone.
+    """Reduce over all ranks; each rank exchanges only with its two neighbours.
 
-    In step s of the first half rank r passes on region r−s, to which it has added its own slice;
-    after P−1 steps it holds region r+1 complete, which the second half hands round.
+    In step s of the first half, rank r sends on region r−s, which includes its own slice. After
+    P−1 steps rank r holds the complete sum of region r+1. In the second half the complete regions
+    travel around the ring.
 
     Rounds: 2(P−1). Words a rank: at most 2k(P−1) in the first half (fill-in), 2K(P−1)/P in the
     second for a result of K coordinates spread evenly.
@@ -58,7 +59,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     yield Work("split", problem.k)
     for step in range(ranks - 1):
         leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
-        # A region is summed by the ranks from its own number on that it has passed.
+        # Region i starts at rank i, and holds the sum over the ranks that it has passed.
         yield from pass_on(
             _around(leaving, step + 1, ranks), leaving, _around(arriving, step + 1, ranks), arriving
         )
@@ -72,5 +73,5 @@ def steps(problem: Problem) -> Iterator[Step]:
 
 
 def _around(first: int, count: int, ranks: int) -> list[int]:
-    """Return so many ranks from the first one on, around the ring."""
+    """Return ``count`` consecutive ranks of the ring, from ``first`` on."""
     return [(first + step) % ranks for step in range(count)]

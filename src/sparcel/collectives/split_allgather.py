@@ -1,4 +1,4 @@
-"""All-reduce for large data: owners reduce their regions, then all gather the regions."""
+"""All-reduce for large data: owners reduce their regions, then all ranks gather the regions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sparcel.wire import Due, Wire, gather_steps
 
 @dataclass(frozen=True)
 class Quantized:
-    """The outcome of a quantised all-reduce: the sum, the same on all ranks, and what it lost.
+    """The result of a quantised all-reduce: the sum, the same on all ranks, and its error.
 
-    ``error`` is the exact minus the quantised sum, dense, over the region that starts at
-    coordinate ``start`` and that this rank owns; None where nothing was quantised.
+    ``error`` is the exact minus the quantised sum of this rank's region, dense. The region begins
+    at coordinate ``start``. ``error`` is None if the region was not quantised.
     """
 
     total: SparseStream
@@ -38,10 +38,10 @@ def split_allgather(
     """Reduce over all ranks in two phases.
 
     An owner knows the exact count of its reduced region and sends it sparse or dense, whichever is
-    smaller (SSAR and DSAR in one); nobody guesses the result's density.
+    smaller. This combines SSAR and DSAR, without guessing the result's density.
 
-    Rounds: P−1 + ⌈log₂P⌉. Words a rank: at most 2k, then at most 2K(P−1)/P for K coordinates of
-    the result spread evenly, and never more than n(P−1)/P.
+    Rounds: P−1 + ⌈log₂P⌉. Words a rank: at most 2k, then at most 2K(P−1)/P if the K coordinates
+    of the result are spread evenly, and never more than n(P−1)/P.
     Source: SparCML, sections 5.3.2 and 5.3.3 (SSAR_Split_allgather, DSAR_Split_allgather).
     """
     region = reduce_scatter(stream, wire, op, max_nnz)
@@ -51,16 +51,16 @@ def split_allgather(
 def quantized_split_allgather(
     stream: SparseStream, wire: Wire, quantizer: Qsgd, max_nnz: int | None = None
 ) -> Quantized:
-    """Sum over all ranks; regions that became dense travel in few bits in the second phase.
+    """Sum over all ranks; the second phase quantises regions that became dense.
 
-    Pass a ``quantizer`` with another seed at every call.
+    Pass a ``quantizer`` with a new seed for every call.
 
     Source: SparCML, section 6 (quantisation in DSAR's dense phase alone).
     """
     region = reduce_scatter(stream, wire, SUM, max_nnz)
     start = patterns.regions(stream.size, wire.size)[wire.rank]
     message, error = quantizer.encode(region, start)
-    if error is not None and not all_finite(error):  # the sum overflowed: nobody may remember it
+    if error is not None and not all_finite(error):  # an overflowed sum must not enter memory
         region.finite = False
         message, error = quantizer.encode(region, start)
     regions = _gather_regions(message, stream, Wire(wire.comm, quantizer), max_nnz)
@@ -70,7 +70,7 @@ def quantized_split_allgather(
 def _gather_regions(
     message: Tensor, like: SparseStream, wire: Wire, max_nnz: int | None
 ) -> list[SparseStream]:
-    """Gather the owners' messages, in the wire's format, and return the regions that they hold."""
+    """Gather the owners' messages, in the wire's format, and return the decoded regions."""
     bound = None if max_nnz is None else max_nnz * wire.size
     boundaries = patterns.regions(like.size, wire.size)
     dues = [Due.like(like, bound, stop - start) for start, stop in pairwise(boundaries)]
@@ -90,7 +90,7 @@ def quantized_steps(problem: Problem, quantizer: Qsgd) -> Iterator[Step]:
 
 
 def _gather_steps(problem: Problem, encoded: Problem) -> Iterator[Step]:
-    """Yield the steps of the second phase; ``encoded`` has the format that its messages are in."""
+    """Yield the steps of the second phase; ``encoded`` has the format of its messages."""
     everyone, ranges = problem.everyone, list(pairwise(problem.regions))
     blocks = [encoded.message(problem.stored(everyone, lo, hi), hi - lo) for lo, hi in ranges]
     at_most = max(encoded.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)

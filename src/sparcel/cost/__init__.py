@@ -1,7 +1,7 @@
-"""What sums and steps cost, before they are run: by the steps they consist of, and measured rates.
+"""Prediction of the cost of all-reduces and training steps, from their steps and measured rates.
 
-`predict` follows the steps of a collective or a scheme and adds up their times, by `Rates`: tables
-that `measure` makes on the ranks of a communicator.
+`predict` adds up the times of the steps of a collective or a scheme. The times come from `Rates`:
+tables that `measure` fills on the ranks of a communicator.
 """
 
 from sparcel.cost.defaults import default_rates, stated_rates

@@ -1,4 +1,4 @@
-"""Rates where nothing was measured: from a few stated figures, or none."""
+"""Rates without measurement: from a few stated figures, or the defaults."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _WORK = {  # seconds a call, seconds a unit
     "without": (50e-6, 40e-9),
     "histogram": (20e-6, 1e-9),
 }
-"""Of one core of a server of about 2022; conservative, as all defaults are."""
+"""Figures of one core of a server of about 2022. They are conservative, like all defaults."""
 
 _POSTING_SECONDS = 20e-6
-"""What it takes a rank to send and receive a message, of many that are under way at once."""
+"""Time that a rank spends on sending and receiving one of many simultaneous messages."""
 
 _CORE_BYTES_PER_S = 10e9
 """The memory bandwidth of such a core."""
@@ -44,19 +44,19 @@ def stated_rates(
     memory_bandwidth: float = _CORE_BYTES_PER_S,
     description: str = "",
 ) -> Rates:
-    """Return the rates of a cluster of which only a few figures are known.
+    """Return the rates of a cluster from a few stated figures.
 
     Parameters
     ----------
     bandwidth, latency_s
-        Of a node's link to the others: bytes a second in each direction, seconds a message.
+        A node's link to the other nodes: bytes a second in each direction, seconds a message.
     ranks, ranks_per_node
-        Consecutive ranks share a node, and its link.
+        Number of ranks. Consecutive ranks share a node and its link.
     node_bandwidth, node_latency_s
-        Of each rank to others of its node.
+        Each rank's link to other ranks of its node, in the same units.
     memory_bandwidth
-        Of each rank's device, bytes a second. What ranks compute is taken from a table of the
-        figures of one core with 10 GB/s, in proportion.
+        Bytes a second of each rank's device. The times of work are scaled by it; the table holds
+        those of one core with 10 GB/s.
     """
     if not (bandwidth > 0 and node_bandwidth > 0 and latency_s >= 0 and node_latency_s >= 0):
         raise InputError(
@@ -67,7 +67,7 @@ def stated_rates(
     within = Curve.line(node_latency_s, 1 / node_bandwidth)
     between = within if here == ranks else Curve.line(latency_s, here / bandwidth)
     curves = dict.fromkeys(("pair", "shift"), between)
-    # Of a tree's ranks on a node one has a peer elsewhere.
+    # In a tree, one rank of each node has a peer on another node.
     curves["tree"] = within if here == ranks else Curve.line(latency_s, 1 / bandwidth)
     curves |= dict.fromkeys(("rotate", "gather"), _to_all(within, between, ranks, here))
     inner = [f"node.{name}" for name in TRANSFERS]
@@ -82,17 +82,17 @@ def stated_rates(
 
 @lru_cache(maxsize=1)
 def default_rates() -> Rates:
-    """Return the rates that stand for an unknown cluster: Gloo on 1 Gbit/s Ethernet, 100 µs."""
+    """Return rates for an unknown cluster: Gloo on Ethernet of 1 Gbit/s and 100 µs."""
     return stated_rates(
         bandwidth=1e9 / 8, latency_s=100e-6, ranks=8, description="1 Gbit/s and 100 µs, assumed"
     )
 
 
 def _to_all(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
-    """Return the time of one of a rank's messages to each other rank, most of them elsewhere.
+    """Return the time of one message when a rank sends one to every other rank at once.
 
-    They are under way at once, so that the latency passes for all of them together; each costs
-    `_POSTING_SECONDS` of it.
+    Most of the other ranks are on other nodes. All messages share one latency; each also costs
+    `_POSTING_SECONDS`.
     """
     others = max(1, ranks - 1)
     inner = (here - 1) / others
@@ -106,6 +106,6 @@ def _to_all(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
 
 
 def _engine(latency_s: float, bandwidth: float, ranks: int) -> Curve:
-    """Return a ring's time by the bytes of the vector; it crosses each node's link once."""
+    """Return a ring's time as a function of the vector's bytes; it uses each node's link once."""
     rounds, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
     return Curve.line(rounds * latency_s, share / bandwidth)

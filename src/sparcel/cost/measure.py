@@ -1,4 +1,4 @@
-"""The rates of a cluster, timed on all of its ranks at once, in seconds to a minute."""
+"""Measures the rates of a cluster on all of its ranks at once, in seconds to a minute."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ _ENTRIES = (16, 1 << 10, 16 << 10, 128 << 10, 1 << 20)
 _COORDINATES = (256, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
 
 _PASSES = 3
-"""Everything is timed this often, so that a short disturbance spoils only a part of each point's
-samples."""
+"""How many times all points are timed. A temporary disturbance of the machine then affects only
+some samples of each point."""
 
 _AMOUNTS = {
     "coordinates": _COORDINATES,
     "bytes": (128, 8 << 10, 128 << 10, 1 << 20, 8 << 20),
     "operations": (1, 100),
 }
-"""By the unit of the work; all other is measured in entries."""
+"""Amounts to time, by the unit of the work; all other work uses `_ENTRIES`."""
 
 _BUDGET_SECONDS, _MOST = 0.02, 5
-"""How long a point is timed in a pass, and how often at most; once where it is slow."""
+"""Seconds to time a point in a pass, and the most samples; a slow point is timed once."""
 
 _LONG_SECONDS = 0.15
-"""What takes longer is timed once in a pass: no first call weighs there."""
+"""A point that takes longer is timed once in a pass, because its first call costs little extra."""
 
 _SLOW_SECONDS = 0.6
-"""A curve ends at the first amount that takes longer; beyond it, time is in proportion."""
+"""A curve ends at the first amount that takes longer. Times beyond it are extrapolated."""
 
 _LOOP_SECONDS = 4e-3
-"""Work is repeated for as long, some turns of the scheduler's, so that ranks that share a core
-get in each other's way as they do in a step."""
+"""Work is repeated for this long, several time slices of the scheduler. Ranks that share a core
+then slow each other down as they do in a step."""
 
 
 def rates_for(comm: Communicator, source: Rates | str | PathLike[str]) -> Rates:
-    """Return the rates that ``source`` means; all ranks call.
+    """Return the rates that ``source`` means; all ranks must call this.
 
     Parameters
     ----------
@@ -85,16 +85,16 @@ def read_rates(path: str | PathLike[str]) -> Rates:
 
 
 def measure(comm: Communicator, description: str = "", passes: int = _PASSES) -> Rates:
-    """Time messages, the engine's all-reduce and the ranks' work; all ranks call.
+    """Time messages, the engine's all-reduce and the ranks' work; all ranks must call this.
 
-    Takes ten to twenty seconds on eight ranks joined by 1 Gbit/s, and some 300 MB of memory.
+    It takes ten to twenty seconds on eight ranks joined by 1 Gbit/s, and some 300 MB of memory.
 
     Parameters
     ----------
     description
-        What the rates are of, to be kept with them.
+        Text that is stored with the rates, for example the cluster's name.
     passes
-        How often everything is timed.
+        How many times all points are timed.
 
     Returns
     -------
@@ -104,15 +104,15 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     Raises
     ------
     InputError
-        When there is only one rank, or messages live on a GPU.
+        When there is only one rank, or messages are in GPU memory.
     """
     if comm.device.type != "cpu":
         raise InputError(
-            f"rates are measured of messages on the CPU, and comm's live on {comm.device}; leave"
-            " comm.rates alone, or state them with sparcel.cost.stated_rates"
+            f"rates can be measured only for messages on the CPU, but comm's are on {comm.device};"
+            " keep comm.rates as it is, or set it to sparcel.cost.stated_rates(...)"
         )
     if comm.size < 2:
-        raise InputError("there is nothing to measure between ranks where there is only one")
+        raise InputError("measuring rates needs at least 2 ranks, got 1")
     here = comm.run(comm.ranks_per_node)
     points = [
         _Point(name, amount, make, loop_seconds)
@@ -135,12 +135,12 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
 
 
 _CROWD = 1 << 16
-"""Entries that are merged by all ranks, and by one alone."""
+"""Entries to merge, on all ranks at once and then on one rank alone."""
 
 
 @dataclass(eq=False)
 class _Point:
-    """One point of a curve, with what was timed so far: the slowest rank's seconds, a round."""
+    """One point of a curve, with its samples: seconds a round, of the slowest rank."""
 
     name: str
     amount: int
@@ -151,16 +151,16 @@ class _Point:
 
     @property
     def seconds(self) -> float:
-        """The median."""
+        """The median of the samples."""
         return median(self.samples)
 
 
 def _everything(
     comm: Communicator, here: int
 ) -> Iterator[tuple[str, Sequence[int], Callable[[int], Trial], float]]:
-    """Yield each curve's name, the amounts to time, what makes a trial, and how long it loops."""
+    """Yield each curve's name, amounts, function that makes a trial, and seconds to repeat it."""
     for name, make in trials.exchanges(comm, here):
-        to_all = name.endswith(("rotate", "gather"))  # P−1 messages, of a P-th each
+        to_all = name.endswith(("rotate", "gather"))  # these send P−1 messages at once
         yield name, _MESSAGES[: -1 if to_all else None], make, 0.0
     for kind in (torch.float32, torch.bfloat16):
         name, make = str(kind).replace("torch", "dense"), trials.engine_sum(comm, kind)
@@ -170,17 +170,17 @@ def _everything(
 
 
 def _alone(comm: Communicator) -> Callable[[int], Trial]:
-    """Return what makes a trial of merging on rank 0, and of nothing on the others."""
+    """Return a function that makes a trial: rank 0 merges, the other ranks do nothing."""
     merge = trials.work(comm.size, 0)["merge"]
     return lambda amount: merge(amount) if comm.rank == 0 else Trial(lambda: None)
 
 
 def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
-    """Time a curve's points some more, up to the first that is slow."""
+    """Add samples to a curve's points, up to the first slow one."""
     for point in curve:
         trial = point.make(point.amount)
         if point.loop_seconds:
-            trial.run()  # pages, caches
+            trial.run()  # warms up pages and caches
         pilot = _slowest(comm, trial, 1, 1, until_all=False)[0]
         if not point.repeats:
             point.repeats = max(1, min(1000, round(point.loop_seconds / max(pilot, 1e-6))))
@@ -199,7 +199,7 @@ def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
 def _slowest(
     comm: Communicator, trial: Trial, repeats: int, count: int, until_all: bool
 ) -> list[float]:
-    """Return the slowest rank's seconds of each of ``count`` goes, the same on all ranks."""
+    """Return the slowest rank's seconds of each of ``count`` runs, the same on all ranks."""
     own = [_once(comm, trial, repeats, until_all) for _ in range(count)]
     seconds = torch.tensor(own, dtype=torch.float64)
     comm.run(lambda: comm.all_reduce(seconds, MAX))
@@ -208,10 +208,11 @@ def _slowest(
 
 
 def _once(comm: Communicator, trial: Trial, repeats: int, until_all: bool) -> float:
-    """Return this rank's seconds after a barrier, until it is done or, less a barrier, all are.
+    """Return the seconds from a barrier until this rank has finished.
 
-    Ranks that share a core may do their work one after the other, which each by itself does not
-    see.
+    With ``until_all``, return the seconds until all ranks have finished, less the time of a
+    barrier. Ranks that share a core may work one after the other, and a rank's own time does not
+    show that.
     """
 
     def barrier() -> None:

@@ -1,4 +1,4 @@
-"""What a sum, or a step of training, costs: seconds, bytes and rounds, by its steps."""
+"""The cost of an all-reduce or a training step: seconds, bytes and rounds, from its steps."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ PHASES = {
     "fill": "reduce",
     "add": "reduce",
 }
-"""The phase that each kind of work counts to."""
+"""The phase of each kind of work."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a sum or a step is expected to cost.
+    """The expected cost of an all-reduce or a training step.
 
     Attributes
     ----------
     seconds
-        Of the whole: the sum of the next four.
+        Total time: the sum of the next four.
     select, encode, exchange, reduce
-        Of it in each phase.
+        Seconds in each phase.
     bytes
-        The larger of those sent and received, at the problem's rank.
+        The larger of the bytes sent and the bytes received by the problem's rank.
     rounds
         Messages on the critical path.
     """
@@ -57,7 +57,7 @@ class Prediction:
 
 
 class Counts(NamedTuple):
-    """Messages and bytes of one rank, as a communicator counts them, and rounds."""
+    """Messages and bytes of one rank, counted as a communicator counts them, and rounds."""
 
     messages_sent: int
     bytes_sent: float
@@ -67,7 +67,7 @@ class Counts(NamedTuple):
 
 
 def count(steps: Steps, problem: Problem) -> Counts:
-    """Return what the problem's rank sends and receives in these steps."""
+    """Return the messages, bytes and rounds of the problem's rank in these steps."""
     counted = []
     for step in steps(problem):
         if isinstance(step, Exchange):
@@ -82,14 +82,14 @@ def count(steps: Steps, problem: Problem) -> Counts:
 
 
 def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Prediction:
-    """Return what an algorithm costs.
+    """Return the predicted cost of an algorithm.
 
     Parameters
     ----------
     steps
-        What it consists of, a table of `sparcel.collectives` or `sparcel.schemes` has them by name.
+        The algorithm's steps, from a table of `sparcel.collectives` or `sparcel.schemes`.
     rates
-        None for the default ones.
+        None for `default_rates`.
     """
     rates = rates or default_rates()
     phases = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
@@ -106,23 +106,23 @@ def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Predi
 
 
 def choose(candidates: Mapping[str, Steps], problem: Problem, rates: Rates | None = None) -> str:
-    """Return which of the candidates is predicted to be the fastest, the first of equals.
+    """Return the candidate that is predicted to be the fastest; of equal ones, the first.
 
-    It depends on nothing but the arguments, so that ranks with equal ones choose alike.
+    Only the arguments decide, so ranks with equal arguments make the same choice.
     """
     if not candidates:
-        raise InputError("there must be a candidate to choose")
+        raise InputError("choose needs at least one candidate, got none")
     return min(candidates, key=lambda name: predict(candidates[name], problem, rates).seconds)
 
 
 def work_seconds(step: Work, rates: Rates) -> float:
-    """Return how long work takes; the fewer ranks do it at once, the less they slow each other."""
+    """Return the seconds of work; ranks slow each other less if fewer of them work at once."""
     shared = max(1.0, rates.crowding * step.busy) / rates.crowding
     return step.times * rates[step.kind](step.amount) * shared
 
 
 def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
-    """Return how long one message of an exchange takes."""
+    """Return the seconds of one message of an exchange."""
     between = rates[step.pattern]
     within: Curve = rates.curves.get(f"node.{step.pattern}", between)
     if step.inside:
@@ -130,14 +130,14 @@ def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
     here = problem.ranks_per_node
     if step.pattern in ("rotate", "gather") or here == 1 or step.distance >= here:
         return between(step.nbytes)
-    # Of a node's ranks so many have a peer elsewhere, and share the node's link.
+    # This many of a node's ranks have a peer on another node, and share the node's link.
     crossing = step.distance / here if step.pattern == "shift" else 0.0
     inner = within(step.nbytes)
     return max(inner, between(step.nbytes * crossing)) if crossing else inner
 
 
 def _engine_seconds(step: EngineSum, problem: Problem, rates: Rates) -> float:
-    """Return how long the engine's sum takes, on other ranks than were measured in proportion."""
+    """Return the seconds of the engine's sum, scaled from the measured to this number of ranks."""
     measured = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"](step.nbytes)
     asked, had = problem.ranks, rates.ranks
     if asked == had or had == 1:

@@ -1,4 +1,4 @@
-"""What is timed to learn the rates: exchanges in each pattern, and work on made-up streams."""
+"""The trials that `measure` times: exchanges in each pattern, and work on synthetic streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Trial:
-    """A call to time, of ``rounds`` equal parts that follow each other."""
+    """A call to time, which consists of ``rounds`` equal consecutive parts."""
 
     run: Run
     rounds: int = 1
@@ -28,7 +28,7 @@ class Trial:
 def exchanges(
     comm: Communicator, ranks_per_node: int
 ) -> Iterator[tuple[str, Callable[[int], Trial]]]:
-    """Yield each pattern's name, and what makes a trial of messages of so many bytes."""
+    """Yield each pattern's name, and a function from a message's bytes to a trial."""
     everybody = comm.size
     here = ranks_per_node if ranks_per_node < everybody else 1
     yield "pair", lambda nbytes: _in_turn(comm, _partners(comm.rank, here, everybody), nbytes)
@@ -52,7 +52,7 @@ def exchanges(
 
 
 def engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]:
-    """Return what makes a trial of the engine's all-reduce of so many bytes."""
+    """Return a function from a vector's bytes to a trial of the engine's all-reduce."""
 
     def trial(nbytes: int) -> Trial:
         vector = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
@@ -62,7 +62,7 @@ def engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]
 
 
 def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
-    """Return, for each kind of work, what makes a trial of an amount of it."""
+    """Return, for each kind of work, a function from an amount to a trial."""
 
     def of_stream(task: Callable[[SparseStream], object]) -> Callable[[int], Trial]:
         def trial(amount: int) -> Trial:
@@ -112,7 +112,7 @@ def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
-    """Return whom a rank sends to and receives from in each round of a gather."""
+    """Return the ranks that a rank sends to and receives from in each round of a gather."""
     rounds = patterns.bruck(0, -(-ranks // nearest))
     distances = [nearest * distance for _, _, distance, _ in rounds]
     return [((rank - far) % ranks, (rank + far) % ranks) for far in distances]
@@ -130,7 +130,7 @@ def _in_turn(comm: Communicator, peers: list[tuple[int, int]], nbytes: int) -> T
 
 
 def _broadcast(comm: Communicator, nbytes: int, here: int) -> Trial:
-    """Send a message down a binomial tree of the ranks that are first on their nodes."""
+    """Send a message down a binomial tree of each node's first rank."""
     held = torch.zeros(nbytes, dtype=torch.uint8)
     levels = patterns.binomial_tree(comm.rank // here, comm.size // here)
 
@@ -159,7 +159,7 @@ def _gather(comm: Communicator, nbytes: int) -> Trial:
 
 
 def _stream(entries: int, seed: int, gap: int = 100) -> SparseStream:
-    """Return a stream of which one coordinate in ``gap`` is stored, or so."""
+    """Return a stream that stores about one coordinate in ``gap``."""
     generator = torch.Generator().manual_seed(seed)
     gaps = torch.randint(1, 2 * gap, (entries,), dtype=torch.int32, generator=generator)
     indices = gaps.cumsum(0, dtype=torch.int32)
@@ -176,7 +176,7 @@ def _select(size: int, seed: int) -> Trial:
 
 
 def _merge(entries: int, streams: int, seed: int) -> Trial:
-    """Reduce the messages of so many streams with ``entries`` together."""
+    """Reduce the messages of ``streams`` streams that have ``entries`` entries in total."""
     parts = [_stream(-(-entries // streams), seed + part) for part in range(streams)]
     size = max(part.size for part in parts)
     for part in parts:
@@ -210,7 +210,7 @@ def _small(operations: int) -> Trial:
 def _scatter(entries: int, seed: int) -> Trial:
     stream = _stream(entries, seed, gap=12)
     dense = torch.zeros(stream.size)
-    assert stream.indices is not None, "made of indices"
+    assert stream.indices is not None, "_stream makes sparse streams"
     indices = stream.indices
     return Trial(lambda: kernels.scatter_reduce(dense, indices, stream.values, SUM))
 

@@ -1,8 +1,8 @@
 """Formats: how a stream is laid out in bytes for the wire.
 
-Every message begins with the `header`, which names the format that wrote the rest, so that any
-message can be decoded by `decode` and several can follow each other in one buffer. A format is one
-file, and a line in the table of `codec`.
+Every message begins with a `header` that names the format of the rest. `decode` therefore decodes
+any message, and several messages can follow each other in one buffer. A format is one file, and a
+line in the table of `codec`.
 """
 
 from sparcel.formats.base import Encoded, Format

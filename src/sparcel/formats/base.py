@@ -1,4 +1,4 @@
-"""What a format is: how streams become messages, and how long these are."""
+"""The interface of formats: how streams become messages, and how long the messages are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparcel.stream import SparseStream
 
 
 class Encoded(NamedTuple):
-    """A message, and what it lost.
+    """A message, and its encoding error.
 
-    ``message`` is uint8 ``[nbytes]``. ``error`` is the stream minus what decoding the message
-    gives, dense, ``[size]``; None for a message that holds the stream exactly.
+    ``message`` is uint8 ``[nbytes]``. ``error`` is the stream minus the decoded message, dense,
+    ``[size]``; None if the message holds the stream exactly.
     """
 
     message: Tensor
@@ -24,17 +24,16 @@ class Encoded(NamedTuple):
 
 
 class Format(Protocol):
-    """Lays streams out in bytes.
+    """Encodes streams as bytes.
 
     All ranks use the same format. Whether a stream travels sparse or dense is decided before it is
-    encoded, from its count of entries alone (`dense_from`), so that all ranks decide alike.
+    encoded. The count of entries alone decides (`dense_from`), so all ranks agree.
     ``value_bytes`` are the bytes of one coordinate's value, or row of values, in memory; they may
-    be 0, for streams of indices alone. Formats are values: equal ones have equal hashes, because
-    choices are remembered by them.
+    be 0, for streams of indices alone.
     """
 
     def __hash__(self) -> int:
-        """Return the hash of the format's settings."""
+        """Return the hash: equal formats have equal hashes, and cached choices are keyed by them."""
 
     @property
     def kind(self) -> int:
@@ -44,28 +43,32 @@ class Format(Protocol):
         """Return the message that holds ``stream`` as it is, sparse or dense.
 
         A stream that the format has no use for may be encoded by another format, such as `COO`.
-        ``start`` is the place of its first coordinate in the whole vector.
+        ``start`` is the position of the stream's first coordinate in the whole vector.
         """
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
-        """Return the stream in ``message``, which has the length that its header says.
+        """Return the stream in ``message``, whose length matches its header.
 
         The tensors may be views of the message.
 
         Raises
         ------
         FormatError
-            When the message contradicts its header or itself. It is never read out of bounds.
+            When the message contradicts its header or itself. Decoding never reads out of bounds.
         """
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
-        """Return how long a message of ``nnz`` of ``size`` coordinates is, on average.
+        """Return the average bytes of a message with ``nnz`` of ``size`` coordinates.
 
-        ``nnz`` None is a dense message. Predictions are made with it, also of fractions of entries.
+        If ``nnz`` is None, the message is dense. Predictions use this function, so counts may be
+        fractions.
         """
 
     def max_bytes(self, nnz: int | None, size: int, value_bytes: int) -> int:
-        """Return how long a message of up to ``nnz`` of ``size`` coordinates can be; as above."""
+        """Return the bytes of the longest message with up to ``nnz`` of ``size`` coordinates.
+
+        If ``nnz`` is None, the message is dense.
+        """
 
     def dense_from(self, size: int, value_bytes: int) -> int:
         """Return the count of entries from which a stream travels dense."""
@@ -75,5 +78,5 @@ class Format(Protocol):
     ) -> SparseStream | None:
         """Reduce the streams of messages without decoding them, in the order given.
 
-        Returns None where the format cannot do that, for whatever reason; the caller then decodes.
+        Returns None if the format cannot do that; the caller then decodes the messages.
         """

@@ -15,12 +15,12 @@ from sparcel.formats.qsgd import Qsgd
 from sparcel.stream import SparseStream
 
 FORMATS: dict[int, Format] = {one.kind: one for one in (COO, Qsgd(bits=8))}
-"""Who decodes messages of each kind. What a message needs beyond its kind stands in the message, so
-any `Qsgd` reads those of all others."""
+"""The decoder of each kind of message. A message holds its own parameters, so any `Qsgd` decodes
+the messages of every other `Qsgd`."""
 
 
 class Vector(Protocol):
-    """What a decoded stream is compared with."""
+    """The size, dtype and width that a decoded stream must have."""
 
     @property
     def size(self) -> int:
@@ -43,18 +43,18 @@ def decode(
     Parameters
     ----------
     message
-        uint8. The stream's tensors may be views of it where it lies on a multiple of 8 bytes.
+        uint8. If its address is a multiple of 8 bytes, the stream's tensors may be views of it.
     like
-        The size, dtype and width that are due; None accepts any.
+        The expected size, dtype and width; None accepts any.
     format
-        A format that is decoded beside those of `FORMATS`.
+        A format that is decoded in addition to those of `FORMATS`.
 
     Raises
     ------
     FormatError
         When the message is truncated, corrupt or foreign.
     MismatchError
-        When it holds another size, dtype or width than ``like``.
+        When the stream has another size, dtype or width than ``like``.
     """
     header = Header.parse(message)
     decoder = FORMATS.get(header.kind)
@@ -66,7 +66,7 @@ def decode(
     expected = found if like is None else (like.size, like.dtype, like.width)
     if found != expected:
         raise MismatchError(
-            "a stream of {}, where one of {} was expected".format(
+            "a stream of {}, but one of {} was expected".format(
                 *(f"size {s}, {d}, width {w}" for s, d, w in (found, expected))
             )
         )
@@ -78,7 +78,7 @@ def decode(
 
 
 def decode_all(buffer: Tensor) -> list[Tensor]:
-    """Cut a buffer of messages that follow each other into the messages."""
+    """Cut a buffer of consecutive messages into a list of messages."""
     messages: list[Tensor] = []
     while left := buffer.numel():
         length = Header.parse(buffer).length

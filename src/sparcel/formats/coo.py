@@ -1,4 +1,4 @@
-"""The plain format: values, then indices (4 or 8 bytes each); decoding makes views, no copy."""
+"""The plain format: values, then indices (4 or 8 bytes each); decoding copies nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sparcel.stream import SparseStream, dense_from
 class Coo:
     """Writes values, then indices of 4 or 8 bytes each: a stream's tensors as they are.
 
-    Dense streams are written without indices. Decoding makes views and no copy.
+    Dense streams are written without indices. Decoding returns views of the message.
     """
 
     kind = 0
 
     def encode(self, stream: SparseStream, start: int = 0) -> Encoded:
-        """See `Format.encode`; nothing is lost, and ``start`` does not matter."""
+        """See `Format.encode`; encoding is exact, and ``start`` does not matter."""
         nnz = None if stream.is_dense else stream.nnz
         header = Header(
             kind=self.kind,
@@ -70,7 +70,7 @@ class Coo:
         return SparseStream.unchecked(indices, values, header.size, header.finite)
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
-        """See `Format.expected_bytes`; all messages of as many entries are equally long."""
+        """See `Format.expected_bytes`; messages with the same count have the same length."""
         return self.max_bytes(None if nnz is None else round(nnz), round(size), value_bytes)
 
     def max_bytes(self, nnz: int | None, size: int, value_bytes: int) -> int:
@@ -81,7 +81,7 @@ class Coo:
         return HEADER_BYTES + padded(nnz * value_bytes) + padded(nnz * index_bytes)
 
     def dense_from(self, size: int, value_bytes: int) -> int:
-        """See `Format.dense_from`: as in memory, whose layout this is."""
+        """See `Format.dense_from`: the count for tensors in memory, because the layout is equal."""
         return dense_from(size, value_bytes)
 
     def reduce_messages(
@@ -89,8 +89,8 @@ class Coo:
     ) -> SparseStream | None:
         """See `Format.reduce_messages`.
 
-        It takes sparse messages of this format on the CPU, of scalars and like ``like``, and
-        sparcel's own operations.
+        This needs two or more sparse messages of this format on the CPU, with scalar values and
+        4-byte indices, and a built-in operation.
         """
         if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
             return None
@@ -107,9 +107,9 @@ COO = Coo()
 
 
 def _aligned(part: Tensor) -> list[Tensor]:
-    """Return the bytes of a tensor, and those that pad it."""
+    """Return the bytes of a tensor, followed by padding if it needs any."""
     flat = part if part.ndim == 1 else part.reshape(-1)
-    if flat.stride(0) != 1:  # a lone entry may have any stride and count as contiguous
+    if flat.stride(0) != 1:  # a single entry counts as contiguous whatever its stride
         flat = flat.new_empty(flat.numel()).copy_(flat)
     content = flat.view(torch.uint8)
     padding = -content.numel() % ALIGNMENT

@@ -1,4 +1,4 @@
-"""The 40 bytes that begin every message: what follows, how much of it, and in which format."""
+"""The 40-byte header of every message: its format, the stream's kind, and the counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGEST_SIZE = 2**63 - 1  # indices are int64
 
 HEADER_BYTES = _LAYOUT.size
 ALIGNMENT = 8
-"""Every part of a message is padded to this many bytes, so that parts can be viewed in place."""
+"""Every part of a message is padded to a multiple of this, so that parts can be viewed in place."""
 
 
 def padded(nbytes: int) -> int:
@@ -36,10 +36,10 @@ def padded(nbytes: int) -> int:
 
 
 class Header(NamedTuple):
-    """What a message says of itself.
+    """The fields of a message's header.
 
-    ``length`` counts the bytes of the whole message, header included; ``detail`` belongs to the
-    format (bits and bucket of a quantiser, say).
+    ``length`` counts the bytes of the whole message, header included. ``detail`` holds parameters
+    of the format, for example bits and bucket of a quantiser.
     """
 
     kind: int
@@ -86,12 +86,13 @@ class Header(NamedTuple):
 
     @classmethod
     def parse(cls, message: Tensor) -> Self:
-        """Read the header at the start of ``message`` and check it against the bytes there are.
+        """Read the header at the start of ``message`` and check it against the message's length.
 
         Raises
         ------
         FormatError
-            When the message is too short, foreign, of another version, or contradicts itself.
+            When the message is too short, was not written by sparcel, has another version, or
+            contradicts itself.
         """
         if message.numel() < HEADER_BYTES:
             raise FormatError(
@@ -113,7 +114,7 @@ class Header(NamedTuple):
         if nnz > size or (dense and nnz != size) or size > _LARGEST_SIZE:
             raise FormatError(f"header counts {nnz} stored coordinates of {size}, dense={dense}")
         if length % ALIGNMENT:
-            raise FormatError(f"header says {length} bytes, which is no multiple of {ALIGNMENT}")
+            raise FormatError(f"header says {length} bytes, not a multiple of {ALIGNMENT}")
         if not HEADER_BYTES <= length <= message.numel():
             raise FormatError(
                 f"truncated message: its header says {length} bytes, {message.numel()} are there"

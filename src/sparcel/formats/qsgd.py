@@ -26,11 +26,12 @@ class Qsgd:
     Parameters
     ----------
     bits
-        8, 4 or 2 bits a value, the sign among them.
+        8, 4 or 2 bits a value, sign included.
     bucket
-        Values that share one float32 scale; the paper has them in the order of 1024.
+        How many values share one float32 scale; the paper uses about 1024.
     seed
-        Decides the random rounding, with the coordinate's number. Take another at every call.
+        Decides the random rounding, together with the coordinate's position. Use a new seed for
+        every call.
 
     Raises
     ------
@@ -54,9 +55,9 @@ class Qsgd:
         return 1
 
     def encode(self, stream: SparseStream, start: int = 0) -> Encoded:
-        """See `Format.encode`; dense scalar floats are quantised, all else travels as `COO`.
+        """See `Format.encode`; dense scalar floats are quantised, all other streams use `COO`.
 
-        The seed and ``start`` alone decide the random numbers: they are the same on every machine.
+        Only the seed and ``start`` decide the random numbers, so every machine gets the same ones.
         """
         if not (stream.is_dense and stream.finite and stream.size) or stream.width is not None:
             return COO.encode(stream)
@@ -82,7 +83,7 @@ class Qsgd:
         return Encoded(message, stream.values - self.decode(message, header).values)
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
-        """See `Format.decode`; bits and bucket are the message's, the dtype that of the input."""
+        """See `Format.decode`; the header gives bits, bucket and the dtype of the result."""
         bits, bucket = header.detail >> 16, header.detail & 0xFFFF
         scalar_floats = header.dtype.is_floating_point and header.width is None
         if bits not in _BITS or not bucket or not header.dense or not scalar_floats:
@@ -108,20 +109,20 @@ class Qsgd:
         return HEADER_BYTES + sum(map(padded, _part_bytes(round(size), self.bits, self.bucket)))
 
     def max_bytes(self, nnz: int | None, size: int, value_bytes: int) -> int:
-        """See `Format.max_bytes`: a stream that is not finite travels as `COO`."""
+        """See `Format.max_bytes`; non-finite streams use `COO`, so its length is an upper bound."""
         plain = COO.max_bytes(nnz, size, value_bytes)
         if nnz is not None:
             return plain
         return max(plain, int(self.expected_bytes(None, size, value_bytes)))
 
     def dense_from(self, size: int, value_bytes: int) -> int:
-        """See `Format.dense_from`: what is sparse stays exact as long as it is smaller exactly."""
+        """See `Format.dense_from`: that of `COO`, so sparse streams that are smaller stay exact."""
         return COO.dense_from(size, value_bytes)
 
     def reduce_messages(
         self, messages: Sequence[Tensor], like: SparseStream, op: Op
     ) -> SparseStream | None:
-        """See `Format.reduce_messages`; sparse messages are `COO`'s."""
+        """See `Format.reduce_messages`; sparse messages are in the format `COO`."""
         return COO.reduce_messages(messages, like, op)
 
 

@@ -1,10 +1,10 @@
 """The operations over whole vectors that everything else is built from.
 
-Tensors are contiguous and one-dimensional unless a function says otherwise; results live on the
-device of the input. Indices are int32 where they can count the coordinates, else int64, and sorted.
-Magnitudes are ordered by the bits of ``|x|``, so NaN > Inf > finite numbers; zeros are never
-selected. `reference` says in plain torch what each kernel means; on the CPU the compiled ones do
-the work. The device of the tensors decides: callers choose nothing.
+Tensors are contiguous and one-dimensional unless a function says otherwise. Results are on the
+device of the input. Indices are sorted; they are int32 if that can count the coordinates, else
+int64. Magnitudes are ordered by the bits of ``|x|``, so NaN > Inf > finite numbers. Zeros are never
+selected. `reference` defines each kernel in plain torch. Tensors on the CPU use the compiled
+kernels, tensors on other devices use the reference; callers choose nothing.
 """
 
 from sparcel.kernels.qsgd import dequantize, quantize

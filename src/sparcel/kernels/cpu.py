@@ -1,4 +1,4 @@
-"""The compiled kernels, for tensors in main memory; arguments and results as `sparcel.kernels`."""
+"""The compiled kernels for CPU tensors; `sparcel.kernels` documents arguments and results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accumulate_topk(
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Select the entries of at least a given magnitude."""
-    # torch rounds the threshold to the vector's dtype, whichever that is.
+    # torch rounds the threshold to the vector's dtype.
     limit = torch.tensor([threshold], dtype=x.dtype)
     return _cpu.threshold_select(x.detach(), limit, torch.get_num_threads())
 

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in torch: random numbers that depend on a seed and a position alone.
+"""Philox4x32-10 in torch: random numbers that depend only on a seed and a position.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 """
@@ -15,10 +15,10 @@ _WORD = 0xFFFFFFFF
 
 
 def uniform(count: int, seed: int, offset: int, device: torch.device) -> Tensor:
-    """Return numbers ``offset … offset + count`` of the sequence that ``seed`` names.
+    """Return the random numbers ``[offset, offset + count)`` of the sequence given by ``seed``.
 
-    Number j is word ``j mod 4`` of the Philox block whose 128-bit counter is ``j div 4``, its
-    upper 24 bits as a fraction.
+    Number j is made of the upper 24 bits of word ``j mod 4`` of the Philox block whose 128-bit
+    counter is ``j div 4``.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ def uniform(count: int, seed: int, offset: int, device: torch.device) -> Tensor:
     offset
         Position of the first number, at least 0 and below 2**63 - count.
     device
-        Where the result lives.
+        The device of the result.
 
     Returns
     -------
@@ -58,6 +58,6 @@ def philox(blocks: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    # The product of two 32-bit words wraps in int64, but its 64 bits are the right ones.
+    # The product of two 32-bit words may wrap in int64, but its 64 bits are right.
     product = a * b
     return (product >> 32) & _WORD, product & _WORD

@@ -14,28 +14,28 @@ def quantize(
     """Quantise to sign and level, each bucket scaled by its largest magnitude, unbiased.
 
     QSGD (Alistarh et al. 2017) with s = 2**(bits - 1) - 1 levels, as in SparCML section 6. A
-    magnitude between two levels goes up with the probability that keeps its mean; the random
-    number of an entry depends on ``seed`` and ``offset`` + its position alone, so every machine
-    gets the same bits. A bucket of zeros stays zeros; one with NaN or Inf comes back as NaN.
+    magnitude between two levels is rounded up with the probability that keeps its mean. The random
+    number of an entry depends only on ``seed`` and on ``offset`` + its position, so every machine
+    gets the same bits. A bucket of zeros stays zero. A bucket with NaN or Inf decodes to NaN.
 
     Parameters
     ----------
     x
         Dense vector ``[n]``, float16, bfloat16, float32 or float64 (rounded to float32).
     bits
-        8, 4 or 2 a value.
+        8, 4 or 2 bits a value.
     bucket
-        Consecutive values that share a scale.
+        How many consecutive values share a scale.
     seed
-        Names the sequence of random numbers; any integer, modulo 2**64.
+        Selects the sequence of random numbers; any integer, modulo 2**64.
     offset
         Position of ``x[0]`` in that sequence, at least 0.
 
     Returns
     -------
     packed
-        uint8 ``[ceil(n * bits / 8)]``, the lowest bits of a byte first; of a code, the sign is the
-        highest bit.
+        uint8 ``[ceil(n * bits / 8)]``. The first code of a byte takes its lowest bits; the sign is
+        the highest bit of a code.
     scales
         float32 ``[ceil(n / bucket)]``.
     """
@@ -46,12 +46,12 @@ def quantize(
 
 
 def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
-    """Turn what `quantize` made back into values.
+    """Turn the codes and scales of `quantize` back into values.
 
     Parameters
     ----------
     packed, scales
-        As `quantize` returned them.
+        As returned by `quantize`.
     size
         Length of the vector that was quantised.
     bits, bucket
@@ -65,7 +65,7 @@ def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int
     Raises
     ------
     InputError
-        When the lengths do not fit ``size``.
+        When the lengths of ``packed`` or ``scales`` do not fit ``size``.
     """
     _check_bits(bits, bucket)
     expected = -(-size * bits // 8), -(-size // bucket)

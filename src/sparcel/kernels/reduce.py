@@ -1,4 +1,4 @@
-"""Sparse vectors into one another, and into dense ones."""
+"""Merging of sparse vectors, and writing of sparse vectors into dense ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sparcel.ops import Op
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
     """Reduce sorted streams to one.
 
-    Where several streams hold an index, ``op`` is applied from left to right in the order of the
-    sequence: the result depends on nothing else. float16 and bfloat16 are reduced in float32 and
+    If several streams hold an index, ``op`` is applied from left to right in the order of
+    ``streams``. No other order enters the result. float16 and bfloat16 are reduced in float32 and
     rounded once, at the end.
 
     Parameters
@@ -25,7 +25,7 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
         ``[nnz, width]``. All pairs agree in dtypes and width; values may be float16, bfloat16,
         float32, float64, int32 or int64 (integers wrap on overflow).
     op
-        How values of one index are combined.
+        Combines the values of one index.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> No
     values
         ``[nnz]`` or ``[nnz, width]``; converted to the dtype of ``dense`` before the operation.
     op
-        How values are combined; float16 and bfloat16 go through float32.
+        Combines the values; float16 and bfloat16 are computed in float32.
     """
     implementation = cpu if dense.is_cpu else reference
     implementation.scatter_reduce(dense, indices, values, op)
@@ -86,7 +86,7 @@ def check_indices(indices: Tensor, size: int) -> int:
     Returns
     -------
     int
-        Its position, or -1 when all is well.
+        The position of that index, or -1 if there is none.
     """
     if indices.is_cpu:
         return cpu.check_indices(indices, size)

@@ -1,7 +1,7 @@
-"""What each kernel means, in plain torch; runs on any device.
+"""The definition of each kernel, in plain torch; runs on any device.
 
-Magnitudes are compared by the bits of ``|x|`` read as an integer, which orders all values,
-NaN > Inf > finite numbers > 0, and makes every selection well defined. `sparcel.kernels` documents
+Magnitudes are compared by the bits of ``|x|`` read as an integer. This orders all values,
+NaN > Inf > finite numbers > 0, so every selection is well defined. `sparcel.kernels` documents
 arguments and results; the functions here have the same signatures.
 """
 
@@ -22,12 +22,12 @@ _WIDE_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def index_dtype(size: int) -> torch.dtype:
-    """Return int32 where it can count ``size`` coordinates, else int64."""
+    """Return int32 if it can count ``size`` coordinates, else int64."""
     return torch.int32 if size <= 2**31 - 1 else torch.int64
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the bits of ``|x|`` as integers of the same width, ordered as magnitudes are."""
+    """Return the bits of ``|x|`` as integers of the same width; they order like magnitudes."""
     dtype = _BITS_DTYPE[x.element_size()]
     return x.view(dtype) & torch.iinfo(dtype).max
 
@@ -47,7 +47,7 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     kth = rows.topk(min(k, chunk), dim=1).values[:, -1:]  # [chunks, 1]
     above = rows > kth
     ties = (rows == kth) & (rows != 0)
-    # Ties go to the lowest index: the first ones fill what is left of k.
+    # Ties go to the lowest index: the first ones fill the remaining places of k.
     room = k - above.sum(dim=1, keepdim=True)
     selected = above | (ties & (ties.cumsum(dim=1) <= room))
     return _gather(x, selected.view(-1)[: x.numel()])
@@ -72,7 +72,7 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
-    """Reduce sorted streams by rounds: round r applies the r-th contribution of every index."""
+    """Reduce sorted streams in rounds: round r applies the r-th contribution of every index."""
     # A stable sort keeps the contributions of one index in the order of the streams.
     indices, order = torch.cat([indices for indices, _ in streams]).sort(stable=True)
     values = torch.cat([values for _, values in streams])[order]
@@ -117,13 +117,13 @@ def quantize(
     padding = -x.numel() % bucket
     rows = torch.nn.functional.pad(x.float(), (0, padding)).view(-1, bucket)
     scales = rows.abs().amax(dim=1)
-    # One entry that is not finite makes its bucket NaN: codes have no room for it.
+    # A bucket with a non-finite entry becomes all NaN, because codes cannot express NaN or Inf.
     scales = torch.where(scales.isfinite(), scales, torch.nan)
-    # Comparisons with NaN are false: its bucket gets codes of 0, as a bucket of zeros does.
+    # Comparisons with NaN are false, so a NaN bucket gets codes of 0, like a bucket of zeros.
     shares = torch.where(scales[:, None] > 0, rows.abs() / scales[:, None], 0.0)
     exact = (shares * levels).view(-1)[: x.numel()]
     lower = exact.floor()
-    # Comparing with the fraction stays exact where adding a random number to `exact` would round.
+    # The comparison with the fraction is exact; adding a random number to `exact` would round.
     level = lower + (uniform(x.numel(), seed, offset, x.device) < exact - lower)
     sign = torch.signbit(x) & (level > 0)
     codes = level.to(torch.uint8) | (sign.to(torch.uint8) << (bits - 1))
@@ -148,7 +148,7 @@ def check_indices(indices: Tensor, size: int) -> int:
 
 
 def widen(values: Tensor) -> Tensor:
-    """Return values of half precision as float32, others as they are."""
+    """Return values of half precision as float32, others unchanged."""
     return values.to(_WIDE_DTYPE.get(values.dtype, values.dtype))
 
 

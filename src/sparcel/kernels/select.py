@@ -1,4 +1,4 @@
-"""Which coordinates of a dense vector are largest."""
+"""Selection of the largest coordinates of a dense vector."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     """Select the entries of largest magnitude of every ``chunk`` consecutive ones.
 
-    SparCML's bucketed selection (section 8.3: of every 512) and ScaleCom's chunk-wise one.
+    Source: SparCML's bucketed selection (section 8.3, buckets of 512) and ScaleCom's chunk-wise
+    selection.
 
     Parameters
     ----------
     x
         Dense vector ``[n]``, float16, bfloat16, float32 or float64; its last chunk may be short.
     k
-        How many to select of each chunk, at least 0: min(k, nnz of the chunk) are.
+        At least 0; min(k, nnz of the chunk) entries are selected from each chunk.
     chunk
         Length of a chunk, at least 1.
 
@@ -62,12 +63,12 @@ def accumulate_topk(
     Parameters
     ----------
     memory
-        ``[n]``, float32 or float64; left as it was.
+        ``[n]``, float32 or float64; not changed.
     gradient
-        ``[n]``, float16, bfloat16, float32 or float64, converted to the dtype of ``memory`` before
-        it is added; left as it was.
+        ``[n]``, float16, bfloat16, float32 or float64; not changed. It is converted to the dtype of
+        ``memory`` before it is added.
     scratch
-        ``[n]``, overwritten; the dtype of ``memory``, overlapping neither of the others.
+        ``[n]``, the dtype of ``memory``; overwritten. It must not overlap the other two.
     k
         How many to select, at least 0.
     chunk
@@ -76,10 +77,10 @@ def accumulate_topk(
     Returns
     -------
     indices, values
-        What was selected: values in the dtype of ``memory``.
+        The selected entries; values in the dtype of ``memory``.
     finite
-        Whether all of ``memory + gradient`` was finite. Where it was not, the selection and
-        ``scratch`` mean nothing.
+        Whether all of ``memory + gradient`` was finite. If not, the selection and ``scratch`` are
+        meaningless.
     """
     if memory.is_cpu:
         return cpu.accumulate_topk(memory, gradient, scratch, k, chunk)
@@ -87,7 +88,7 @@ def accumulate_topk(
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Select the entries whose magnitude is at least ``threshold``, and not 0.
+    """Select the nonzero entries whose magnitude is at least ``threshold``.
 
     Parameters
     ----------
@@ -99,7 +100,7 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     Returns
     -------
     indices, values
-        What was selected; NaN always is.
+        The selected entries; NaN is always selected.
     """
     if x.is_cpu:
         return cpu.threshold_select(x, threshold)
@@ -119,11 +120,11 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     x
         Dense vector ``[n]``, float16, bfloat16, float32 or float64.
     shift
-        Bits below the field.
+        Number of bits below the field.
     bins
-        A power of two: the field's range.
+        A power of two: the number of values that the field can take.
     prefix
-        What the bits above the field must be; None when the field reaches the top.
+        Required value of the bits above the field; None if there are none.
 
     Returns
     -------
@@ -133,7 +134,8 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     Raises
     ------
     InputError
-        When ``bins`` is no power of two, or the prefix is None with bits left above the field.
+        When ``bins`` is not a power of two, or ``prefix`` is None but there are bits above the
+        field.
     """
     if bins < 1 or bins & (bins - 1):
         raise InputError(f"bins must be a power of two, got {bins}")

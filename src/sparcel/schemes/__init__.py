@@ -84,16 +84,16 @@ STEPS: dict[str, Steps] = {
     "hitopk": hitopk_steps,
     "torus2d": torus2d_steps,
 }
-"""What a step of these schemes consists of."""
+"""The steps of these schemes, by name."""
 
 PREDICTED = ("topk", *STEPS)
 """The schemes whose steps the cost model knows."""
 
 
 def steps_of(name: str, rates: Rates) -> Steps:
-    """Return what a step of the scheme of that name, of `PREDICTED`, consists of.
+    """Return the steps of the scheme ``name``, one of `PREDICTED`.
 
-    ``topk`` sums by the algorithm that is the fastest where these are the rates.
+    ``topk`` sums by the algorithm that is the fastest with these rates.
     """
     return topk_steps_by(rates) if name == "topk" else STEPS[name]
 
@@ -106,10 +106,10 @@ def scheme(name: str, **settings: Any) -> Scheme:
     name
         ``"dense"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``, ``"scalecom"``,
         ``"hitopk"`` or ``"torus2d"``; ``"mstopk"``, ``"gaussiank"`` or ``"dgc"`` for top-k with the
-        selectors and rules of other papers; ``"auto"`` for whichever is the fastest here.
+        selectors and rules of other papers; ``"auto"`` for the method that is the fastest here.
     settings
-        What the scheme takes: see `Dense`, `TopK`, `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`,
-        `Auto`, and `sparcel.schemes.presets`. `Hierarchical` makes two levels of any of them.
+        The scheme's parameters: see `Dense`, `TopK`, `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`,
+        `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them on two levels.
 
     Raises
     ------

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from sparcel.schedule import Problem, Step, Work
 
 SMALL = 250
-"""Operations of a step beside those on its vectors: checks, layers, the transaction."""
+"""Small operations of a step, besides those on its vectors: checks, layers, the transaction."""
 
 
 def select_steps(problem: Problem) -> Iterator[Step]:
-    """Yield what adds the gradient to the memory and takes the k largest out."""
+    """Yield the steps that add the gradient to the memory and take the k largest out."""
     yield Work("small", SMALL)
     yield Work("select", problem.size)
     yield Work("largest", problem.k)
 
 
 def apply_steps(problem: Problem, entries: float) -> Iterator[Step]:
-    """Yield what writes an average of so many coordinates to the update, and subtracts that."""
+    """Yield the steps that write an average of ``entries`` coordinates and apply the update."""
     if problem.is_dense(entries):
         yield Work("add", problem.size)
     else:

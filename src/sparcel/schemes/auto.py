@@ -1,4 +1,4 @@
-"""Auto: the method that is the fastest here, the engine's dense sum included."""
+"""Auto: chooses the fastest of several methods, the engine's dense sum included."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ EXCHANGES: dict[str, Callable[[Selection, Wire], Exchanged]] = {
     "gtopk": exchange_gtopk,
     "oktopk": exchange_oktopk,
 }
-"""Methods with one memory: each rank sends its own k largest coordinates, and keeps the rest."""
+"""Methods that can share a memory: each rank sends its k largest coordinates and keeps the rest."""
 
 CANDIDATES = ("dense", *EXCHANGES)
 
 
 def _steps_of(candidate: str, rates: Rates) -> Steps:
-    """Return what a step by a candidate consists of."""
+    """Return the steps of a candidate's training step."""
     steps = {"topk": topk_steps_by(rates), "gtopk": gtopk_steps, "oktopk": oktopk_steps}
     return steps.get(candidate, dense_steps)
 
@@ -53,15 +53,15 @@ class Auto(Sparsifier):
     """The fastest of several methods, by prediction at first and then by measurement.
 
     The methods share the memory, so nothing is lost when the choice changes. The first dense step
-    also sends what was kept back; later dense steps cost what they cost without a scheme.
+    also sends what was kept back; later dense steps cost as much as without a scheme.
 
     Parameters
     ----------
     candidates
         Which methods to choose among: some of ``"dense"``, ``"topk"``, ``"gtopk"``, ``"oktopk"``.
     corrected
-        Time the steps, try methods that may be faster, and go by the measurements. Choices then
-        depend on the clock, so a rerun may choose otherwise. False goes by the prediction alone.
+        Time the steps, try methods that may be faster, and choose by the measurements. Choices
+        then depend on the clock, so a rerun may differ. False chooses by the prediction alone.
 
     The others are those of `Sparsifier`. Predictions rest on the communicator's ``rates``, or on
     assumed rates if it has none. Choices and the times behind them belong to a communicator and
@@ -72,7 +72,7 @@ class Auto(Sparsifier):
     corrected: bool = True
     _contest: Contest | None = field(default=None, init=False, repr=False)
     _terms: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    """What the contest was made for; if it changes, a new contest begins."""
+    """The problem that the contest was made for; if it changes, a new contest begins."""
     _owing: bool = field(default=False, init=False, repr=False)
     """Whether some rank may have kept something back, which a dense step must send along."""
     _plain: Dense = field(default_factory=Dense, init=False, repr=False)
@@ -107,7 +107,7 @@ class Auto(Sparsifier):
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
         contest = self._choose(gradient, comm, request)
-        # Nothing has to be kept back or sent along in such a step, so dense training's will do.
+        # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
         self.sent_whole = contest.chosen == "dense" and not (self._owing or self._alters)
         started = self._clock()
         reduce = self._plain.reduce if self.sent_whole else super().reduce
@@ -186,7 +186,7 @@ class Auto(Sparsifier):
         return any(number & 1 for number in gathered)
 
     def _account(self, comm: Communicator, contest: Contest) -> bool:
-        """Agree on what the last steps took and on the next choice; return as `_meet` does.
+        """Agree on the time of the last steps and on the next choice; return as `_meet` does.
 
         A step ends at about the same time on all ranks. The rank with the shortest time came last;
         the times of the others include waiting for it.

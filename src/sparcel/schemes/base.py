@@ -1,4 +1,4 @@
-"""What all schemes share: a step as a transaction, the update, and the state."""
+"""The base of all schemes: a step as a transaction, the update, and the state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Scheme(ABC):
         out: Tensor | None = None,
         request: Request | None = None,
     ) -> Tensor:
-        """Return the average over ranks of what the scheme lets through, and commit.
+        """Return the average over ranks of the coordinates that the scheme sends, and commit.
 
         Parameters
         ----------
@@ -147,16 +147,16 @@ class Scheme(ABC):
         return replace(self)
 
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """Return what is remembered of the coordinates ``[start, stop)``, by name; not copies."""
+        """Return the state of the coordinates ``[start, stop)``, by name, without copying."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of what a later run needs to go on: the memory, the number of steps."""
+        """Return copies of the state that a later run needs: the memory, the number of steps."""
         copies = {name: part.clone() for name, part in self.coordinates().items()}
         return {"steps": self.steps, "memory": None, **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; tensors are copied."""
+        """Restore the state that `state_dict` returned; tensors are copied."""
         self.steps = state["steps"]
 
     def _transact(
@@ -187,7 +187,7 @@ class Scheme(ABC):
 def _averaged(
     total: SparseStream, divisor: int, dtype: torch.dtype, out: Tensor | None
 ) -> SparseStream:
-    """Return ``total / divisor`` in ``dtype``, empty where it is not finite; dense in ``out``.
+    """Return ``total / divisor`` in ``dtype``, empty if it is not finite; dense in ``out``.
 
     All ranks find the same, because ``total`` is the same on all of them.
     """

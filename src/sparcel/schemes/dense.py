@@ -29,8 +29,8 @@ class Dense(Scheme):
     Parameters
     ----------
     wire
-        ``"bfloat16"``, ``"float16"`` or ``"float32"``: what travels, and what the engine adds in;
-        None for the gradient's own dtype.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``: the dtype in which values travel and are
+        added; None for the gradient's own dtype.
     """
 
     wire: str | None = None
@@ -45,7 +45,7 @@ class Dense(Scheme):
         """See `Scheme.reduce`; the sum is the average already."""
         size, meter = gradient.numel(), request.meter
         with meter.communicating():
-            # An average cannot overflow a half-precision wire where a sum could.
+            # An average cannot overflow half precision, but a sum could.
             average = torch.div(gradient, request.divisor(comm), out=scratch)
             wired = average if self.wire is None else average.to(_WIRES[self.wire])
             comm.all_reduce(wired)
@@ -68,7 +68,7 @@ def steps(problem: Problem) -> Iterator[Step]:
 
 
 def engine_steps(itemsize: int) -> Steps:
-    """Return the steps of the engine's all-reduce alone, of values of so many bytes.
+    """Return the steps of the engine's all-reduce alone; ``itemsize`` is the bytes of a value.
 
     DDP without sparcel does nothing else.
     """

@@ -1,4 +1,4 @@
-"""Densities: how many coordinates they ask for, and what is a density at all."""
+"""Densities: how many coordinates they stand for, and checks of their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparcel.errors import InputError
 
 
 def check_schedule(densities: Sequence[float], steps: int | None) -> None:
-    """Raise `InputError` unless these are densities that each last so many steps."""
+    """Raise `InputError` unless these are densities and each lasts at least one step."""
     if not isinstance(densities, Sequence):
         raise InputError(f"warmup must be a list of densities, got {densities!r}")
     for density in densities:

@@ -15,7 +15,7 @@ from sparcel.wire import Wire
 
 
 def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
-    """Find the tree's top-k of the ranks' selections; what it dropped goes back to memory."""
+    """Find the tree's top-k of the ranks' selections; dropped sums go back to memory."""
     sent = selection.stream
     outcome = gtopk(sent, wire, selection.k)
     total = outcome.total
@@ -33,11 +33,11 @@ class GTopK(Sparsifier):
     ----------
     put_back
         ``"dropped"``: a partial sum that the tree drops goes to the memory of the rank that
-        dropped it, and nothing is lost. ``"own"``: the paper's rule, each rank takes back what it
-        sent itself of the coordinates that did not win; this loses the others' share in a sum
-        that was dropped on one branch while the coordinate won on another.
+        dropped it, and nothing is lost. ``"own"``: the paper's rule, each rank takes back its own
+        values of the coordinates that did not win. This loses the other ranks' part of a sum that
+        was dropped on one branch while the coordinate won on another.
 
-    The others are those of `Sparsifier`; as many coordinates come back as a rank sends.
+    The others are those of `Sparsifier`. The update has as many coordinates as a rank sends.
     Source: gTop-k, Algorithm 4.
     """
 

@@ -36,7 +36,8 @@ class Hierarchical(Scheme):
     inner
         The scheme for the slow links; a fresh one is made. Its densities are shares of the shard.
     ranks_per_node
-        How many consecutive ranks form a node; None asks the launcher, then the hostnames.
+        How many consecutive ranks form a node. None uses the launcher's variables, or else the
+        hostnames.
 
     Source: CommLib, Algorithm 2 (HiTopKComm). With a dense inner scheme this is CommLib's 2D-torus
     all-reduce.
@@ -47,7 +48,7 @@ class Hierarchical(Scheme):
     _size: int = field(default=0, init=False, repr=False)
     _shard: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
     _loaded: dict[str, Any] | None = field(default=None, init=False, repr=False)
-    """A loaded state of whole vectors, until a step has given each rank its shard of it."""
+    """A loaded state of whole vectors; the next step gives each rank its shard of it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scheme):
@@ -210,9 +211,10 @@ def _gather_shards(total: SparseStream, wire: Wire, boundaries: Sequence[int]) -
 
 
 def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step on two levels, of which ``inner`` is done across the nodes.
+    """Yield the steps of a training step on two levels.
 
-    ``inner`` selects and exchanges on the shard; ``is_dense`` tells that its sum is dense.
+    ``inner`` selects and exchanges a shard across the nodes; ``is_dense`` tells that its sum is
+    dense.
     """
     here = min(problem.ranks_per_node, problem.ranks)
     nodes = max(1, problem.ranks // here)

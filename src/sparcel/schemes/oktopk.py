@@ -19,7 +19,7 @@ from sparcel.wire import Wire
 
 
 def exchange_oktopk(selection: Selection, wire: Wire) -> Exchanged:
-    """Find the exact top-k of the sum; what a rank sent of the others goes back to memory."""
+    """Find the exact top-k of the sum; sent coordinates that lose go back to memory."""
     sent = selection.stream
     return _with_losers(oktopk(sent, wire, selection.k, selection.most), sent)
 
@@ -32,7 +32,7 @@ class OkTopK(Sparsifier):
     ----------
     threshold
         ``"exact"``: the k largest, in every step. ``"reuse"``: the paper's estimates, boundaries
-        and thresholds of earlier steps, the local ones included unless a selector is given.
+        and thresholds of earlier steps. These include local thresholds unless a selector is given.
     threshold_steps, boundary_steps
         With ``"reuse"``, how many steps an estimate serves: the paper's τ′ and τ.
 
@@ -50,7 +50,7 @@ class OkTopK(Sparsifier):
         known(self.threshold, ["exact", "reuse"], "threshold")
         for period in (self.threshold_steps, self.boundary_steps):
             if period < 1:
-                raise InputError(f"an estimate serves at least 1 step, got {period}")
+                raise InputError(f"an estimate must serve at least 1 step, got {period}")
         if self.threshold == "reuse" and self.selector == "exact":
             self.selector = selector("reuse", period=self.threshold_steps)
         super().__post_init__()
@@ -87,10 +87,10 @@ class OkTopK(Sparsifier):
 
 
 def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:
-    """Return what a rank takes back: what it sent of the coordinates that are not in the total.
+    """Return the exchange whose kept part is every sent coordinate that is not in the total.
 
-    A region's owner sums what all ranks sent of a coordinate, so either all of it is applied or
-    none.
+    A region's owner sums the values of all ranks for a coordinate, so either all of them are
+    applied or none.
     """
     return Exchanged(total, sent, sent.without(total) if total.finite else None)
 

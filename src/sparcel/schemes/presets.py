@@ -69,7 +69,7 @@ def dgc(
 
 
 def _select_and_gather(problem: Problem) -> Iterator[Step]:
-    """Yield the part of HiTopKComm's step that is done across nodes."""
+    """Yield the steps of HiTopKComm across nodes."""
     yield from select_steps(problem)
     yield from allgather_steps(problem)
 

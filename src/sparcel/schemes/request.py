@@ -1,4 +1,4 @@
-"""What a driver says about one step: layers, ranges to spare, the divisor, and the meter."""
+"""A driver's settings for one step: layers, ranges to leave out, the divisor, and the meter."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ the scheme's density."""
 
 @dataclass
 class Meter:
-    """Counts what steps do on this rank, summed over the steps.
+    """Counters and times of this rank, summed over steps.
 
-    ``asked`` counts the coordinates that the density asks for, ``selected`` those that this rank
-    sent, ``reduced`` those that came back, and ``coordinates`` those of the whole vectors.
+    ``asked`` counts the coordinates that the density asks for, ``selected`` the coordinates that
+    this rank sent, ``reduced`` those of the sums, and ``coordinates`` those of the whole vectors.
     """
 
     select_seconds: float = 0.0
@@ -48,7 +48,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Request:
-    """What one step of a scheme takes into account beside the gradient.
+    """The inputs of one step besides the gradient.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ class Request:
         Ranges of the vector with densities of their own. They follow each other and cover the
         whole vector; no layers mean the scheme's density everywhere. The same in every step.
     withheld
-        Ranges ``[start, stop)`` of which this rank sends nothing and forgets nothing in this step.
+        Ranges ``[start, stop)`` in which this rank sends nothing and keeps its memory in this step.
         The gradient must be zero there. For drivers that cannot deliver an update to all
         coordinates.
     apart
         Ranges ``[start, stop)`` that the driver sends densely itself. The step leaves them out
-        and their update is zero, unless it sends the whole gradient as it is: then they travel
-        with the rest, and `Scheme.sent_whole` is True.
+        and their update is zero. The exception is a step that sends the whole gradient as it is: it
+        includes them, and `Scheme.sent_whole` is True.
     ranks
         How many ranks the average is over, if the gradient is already a sum of several ranks'
         gradients. None: the size of the communicator.

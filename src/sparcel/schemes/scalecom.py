@@ -1,4 +1,4 @@
-"""ScaleCom: one rank chooses coordinates, all ranks send theirs, and the sum stays as sparse."""
+"""ScaleCom: one rank chooses coordinates, and all ranks send their values at these."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from sparcel.wire import Due, Wire
 
 @dataclass(eq=False)
 class ScaleCom(Sparsifier):
-    """The sum of what all ranks hold at the coordinates that the step's leader selects (CLT-k).
+    """The sum of all ranks' values at the coordinates that the step's leader selects (CLT-k).
 
-    Ranks lead in turns. What a rank receives does not grow with their number.
+    Ranks lead in turns. The bytes that a rank receives do not grow with the number of ranks.
 
     Parameters
     ----------
     beta
-        The memory's low-pass filter, in (0, 1]; the paper has 0.1 for large batches. 1 is none.
+        The memory's low-pass filter, in (0, 1]; 1 is no filter. The paper uses 0.1 for large
+        batches.
     beta_steps
-        The step from which β is 1, as late in the paper's training; None: never.
+        The step from which β is 1, as in the late part of the paper's training; None: never.
 
     The others are those of `Sparsifier`.
     Source: ScaleCom, Algorithm 1 and section 4.
@@ -76,20 +77,20 @@ class ScaleCom(Sparsifier):
 
 
 def _indices_of(stream: SparseStream) -> SparseStream:
-    """Return the indices alone, as a stream of rows of width 0."""
+    """Return the indices without values, as a stream of rows of width 0."""
     rows = stream.values.new_empty(stream.nnz, 0)
     return SparseStream.unchecked(stream.indices, rows, stream.size, stream.finite)
 
 
 def _indices_due(like: SparseStream, most: int) -> Due:
-    """Return what is due of a leader with at most so many indices."""
+    """Return the bound for a message of at most ``most`` indices from the leader."""
     return Due(like.size, like.dtype, 0, most, stays_sparse=True)
 
 
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `ScaleCom` that rank 0 leads."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
-    yield Work("add", problem.size, times=3)  # copied, added to, and looked through
+    yield Work("add", problem.size, times=3)  # a copy, an addition, and a check for NaN and Inf
     yield Work("largest", k, 1 / ranks)
     yield Work("small", SMALL)
     indices = problem.format.expected_bytes(k, problem.size, 0)

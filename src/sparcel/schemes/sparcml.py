@@ -1,4 +1,4 @@
-"""SparCML's Quantized TopK SGD: bucketed selection, DSAR, quantised where it turned dense."""
+"""SparCML's Quantized TopK SGD: bucketed selection, and DSAR with quantised dense regions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SparCML(Sparsifier):
     Parameters
     ----------
     bits
-        8, 4 or 2: QSGD for regions that became dense. The region's owner remembers what rounding
-        lost, where the paper leaves it to chance. None: full precision.
+        8, 4 or 2: QSGD for regions that became dense. The region's owner keeps the rounding error
+        in its memory; the paper drops it. None: full precision.
     seed
-        Decides, with the step and the coordinate, the random rounding; the same on all ranks.
+        Decides the random rounding, with the step and the coordinate; the same on all ranks.
 
     The others are those of `Sparsifier`.
     Source: SparCML, Algorithm 1 and sections 6 and 8.3.
@@ -57,7 +57,7 @@ class SparCML(Sparsifier):
 
 
 def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `SparCML`, which selects one of each bucket at the least."""
+    """Yield the steps of a step of `SparCML`, which selects at least one entry of each bucket."""
     k = selector("bucketed").most(problem.k, problem.size)
     spread = None if problem.spread is None else max(k, problem.spread)
     yield from topk_steps(split_allgather_steps, replace(problem, k=k, spread=spread))

@@ -1,4 +1,4 @@
-"""What schemes share that send a selection and remember the rest."""
+"""The base of schemes that send a selection and remember the rest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sparcel.wire import Wire
 
 @dataclass(frozen=True)
 class Selection:
-    """What a rank took out of memory + gradient.
+    """A rank's selection from memory + gradient.
 
-    ``k`` is how many coordinates the density asks for, ``most`` the most entries that any rank can
-    have selected; both are the same on all ranks.
+    ``k`` is the number of coordinates that the density asks for. ``most`` is an upper bound on the
+    entries that any rank selected. Both are the same on all ranks.
     """
 
     stream: SparseStream
@@ -37,10 +37,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an exchange made of the ranks' selections.
+    """The result of an exchange of the ranks' selections.
 
-    ``total`` is the sum that all ranks apply, ``sent`` what this rank contributed. ``kept``, whose
-    first coordinate is ``start``, goes back to this rank's memory.
+    ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept``,
+    whose first coordinate is ``start``, goes back to this rank's memory.
     """
 
     total: SparseStream
@@ -58,10 +58,10 @@ class Sparsifier(Scheme):
     density
         Share of the coordinates that a rank sends, in (0, 1]; 1 sends the whole vector densely.
     selector
-        What selects them: a name of `sparcel.selectors.SELECTORS`, or a selector.
+        A selector, or a name of `sparcel.selectors.SELECTORS`.
     warmup
-        Densities before that one: the first for the first ``warmup_steps`` steps, and so on;
-        1 for uncompressed steps.
+        Densities of the first steps: the first density for ``warmup_steps`` steps, then the second,
+        and so on. 1 means uncompressed steps.
     warmup_steps
         How many steps each of them lasts: ``len(loader)`` for one epoch each.
     momentum, clip
@@ -184,16 +184,16 @@ class Sparsifier(Scheme):
         return outcome.total
 
     def _take(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
-        """Take what this rank sends out of memory + gradient; leave the rest in the scratch."""
+        """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
         divisor = request.divisor(comm)
         return self._memory.select(gradient, self._shares, self.steps, divisor, request.withheld)
 
     @abstractmethod
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        """Exchange the ranks' selections: what distinguishes one method from another."""
+        """Exchange the ranks' selections; this is where the methods differ."""
 
     def _divided(self, size: int, layers: Sequence[Layer]) -> list[Share]:
-        """Return what is selected from which coordinates in this step."""
+        """Return the ranges of this step, with the number of coordinates to select from each."""
         ranges = self._densities(size, layers)
         selectors = [share.selector for share in self._shares]
         if len(selectors) != len(ranges):

@@ -1,4 +1,4 @@
-"""Top-k SGD: every rank sends its k largest coordinates, and all of them are applied."""
+"""Top-k SGD: every rank sends its k largest coordinates, and the whole sum is applied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparcel.wire import Wire
 
 
 def exchange_topk(selection: Selection, wire: Wire, algorithm: str = "auto") -> Exchanged:
-    """Sum the ranks' selections; nothing of them goes back to memory."""
+    """Sum the ranks' selections; nothing goes back to memory."""
     sent = selection.stream
     return Exchanged(auto.all_reduce(sent, wire, algorithm=algorithm, max_nnz=selection.most), sent)
 
@@ -28,7 +28,7 @@ class TopK(Sparsifier):
     Parameters
     ----------
     algorithm
-        The all-reduce that carries them, as in `sparcel.all_reduce`.
+        The all-reduce that sums the selections, as in `sparcel.all_reduce`.
 
     The others are those of `Sparsifier`.
     Source: gTop-k, Algorithm 1 (its baseline, after Dryden et al. and Lin et al.).
@@ -45,7 +45,7 @@ class TopK(Sparsifier):
 
 
 def steps_by(rates: Rates) -> Steps:
-    """Return the steps of a step of `TopK` with ``algorithm="auto"``, where these are the rates."""
+    """Return the steps of a step of `TopK` with ``algorithm="auto"`` and these rates."""
     return partial(steps, auto.steps_by(rates))
 
 
