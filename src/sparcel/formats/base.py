@@ -33,7 +33,7 @@ class Format(Protocol):
     """
 
     def __hash__(self) -> int:
-        """Return the hash: equal formats have equal hashes, and cached choices are keyed by them."""
+        """Return a hash, equal for equal formats: cached choices are keyed by formats."""
 
     @property
     def kind(self) -> int:
