@@ -10,6 +10,7 @@ from sparcel import simulate
 from sparcel.collectives import ALGORITHMS, gtopk
 from sparcel.comm import Communicator, Network, SimulatedCommunicator
 from sparcel.errors import MismatchError
+from sparcel.wire import Wire
 from tests.strategies import SUM, case_of, dense_reference, full, worlds
 
 
@@ -100,8 +101,8 @@ def reducing(name, case):
     def on_rank(comm):
         stream = case.streams[comm.rank]
         if name == "gtopk":
-            return full(gtopk(stream, comm, case.max_nnz).total).tolist()
-        return full(ALGORITHMS[name](stream, comm, SUM, case.max_nnz)).tolist()
+            return full(gtopk(stream, Wire(comm), case.max_nnz).total).tolist()
+        return full(ALGORITHMS[name].reduce(stream, Wire(comm), SUM, case.max_nnz)).tolist()
 
     return on_rank
 
@@ -142,9 +143,9 @@ def test_sums_are_freed_when_ranks_no_longer_use_them(name):
         nonlocal most
         stream = case.streams[comm.rank]
         if name == "gtopk":
-            total = gtopk(stream, comm, case.max_nnz).total
+            total = gtopk(stream, Wire(comm), case.max_nnz).total
         else:
-            total = ALGORITHMS[name](stream, comm, SUM, case.max_nnz)
+            total = ALGORITHMS[name].reduce(stream, Wire(comm), SUM, case.max_nnz)
         alive.add(total.values)
         most = max(most, len(alive))
         return total.nnz
