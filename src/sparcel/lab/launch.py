@@ -61,7 +61,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a rank's process, whose status is negative for a signal."""
+    """The end of a rank's process; the status is negative for a signal."""
 
     rank: int
     status: int
@@ -129,9 +129,8 @@ class Workers:
         network = self._network
         rate = str(network.link.rate_bits_per_s) if network.link else ""
         mpi = dict(_UCX) if self._pmi else {}
-        if (
-            self._pmi and network.link is not None
-        ):  # UCX refuses loopback if there is no other interface
+        # On loopback leave the choice to UCX, which refuses loopback as its only interface.
+        if self._pmi and network.link is not None:
             mpi["UCX_NET_DEVICES"] = network.interface
         return {
             "OMP_NUM_THREADS": "1",

@@ -28,8 +28,8 @@ def open_network(nodes: int, link: Link | None) -> Network:
     Returns
     -------
     EmulatedNetwork or Loopback
-        To be closed, or used in a ``with`` statement. Its ``description`` tells in one line what
-        the network is and, for a fallback, the reason.
+        The network; close it, or use it in a ``with`` statement. Its ``description`` names the
+        network in one line and, for a fallback, gives the reason.
 
     Raises
     ------
