@@ -94,6 +94,12 @@ class SparseStream:
         indices = torch.empty(0, dtype=kernels.index_dtype(size), device=self.device)
         return SparseStream.unchecked(indices, self.values[:0], size, self.finite)
 
+    def void_like(self) -> SparseStream:
+        """Return what stands for a sum that is not finite: `empty_like`, and not ``finite``."""
+        void = self.empty_like()
+        void.finite = False
+        return void
+
     @property
     def is_dense(self) -> bool:
         """Whether every coordinate is stored."""

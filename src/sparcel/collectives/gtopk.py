@@ -72,9 +72,7 @@ def gathered_topk(
     """
     total = allgather(stream, wire, max_nnz=max_nnz)
     if not (total.finite and all_finite(total.values)):
-        void = stream.empty_like()
-        void.finite = False
-        return void
+        return stream.void_like()
     return total.largest(k)
 
 

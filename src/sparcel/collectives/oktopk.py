@@ -77,11 +77,11 @@ def topk_by_regions(
     """
     boundaries, finite = balanced_boundaries(own, wire.comm, max_nnz)
     if not finite:
-        return void_like(own)
+        return own.void_like()
     region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
     winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
-        return void_like(own)
+        return own.void_like()
     evened = _evening_pays(_problem(own, wire), winners.counts, boundaries)
     return gather_winners(region, winners.counts, boundaries, wire, evened)
 
@@ -134,13 +134,6 @@ def selectable(stream: SparseStream) -> SparseStream:
     if stream.width is not None or not stream.dtype.is_floating_point:
         raise InputError(f"oktopk selects among scalar float values, got {stream}")
     return stream.largest(stream.size) if stream.is_dense else stream
-
-
-def void_like(like: SparseStream) -> SparseStream:
-    """Return an empty stream that is not ``finite``."""
-    void = like.empty_like()
-    void.finite = False
-    return void
 
 
 @dataclass(frozen=True)

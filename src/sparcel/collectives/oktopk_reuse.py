@@ -13,7 +13,7 @@ from sparcel._checks import all_finite
 from sparcel.collectives._counts import gather_numbers
 from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives._regions import average_boundaries
-from sparcel.collectives.oktopk import gather_winners, selectable, void_like
+from sparcel.collectives.oktopk import gather_winners, selectable
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -76,7 +76,7 @@ def oktopk_reuse(
         counts, finite = _count_from(threshold, region, wire)
         counts = _capped(counts, -(-4 * k // 3))
     if not finite:
-        return void_like(own), estimates
+        return own.void_like(), estimates
     evened = wire.size * max(counts) > 4 * sum(counts)
     return gather_winners(region, counts, boundaries, wire, evened), Estimates(
         boundaries, threshold, k

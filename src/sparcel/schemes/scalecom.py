@@ -62,8 +62,7 @@ class ScaleCom(Sparsifier):
         mine, leader = selection.stream, self._leader(wire)
         chosen = broadcast(_indices_of(mine), wire, leader, _indices_due(mine, selection.most))
         if not chosen.finite:
-            nothing = mine.empty_like()
-            nothing.finite = False
+            nothing = mine.void_like()
             return Exchanged(nothing, nothing)
         assert chosen.indices is not None, "the leader selects"
         values = mine.values if wire.rank == leader else self._memory.take(chosen.indices)
