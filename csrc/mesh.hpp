@@ -5,7 +5,6 @@
 // arrive after the expected message wait in the peer's stage for the next exchange.
 #pragma once
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -19,12 +18,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
-#include <system_error>
-#include <utility>
 #include <vector>
 
 #include "buffer.hpp"
+#include "readiness.hpp"
 
 namespace sparcel {
 
@@ -130,48 +127,6 @@ class Mesh {
   private:
     static constexpr size_t kStageBytes = 16 << 10;
     static constexpr int kSliceMs = 100;  // between checks for signals and the deadline
-
-    // Reports which sockets became readable, or writable if that is asked. Sockets stay registered,
-    // edge-triggered: exchanges need not register the sockets they wait for, and unread bytes
-    // report their socket only once.
-    class Readiness {
-      public:
-        Readiness() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
-            if (epoll_ < 0) throw std::system_error(errno, std::generic_category(), "epoll");
-        }
-        Readiness(const Readiness&) = delete;
-        Readiness& operator=(const Readiness&) = delete;
-        ~Readiness() { ::close(epoll_); }
-
-        void add(int socket, size_t rank) {
-            ::fcntl(socket, F_SETFL, ::fcntl(socket, F_GETFL) | O_NONBLOCK);
-            control(EPOLL_CTL_ADD, socket, rank, 0);
-        }
-
-        void ask_writable(int socket, size_t rank, bool asked) {
-            control(EPOLL_CTL_MOD, socket, rank, asked ? uint32_t{EPOLLOUT} : 0);
-        }
-
-        // Waits at most `ms`, calls visit(rank, events) for each socket whose state changed, and
-        // returns whether there was any.
-        template <class Visit>
-        bool wait(int ms, const Visit& visit) {
-            epoll_event events[64];
-            const int count = ::epoll_wait(epoll_, events, std::size(events), ms);
-            for (int i = 0; i < count; ++i) visit(events[i].data.u64, events[i].events);
-            return count > 0;
-        }
-
-      private:
-        void control(int operation, int socket, size_t rank, uint32_t more) {
-            epoll_event event{EPOLLIN | EPOLLRDHUP | EPOLLET | more, {.u64 = rank}};
-            if (::epoll_ctl(epoll_, operation, socket, &event) != 0) {
-                throw std::system_error(errno, std::generic_category(), "epoll");
-            }
-        }
-
-        int epoll_;
-    };
 
     struct Peer {
         explicit Peer(int socket_) : socket(socket_) {}

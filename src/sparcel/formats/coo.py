@@ -15,6 +15,10 @@ from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header,
 from sparcel.ops import Op
 from sparcel.stream import SparseStream, dense_from
 
+_POOLED_BYTES = 32 << 20
+"""Messages of at least so many bytes take their memory from sparcel's pool. glibc returns such
+memory to the system when it is freed; the page faults of fresh memory take longer than the copy."""
+
 
 class Coo:
     """Writes values, then indices of 4 or 8 bytes each: a stream's tensors as they are.
@@ -42,7 +46,8 @@ class Coo:
         if stream.indices is not None:
             dtype = torch.int64 if header.wide_indices else torch.int32
             parts += _aligned(stream.indices.to(dtype))
-        return Encoded(torch.cat(parts))
+        pooled = stream.device.type == "cpu" and header.length >= _POOLED_BYTES
+        return Encoded(torch.cat(parts, out=_cpu.empty(header.length) if pooled else None))
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         """See `Format.decode`."""
