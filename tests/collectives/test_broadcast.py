@@ -34,7 +34,7 @@ def indices_alone(
 
 
 def due_of(stream: SparseStream, max_nnz: int) -> Due:
-    return Due(stream.size, stream.dtype, stream.width, max_nnz, sparse=True)
+    return Due(stream.size, stream.dtype, stream.width, max_nnz, stays_sparse=True)
 
 
 def from_root(

@@ -224,7 +224,7 @@ BAD = [
     ("dense", {"density": 0.1}, r"a setting of scheme 'dense' must be one of wire, got 'density'"),
     ("dense", {"wire": "bfloat"}, r"wire must be one of .*did you mean 'bfloat16'\?"),
     ("topk", {"algorithm": "rign"}, r"algorithm must be one of .*did you mean 'ring'\?"),
-    ("topk", {"algorithm": "gtopk"}, r"no all_reduce.*train with the scheme 'gtopk'"),
+    ("topk", {"algorithm": "gtopk"}, r"not an all_reduce.*train with the scheme 'gtopk'"),
     ("gtopk", {"put_back": "drop"}, r"put_back must be one of .*did you mean 'dropped'\?"),
     ("sparcml", {"bits": 3}, r"bits must be 8, 4 or 2, got 3"),
 ]
