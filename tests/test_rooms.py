@@ -1,10 +1,20 @@
 """Imports follow the map of docs/design.md: they go downwards and avoid private modules."""
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+
+import pytest
+import torch
+
+from sparcel import kernels, scheme, simulate
+from sparcel.comm import Communicator
+from sparcel.training import Averager
+from sparcel.wire import Wire
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "sparcel"
@@ -101,16 +111,44 @@ def test_others_import_the_packages_of_comm_and_not_their_modules() -> None:
             )
 
 
+def calls_to(owner: object, name: str, run: Callable[[], object]) -> set[tuple[str, ...]]:
+    """Return the files that calls of a function came through, the caller's callers first."""
+    chains = set()
+
+    def noted(*args: object, **kwargs: object) -> object:
+        files = [Path(frame.filename) for frame in reversed(inspect.stack()[1:])]
+        inside = [file.relative_to(PACKAGE) for file in files if file.is_relative_to(PACKAGE)]
+        called = [str(file.with_suffix("")) for file in inside if file.parts[0] != "comm"]
+        chains.add(tuple(file for file, _ in groupby(called)))
+        return own(*args, **kwargs)
+
+    own = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, noted)
+        run()
+    return chains
+
+
 def test_the_way_of_a_gradient_is_as_drawn() -> None:
     drawing = re.search(r"### The way of a gradient.*?```\n(.*?)```", DESIGN, re.DOTALL)
     assert drawing is not None
-    known: dict[str, set[str]] = {}
-    for file, _, target in imports():
-        known.setdefault(file, set()).add("/".join(target))
-    chains = [line.split(" > ") for line in drawing.group(1).splitlines()]
-    assert len({place for chain in chains for place in chain}) <= 10
-    for chain in chains:
-        for one, other in pairwise(chain):
-            # A class that is called may be imported by its caller, or import the class it extends.
-            pairs = ((one, other), (other, one))
-            assert any(known[f"{a}.py"] & {b, b.rpartition("/")[0]} - {""} for a, b in pairs)
+    selecting, exchanging = (tuple(line.split(" > ")) for line in drawing.group(1).splitlines())
+    assert len({*selecting, *exchanging}) <= 10
+
+    def step(comm: Communicator) -> None:
+        averager = Averager(
+            {"weight": torch.zeros(5000)}, scheme("gtopk"), group=comm, policy=lambda *_: False
+        )
+        averager.queue(torch.arange(5000.0), {"weight": (0, 5000)})
+        averager.finish()
+
+    # DDP calls the hook, which calls the averager.
+    assert selecting[0] == exchanging[0] == "ddp/hook"
+    assert "averager.queue(" in (PACKAGE / "ddp/hook.py").read_text()
+    run = partial(simulate, 2, step)
+    for owner, name, drawn in (
+        (kernels, "accumulate_topk", selecting[1:]),
+        (Wire, "encode", exchanging[1:]),
+    ):
+        ends = {way[-len(drawn) :] for way in calls_to(owner, name, run)}
+        assert drawn in ends, ends

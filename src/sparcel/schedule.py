@@ -176,36 +176,40 @@ class Exchange:
 
 @dataclass(frozen=True)
 class EngineSum:
-    """The engine's dense all-reduce of ``size`` values, counted as the ring that it stands for."""
+    """The engine's dense all-reduce of ``size`` values, counted as the ring that it stands for.
+
+    ``rank`` of ``ranks`` is the one whose messages are meant.
+    """
 
     size: int
     itemsize: int
+    rank: int
+    ranks: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the vector."""
         return self.size * self.itemsize
 
-    def rounds(self, ranks: int) -> int:
-        """Return the messages on the critical path."""
-        return 2 * (ranks - 1)
+    @property
+    def rounds(self) -> int:
+        """Messages on the critical path."""
+        return 2 * (self.ranks - 1)
 
-    def traffic(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends, and those that it receives.
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank sends: all chunks twice, but for two that it sends once."""
+        return self.itemsize * (2 * self.size - self._chunk(1) - self._chunk(2))
 
-        It passes on all chunks twice but for two, each of them once.
-        """
-        cuts = patterns.regions(self.size, ranks)
+    @property
+    def received(self) -> int:
+        """Bytes that the rank receives."""
+        return self.itemsize * (2 * self.size - self._chunk(0) - self._chunk(1))
 
-        def chunk(place: int) -> int:
-            return cuts[place % ranks + 1] - cuts[place % ranks]
-
-        spared_sends = chunk(rank + 1) + chunk(rank + 2)
-        spared_receives = chunk(rank) + chunk(rank + 1)
-        return (
-            self.itemsize * (2 * self.size - spared_sends),
-            self.itemsize * (2 * self.size - spared_receives),
-        )
+    def _chunk(self, above: int) -> int:
+        """Return the values in the chunk of the rank that is so many above this one."""
+        cuts, place = patterns.regions(self.size, self.ranks), (self.rank + above) % self.ranks
+        return cuts[place + 1] - cuts[place]
 
 
 @dataclass(frozen=True)

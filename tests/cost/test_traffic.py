@@ -16,15 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
-from sparcel import SparseStream, simulate
+from sparcel import SparseStream, scheme, simulate
 from sparcel.collectives import ALGORITHMS, OTHER_STEPS, gathered_topk, gtopk, oktopk
 from sparcel.collectives import _global_topk as global_topk_module
 from sparcel.collectives import _regions as regions_module
 from sparcel.collectives._counts import Counted
 from sparcel.collectives.oktopk import Course, by_regions_steps, topk_by_regions
-from sparcel.cost import Counts, Problem, count, predict
+from sparcel.cost import Counts, Problem, count, default_rates, predict
 from sparcel.ops import SUM
 from sparcel.schedule import Exchange, Steps, UnionSize
+from sparcel.schemes import steps_of
 from sparcel.wire import Wire
 
 oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function
@@ -163,6 +164,31 @@ def test_expected_bytes_of_oktopk_are_near(size: int, k: int, ranks: int) -> Non
     volume = max(max(one.bytes_sent, one.bytes_received) for one in found)
     told = predict(STEPS["oktopk"], Problem(size, k, ranks)).bytes
     assert told == pytest.approx(volume, rel=0.04)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 9, 12])
+@pytest.mark.parametrize("name", ["dense", "gtopk", "scalecom", "torus2d"])
+def test_whole_steps_send_what_their_steps_say(name: str, ranks: int) -> None:
+    """ScaleCom's rank 0 leads in the first step. Nodes tell each other where they are before it."""
+    size, k = 6007, 61
+    nodes = next(count for count in (2, 3, 1) if ranks % count == 0)
+    settings = {"torus2d": {"ranks_per_node": nodes}, "dense": {}}.get(name, {"density": 0.01})
+
+    def on_rank(comm):
+        comm.grid(nodes)
+        before = replace(comm.traffic)
+        scheme(name, **settings).step(1.0 + torch.arange(float(size)) * (1 + comm.rank), comm)
+        after = comm.traffic
+        return (
+            after.bytes_sent - before.bytes_sent,
+            after.bytes_received - before.bytes_received,
+        )
+
+    results = simulate(ranks, on_rank).results
+    problem = Problem(size, k, ranks, nodes if name == "torus2d" else 1, spread=k)
+    for rank in range(ranks) if name != "torus2d" else [0]:
+        told = count(steps_of(name, default_rates()), replace(problem, rank=rank))
+        assert (told.bytes_sent, told.bytes_received) == results[rank]
 
 
 class Recorder:

@@ -16,7 +16,7 @@ from torch import Tensor
 import sparcel
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.errors import CommunicationError
+from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
 from sparcel.training import Averager
 from tests.strategies import same_bits
@@ -273,3 +273,31 @@ def test_a_queued_vector_holds_its_updates_before_the_step_ends() -> None:
     for early, late in simulate(3, on_rank).results:
         assert early.count_nonzero() == 16
         assert torch.equal(early, late)
+
+
+def test_what_a_step_has_already_is_refused() -> None:
+    def on_rank(comm: Communicator) -> list[str]:
+        said = []
+        averager = Averager({"a": torch.zeros(8), "b": torch.zeros(8)}, TopK(0.5), group=comm)
+        averager.queue(torch.ones(8), {"a": (0, 8)})
+        for call in (
+            lambda: averager.queue(torch.ones(8), {"a": (0, 8)}),
+            lambda: averager.queue(torch.ones(12), {"a": (0, 8), "b": (4, 12)}),
+            lambda: averager.average({"a": torch.ones(8), "b": torch.ones(8)}),
+        ):
+            with pytest.raises(InputError) as caught:
+                call()
+            said.append(str(caught.value))
+        averager.queue(torch.ones(8), {"b": (0, 8)})
+        averager.finish()
+        return said
+
+    for twice, overlapping, opened in simulate(2, on_rank).results:
+        assert "['a'] are queued already in this step" in twice
+        assert "must not overlap" in overlapping
+        assert "finish() that step before average()" in opened
+
+
+def test_tensors_without_floats_are_refused() -> None:
+    with pytest.raises(InputError, match=r"must hold floats.*'steps' has torch\.int64"):
+        simulate(1, lambda comm: Averager({"steps": torch.zeros(8).long()}, TopK(), group=comm))

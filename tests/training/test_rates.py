@@ -56,9 +56,27 @@ def test_rates_reach_a_scheme_between_nodes() -> None:
     assert "dense" not in simulate(4, lambda comm: on_rank(comm, SLOW)).results
 
 
+def test_rates_given_later_reach_a_scheme_between_nodes_too() -> None:
+    def on_rank(comm: Communicator) -> object:
+        assert comm.grid(2).across.rates is None
+        Averager(TENSORS, scheme("auto"), group=comm, rates=SLOW)
+        return comm.grid(2).across.rates
+
+    for rates in simulate(4, on_rank).results:
+        assert (rates.description, rates.ranks_per_node) == (SLOW.description, 1)
+
+
 def test_ranks_with_other_rates_are_refused() -> None:
+    for given in ("measure", None):
+        with pytest.raises(MismatchError, match="rates to all or to none"):
+            simulate(2, lambda comm, given=given: train(comm, given if comm.rank else SLOW))
     with pytest.raises(MismatchError, match=r"ranks \[1\] have other rates than rank 0"):
         simulate(2, lambda comm: train(comm, FAST if comm.rank else SLOW))
+
+
+def test_one_rank_has_nothing_to_measure() -> None:
+    said, _ = simulate(1, lambda comm: train(comm, "measure")).results[0]
+    assert "assumed" in said
 
 
 def test_a_file_without_rates_is_refused(tmp_path: Path) -> None:

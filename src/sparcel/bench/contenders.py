@@ -22,13 +22,11 @@ from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.errors import known
-from sparcel.schemes import SCHEMES, Hierarchical, Scheme, scheme
+from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL, Hierarchical, Scheme, scheme
 from sparcel.wire import Wire
 
 EXCHANGES = ("gtopk", "oktopk")
 STEP = "step:"
-
-_ON_NODES = ("hitopk", "torus2d")
 
 
 def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
@@ -42,8 +40,8 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     InputError
         When a name does not exist.
     """
-    on_nodes = _ON_NODES if ranks_per_node > 1 else ()
-    schemes = [name for name in SCHEMES if name not in _ON_NODES or name in on_nodes]
+    on_nodes = ON_NODES if ranks_per_node > 1 else ()
+    schemes = [name for name in SCHEMES if name not in ON_NODES or name in on_nodes]
     every = [*DENSE, AS_MANY_BYTES, SPARSE_COO, "auto", *ALGORITHMS, *EXCHANGES]
     steps = [STEP + name for name in schemes]
     if asked == "all":
@@ -92,8 +90,8 @@ def _step(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Co
     Every iteration begins with an empty memory, so that selections keep their distribution.
     """
     comm = engine.comm
-    settings: dict[str, Any] = {} if name in ("dense", "torus2d") else {"density": case.density}
-    if name in _ON_NODES:
+    settings: dict[str, Any] = {} if name in SEND_ALL else {"density": case.density}
+    if name in ON_NODES:
         settings["ranks_per_node"] = ranks_per_node
     made = scheme(name, **settings)
     gradient = case.gradient(comm.rank)

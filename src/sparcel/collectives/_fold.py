@@ -24,8 +24,9 @@ def fold(
         wire.exchange({partner: own}, {})
     elif partner is not None:
         own = wire.exchange_and_reduce(own, {}, [partner], max_nnz, op)
-    doubled = powers < wire.size and max_nnz is not None
-    return own, 2 * max_nnz if doubled and max_nnz is not None else max_nnz
+    if max_nnz is not None and powers < wire.size:
+        max_nnz *= 2
+    return own, max_nnz
 
 
 def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream:

@@ -47,7 +47,9 @@ def broadcast(
     if due is not None:
         at_most = wire.most_bytes(due)
     else:
-        length = None if message is None else torch.tensor([message.numel()]).view(torch.uint8)
+        length = None
+        if message is not None:
+            length = torch.tensor([message.numel()], device=comm.device).view(torch.uint8)
         at_most = int(_down_tree(length, comm, root, _LENGTH_BYTES).view(torch.int64))
     if _goes_whole(wire.size, at_most):
         message = _down_tree(message, comm, root, at_most)
@@ -57,9 +59,9 @@ def broadcast(
     return wire.decode(root, message, due)
 
 
-def tree_broadcast(stream: SparseStream, wire: Wire, root: int, due: Due) -> SparseStream:
+def tree_broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due) -> SparseStream:
     """Return the root's stream on every rank, sent down a binomial tree: ⌈log₂P⌉ rounds."""
-    message = wire.encode(stream) if wire.rank == root else None
+    message = None if stream is None else wire.encode(stream)
     message = _down_tree(message, wire.comm, root, wire.most_bytes(due))
     return wire.decode(root, message, due)
 

@@ -44,7 +44,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     yield from agreement_steps(problem)
     yield Work("fill", problem.size)
     yield Work("scatter", problem.k)
-    yield EngineSum(problem.size, problem.itemsize)
+    yield EngineSum(problem.size, problem.itemsize, problem.rank, problem.ranks)
 
 
 def agreement_steps(problem: Problem) -> Iterator[Step]:

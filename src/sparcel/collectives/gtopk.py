@@ -52,7 +52,8 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
             pair.finite = pair.finite and all_finite(pair.values)
             total, rest = pair.topk(k)
             dropped.append(rest)
-    total = tree_broadcast(wire.compact(total), wire, 0, Due.like(stream, k))
+    winners = wire.compact(total) if wire.rank == 0 else None
+    total = tree_broadcast(winners, wire, 0, Due.like(stream, k))
     if total.is_dense:
         total = total.largest(k)
     return GlobalTopk(total, reduce(dropped))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
@@ -79,21 +79,10 @@ def _gather_regions(
 
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of `split_allgather`."""
-    yield from reduce_scatter_steps(problem)
-    yield from _gather_steps(problem, problem)
-
-
-def quantized_steps(problem: Problem, quantizer: Qsgd) -> Iterator[Step]:
-    """Yield the steps of `quantized_split_allgather`."""
-    yield from reduce_scatter_steps(problem)
-    yield from _gather_steps(problem, replace(problem, format=quantizer))
-
-
-def _gather_steps(problem: Problem, encoded: Problem) -> Iterator[Step]:
-    """Yield the steps of the second phase; ``encoded`` has the format of its messages."""
     everyone, ranges = problem.everyone, list(pairwise(problem.regions))
-    blocks = [encoded.message(problem.stored(everyone, lo, hi), hi - lo) for lo, hi in ranges]
-    at_most = max(encoded.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
+    yield from reduce_scatter_steps(problem)
+    blocks = [problem.message(problem.stored(everyone, lo, hi), hi - lo) for lo, hi in ranges]
+    at_most = max(problem.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
     total = problem.entries(everyone)
     yield Work("encode", blocks[problem.rank])
     yield from gather_steps(blocks, problem.rank, at_most)

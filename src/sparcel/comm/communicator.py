@@ -180,7 +180,10 @@ class Communicator(ABC):
                 else [rank // ranks_per_node for rank in range(self.size)]
             )
             self._grids[ranks_per_node] = self._split_in_grid(nodes)
-        return self._grids[ranks_per_node]
+        grid = self._grids[ranks_per_node]
+        if self.rates is not None:  # across nodes, no two ranks share one
+            grid.across.rates = replace(self.rates, ranks_per_node=1)
+        return grid
 
     @cached_property
     def _grids(self) -> dict[int | None, Grid]:
@@ -203,6 +206,4 @@ class Communicator(ABC):
                 f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
                 " ranks_per_node"
             )
-        if self.rates is not None:  # across nodes, no two ranks share one
-            made.across.rates = replace(self.rates, ranks_per_node=1)
         return made

@@ -75,9 +75,8 @@ def count(steps: Steps, problem: Problem) -> Counts:
             traffic = (len(sends), sum(sends), len(receives), sum(receives), step.rounds)
             counted.append(Counts(*traffic))
         elif isinstance(step, EngineSum):
-            rounds = step.rounds(problem.ranks)
-            sent, received = step.traffic(problem.rank, problem.ranks)
-            counted.append(Counts(rounds, sent, rounds, received, rounds))
+            rounds = step.rounds
+            counted.append(Counts(rounds, step.sent, rounds, step.received, rounds))
     return Counts(*map(sum, zip(Counts(0, 0, 0, 0, 0), *counted, strict=True)))
 
 
@@ -97,7 +96,7 @@ def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Predi
         if isinstance(step, Exchange):
             phases["exchange"] += step.rounds * _message_seconds(step, problem, rates)
         elif isinstance(step, EngineSum):
-            phases["exchange"] += _engine_seconds(step, problem, rates)
+            phases["exchange"] += _engine_seconds(step, rates)
         else:
             phases[PHASES[step.kind]] += work_seconds(step, rates)
     traffic = count(steps, problem)
@@ -124,7 +123,9 @@ def work_seconds(step: Work, rates: Rates) -> float:
 def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
     """Return the seconds of one message of an exchange."""
     between = rates[step.pattern]
-    within: Curve = rates.curves.get(f"node.{step.pattern}", between)
+    # A gather inside a node is not measured; a rotation sends as many messages.
+    inner_pattern = "rotate" if step.pattern == "gather" else step.pattern
+    within: Curve = rates.curves.get(f"node.{inner_pattern}", between)
     if step.inside:
         return within(step.nbytes)
     here = problem.ranks_per_node
@@ -136,10 +137,10 @@ def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
     return max(inner, between(step.nbytes * crossing)) if crossing else inner
 
 
-def _engine_seconds(step: EngineSum, problem: Problem, rates: Rates) -> float:
+def _engine_seconds(step: EngineSum, rates: Rates) -> float:
     """Return the seconds of the engine's sum, scaled from the measured to this number of ranks."""
     measured = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"](step.nbytes)
-    asked, had = problem.ranks, rates.ranks
+    asked, had = step.ranks, rates.ranks
     if asked == had or had == 1:
         return measured
     return measured * (asked - 1) / asked * had / (had - 1)

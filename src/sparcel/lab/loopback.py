@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
+
+from sparcel.lab.emulated import LabUnavailableError
+
+_PORTS = range(20_000, 30_000)
 
 _GUARD = Path(__file__).with_name("guard.py")
 
@@ -36,11 +42,16 @@ class Loopback:
         return "127.0.0.1"
 
     def free_port(self) -> int:
-        """Return a free TCP port of node 0."""
-        with socket.socket() as probe:
-            probe.bind((self.address(0), 0))
-            port: int = probe.getsockname()[1]
-            return port
+        """Return a free TCP port of node 0.
+
+        It lies below the ports that systems give to connections, so that no connection takes it
+        before the job listens there.
+        """
+        for port in random.sample(_PORTS, len(_PORTS)):
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind((self.address(0), port))
+                return port
+        raise LabUnavailableError(f"no TCP port in {_PORTS} is free")
 
     def command(self, node: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on a node; execute it in a new session."""

@@ -12,7 +12,7 @@ from sparcel.errors import InputError
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.server import through_server
 from sparcel.schedule import Steps
-from sparcel.schemes import check_density, engine_steps, steps_of
+from sparcel.schemes import ON_NODES, SEND_ALL, check_density, engine_steps, steps_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +22,6 @@ DENSE: dict[str, Steps] = {"dense fp32": engine_steps(4), BASELINE: engine_steps
 """DDP's own all-reduce."""
 
 SPARSE = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
-ON_NODES = ("hitopk", "torus2d")
 
 _BACKWARD = 2 / 3
 """Share of the computation that is the backward pass, in which gradients become ready evenly."""
@@ -117,7 +116,7 @@ class Plan:
 
 def is_dense(method: str) -> bool:
     """Tell whether a method sends everything."""
-    return method in (*DENSE, "torus2d")
+    return method in (*DENSE, *SEND_ALL)
 
 
 def _best(rows: Sequence[PlannedStep]) -> tuple[PlannedStep, PlannedStep]:

@@ -37,8 +37,10 @@ from sparcel.schemes.topk import TopK
 from sparcel.schemes.topk import steps_by as topk_steps_by
 
 __all__ = [
+    "ON_NODES",
     "PREDICTED",
     "SCHEMES",
+    "SEND_ALL",
     "Auto",
     "Dense",
     "GTopK",
@@ -85,6 +87,12 @@ STEPS: dict[str, Steps] = {
     "torus2d": torus2d_steps,
 }
 """The steps of these schemes, by name."""
+
+ON_NODES = ("hitopk", "torus2d")
+"""The schemes that take ``ranks_per_node``, and have no use where every rank is a node."""
+
+SEND_ALL = ("dense", "torus2d")
+"""The schemes that select nothing, and so take no density."""
 
 PREDICTED = ("topk", *STEPS)
 """The schemes whose steps the cost model knows."""

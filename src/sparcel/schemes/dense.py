@@ -44,6 +44,7 @@ class Dense(Scheme):
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`; the sum is the average already."""
         size, meter = gradient.numel(), request.meter
+        self.sent_whole = True
         with meter.communicating():
             # An average cannot overflow half precision, but a sum could.
             average = torch.div(gradient, request.divisor(comm), out=scratch)
@@ -63,7 +64,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `Dense`."""
     yield from agreement_steps(problem)
     yield Work("add", problem.size)
-    yield EngineSum(problem.size, problem.itemsize)
+    yield from engine_steps(problem.itemsize)(problem)
     yield from apply_steps(problem, problem.size)
 
 
@@ -72,4 +73,8 @@ def engine_steps(itemsize: int) -> Steps:
 
     DDP without sparcel does nothing else.
     """
-    return lambda problem: [EngineSum(problem.size, itemsize)]
+
+    def steps(problem: Problem) -> Iterator[Step]:
+        yield EngineSum(problem.size, itemsize, problem.rank, problem.ranks)
+
+    return steps

@@ -60,7 +60,8 @@ class ScaleCom(Sparsifier):
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         mine, leader = selection.stream, self._leader(wire)
-        chosen = broadcast(_indices_of(mine), wire, leader, _indices_due(mine, selection.most))
+        indices = _indices_of(mine) if wire.rank == leader else None
+        chosen = broadcast(indices, wire, leader, _indices_due(mine, selection.most))
         if not chosen.finite:
             nothing = mine.void_like()
             return Exchanged(nothing, nothing)
@@ -98,5 +99,5 @@ def steps(problem: Problem) -> Iterator[Step]:
     yield from message_steps(indices, rank, ranks, 0, at_most)
     yield Work("decode", k)
     yield Work("scatter", 2 * k)
-    yield from halving_doubling_steps(replace(problem, size=k, spread=k, clusters=0))
+    yield from halving_doubling_steps(replace(problem, size=k, spread=k, clusters=0, union=None))
     yield from apply_steps(problem, k)

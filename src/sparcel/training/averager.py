@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from os import PathLike
 
@@ -60,8 +60,8 @@ class Averager(Handle):
     rates
         What the cluster is good for, which ``"auto"`` chooses by: `Rates`, ``"measure"`` to measure
         them now, in some seconds, or the path of a file from ``sparcel plan --measure --save``.
-        None leaves those of ``group``; if it has none, 1 Gbit/s and 100 µs are assumed. `stats`
-        says what the choices rest on.
+        None leaves those of ``group``; if it has none, 1 Gbit/s and 100 µs are assumed. Rates that
+        are given become those of ``group``. `stats` says what the choices rest on.
     withhold_zeros
         Whether a tensor whose gradient is all zero on this rank is neither sent nor forgotten by
         this rank: for drivers that throw away the updates of unused parameters.
@@ -69,8 +69,9 @@ class Averager(Handle):
     Raises
     ------
     InputError
-        For densities that fit no tensor, tensors on another device than the group's, nodes with
-        different numbers of ranks, or a file without rates.
+        For densities that fit no tensor, tensors that hold no floats or are on another device than
+        the group's, nodes with different numbers of ranks, a file without rates, or measuring on
+        GPUs.
     MismatchError
         When the ranks' schemes, settings, policies, densities, rates or tensors differ.
 
@@ -100,7 +101,10 @@ class Averager(Handle):
         comm, owned = _communicator(group)
         try:
             self._device = check_device(tensors, comm)
-            check_alike(comm, template, scaler is not None, treatment)
+            if rates == "measure" and comm.size == 1:
+                rates = None  # one rank exchanges nothing
+            given = "measure" if rates == "measure" else rates is not None
+            check_alike(comm, template, scaler is not None, given, treatment)
             if rates is not None:
                 comm.rates = cost.rates_for(comm, rates)
                 check_rates(comm)
@@ -136,6 +140,8 @@ class Averager(Handle):
             On all ranks, when the exchange fails; the memory is as it was before.
         """
         check_gradients(gradients, self._treatment)
+        if self._step is not None:
+            raise InputError("tensors are queued already; finish() that step before average()")
         updates: dict[str, Tensor] = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in self._treatment.tensors:  # in an order that all ranks share
@@ -170,22 +176,24 @@ class Averager(Handle):
         Job
             Its ``wait()`` returns once ``vector`` holds the updates of all but small tensors, which
             `finish` writes. For drivers that need a vector's updates before the step ends, with
-            ``policy=lambda *_: False``.
+            ``policy=lambda *_: False``. On a GPU the updates may then still be under way; only
+            `finish` makes the current stream wait for them.
 
         Raises
         ------
         InputError
-            For a vector that is not flat and contiguous, or places that fit no tensor.
+            For a vector that is not flat and contiguous, places that fit no tensor or overlap, or a
+        tensor that this step has already.
         """
         check_places(vector, places, self._treatment)
         densities = self._treatment.densities
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
-        step = self._open()
+        step = self._open(places)
         return step.queue(lambda: self._exchange(step, pieces, vector))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
-        step = self._open()
+        step = self._open([name])
         step.queue(lambda: step.exchange_rows(name, gradient))
 
     def finish(self) -> dict[str, Tensor]:
@@ -213,11 +221,12 @@ class Averager(Handle):
             self._residuals.steps += 1
         return step.rows
 
-    def _open(self) -> Transaction:
-        """Return the step that is being queued."""
+    def _open(self, names: Iterable[str]) -> Transaction:
+        """Return the step that is being queued, with these tensors added to it."""
         if self.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
         self._step = self._step or Transaction(self._comm, self._meter, self._device)
+        self._step.include(names)
         return self._step
 
     def _exchange(self, step: Transaction, pieces: Sequence[Piece], vector: Tensor) -> None:

@@ -87,12 +87,12 @@ def _checked(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> tuple[
     name = entry[3]
     if name not in remembered:
         raise InputError(
-            f"{key!r} fits no parameter of the model that is made sparse; use the scheme and the"
+            f"{key!r} fits no tensor that is made sparse; use the scheme and the"
             " policy that the state was saved with"
         )
     if part.numel() != remembered[name].numel():
         raise InputError(
             f"{key!r} has {part.numel()} elements, the parameter {remembered[name].numel()}; load"
-            " the state into the model that it was saved from"
+            " the state for the tensors that it was saved from"
         )
     return _KINDS[entry[1]], int(entry[2]), name

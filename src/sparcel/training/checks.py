@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,8 +22,14 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
     Raises
     ------
     InputError
-        When there are no tensors, or they are on several devices or another type of device.
+        When there are no tensors, or they hold no floats, or they are on several devices or another
+        type of device.
     """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise InputError(
+                f"tensors must hold floats to be averaged, {name!r} has {tensor.dtype}"
+            )
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1:
         found = sorted(map(str, devices)) or "no tensors"
@@ -36,7 +43,9 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
     return device
 
 
-def check_alike(comm: Communicator, scheme: Scheme, scaled: bool, treatment: Treatment) -> None:
+def check_alike(
+    comm: Communicator, scheme: Scheme, scaled: bool, rated: bool | str, treatment: Treatment
+) -> None:
     """Compare what the ranks average, because ranks that differ would hang or misread each other.
 
     Raises
@@ -48,13 +57,13 @@ def check_alike(comm: Communicator, scheme: Scheme, scaled: bool, treatment: Tre
         (name, tensor.shape, tensor.dtype, name in treatment.small, name in treatment.rows)
         for name, tensor in treatment.tensors.items()
     ]
-    facts = repr((scheme, scaled, layout, sorted(treatment.densities.items())))
+    facts = repr((scheme, scaled, rated, layout, sorted(treatment.densities.items())))
     if others := _ranks_with_other(facts, comm):
         raise MismatchError(
             f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"
             f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small; give every"
-            " rank the same scheme, settings, policy, densities and tensors, and a scaler to all or"
-            " to none"
+            " rank the same scheme, settings, policy, densities and tensors, and a scaler and rates"
+            " to all or to none"
         )
 
 
@@ -81,6 +90,9 @@ def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatme
             f"a vector of tensors must be one-dimensional and contiguous, got shape"
             f" {tuple(vector.shape)}, strides {vector.stride()}; flatten it first"
         )
+    ordered = sorted(places.values())
+    if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+        raise InputError(f"places of tensors must not overlap, got {dict(places)}")
     for name, (start, stop) in places.items():
         if name not in treatment.tensors:
             raise InputError(f"the averager was not made for a tensor named {name!r}")

@@ -81,7 +81,7 @@ def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict
         check_density(density)
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
-                f"densities: {pattern!r} fits none of the model's parameters, which are named like"
+                f"densities: {pattern!r} fits none of the tensors, which are named like"
                 f" {next(iter(names), None)!r}"
             )
     return {

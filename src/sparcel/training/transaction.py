@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job
+from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request
 from sparcel.stream import SparseStream
@@ -37,9 +38,23 @@ class Transaction:
     """The averages of sparse gradients, by name."""
     vectors: list[Vector] = field(default_factory=list)
     """The vectors whose schemes have to commit."""
+    _names: set[str] = field(default_factory=set)
     _jobs: list[Job[None]] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _ended: torch.cuda.Event | None = None
+
+    def include(self, names: Iterable[str]) -> None:
+        """Add tensors to the step.
+
+        Raises
+        ------
+        InputError
+            When the step has one of them already: it would be committed twice.
+        """
+        names = set(names)
+        if twice := sorted(names & self._names):
+            raise InputError(f"tensors {twice} are queued already in this step; finish() it first")
+        self._names |= names
 
     def queue(self, job: Callable[[], None]) -> Job[None]:
         """Run ``job`` after all jobs queued before, and after the device's work queued so far."""
