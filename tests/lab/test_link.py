@@ -20,7 +20,7 @@ def test_units_of_rates_agree(mbit: int) -> None:
     "text", ["", "1", "gbit", "-1gbit", "1gb", "1e9bit", "1gbit/s", "nangbit", "0gbit"]
 )
 def test_texts_that_are_no_rates_are_named(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 1gbit.*; got") as caught:
+    with pytest.raises(ValueError, match=r"such as 1gbit.*; got") as caught:
         parse_rate(text)
     assert repr(text) in str(caught.value)
 

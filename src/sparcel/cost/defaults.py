@@ -57,12 +57,16 @@ def stated_rates(
     memory_bandwidth
         Bytes a second of each rank's device. The times of work are scaled by it; the table holds
         those of one core with 10 GB/s.
+    description
+        What to call the rates; by default the stated bandwidth and latency.
     """
     if not (bandwidth > 0 and node_bandwidth > 0 and latency_s >= 0 and node_latency_s >= 0):
         raise InputError(
             f"bandwidths must be positive and latencies not negative, got {bandwidth:g} and"
             f" {node_bandwidth:g} bytes/s, {latency_s:g} and {node_latency_s:g} s"
         )
+    if not description:
+        description = f"{8e-9 * bandwidth:g} Gbit/s and {1e6 * latency_s:g} µs, stated"
     here = min(ranks_per_node, ranks)
     within = Curve.line(node_latency_s, 1 / node_bandwidth)
     between = within if here == ranks else Curve.line(latency_s, here / bandwidth)

@@ -66,7 +66,7 @@ def rates_for(comm: Communicator, source: Rates | str | PathLike[str]) -> Rates:
     if isinstance(source, Rates):
         return source
     if source == "measure":
-        return measure(comm, "measured at the start of the training", passes=1)
+        return measure(comm, passes=1)
     return read_rates(source)
 
 
@@ -92,7 +92,8 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     Parameters
     ----------
     description
-        Text that is stored with the rates, for example the cluster's name.
+        Text that is stored with the rates, for example the cluster's name; by default that they
+        were measured, and on how many ranks.
     passes
         How many times all points are timed.
 
@@ -131,6 +132,7 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
         for name, group in groupby(points, key=lambda point: point.name)
     }
     crowding = max(1.0, together.seconds / alone.seconds)
+    description = description or f"measured on {comm.size} ranks"
     return Rates(curves, comm.size, here, crowding, description=description)
 
 

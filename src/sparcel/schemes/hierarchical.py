@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sparcel import patterns
+from sparcel.collectives.dense import agreement_steps
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
@@ -217,20 +218,31 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
     dense.
     """
     here = min(problem.ranks_per_node, problem.ranks)
-    nodes = max(1, problem.ranks // here)
-    shard = ceil(problem.size / here)
+    nodes, place = max(1, problem.ranks // here), problem.rank % here
+    shards = [stop - start for start, stop in pairwise(patterns.regions(problem.size, here))]
+    own = shards[place]
+    if is_dense:
+        yield from agreement_steps(problem)
     if here > 1:
-        part = problem.format.expected_bytes(None, shard, problem.itemsize)
+        slices = [problem.format.expected_bytes(None, size, problem.itemsize) for size in shards]
+        sends = tuple(slices[:place] + slices[place + 1 :])
         yield Work("encode", problem.size * problem.itemsize)
-        yield Exchange("rotate", (part,) * (here - 1), (part,) * (here - 1), inside=True)
-        yield Work("add", shard, times=here - 1)
-    k = max(1, min(shard, ceil(problem.k / here)))
-    across = Problem(shard, k, nodes, 1, problem.itemsize, format=problem.format)
+        yield Exchange("rotate", sends, (slices[place],) * (here - 1), inside=True)
+        yield Work("add", own, times=here - 1)
+    across = Problem(
+        own,
+        max(1, min(own, ceil(problem.k / here))),
+        nodes,
+        itemsize=problem.itemsize,
+        format=problem.format,
+        rank=problem.rank // here,
+    )
     yield from inner(across)
-    total = shard if is_dense else across.entries(range(nodes))
+    total = own if is_dense else across.entries(range(nodes))
     if here > 1:
-        block = across.message(total)
-        yield from gather_steps([block] * here, 0, across.most_bytes(None), inside=True)
+        blocks = [across.message(size if is_dense else total, size) for size in shards]
+        at_most = max(across.most_bytes(None, size) for size in shards)
+        yield from gather_steps(blocks, place, at_most, inside=True)
         yield Work("decode", total, times=here)
         yield Work("encode", problem.message(total * here))
-    yield from apply_steps(problem, total * here)
+    yield from apply_steps(problem, problem.size if is_dense else total * here)
