@@ -60,6 +60,7 @@ def test_rates_given_later_reach_a_scheme_between_nodes_too() -> None:
     def on_rank(comm: Communicator) -> object:
         assert comm.grid(2).across.rates is None
         Averager(TENSORS, scheme("auto"), group=comm, rates=SLOW)
+        assert comm.grid(2).across.rates is comm.grid(2).across.rates  # or auto would begin anew
         return comm.grid(2).across.rates
 
     for rates in simulate(4, on_rank).results:

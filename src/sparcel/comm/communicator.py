@@ -48,6 +48,7 @@ class Communicator(ABC):
     device: torch.device
     traffic: Traffic
     rates: Rates | None = None
+    _divided_rates: tuple[Rates | None, Rates | None] = None, None
 
     @abstractmethod
     def exchange(
@@ -181,9 +182,17 @@ class Communicator(ABC):
             )
             self._grids[ranks_per_node] = self._split_in_grid(nodes)
         grid = self._grids[ranks_per_node]
-        if self.rates is not None:  # across nodes, no two ranks share one
-            grid.across.rates = replace(self.rates, ranks_per_node=1)
+        grid.across.rates = self._rates_across()
         return grid
+
+    def _rates_across(self) -> Rates | None:
+        """Return the rates between nodes, no two ranks on one: one object as long as `rates` is."""
+        given, across = self._divided_rates
+        if given is not self.rates:
+            given = self.rates
+            across = None if given is None else replace(given, ranks_per_node=1)
+            self._divided_rates = given, across
+        return across
 
     @cached_property
     def _grids(self) -> dict[int | None, Grid]:
