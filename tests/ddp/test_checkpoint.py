@@ -211,8 +211,8 @@ def test_bad_entries_are_named(run_on: Any) -> None:
     for rank, said in enumerate(run_on(2, load_wrong)):
         assert "no 'steps'" in said["nothing"]
         assert "'first' is no entry" in said["a model's state"]
-        assert f"'rank{rank}.fourth' fits no parameter" in said["an unknown parameter"]
-        assert f"'rank{rank}.bias' fits no parameter" in said["a small parameter"]
+        assert f"'rank{rank}.fourth' fits no tensor" in said["an unknown parameter"]
+        assert f"'rank{rank}.bias' fits no tensor" in said["a small parameter"]
         assert f"'rank{rank}.first' has 2559 elements, the parameter 2560" in said["another size"]
         assert f"of 2 ranks holds nothing of ranks [{rank}]" in said["another rank's"]
 

@@ -177,7 +177,7 @@ def load_wrong(comm: Communicator) -> list[str]:
 def test_bad_velocities_are_named(run_on: Any) -> None:
     for rank, said in enumerate(run_on(2, load_wrong)):
         assert f"'velocity{rank}.first' has 2559 elements, the parameter 2560" in said[0]
-        assert f"'velocity{rank}.firstst' fits no parameter" in said[1]
+        assert f"'velocity{rank}.firstst' fits no tensor" in said[1]
         assert f"'speed{rank}.first' is no entry" in said[2]
 
 
