@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -161,6 +162,19 @@ def test_sparse_gradients_are_averaged_as_rows() -> None:
     for update, sparse in simulate(3, on_rank).results:
         assert torch.equal(update * 3, sum(rows_of(rank, 0).to_dense() for rank in range(3)))
         assert "words" not in sparse
+
+
+def test_sparse_gradients_cause_no_warnings_of_torch() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(WORDS, TopK(0.05), group=comm, rows=["words"])
+        averager.average(gradients_of(comm.rank, 0) | {"words": rows_of(comm.rank, 0)})
+
+    torch.set_warn_always(True)  # torch gives some warnings only once in a process
+    try:
+        with warnings.catch_warnings(action="error"):
+            simulate(2, on_rank)
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_a_tensor_that_is_not_finite_keeps_all_memory_as_it_was() -> None:

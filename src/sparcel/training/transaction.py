@@ -113,9 +113,7 @@ class Transaction:
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
         average = total.values.reshape(-1, *shape[1:]).to(dtype)
-        self.rows[name] = torch.sparse_coo_tensor(
-            indices.long()[None], average, shape, is_coalesced=True, check_invariants=False
-        )
+        self.rows[name] = _coalesced(indices, average, shape)
 
     def _finish(self) -> None:
         if self._small:
@@ -142,6 +140,26 @@ class Transaction:
         self.finite &= total.finite
         divisor = self.comm.size if total.finite else float("nan")
         return SparseStream.unchecked(total.indices, total.values / divisor, total.size)
+
+
+def _coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
+    """Return the sparse tensor that holds ``rows`` at sorted, unique ``indices``.
+
+    Up to torch 2.12, `torch.sparse_coo_tensor` warns that it checks nothing even if it is told to
+    check nothing. The operation that it calls does not warn.
+    """
+    coalesced: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        rows.ndim - 1,
+        shape,
+        indices.long()[None],
+        rows,
+        dtype=rows.dtype,
+        layout=torch.sparse_coo,
+        device=rows.device,
+        is_coalesced=True,
+    )
+    return coalesced
 
 
 def _following(job: Callable[[], None], device: torch.device) -> Callable[[], None]:
