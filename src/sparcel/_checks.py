@@ -1,6 +1,9 @@
-"""Checks of tensors that become part of a stream."""
+"""Checks of arguments and settings, and of tensors that become part of a stream."""
 
 from __future__ import annotations
+
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +15,88 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VALUE_DTYPES = (*FLOAT_DTYPES, torch.int32, torch.int64)
 
 
+def whole_number(
+    value: object, name: str, at_least: int | None = None, at_most: int | None = None
+) -> int:
+    """Return ``value`` as an int, or raise an `InputError` that names it.
+
+    Integers of numpy, and of tensors without dimensions, are whole numbers; bools and floats are
+    none.
+    """
+    given = _plain(value)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise _refusal(name, "be a whole number", given)
+    number(given, name, at_least=at_least, at_most=at_most)
+    return given
+
+
+def number(
+    value: object,
+    name: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    hint: str = "",
+) -> float:
+    """Return ``value`` as a float, or raise an `InputError` that names it and ends with ``hint``.
+
+    Numbers of numpy, and of tensors without dimensions, are numbers; bools are none. NaN is outside
+    of every range.
+    """
+    given = _plain(value)
+    if not isinstance(given, Real) or isinstance(given, bool):
+        raise _refusal(name, "be a number", given, hint)
+    found = float(given)
+    low, high = (at_least if above is None else above), (at_most if below is None else below)
+    high_enough = low is None or (found >= low if above is None else found > low)
+    low_enough = high is None or (found <= high if below is None else found < high)
+    if high_enough and low_enough:
+        return found
+    if high is None:
+        limits = f"be {'at least' if above is None else 'more than'} {low}"
+    else:
+        opening, closing = "[" if above is None else "(", "]" if below is None else ")"
+        limits = f"lie in {opening}{low}, {high}{closing}"
+    raise _refusal(name, limits, given, hint)
+
+
+def flag(value: object, name: str) -> bool:
+    """Return ``value`` as a bool, or raise an `InputError` that names it."""
+    given = _plain(value)
+    if not isinstance(given, bool):
+        raise _refusal(name, "be True or False", given)
+    return given
+
+
+def check_type(value: object, kind: type, name: str, hint: str = "") -> None:
+    """Raise an `InputError` that names ``value`` and ends with ``hint`` unless it is a ``kind``."""
+    if not isinstance(value, kind):
+        raise _refusal(name, f"be a {kind.__name__}", value, hint)
+
+
+def check_callable(value: object, name: str) -> None:
+    """Raise an `InputError` that names ``value`` unless it can be called."""
+    if not callable(value):
+        raise _refusal(name, "be a function", value)
+
+
+def _plain(value: Any) -> Any:
+    """Return the Python number that a number of numpy or a tensor without dimensions holds."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _refusal(name: str, expected: str, value: object, hint: str = "") -> InputError:
+    """Return the error; it shows numbers and texts, and the type of other values."""
+    short = isinstance(value, str | Real | None)
+    got = repr(value) if short else type(value).__name__
+    return InputError(f"{name} must {expected}, got {got}" + (f"; {hint}" if hint else ""))
+
+
 def check_values(values: Tensor, size: int, dense: bool) -> None:
     """Raise `InputError` unless ``values`` can be the values of a stream of ``size``."""
+    check_type(values, Tensor, "values")
     if values.dtype not in VALUE_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in VALUE_DTYPES)
         raise InputError(f"values must be one of {names}, got {values.dtype}")
@@ -21,8 +104,6 @@ def check_values(values: Tensor, size: int, dense: bool) -> None:
         raise InputError(
             f"values must be [nnz], or rows [nnz, width], got shape {tuple(values.shape)}"
         )
-    if size < 0:
-        raise InputError(f"size must be at least 0, got {size}")
     if dense and values.shape[0] != size:
         raise InputError(
             f"a dense stream of size {size} needs {size} values, got {values.shape[0]}"
@@ -31,6 +112,7 @@ def check_values(values: Tensor, size: int, dense: bool) -> None:
 
 def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """Return the indices in the dtype and layout of a stream of ``size``, or raise `InputError`."""
+    check_type(indices, Tensor, "indices")
     if indices.dtype not in (torch.int32, torch.int64):
         raise InputError(f"indices must be int32 or int64, got {indices.dtype}")
     if indices.ndim != 1 or indices.numel() != values.shape[0]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Literal, TypeVar, overload
 
 from sparcel import auto, collectives
+from sparcel._checks import check_type, flag, whole_number
 from sparcel.comm import Communicator, Group, Job, resolve
 from sparcel.errors import InputError
 from sparcel.ops import Op
@@ -88,6 +89,8 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     collectives.check_algorithm(algorithm, op)
+    if max_nnz is not None:
+        max_nnz = whole_number(max_nnz, "max_nnz", at_least=0)
 
     def job() -> SparseStream:
         if max_nnz is not None and stream.nnz > max_nnz:
@@ -180,6 +183,7 @@ def broadcast(
         As `all_reduce`.
     """
     comm = resolve(group) if stream is None else _communicator(group, stream)
+    root = whole_number(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
     if comm.rank == root and stream is None:
@@ -193,11 +197,12 @@ def broadcast(
 
 def _communicator(group: Group, stream: SparseStream) -> Communicator:
     comm = resolve(group)
-    if not isinstance(stream, SparseStream):
-        raise InputError(
-            f"a collective takes a SparseStream, got {type(stream).__name__}; make one with"
-            " SparseStream.from_dense(vector) or sparcel.topk(vector, k)"
-        )
+    check_type(
+        stream,
+        SparseStream,
+        "stream",
+        "make one with SparseStream.from_dense(vector) or sparcel.topk(vector, k)",
+    )
     if stream.device.type != comm.device.type:
         raise InputError(
             f"the stream is on {stream.device}, the group communicates from {comm.device};"
@@ -220,4 +225,4 @@ def _copy(stream: SparseStream) -> SparseStream:
 
 
 def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Job[T]:
-    return comm.submit(job) if async_op else comm.run(job)
+    return comm.submit(job) if flag(async_op, "async_op") else comm.run(job)

@@ -59,7 +59,7 @@ def resolve(op: str | Op) -> Op:
     """
     if isinstance(op, Op):
         return op
-    if op not in _BY_NAME:
+    if not isinstance(op, str) or op not in _BY_NAME:
         names = ", ".join(str(name) for name in _BY_NAME)
         raise InputError(f"op must be one of {names} or a sparcel.Op, got {op!r}")
     return _BY_NAME[op]

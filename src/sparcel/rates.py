@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
 
+from sparcel._checks import flag, number, whole_number
 from sparcel.errors import InputError, known
 
 
@@ -27,6 +28,9 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
+        for point in self.points:
+            for given in point:
+                number(given, "an amount or a time of a curve")
         amounts = [amount for amount, _ in self.points]
         if not amounts or sorted(set(amounts)) != amounts or amounts[0] < 0:
             raise InputError(f"a curve needs points at growing amounts, got amounts {amounts}")
@@ -144,6 +148,10 @@ class Rates:
                 raise InputError(f"rates need a curve {name!r}, got {sorted(self.curves)}")
         for name in self.curves:
             known(name.removeprefix("node."), [*TRANSFERS, *DENSE, *WORK], "curve")
+        whole_number(self.ranks, "ranks", at_least=1)
+        whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
+        number(self.crowding, "crowding", above=0)
+        flag(self.measured, "measured")
         object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
 
     def __getitem__(self, name: str) -> Curve:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from sparcel import patterns
+from sparcel._checks import whole_number
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union
 from sparcel.formats import COO, Format
@@ -61,14 +62,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("size", "k", "ranks", "ranks_per_node", "itemsize"):
-            if (given := getattr(self, name)) < 1:
-                raise InputError(f"{name} must be at least 1, got {given}")
+            whole_number(getattr(self, name), name, at_least=1)
         if not self.k <= self.size:
             raise InputError(f"k must be at most the size, {self.size}, got {self.k}")
-        if self.spread is not None and not self.k <= self.spread <= self.size:
-            raise InputError(
-                f"spread must lie between k, {self.k}, and the size, {self.size}, got {self.spread}"
-            )
+        if self.spread is not None:
+            whole_number(self.spread, "spread", at_least=self.k, at_most=self.size)
 
     @property
     def everyone(self) -> Sequence[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import check_values, checked_indices
+from sparcel._checks import check_type, check_values, checked_indices, number, whole_number
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
 
@@ -52,6 +52,7 @@ class SparseStream:
     Every reduction passes the flag on, so all ranks learn of it without an extra message."""
 
     def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
+        size = whole_number(size, "size", at_least=0)
         check_values(values, size, dense=indices is None)
         if indices is not None:
             indices = checked_indices(indices, values, size)
@@ -76,6 +77,7 @@ class SparseStream:
         vector
             ``[size]`` or ``[size, width]``. A stream that stays dense shares its memory.
         """
+        check_type(vector, Tensor, "vector")
         size = vector.shape[0] if vector.ndim else 0
         check_values(vector, size, dense=True)
         vector = vector.detach().contiguous()
@@ -145,6 +147,7 @@ class SparseStream:
 
         A dense stream returns its own storage, not a copy.
         """
+        number(fill, "fill")
         if self.indices is None:
             return self.values
         dense = self.values.new_full((self.size, *self.values.shape[1:]), fill)
@@ -171,11 +174,13 @@ class SparseStream:
 
     def scale(self, factor: float) -> SparseStream:
         """Return a stream whose stored values are multiplied by ``factor``; the dtype stays."""
+        number(factor, "factor")
         values = (self.values * factor).to(self.dtype)
         return SparseStream.unchecked(self.indices, values, self.size, self.finite)
 
     def slice(self, start: int, stop: int) -> SparseStream:
         """Return the coordinates in ``[start, stop)``, numbered from 0; dense values are views."""
+        start, stop = whole_number(start, "start"), whole_number(stop, "stop")
         if not 0 <= start <= stop <= self.size:
             raise InputError(
                 f"slice must satisfy 0 <= start <= stop <= {self.size}, got [{start}, {stop})"
@@ -218,13 +223,14 @@ class SparseStream:
 
     def without(self, other: SparseStream) -> SparseStream:
         """Return the stored coordinates that sparse ``other`` does not store."""
+        check_type(other, SparseStream, "other")
         left = ~torch.isin(_stored_indices(self), _stored_indices(other))
         return self._at(left.nonzero().squeeze(1))
 
     def _largest(self, k: int) -> Tensor:
         if self.width is not None or not self.dtype.is_floating_point:
             raise InputError(f"topk selects among scalar float values, got {self}")
-        positions, _ = kernels.topk(self.values, k)
+        positions, _ = kernels.topk(self.values, whole_number(k, "k", at_least=0))
         return positions
 
     def _at(self, positions: Tensor) -> SparseStream:
@@ -233,6 +239,8 @@ class SparseStream:
         return SparseStream.unchecked(indices, values, self.size, self.finite)
 
     def __add__(self, other: SparseStream) -> SparseStream:
+        if not isinstance(other, SparseStream):
+            return NotImplemented
         return reduce([self, other], SUM)
 
 

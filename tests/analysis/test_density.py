@@ -149,8 +149,8 @@ def test_a_sum_turns_dense_at_the_first_such_world(
     ("arguments", "message"),
     [
         ((0, 0, 1), "size must be at least 1, got 0"),
-        ((10, 11, 1), r"k must lie in \[0, size\] = \[0, 10\], got 11"),
-        ((10, -1, 1), r"k must lie in \[0, size\] = \[0, 10\], got -1"),
+        ((10, 11, 1), r"k must lie in \[0, 10\], got 11"),
+        ((10, -1, 1), r"k must lie in \[0, 10\], got -1"),
         ((10, 1, 0), "ranks must be at least 1, got 0"),
     ],
 )

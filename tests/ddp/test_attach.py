@@ -80,7 +80,7 @@ def refuse(
         (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
         (wrapped, "oktopkk", {}, "did you mean 'oktopk'"),
         (wrapped, "hitopk", {"ranks_pernode": 2}, "did you mean 'ranks_per_node'"),
-        (wrapped, "hitopk", {"ranks_per_node": 0}, "must be a whole number of at least 1, got 0"),
+        (wrapped, "hitopk", {"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
         (wrapped, "topk", {"warmup": [0.1]}, "needs warmup_steps"),
         (wrapped, "topk", {"momentum": 1}, "momentum must lie in"),
         (wrapped, "topk", {"algorithm": "rings"}, "did you mean 'ring'"),

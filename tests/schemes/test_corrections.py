@@ -266,11 +266,14 @@ def test_reused_thresholds_follow_the_warm_up():
 
 BAD = [
     ({"warmup": 0.25, "warmup_steps": 5}, r"warmup must be a list of densities, got 0.25"),
-    ({"warmup": [0.25], "warmup_steps": 2.5}, r"needs warmup_steps.*got 2.5"),
+    ({"warmup": [0.25], "warmup_steps": 2.5}, r"warmup_steps must be a whole number, got 2.5"),
     ({"momentum": 1}, r"momentum must lie in \[0, 1\), got 1"),
-    ({"clip": 0}, r"clip must be a positive norm, got 0; None clips nothing"),
+    ({"clip": 0}, r"clip must be more than 0, got 0; None clips nothing"),
     ({"warmup": [0.25, 0.1]}, r"needs warmup_steps.*warmup_steps=len\(loader\)"),
-    ({"warmup": [25], "warmup_steps": 1}, r"got 25; for a percentage pass density=0.25"),
+    (
+        {"warmup": [25], "warmup_steps": 1},
+        r"warmup\[0\] .*got 25; for a percentage",
+    ),
     ({"selector": "topp"}, r"selector must be one of .*got 'topp'"),
 ]
 

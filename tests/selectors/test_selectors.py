@@ -37,7 +37,7 @@ def test_errors_suggest_the_nearest_name_or_setting() -> None:
     ],
 )
 def test_settings_out_of_range_are_refused(name: str, setting: str, value: float) -> None:
-    with pytest.raises(InputError, match=f"{setting} must be .*, got {value}"):
+    with pytest.raises(InputError, match=f"{setting} must (be|lie) .*, got {value}"):
         selector(name, **{setting: value})
 
 

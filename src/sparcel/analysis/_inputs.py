@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from sparcel._checks import FLOAT_DTYPES
+from sparcel._checks import FLOAT_DTYPES, check_type
 from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
@@ -15,12 +15,18 @@ Vector = Tensor | SparseStream
 """A vector of floats: a one-dimensional tensor, or a stream of scalar values."""
 
 
-def dense(vector: Vector) -> Tensor:
-    """Return a vector as a tensor ``[size]``, or raise `InputError`; tensors are not copied."""
-    values = vector.to_dense() if isinstance(vector, SparseStream) else vector.detach()
+def dense(vector: Vector, name: str) -> Tensor:
+    """Return a vector as a tensor ``[size]``, or raise an `InputError` that names it.
+
+    Tensors are not copied.
+    """
+    if isinstance(vector, SparseStream):
+        vector = vector.to_dense()
+    check_type(vector, Tensor, name, "it may be a SparseStream as well")
+    values = vector.detach()
     if values.ndim != 1 or values.dtype not in FLOAT_DTYPES:
         raise InputError(
-            f"a vector is a one-dimensional float tensor, or a stream of scalar floats, got"
+            f"{name} must be a one-dimensional float tensor, or a stream of scalar floats, got"
             f" {values.dtype} of shape {tuple(values.shape)}; flatten it first"
         )
     return values
@@ -28,7 +34,8 @@ def dense(vector: Vector) -> Tensor:
 
 def dense_alike(vectors: Sequence[Vector], what: str) -> list[Tensor]:
     """Return vectors as tensors, or raise `InputError` if there is none or sizes differ."""
-    tensors = [dense(vector) for vector in vectors]
+    check_type(vectors, Iterable, what)
+    tensors = [dense(vector, f"{what}[{place}]") for place, vector in enumerate(vectors)]
     if not tensors:
         raise InputError(f"{what} must be at least one vector, got none")
     sizes = sorted({tensor.numel() for tensor in tensors})

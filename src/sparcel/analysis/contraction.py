@@ -9,6 +9,7 @@ from functools import reduce as fold
 import torch
 from torch import Tensor
 
+from sparcel._checks import check_type, number, whole_number
 from sparcel.analysis._inputs import Vector, dense, dense_alike
 from sparcel.analysis.similarity import indices_of
 from sparcel.errors import InputError
@@ -40,8 +41,8 @@ def contraction(vector: Vector, selection: SparseStream | Tensor) -> float:
         When ``vector`` is not a vector of floats, ``selection`` is not an index set, or an index
         lies outside the vector.
     """
-    energy = dense(vector).double().square()
-    indices = indices_of(selection)
+    energy = dense(vector, "vector").double().square()
+    indices = indices_of(selection, "selection")
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < energy.numel():
         raise InputError(
             f"indices must lie in [0, {energy.numel()}), got {int(indices.min())} to"
@@ -83,12 +84,9 @@ def contraction_bound(k: int, d: float, gamma0: float) -> float:
 
     Source: ScaleCom, Lemma 1 and appendix C.
     """
-    if k < 1:
-        raise InputError(f"k must be at least 1, got {k}")
-    if not 0 <= d <= k:
-        raise InputError(f"d must lie in [0, k] = [0, {k}], got {d:g}; pass half the distance")
-    if not 0 <= gamma0 <= 1:
-        raise InputError(f"gamma0 must lie in [0, 1], got {gamma0:g}")
+    k = whole_number(k, "k", at_least=1)
+    d = number(d, "d", at_least=0, at_most=k, hint="pass half the distance, which is at most k")
+    gamma0 = number(gamma0, "gamma0", at_least=0, at_most=1)
     return d / k + (1 - d / k) * gamma0
 
 
@@ -121,10 +119,13 @@ def xi(accumulated: Sequence[Vector], gradients: Sequence[Vector], k: int) -> fl
 
     Source: Ok-Topk, Assumption 1 (equation 5) and section 5.1.
     """
+    check_type(accumulated, Sequence, "accumulated")
+    check_type(gradients, Sequence, "gradients")
+    k = whole_number(k, "k", at_least=1)
     if len(accumulated) != len(gradients):
         raise InputError(
-            f"xi needs one accumulated vector and one gradient a rank, got {len(accumulated)} and"
-            f" {len(gradients)}"
+            "xi needs one vector of accumulated and one of gradients a rank, got"
+            f" {len(accumulated)} and {len(gradients)}"
         )
     vectors = dense_alike([*accumulated, *gradients], "accumulated and gradients")
     ranks = len(accumulated)

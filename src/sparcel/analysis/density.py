@@ -9,6 +9,7 @@ from bisect import bisect_left
 import torch
 
 from sparcel import kernels
+from sparcel._checks import check_type, whole_number
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union, log_absent
 from sparcel.stream import dense_from
@@ -48,7 +49,7 @@ def expected_nnz(size: int, k: int, ranks: int) -> float:
     Source: SparCML, appendix B.1. The paper's alternating sum is the binomial expansion of this
     formula. It is useless in floating point: for P = 100 and k/n = 0.9 its terms reach 10²⁷.
     """
-    _check(size, k, ranks)
+    size, k, ranks = _checked(size, k, ranks)
     return expected_union(size, k, ranks)
 
 
@@ -75,7 +76,7 @@ def nnz_variance(size: int, k: int, ranks: int) -> float:
     InputError
         When an argument is out of its range.
     """
-    _check(size, k, ranks)
+    size, k, ranks = _checked(size, k, ranks)
     if k in (0, size) or ranks == 1:
         return 0.0
     absent = math.exp(ranks * log_absent(size, k))
@@ -94,7 +95,8 @@ def delta(size: int, dtype: torch.dtype = torch.float32) -> int:
 
     Source: SparCML, section 5.1.
     """
-    return dense_from(size, dtype.itemsize) - 1
+    check_type(dtype, torch.dtype, "dtype")
+    return dense_from(whole_number(size, "size", at_least=0), dtype.itemsize) - 1
 
 
 def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> int:
@@ -112,7 +114,7 @@ def ranks_until_dense(size: int, k: int, dtype: torch.dtype = torch.float32) -> 
     InputError
         When an argument is out of its range.
     """
-    _check(size, k, 1)
+    size, k, _ = _checked(size, k, 1)
     if k == 0:
         raise InputError("k must be at least 1, got 0: an empty sum never turns dense")
     most = delta(size, dtype)
@@ -147,17 +149,16 @@ def relative_volume(size: int, k: int, ranks: int, dtype: torch.dtype = torch.fl
 
     Source: SparCML, section 5.3.2 and 5.3.3.
     """
+    size, k, ranks = _checked(size, k, ranks)
     if ranks < 2:
         raise InputError(f"ranks must be at least 2, got {ranks}: one rank sends nothing")
+    check_type(dtype, torch.dtype, "dtype")
     coordinate = 1 + kernels.index_dtype(size).itemsize / dtype.itemsize
     halves = (min(size, nnz * coordinate) for nnz in (k, expected_nnz(size, k, ranks)))
     return sum(halves) / (2 * size)
 
 
-def _check(size: int, k: int, ranks: int) -> None:
-    if size < 1:
-        raise InputError(f"size must be at least 1, got {size}")
-    if not 0 <= k <= size:
-        raise InputError(f"k must lie in [0, size] = [0, {size}], got {k}")
-    if ranks < 1:
-        raise InputError(f"ranks must be at least 1, got {ranks}")
+def _checked(size: int, k: int, ranks: int) -> tuple[int, int, int]:
+    size = whole_number(size, "size", at_least=1)
+    k = whole_number(k, "k", at_least=0, at_most=size)
+    return size, k, whole_number(ranks, "ranks", at_least=1)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from sparcel._checks import check_type
 from sparcel.analysis._inputs import Vector, dense
 from sparcel.analysis.density import delta
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union_of
-from sparcel.schemes.density import check_density, count_for
+from sparcel.schemes.density import checked_density, count_for
 from sparcel.selectors import selector
 from sparcel.stream import SparseStream
 
@@ -67,8 +68,10 @@ def growth(selections: Iterable[SparseStream]) -> Growth:
     InputError
         When there is no stream, or sizes differ or are 0.
     """
+    check_type(selections, Iterable, "selections")
     union: _Union | None = None
-    for stream in selections:
+    for place, stream in enumerate(selections):
+        check_type(stream, SparseStream, f"selections[{place}]")
         union = union or _Union(stream.size, stream.device)
         union.add(stream)
     if union is None:
@@ -106,11 +109,13 @@ def fill_in(
 
     Source: SparCML, section 3 and Figure 1.
     """
-    for density in densities:
-        check_density(density)
+    check_type(gradients, Iterable, "gradients")
+    check_type(densities, Iterable, "densities")
+    check_type(selectors, Iterable, "selectors")
+    densities = [checked_density(one, f"densities[{i}]") for i, one in enumerate(densities)]
     unions: dict[tuple[float, str], _Union] = {}
-    for gradient in gradients:
-        vector = dense(gradient).contiguous()
+    for place, gradient in enumerate(gradients):
+        vector = dense(gradient, f"gradients[{place}]").contiguous()
         for density, name in product(densities, selectors):
             # Every rank gets a new selector, because some selectors have state.
             k = count_for(density, vector.numel())

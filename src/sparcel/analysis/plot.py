@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sparcel._checks import check_type
 from sparcel.analysis._inputs import optional
 from sparcel.analysis.density import delta
 from sparcel.analysis.growth import Growth
@@ -41,6 +42,7 @@ def plot_fill_in(
 
     Source: SparCML, Figure 1.
     """
+    check_type(measured, Mapping, "measured")
     if not measured:
         raise InputError("plot_fill_in needs at least one growth, got none")
     with optional("plot_fill_in"):

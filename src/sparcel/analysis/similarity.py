@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparcel.analysis._inputs import Vector, dense_alike, optional
+from sparcel._checks import check_type
+from sparcel.analysis._inputs import Vector, dense, dense_alike, optional
 from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
@@ -165,7 +166,7 @@ Magnitudes = npt.NDArray[np.float64]
 
 
 def _magnitudes(local: Vector, true: Vector) -> tuple[Magnitudes, Magnitudes]:
-    vectors = dense_alike([local, true], "local and true")
+    vectors = dense_alike([dense(local, "local"), dense(true, "true")], "local and true")
     if vectors[0].numel() < 2:
         raise InputError(f"a correlation needs two coordinates or more, got {vectors[0].numel()}")
     first, second = (vector.abs().double().cpu().numpy() for vector in vectors)
@@ -178,24 +179,25 @@ def _pearson(x: Magnitudes, y: Magnitudes) -> float:
     return float(np.clip(x @ y / norms, -1, 1)) if norms > 0 else math.nan
 
 
-def _index_sets(*sets: SparseStream | Tensor) -> list[Tensor]:
-    sizes = {one.size for one in sets if isinstance(one, SparseStream)}
+def _index_sets(a: SparseStream | Tensor, b: SparseStream | Tensor) -> list[Tensor]:
+    sizes = {one.size for one in (a, b) if isinstance(one, SparseStream)}
     if len(sizes) > 1:
         raise InputError(f"index sets must be of vectors of one size, got sizes {sorted(sizes)}")
-    return [indices_of(one) for one in sets]
+    return [indices_of(a, "a"), indices_of(b, "b")]
 
 
-def indices_of(selection: SparseStream | Tensor) -> Tensor:
-    """Return a selection's indices, ``[k]`` int64, or raise `InputError`."""
+def indices_of(selection: SparseStream | Tensor, name: str) -> Tensor:
+    """Return a selection's indices, ``[k]`` int64, or raise an `InputError` that names it."""
     if isinstance(selection, SparseStream):
         if selection.indices is None:
             return torch.arange(selection.size, device=selection.device)
         return selection.indices.long()
+    check_type(selection, Tensor, name, "it may be a SparseStream as well")
     if selection.ndim != 1 or selection.dtype not in (torch.int32, torch.int64):
         raise InputError(
-            f"an index set is a stream or an int32 or int64 tensor [k], got {selection.dtype} of"
+            f"{name} must be a stream or an int32 or int64 tensor [k], got {selection.dtype} of"
             f" shape {tuple(selection.shape)}"
         )
     if selection.unique().numel() < selection.numel():
-        raise InputError("an index set must not repeat an index; pass indices.unique()")
+        raise InputError(f"{name} must not repeat an index; pass indices.unique()")
     return selection.long()

@@ -9,7 +9,7 @@ from typing import Any, Self
 from sparcel.bench.engines import ENGINES
 from sparcel.bench.inputs import DISTRIBUTIONS
 from sparcel.errors import InputError, known
-from sparcel.schemes import check_density
+from sparcel.schemes import checked_density
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         for density in self.densities:
-            check_density(density)
+            checked_density(density)
         for distribution in self.distributions:
             known(distribution, DISTRIBUTIONS, "distribution")
         for engine in self.engines:

@@ -28,9 +28,9 @@ def density(
     large coordinates in common.
     """
     from sparcel.analysis.report import summary, table
-    from sparcel.schemes.density import check_density, count_for
+    from sparcel.schemes.density import checked_density, count_for
 
-    check_density(density)
+    checked_density(density)
     k = count_for(density, size)
     console = Console(highlight=False)
     console.print(table(size, k, ranks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sparcel.errors import InputError
+from sparcel._checks import number, whole_number
 from sparcel.rates import TRANSFERS, Curve, Rates
 
 _WORK = {  # seconds a call, seconds a unit
@@ -60,11 +60,13 @@ def stated_rates(
     description
         What to call the rates; by default the stated bandwidth and latency.
     """
-    if not (bandwidth > 0 and node_bandwidth > 0 and latency_s >= 0 and node_latency_s >= 0):
-        raise InputError(
-            f"bandwidths must be positive and latencies not negative, got {bandwidth:g} and"
-            f" {node_bandwidth:g} bytes/s, {latency_s:g} and {node_latency_s:g} s"
-        )
+    bandwidth = number(bandwidth, "bandwidth", above=0)
+    latency_s = number(latency_s, "latency_s", at_least=0)
+    ranks = whole_number(ranks, "ranks", at_least=1)
+    ranks_per_node = whole_number(ranks_per_node, "ranks_per_node", at_least=1)
+    node_bandwidth = number(node_bandwidth, "node_bandwidth", above=0)
+    node_latency_s = number(node_latency_s, "node_latency_s", at_least=0)
+    memory_bandwidth = number(memory_bandwidth, "memory_bandwidth", above=0)
     if not description:
         description = f"{8e-9 * bandwidth:g} Gbit/s and {1e6 * latency_s:g} µs, stated"
     here = min(ranks_per_node, ranks)

@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 
+from sparcel._checks import whole_number
 from sparcel.comm import Communicator
 from sparcel.cost import trials
 from sparcel.cost.trials import Trial
@@ -107,6 +108,7 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     InputError
         When there is only one rank, or messages are in GPU memory.
     """
+    passes = whole_number(passes, "passes", at_least=1)
     if comm.device.type != "cpu":
         raise InputError(
             f"rates can be measured only for messages on the CPU, but comm's are on {comm.device};"

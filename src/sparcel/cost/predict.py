@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sparcel._checks import check_callable, check_type
 from sparcel.cost.defaults import default_rates
 from sparcel.errors import InputError
 from sparcel.rates import Curve, Rates
@@ -90,7 +91,10 @@ def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Predi
     rates
         None for `default_rates`.
     """
-    rates = rates or default_rates()
+    check_callable(steps, "steps")
+    check_type(problem, Problem, "problem")
+    rates = default_rates() if rates is None else rates
+    check_type(rates, Rates, "rates")
     phases = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
     for step in steps(problem):
         if isinstance(step, Exchange):

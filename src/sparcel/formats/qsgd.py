@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel._checks import whole_number
 from sparcel.errors import FormatError, InputError
 from sparcel.formats.base import Encoded
 from sparcel.formats.coo import COO
@@ -44,9 +45,10 @@ class Qsgd:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in _BITS:
+        if whole_number(self.bits, "bits") not in _BITS:
             raise InputError(f"bits must be 8, 4 or 2, got {self.bits}")
-        if not 8 <= self.bucket < 1 << 16 or self.bucket % 8:
+        whole_number(self.seed, "seed")
+        if not 8 <= whole_number(self.bucket, "bucket") < 1 << 16 or self.bucket % 8:
             raise InputError(f"bucket must be a multiple of 8 from 8 to 65528, got {self.bucket}")
 
     @property

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from sparcel import units
-from sparcel.errors import InputError, known
-
-if TYPE_CHECKING:
-    from torch import nn
+from sparcel._checks import check_type, number, whole_number
+from sparcel.errors import known
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Model:
     flops: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.parameters < 1:
-            raise InputError(f"a model to plan for has parameters, got {self.parameters}")
+        whole_number(self.parameters, "the parameters of a model to plan for", at_least=1)
+        number(self.flops, "flops", at_least=0)
 
 
 def _vision(name: str, parameters: int, gigamacs: float) -> Model:
@@ -85,5 +84,6 @@ def model_of(given: str | int | nn.Module) -> Model:
         if given.strip()[:1].isdigit():
             return Model(f"{given.strip()} parameters", units.whole(given))
         return MODELS[known(given, MODELS, "model")]
+    check_type(given, nn.Module, "model", "a name and a number of parameters are models, too")
     trained = sum(p.numel() for p in given.parameters() if p.requires_grad)
     return Model(type(given).__name__, trained)

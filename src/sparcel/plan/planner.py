@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from sparcel._checks import check_type, number, whole_number
 from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.server import through_server
 from sparcel.schedule import Steps
-from sparcel.schemes import ON_NODES, SEND_ALL, check_density, engine_steps, steps_of
+from sparcel.schemes import ON_NODES, SEND_ALL, checked_density, engine_steps, steps_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,12 +53,9 @@ class Workload:
     bucket_bytes: int = 25 << 20
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if not self.compute_s >= 0 or self.bucket_bytes < 4:
-            raise InputError(
-                f"computation takes at least 0 s, and a bucket 4 bytes, got {self.compute_s:g} s"
-                f" and {self.bucket_bytes} bytes"
-            )
+        checked_density(self.density)
+        number(self.compute_s, "compute_s", at_least=0)
+        whole_number(self.bucket_bytes, "bucket_bytes", at_least=4)
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,8 @@ def plan(
     Gradients are assumed to become ready evenly in the last two thirds of the computation, and the
     ranks' indices to be independent: the most fill-in that there can be.
     """
-    rates = rates or default_rates()
+    rates = default_rates() if rates is None else rates
+    check_type(rates, Rates, "rates")
     trained = model if isinstance(model, Model) else model_of(model)
     work = Workload(trained, density, compute_s, bucket_bytes)
     if topology not in ("all-reduce", "parameter-server"):

@@ -13,7 +13,7 @@ from sparcel.schemes.auto import Auto
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_steps
 from sparcel.schemes.dense import steps as dense_steps
-from sparcel.schemes.density import check_density
+from sparcel.schemes.density import checked_density
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import steps as gtopk_steps
 from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of
@@ -53,7 +53,7 @@ __all__ = [
     "Scheme",
     "SparCML",
     "TopK",
-    "check_density",
+    "checked_density",
     "connect_nodes",
     "engine_steps",
     "filter_of",
@@ -124,7 +124,7 @@ def scheme(name: str, **settings: Any) -> Scheme:
     InputError
         For a name or a setting that does not exist, or a value out of range.
     """
-    kind = SCHEMES[known(name, SCHEMES, "scheme")]
+    kind = SCHEMES[known(name, SCHEMES, "the name of a scheme")]
     accepted = list(inspect.signature(kind).parameters)
     for setting in settings:
         known(setting, accepted, f"a setting of scheme {name!r}")

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sparcel import cost
+from sparcel._checks import flag
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError, known
@@ -80,7 +81,9 @@ class Auto(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.candidates, str) or not self.candidates:
+        self.corrected = flag(self.corrected, "corrected")
+        named = isinstance(self.candidates, Sequence) and not isinstance(self.candidates, str)
+        if not (named and self.candidates):
             raise InputError(
                 f"candidates must be a list of some of {list(CANDIDATES)}, got {self.candidates!r}"
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, all_finite
+from sparcel._checks import FLOAT_DTYPES, all_finite, check_type
 from sparcel.comm import Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.schemes.request import Request
@@ -163,6 +163,8 @@ class Scheme(ABC):
         self, gradient: Tensor, comm: Communicator, request: Request | None, out: Tensor | None
     ) -> SparseStream:
         """Begin a step in a job of ``comm``, and commit it."""
+        if request is not None:
+            check_type(request, Request, "request")
 
         def job() -> SparseStream:
             self._agree(gradient, comm)
@@ -174,6 +176,7 @@ class Scheme(ABC):
 
     def _check(self, gradient: Tensor) -> None:
         """Raise `InputError` unless a step can take ``gradient``."""
+        check_type(gradient, Tensor, "gradient")
         if gradient.ndim != 1 or gradient.dtype not in FLOAT_DTYPES or not gradient.is_contiguous():
             raise InputError(
                 f"a gradient is a contiguous one-dimensional float tensor, got {gradient.dtype} of"
@@ -214,6 +217,7 @@ def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
     """Return ``out``, checked, or a new tensor like ``gradient``."""
     if out is None:
         return torch.empty_like(gradient)
+    check_type(out, Tensor, "out")
     if (out.shape, out.dtype, out.device) != (gradient.shape, gradient.dtype, gradient.device):
         raise InputError(
             f"out must be like the gradient, {gradient.dtype} of shape {tuple(gradient.shape)} on"

@@ -5,28 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from sparcel._checks import number, whole_number
 from sparcel.errors import InputError
 
 
-def check_schedule(densities: Sequence[float], steps: int | None) -> None:
-    """Raise `InputError` unless these are densities and each lasts at least one step."""
-    if not isinstance(densities, Sequence):
+def checked_schedule(
+    densities: Sequence[float], steps: int | None
+) -> tuple[tuple[float, ...], int | None]:
+    """Return the densities of the warm-up and the steps of each, or raise `InputError`."""
+    if isinstance(densities, str) or not isinstance(densities, Sequence):
         raise InputError(f"warmup must be a list of densities, got {densities!r}")
-    for density in densities:
-        check_density(density)
-    if densities and not (isinstance(steps, int) and steps >= 1):
+    checked = tuple(
+        checked_density(density, f"warmup[{place}]") for place, density in enumerate(densities)
+    )
+    if steps is not None:
+        steps = whole_number(steps, "warmup_steps", at_least=1)
+    elif checked:
         raise InputError(
-            f"warmup={list(densities)} needs warmup_steps, the steps that each density lasts, got"
-            f" {steps}; for one epoch each pass warmup_steps=len(loader)"
+            f"warmup={list(checked)} needs warmup_steps, the optimiser steps that each density"
+            " lasts; for one epoch each pass warmup_steps=len(loader), divided by the batches that"
+            " a step accumulates"
         )
+    return checked, steps
 
 
-def check_density(density: float) -> None:
-    """Raise `InputError` unless ``density`` lies in (0, 1]."""
-    if not 0 < density <= 1:
-        percentage = 1 < density <= 100
-        hint = f"; for a percentage pass density={density / 100:g}" if percentage else ""
-        raise InputError(f"density must lie in (0, 1], got {density:g}{hint}")
+def checked_density(density: float, name: str = "density") -> float:
+    """Return ``density`` as a float in (0, 1], or raise an `InputError` that names it."""
+    share = number(density, name)
+    hint = f"for a percentage pass density={share / 100:g}" if 1 < share <= 100 else ""
+    return number(density, name, above=0, at_most=1, hint=hint)
 
 
 def count_for(density: float, size: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from sparcel import patterns
+from sparcel._checks import whole_number
 from sparcel.collectives.dense import agreement_steps
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
@@ -54,9 +55,8 @@ class Hierarchical(Scheme):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Scheme):
             raise InputError(f"inner must be a scheme, as sparcel.scheme makes, got {self.inner!r}")
-        given = self.ranks_per_node
-        if given is not None and not (isinstance(given, int) and given >= 1):
-            raise InputError(f"ranks_per_node must be a whole number of at least 1, got {given}")
+        if self.ranks_per_node is not None:
+            self.ranks_per_node = whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
         self.inner = self.inner.fresh()
 
     @property

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sparcel._checks import whole_number
 from sparcel.collectives.oktopk import oktopk
 from sparcel.collectives.oktopk import steps as oktopk_steps
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
-from sparcel.errors import InputError, known
+from sparcel.errors import known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
@@ -48,9 +49,8 @@ class OkTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         known(self.threshold, ["exact", "reuse"], "threshold")
-        for period in (self.threshold_steps, self.boundary_steps):
-            if period < 1:
-                raise InputError(f"an estimate must serve at least 1 step, got {period}")
+        self.threshold_steps = whole_number(self.threshold_steps, "threshold_steps", at_least=1)
+        self.boundary_steps = whole_number(self.boundary_steps, "boundary_steps", at_least=1)
         if self.threshold == "reuse" and self.selector == "exact":
             self.selector = selector("reuse", period=self.threshold_steps)
         super().__post_init__()

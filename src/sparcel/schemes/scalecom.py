@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from sparcel._checks import number, whole_number
 from sparcel.collectives.broadcast import broadcast, message_steps
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.comm import Communicator
-from sparcel.errors import InputError
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import SMALL, apply_steps
 from sparcel.schemes.request import Request
@@ -44,8 +44,9 @@ class ScaleCom(Sparsifier):
     beta_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta <= 1:
-            raise InputError(f"beta must lie in (0, 1], got {self.beta:g}; 1 filters nothing")
+        self.beta = number(self.beta, "beta", above=0, at_most=1, hint="1 filters nothing")
+        if self.beta_steps is not None:
+            self.beta_steps = whole_number(self.beta_steps, "beta_steps", at_least=0)
         super().__post_init__()
 
     def filter_at(self, step: int) -> float:

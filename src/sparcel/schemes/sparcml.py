@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sparcel._checks import whole_number
 from sparcel.collectives.split_allgather import quantized_split_allgather, split_allgather
 from sparcel.collectives.split_allgather import steps as split_allgather_steps
 from sparcel.formats import Qsgd
@@ -39,6 +40,9 @@ class SparCML(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.seed = whole_number(self.seed, "seed")
+        if self.bits is not None:
+            self.bits = whole_number(self.bits, "bits")
         self._quantizer = None if self.bits is None else Qsgd(self.bits)
 
     def _sends_all(self, layers: Sequence[Layer]) -> bool:

@@ -9,12 +9,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from sparcel._checks import number
 from sparcel.collectives.dense import dense
 from sparcel.comm import Communicator
-from sparcel.errors import InputError
 from sparcel.memory import Memory, Share, emptied
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.density import check_density, check_schedule, count_for
+from sparcel.schemes.density import checked_density, checked_schedule, count_for
 from sparcel.schemes.request import Layer, Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
@@ -80,12 +80,11 @@ class Sparsifier(Scheme):
     _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        check_schedule(self.warmup, self.warmup_steps)
-        if not 0 <= self.momentum < 1:
-            raise InputError(f"momentum must lie in [0, 1), got {self.momentum:g}")
-        if self.clip is not None and not self.clip > 0:
-            raise InputError(f"clip must be a positive norm, got {self.clip:g}; None clips nothing")
+        self.density = checked_density(self.density)
+        self.warmup, self.warmup_steps = checked_schedule(self.warmup, self.warmup_steps)
+        self.momentum = number(self.momentum, "momentum", at_least=0, below=1)
+        if self.clip is not None:
+            self.clip = number(self.clip, "clip", above=0, hint="None clips nothing")
         self.selector = make_selector(self.selector)
         self._memory = Memory(self.filter_at(0), self.momentum, self.clip)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
 
@@ -96,10 +94,3 @@ class Selector(ABC):
 def stream_of(indices: Tensor, values: Tensor, vector: Tensor, finite: bool = True) -> SparseStream:
     """Make the stream of what was selected from ``vector``."""
     return SparseStream.unchecked(indices, values, vector.numel(), finite)
-
-
-def check_setting(name: str, value: float, least: float, most: float = math.inf) -> None:
-    """Raise `InputError` when a setting is not in [least, most]."""
-    if not least <= value <= most:
-        limits = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
-        raise InputError(f"{name} must be {limits}, got {value}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparcel.selectors.base import check_setting
+from sparcel._checks import whole_number
 from sparcel.selectors.ranked import Ranked
 
 
@@ -31,9 +31,9 @@ class Bucketed(Ranked):
     count: int | None = None
 
     def __post_init__(self) -> None:
-        check_setting("bucket", self.bucket, 1)
+        self.bucket = whole_number(self.bucket, "bucket", at_least=1)
         if self.count is not None:
-            check_setting("count", self.count, 1)
+            self.count = whole_number(self.count, "count", at_least=1)
 
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
         """Round the density to a count a bucket."""
@@ -63,7 +63,7 @@ class Chunkwise(Ranked):
     m: int = 1
 
     def __post_init__(self) -> None:
-        check_setting("m", self.m, 1)
+        self.m = whole_number(self.m, "m", at_least=1)
 
     def rule(self, k: int, size: int) -> tuple[int, int | None]:
         """Choose the shortest chunks that let no more than k through."""

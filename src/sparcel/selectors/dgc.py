@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.selectors.base import Selector, check_setting, stream_of
+from sparcel._checks import number, whole_number
+from sparcel.selectors.base import Selector, stream_of
 from sparcel.selectors.draws import integers
 from sparcel.selectors.thresholds import no_more_than
 from sparcel.stream import SparseStream
@@ -41,7 +42,8 @@ class DoubleSampling(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_setting("sample", self.sample, 0, 1)
+        self.sample = number(self.sample, "sample", at_least=0, at_most=1)
+        self.seed = whole_number(self.seed, "seed")
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Find the threshold in a sample, and select what passes it."""

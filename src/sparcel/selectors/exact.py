@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparcel._checks import FLOAT_DTYPES
+from sparcel._checks import FLOAT_DTYPES, check_type, whole_number
 from sparcel.errors import InputError
 from sparcel.selectors.ranked import Ranked
 from sparcel.stream import SparseStream
@@ -41,11 +41,10 @@ def topk(x: Tensor, k: int) -> SparseStream:
     InputError
         When ``x`` is not a one-dimensional float tensor, or ``k < 1``.
     """
+    check_type(x, Tensor, "x")
     if x.ndim != 1 or x.dtype not in FLOAT_DTYPES:
         raise InputError(
             f"topk selects from a one-dimensional float tensor, got {x.dtype} of shape"
             f" {tuple(x.shape)}; flatten it first"
         )
-    if k < 1:
-        raise InputError(f"k must be at least 1, got {k}")
-    return ExactTopK().select(x.detach().contiguous(), k)
+    return ExactTopK().select(x.detach().contiguous(), whole_number(k, "k", at_least=1))

@@ -8,7 +8,8 @@ from statistics import NormalDist
 
 from torch import Tensor
 
-from sparcel.selectors.base import Selector, check_setting, stream_of
+from sparcel._checks import number
+from sparcel.selectors.base import Selector, stream_of
 from sparcel.selectors.thresholds import Counts, largest, moments
 from sparcel.stream import SparseStream
 
@@ -35,7 +36,7 @@ class GaussianK(Selector):
     factor: float = 0.9
 
     def __post_init__(self) -> None:
-        check_setting("factor", self.factor, 0, 0.99)
+        self.factor = number(self.factor, "factor", at_least=0, at_most=0.99)
 
     def most(self, k: int, size: int) -> int:
         """Return ⌈4k/3⌉, or the size."""

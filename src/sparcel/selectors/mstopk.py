@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel.selectors.base import Selector, check_setting, stream_of
+from sparcel._checks import whole_number
+from sparcel.selectors.base import Selector, stream_of
 from sparcel.selectors.draws import integers
 from sparcel.selectors.thresholds import Counts, at_least, joined, moments, peak
 from sparcel.stream import SparseStream
@@ -42,7 +43,8 @@ class MSTopK(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_setting("samplings", self.samplings, 1)
+        self.samplings = whole_number(self.samplings, "samplings", at_least=1)
+        self.seed = whole_number(self.seed, "seed")
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Bisect the threshold, and fill up from the slice."""

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.selectors.base import Selector, check_setting, stream_of
+from sparcel._checks import whole_number
+from sparcel.selectors.base import Selector, stream_of
 from sparcel.selectors.thresholds import largest
 from sparcel.stream import SparseStream
 
@@ -37,7 +38,7 @@ class ThresholdReuse(Selector):
     _since: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_setting("period", self.period, 1)
+        self.period = whole_number(self.period, "period", at_least=1)
 
     def most(self, k: int, size: int) -> int:
         """Return ⌈4k/3⌉, or the size."""

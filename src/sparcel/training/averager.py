@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel import cost
+from sparcel._checks import flag
 from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
@@ -18,7 +19,9 @@ from sparcel.rates import Rates
 from sparcel.schemes import Request, Scheme, connect_nodes
 from sparcel.training.checks import (
     check_alike,
+    check_arguments,
     check_device,
+    check_gradient,
     check_gradients,
     check_places,
     check_rates,
@@ -96,6 +99,8 @@ class Averager(Handle):
         rates: Rates | str | PathLike[str] | None = None,
         withhold_zeros: bool = False,
     ) -> None:
+        check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
+        self._withhold_zeros = flag(withhold_zeros, "withhold_zeros")
         template = scheme.fresh()
         treatment = treat(tensors, template, policy, densities or {}, rows)
         comm, owned = _communicator(group)
@@ -115,7 +120,6 @@ class Averager(Handle):
             raise
         super().__init__(comm, owned, Residuals(template), treatment)
         self._scaler = scaler if template.remembers else None
-        self._withhold_zeros = withhold_zeros
         self._step: Transaction | None = None
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -193,6 +197,7 @@ class Averager(Handle):
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
+        check_gradient(name, gradient, self._treatment)
         step = self._open([name])
         step.queue(lambda: step.exchange_rows(name, gradient))
 

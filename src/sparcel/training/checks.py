@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
+from os import PathLike
 
 import torch
 from torch import Tensor
 
+from sparcel._checks import check_callable, check_type
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
+from sparcel.rates import Rates
 from sparcel.schemes import Scheme
-from sparcel.training.policy import Treatment
+from sparcel.training.policy import Policy, Treatment
+
+
+def check_arguments(
+    tensors: Mapping[str, Tensor],
+    scheme: Scheme,
+    scaler: torch.amp.GradScaler | None,
+    policy: Policy,
+    densities: Mapping[str, float] | None,
+    rows: Collection[str],
+    rates: Rates | str | PathLike[str] | None,
+) -> None:
+    """Raise an `InputError` that names the argument of an averager that is of a wrong type."""
+    check_type(tensors, Mapping, "tensors", "such as dict(model.named_parameters())")
+    for name, tensor in tensors.items():
+        check_type(tensor, Tensor, f"tensors[{name!r}]")
+    check_type(scheme, Scheme, "scheme", "sparcel.scheme makes one")
+    if scaler is not None:
+        check_type(scaler, torch.amp.GradScaler, "scaler")
+    check_callable(policy, "policy")
+    if densities is not None:
+        check_type(densities, Mapping, "densities")
+    if isinstance(rows, str) or not isinstance(rows, Collection):
+        raise InputError(f"rows must be a list of names, got {rows!r}")
+    if not (rates is None or isinstance(rates, Rates | str | PathLike)):
+        raise InputError(f'rates must be Rates, "measure" or the path of a file, got {rates!r}')
 
 
 def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.device:
@@ -85,6 +113,8 @@ def _ranks_with_other(facts: str, comm: Communicator) -> list[int]:
 
 def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatment) -> None:
     """Raise `InputError` unless a flat vector can hold these tensors in these places."""
+    check_type(vector, Tensor, "vector")
+    check_type(places, Mapping, "places")
     if vector.ndim != 1 or not vector.is_contiguous():
         raise InputError(
             f"a vector of tensors must be one-dimensional and contiguous, got shape"
@@ -94,8 +124,7 @@ def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatme
     if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
         raise InputError(f"places of tensors must not overlap, got {dict(places)}")
     for name, (start, stop) in places.items():
-        if name not in treatment.tensors:
-            raise InputError(f"the averager was not made for a tensor named {name!r}")
+        check_known(name, treatment)
         size = treatment.tensors[name].numel()
         if not (start >= 0 and stop - start == size and stop <= vector.numel()):
             raise InputError(
@@ -106,6 +135,7 @@ def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatme
 
 def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> None:
     """Raise `InputError` unless the gradients are like the tensors that they are to update."""
+    check_type(gradients, Mapping, "gradients")
     tensors = treatment.tensors
     if gradients.keys() != tensors.keys():
         missing = sorted(tensors.keys() - gradients.keys())
@@ -115,16 +145,29 @@ def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> No
             f" {unknown}; give zeros for a tensor that was not used"
         )
     for name, gradient in gradients.items():
-        tensor, in_rows = tensors[name], name in treatment.rows
-        if (gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-            in_rows,
-        ):
-            raise InputError(
-                f"the gradient {name!r} must be {'sparse' if in_rows else 'dense'} {tensor.dtype}"
-                f" of shape {tuple(tensor.shape)} on {tensor.device}, got"
-                f" {'sparse' if gradient.is_sparse else 'dense'} {gradient.dtype} of shape"
-                f" {tuple(gradient.shape)} on {gradient.device}; name sparse gradients in rows="
-            )
+        check_gradient(name, gradient, treatment)
+
+
+def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
+    """Raise `InputError` unless a gradient is like the tensor that it is to update."""
+    check_known(name, treatment)
+    check_type(gradient, Tensor, f"the gradient {name!r}")
+    tensor, in_rows = treatment.tensors[name], name in treatment.rows
+    if (gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse) != (
+        tensor.shape,
+        tensor.dtype,
+        tensor.device,
+        in_rows,
+    ):
+        raise InputError(
+            f"the gradient {name!r} must be {'sparse' if in_rows else 'dense'} {tensor.dtype}"
+            f" of shape {tuple(tensor.shape)} on {tensor.device}, got"
+            f" {'sparse' if gradient.is_sparse else 'dense'} {gradient.dtype} of shape"
+            f" {tuple(gradient.shape)} on {gradient.device}; name sparse gradients in rows="
+        )
+
+
+def check_known(name: str, treatment: Treatment) -> None:
+    """Raise `InputError` unless the averager was made for a tensor of that name."""
+    if name not in treatment.tensors:
+        raise InputError(f"the averager was not made for a tensor named {name!r}")

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.schemes import Scheme, check_density
+from sparcel.schemes import Scheme, checked_density
 
 Policy = Callable[[str, Tensor], bool]
 """``(name, tensor) -> whether its gradient stays dense``; the same on all ranks."""
@@ -78,7 +78,7 @@ def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict
         When a pattern fits no name, or a density is out of range.
     """
     for pattern, density in patterns.items():
-        check_density(density)
+        checked_density(density, f"densities[{pattern!r}]")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
                 f"densities: {pattern!r} fits none of the tensors, which are named like"

@@ -178,10 +178,13 @@ def test_work_costs_the_cpu_time_of_its_rank_if_asked_for():
     ("wrong", "said"),
     [
         ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
-        ({"latency_s": -1}, "latency_s must be at least 0 seconds, got -1"),
-        ({"node_latency_s": float("nan")}, "node_latency_s must be at least 0 seconds, got nan"),
-        ({"bandwidth": 0}, "bandwidth must be more than 0 bytes a second, got 0; leave it out"),
-        ({"node_bandwidth": -5}, "node_bandwidth must be more than 0 bytes a second, got -5"),
+        ({"latency_s": -1}, "latency_s must be at least 0, got -1; it is in seconds"),
+        ({"node_latency_s": float("nan")}, "node_latency_s must be at least 0, got nan"),
+        (
+            {"bandwidth": 0},
+            "bandwidth must be more than 0, got 0; it is in bytes a second",
+        ),
+        ({"node_bandwidth": -5}, "node_bandwidth must be more than 0, got -5"),
     ],
 )
 def test_impossible_networks_are_input_errors(wrong, said):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparcel.errors import InputError
+from sparcel._checks import number, whole_number
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,12 @@ class Network:
     node_bandwidth: float = float("inf")
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise InputError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
+        whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
         for name in ("latency_s", "node_latency_s"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} must be at least 0 seconds, got {getattr(self, name)}")
+            number(getattr(self, name), name, at_least=0, hint="it is in seconds")
         for name in ("bandwidth", "node_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise InputError(
-                    f"{name} must be more than 0 bytes a second, got {getattr(self, name)};"
-                    " leave it out for no limit"
-                )
+            unit = "it is in bytes a second; leave it out for no limit"
+            number(getattr(self, name), name, above=0, hint=unit)
 
     def message_seconds(self, nbytes: int, between_nodes: bool) -> float:
         """Return how long a message occupies a port, between nodes or inside one."""

@@ -15,13 +15,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from sparcel._checks import check_callable, check_type, flag, whole_number
 from sparcel.comm.simulated.cluster import Cluster
 from sparcel.comm.simulated.communicator import SimulatedCommunicator
 from sparcel.comm.simulated.network import Network
 from sparcel.comm.simulated.replay import seconds_of
 from sparcel.comm.simulated.trace import Trace
 from sparcel.comm.traffic import Traffic
-from sparcel.errors import InputError
 
 T = TypeVar("T")
 
@@ -64,6 +64,7 @@ class Report(Generic[T]):
 
     def seconds_on(self, network: Network) -> float:
         """Return the slowest rank's virtual clock if the run had been on another network."""
+        check_type(network, Network, "network")
         return seconds_of(self.trace, network)
 
 
@@ -100,10 +101,10 @@ def simulate(
     Exception
         The exception of the first rank that failed; a deadlock raises `CommunicationError`.
     """
-    if world_size < 1:
-        raise InputError(f"world_size must be at least 1, got {world_size}")
+    world_size = whole_number(world_size, "world_size", at_least=1)
+    check_callable(function, "function")
     network = Network(latency_s, bandwidth, ranks_per_node, node_latency_s, node_bandwidth)
-    cluster = Cluster(world_size, ranks_per_node, cpu_time)
+    cluster = Cluster(world_size, ranks_per_node, flag(cpu_time, "cpu_time"))
     return Report(_run(cluster, function), cluster.traffic, network, cluster.trace)
 
 
