@@ -1,8 +1,10 @@
-"""The exceptions that sparcel raises; all derive from `SparcelError`."""
+"""The exceptions that sparcel raises, all derived from `SparcelError`, and its warning."""
 
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -24,6 +26,18 @@ class FormatError(SparcelError, ValueError):
 
 class CommunicationError(SparcelError, RuntimeError):
     """A peer disconnected, did not answer within the timeout, or reported a failure."""
+
+
+class SparcelWarning(UserWarning):
+    """What was asked for works, but is probably not what was meant."""
+
+
+def warn(message: str) -> None:
+    """Give a `SparcelWarning` at the line that called sparcel."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("sparcel."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, SparcelWarning, stacklevel=level)
 
 
 def known(name: str, names: Iterable[str], what: str) -> str:

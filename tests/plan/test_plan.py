@@ -25,7 +25,7 @@ def test_models_are_names_numbers_and_modules():
     assert model_of(net) == Model("Sequential", 8)
     with pytest.raises(InputError, match="did you mean 'resnet50'"):
         model_of("resnet5")
-    with pytest.raises(InputError, match="the parameters of a model to plan for must be at least 1"):
+    with pytest.raises(InputError, match="the parameters of a model to plan for must be"):
         model_of(nn.ReLU())
 
 

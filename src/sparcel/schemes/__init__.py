@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
-from sparcel.errors import known
+from sparcel.errors import known, warn
 from sparcel.rates import Rates
 from sparcel.schedule import Steps
 from sparcel.schemes.auto import Auto
@@ -16,7 +16,7 @@ from sparcel.schemes.dense import steps as dense_steps
 from sparcel.schemes.density import checked_density
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import steps as gtopk_steps
-from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of
+from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of, momentum_of
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import steps as oktopk_steps
 from sparcel.schemes.presets import (
@@ -31,6 +31,7 @@ from sparcel.schemes.presets import (
 from sparcel.schemes.request import Layer, Meter, Request
 from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.scalecom import steps as scalecom_steps
+from sparcel.schemes.settings import Settings
 from sparcel.schemes.sparcml import SparCML
 from sparcel.schemes.sparcml import steps as sparcml_steps
 from sparcel.schemes.topk import TopK
@@ -51,12 +52,14 @@ __all__ = [
     "Request",
     "ScaleCom",
     "Scheme",
+    "Settings",
     "SparCML",
     "TopK",
     "checked_density",
     "connect_nodes",
     "engine_steps",
     "filter_of",
+    "momentum_of",
     "scheme",
     "steps_of",
 ]
@@ -106,7 +109,7 @@ def steps_of(name: str, rates: Rates) -> Steps:
     return topk_steps_by(rates) if name == "topk" else STEPS[name]
 
 
-def scheme(name: str, **settings: Any) -> Scheme:
+def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
     """Make the scheme of that name.
 
     Parameters
@@ -116,16 +119,28 @@ def scheme(name: str, **settings: Any) -> Scheme:
         ``"hitopk"`` or ``"torus2d"``; ``"mstopk"``, ``"gaussiank"`` or ``"dgc"`` for top-k with the
         selectors and rules of other papers; ``"auto"`` for the method that is the fastest here.
     settings
-        The scheme's parameters: see `Dense`, `TopK`, `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`,
-        `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them on two levels.
+        The scheme's parameters, some of `Settings`: see `Dense`, `TopK`, `SparCML`, `GTopK`,
+        `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them
+        on two levels.
 
     Raises
     ------
     InputError
         For a name or a setting that does not exist, or a value out of range.
+
+    Warns
+    -----
+    SparcelWarning
+        For ``density=1``, which sends everything and may be meant as 1 %.
     """
     kind = SCHEMES[known(name, SCHEMES, "the name of a scheme")]
     accepted = list(inspect.signature(kind).parameters)
     for setting in settings:
         known(setting, accepted, f"a setting of scheme {name!r}")
-    return kind(**settings)
+    made = kind(**settings)
+    if settings.get("density") == 1:
+        warn(
+            "density=1 sends the whole gradient; for 1 % pass density=0.01, and for the whole"
+            ' gradient the scheme "dense"'
+        )
+    return made

@@ -193,6 +193,13 @@ def connect_nodes(scheme: Scheme, comm: Communicator) -> None:
         connect_nodes(scheme.inner, comm.grid(scheme.ranks_per_node).across)
 
 
+def momentum_of(scheme: Scheme) -> float:
+    """Return the momentum that a scheme corrects, 0 if it has none."""
+    if isinstance(scheme, Hierarchical):
+        return momentum_of(scheme.inner)
+    return scheme.momentum if isinstance(scheme, Sparsifier) else 0.0
+
+
 def filter_of(scheme: Scheme, step: int) -> float:
     """Return the filter β (ScaleCom) that a scheme's memory is scaled by at a step; 1 is none."""
     if isinstance(scheme, Hierarchical):

@@ -14,11 +14,12 @@ from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_steps
 from sparcel.schemes.hierarchical import Hierarchical, steps_on_nodes
 from sparcel.schemes.topk import TopK
+from sparcel.selectors import Selector
 
 
 def hitopk(
     density: float = 0.01,
-    selector: str = "exact",
+    selector: str | Selector = "exact",
     ranks_per_node: int | None = None,
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
@@ -62,8 +63,9 @@ def dgc(
 ) -> Scheme:
     """Deep Gradient Compression: sampled thresholds, momentum correction, clipping, warm-up.
 
-    The paper warms up with ``[0.25, 0.0625, 0.015625, 0.004]``, an epoch each. The optimiser must
-    have no momentum of its own. Source: Lin et al. 2018.
+    It has a momentum of 0.9 unless another is given, so the optimiser must have none for the
+    parameters that are made sparse: see `Sparsifier`. The paper warms up with
+    ``[0.25, 0.0625, 0.015625, 0.004]``, an epoch each. Source: Lin et al. 2018.
     """
     return TopK(density, "dgc", warmup, warmup_steps, momentum, clip, algorithm="allgather")
 

@@ -63,10 +63,14 @@ class Sparsifier(Scheme):
         Densities of the first steps: the first density for ``warmup_steps`` steps, then the second,
         and so on. 1 means uncompressed steps.
     warmup_steps
-        How many steps each of them lasts: ``len(loader)`` for one epoch each.
+        How many optimiser steps each of them lasts: ``len(loader)`` for one epoch each. If a step
+        accumulates the gradients of several batches, divide by their number. Backward passes that
+        exchange nothing, as under DDP's ``no_sync()``, are no steps, nor are those with NaN or Inf.
     momentum, clip
         Momentum correction and local gradient clipping, see `sparcel.memory.Memory`. With
-        ``momentum`` the optimiser must have none.
+        ``momentum`` the optimiser must have none. Use ``clip`` then instead of clipping the update:
+        an update holds the gradients of many steps, and what is clipped off it is lost, while the
+        velocity and the memory take it as applied.
     """
 
     density: float = 0.01

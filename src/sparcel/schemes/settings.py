@@ -1,0 +1,35 @@
+"""The settings of all schemes, with their types, for editors and type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from sparcel.selectors import Selector
+
+
+class Settings(TypedDict, total=False):
+    """What `sparcel.scheme` and `sparcel.attach` take by name; each scheme takes some of them.
+
+    The schemes' own classes and functions describe them and hold their defaults.
+    """
+
+    algorithm: str
+    beta: float
+    beta_steps: int | None
+    bits: int | None
+    boundary_steps: int
+    candidates: Sequence[str]
+    clip: float | None
+    corrected: bool
+    density: float
+    momentum: float
+    put_back: str
+    ranks_per_node: int | None
+    seed: int
+    selector: str | Selector
+    threshold: str
+    threshold_steps: int
+    warmup: Sequence[float]
+    warmup_steps: int | None
+    wire: str | None
