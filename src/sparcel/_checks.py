@@ -73,7 +73,8 @@ def flag(value: object, name: str) -> bool:
 def check_type(value: object, kind: type, name: str, hint: str = "") -> None:
     """Raise an `InputError` that names ``value`` and ends with ``hint`` unless it is a ``kind``."""
     if not isinstance(value, kind):
-        raise _refusal(name, f"be a {kind.__name__}", value, hint)
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise _refusal(name, f"be {article} {kind.__name__}", value, hint)
 
 
 def check_callable(value: object, name: str) -> None:

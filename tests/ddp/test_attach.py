@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import sparcel
 from sparcel.comm import Communicator, TorchCommunicator, Traffic
@@ -23,33 +21,6 @@ from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.ddp.models import LARGE, SHAPES, Linear, residuals_of, train
 
 pytestmark = pytest.mark.processes
-
-
-def with_hook() -> DistributedDataParallel:
-    ddp = DistributedDataParallel(Linear())
-    ddp.register_comm_hook(None, allreduce_hook)
-    return ddp
-
-
-def with_builtin_hook() -> DistributedDataParallel:
-    ddp = DistributedDataParallel(Linear())
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    return ddp
-
-
-def with_mixed_precision() -> DistributedDataParallel:
-    return DistributedDataParallel(Linear(), mixed_precision=_MixedPrecision(torch.bfloat16))
-
-
-def with_python_reducer() -> DistributedDataParallel:
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        return DistributedDataParallel(Linear())
-
-
-def attached() -> DistributedDataParallel:
-    ddp = DistributedDataParallel(Linear())
-    sparcel.attach(ddp, "topk").close()
-    return ddp
 
 
 def wrapped() -> DistributedDataParallel:
@@ -69,12 +40,6 @@ def refuse(
 @pytest.mark.parametrize(
     ("make", "scheme", "settings", "said"),
     [
-        (Linear, "topk", {}, "got Linear; wrap it first"),
-        (with_mixed_precision, "topk", {}, "DDP's mixed_precision"),
-        (with_python_reducer, "topk", {}, "DDP's Python reducer"),
-        (with_hook, "topk", {}, r"hook already \(allreduce_hook\)"),
-        (with_builtin_hook, "topk", {}, r"hook already \(.*FP16_COMPRESS\)"),
-        (attached, "topk", {}, r"hook already \(.*Hook.queue_bucket\)"),
         (wrapped, "topkk", {}, "scheme must be one of .* did you mean 'topk'"),
         (wrapped, "topk", {"densty": 0.1}, "did you mean 'density'"),
         (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
@@ -85,6 +50,19 @@ def refuse(
         (wrapped, "topk", {"momentum": 1}, "momentum must lie in"),
         (wrapped, "topk", {"algorithm": "rings"}, "did you mean 'ring'"),
         (wrapped, sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
+        (wrapped, ["topk"], {}, "scheme must be a Scheme, got list; sparcel.scheme makes one"),
+        (wrapped, "topk", {"density": "0.1"}, "density must be a number, got '0.1'"),
+        (wrapped, "topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got list"),
+        (wrapped, "topk", {"scaler": 1024.0}, "scaler must be a GradScaler, got 1024.0"),
+        (wrapped, "topk", {"policy": "dense"}, "policy must be a function, got 'dense'"),
+        (wrapped, "topk", {"densities": [0.1]}, "densities must be a Mapping, got list"),
+        (wrapped, "topk", {"densities": {"first": True}}, r"densities\['first'\] must be a number"),
+        (
+            wrapped,
+            "auto",
+            {"rates": 1e9},
+            "rates must be Rates, .* or the path of a file, got 1",
+        ),
         (wrapped, "topk", {"group": "world"}, "group must be a torch.distributed process group"),
     ],
 )

@@ -240,11 +240,11 @@ def test_ranks_with_different_densities_are_refused(run_on: Any) -> None:
 COORDINATES = sum(math.prod(shape) for shape in SHAPES.values())
 
 
-def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
+def warm_up(comm: Communicator, resumed: bool, passes: int) -> tuple[list[int], int]:
     """Return the number of coordinates to select in each step, and the number of steps counted.
 
-    In the second step a gradient is not finite. If ``resumed``, a new model continues after the
-    third step.
+    A step accumulates the gradients of ``passes`` backward passes. In the second step a gradient is
+    not finite. If ``resumed``, a new model continues after the third step.
     """
     schedule = {"warmup": [1, 0.25], "warmup_steps": 2, "density": 0.01}
     attach = partial(sparcel.attach, scheme_or_name="topk", **schedule)
@@ -259,6 +259,9 @@ def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
             handle.load_state_dict(state)
         before = handle._meter.asked
         ddp.zero_grad()
+        for _ in range(passes - 1):
+            with ddp.no_sync():
+                ddp(comm.rank, step).backward()
         ddp(comm.rank, step, poison=("second", math.nan) if step == 1 else None).backward()
         asked.append(handle._meter.asked - before)
     steps = handle.stats().steps
@@ -266,11 +269,13 @@ def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
     return asked, steps
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_warm_up_counts_the_steps_that_took_effect(run_on: Any, resumed: bool) -> None:
+@pytest.mark.parametrize(("resumed", "passes"), [(False, 1), (True, 1), (False, 3)])
+def test_warm_up_counts_the_optimisers_steps_that_took_effect(
+    run_on: Any, resumed: bool, passes: int
+) -> None:
     whole, quarter, least = COORDINATES, math.ceil(COORDINATES / 4), math.ceil(COORDINATES / 100)
     expected = [whole, whole, whole, quarter, quarter, least, least]
-    assert run_on(2, warm_up, resumed) == [(expected, 6)] * 2
+    assert run_on(2, warm_up, resumed, passes) == [(expected, 6)] * 2
 
 
 def test_uncompressed_steps_are_plain_ddp(run_on: Any) -> None:

@@ -48,6 +48,14 @@ def training(model: DistributedDataParallel, gradient: torch.Tensor) -> None:
     handle.close()
 
 
+def settings(model: DistributedDataParallel, name: str) -> None:
+    sparcel.scheme(name, density=0.01, warmup=[0.1], warmup_steps=5)
+    sparcel.scheme("topk", densty=0.01)  # type: ignore[call-arg]
+    sparcel.scheme("topk", density="0.01")  # type: ignore[arg-type]
+    sparcel.attach(model, "topk", densty=0.01)  # type: ignore[call-arg]
+    sparcel.attach(model, "oktopk", threshold=0.5)  # type: ignore[arg-type]
+
+
 def named_tensors(gradients: dict[str, torch.Tensor]) -> None:
     averager = sparcel.training.Averager(gradients, sparcel.scheme("topk"))
     assert_type(averager.average(gradients), dict[str, torch.Tensor])

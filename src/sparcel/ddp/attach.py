@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparcel._checks import check_type
 from sparcel.comm import Group, resolve
 from sparcel.ddp.hook import Hook
+from sparcel.ddp.model import check_model
+from sparcel.ddp.optimizer import check_momentum
 from sparcel.errors import InputError
 from sparcel.rates import Rates
-from sparcel.schemes import Scheme, scheme
+from sparcel.schemes import Scheme, Settings, momentum_of, scheme
 from sparcel.training import Averager, Handle, Policy, stays_dense
 
 
@@ -25,10 +28,11 @@ def attach(
     *,
     group: Group = None,
     scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     policy: Policy = stays_dense,
     densities: Mapping[str, float] | None = None,
     rates: Rates | str | PathLike[str] | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Handle:
     """Let a scheme exchange the model's gradients from now on; all ranks call.
 
@@ -47,6 +51,9 @@ def attach(
         mpi4py, a sparcel communicator, or None for the model's process group.
     scaler
         The GradScaler in use, if any: memory must not change when its scale does.
+    optimizer
+        The optimiser in use. If the scheme corrects momentum (``momentum=``, and ``"dgc"`` without
+        being asked), it must have none for the parameters in ``handle.sparse``.
     policy
         ``(name, parameter) -> bool``: True for a gradient that stays dense.
     densities
@@ -65,11 +72,18 @@ def attach(
     Raises
     ------
     InputError
-        For a model that is not DDP, has a hook already, or uses DDP's ``mixed_precision`` or the
-        Python reducer; for a scheme or a setting that does not exist; for a group of other ranks;
-        for nodes with different numbers of ranks.
+        For a model that is not DDP, or is in or around another wrapper (FSDP, ``replicate``,
+        DataParallel, a second DDP, torch.compile), has a hook already, runs optimisers in the
+        backward pass, or uses DDP's ``mixed_precision`` or the Python reducer; for a scheme or a
+        setting that does not exist; for momentum of both scheme and optimiser; for a group of other
+        ranks; for nodes with different numbers of ranks.
     MismatchError
         When the ranks' schemes, settings, policies, densities or parameters differ.
+
+    Warns
+    -----
+    SparcelWarning
+        For a scheme with momentum if ``optimizer`` is not given; for ``density=1``.
 
     Notes
     -----
@@ -80,7 +94,9 @@ def attach(
     attach, and give the new handle the old one's ``state_dict()``. ``no_sync()``, ``join()`` and
     reentrant checkpointing work as with DDP alone.
     """
-    _check_model(model)
+    check_model(model)
+    if optimizer is not None:
+        check_type(optimizer, torch.optim.Optimizer, "optimizer")
     if isinstance(scheme_or_name, str):
         chosen = scheme(scheme_or_name, **settings)
     elif settings:
@@ -91,12 +107,13 @@ def attach(
         chosen = scheme_or_name
     group = model.process_group if group is None else group
     _check_ranks(model, group)
+    tensors = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
     averager = Averager(
-        {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in model.parameters_to_ignore
-        },
+        tensors,
         chosen,
         group=group,
         scaler=scaler,
@@ -107,32 +124,14 @@ def attach(
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
     )
+    if momentum := momentum_of(chosen):
+        try:
+            check_momentum(optimizer, momentum, {n: tensors[n] for n in averager.sparse})
+        except InputError:
+            averager.close()
+            raise
     model.register_comm_hook(None, Hook(model, averager).queue_bucket)
     return averager
-
-
-def _check_model(model: DistributedDataParallel) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise InputError(
-            f"model must be a DistributedDataParallel, got {type(model).__name__}; wrap it first:"
-            " DistributedDataParallel(model)"
-        )
-    if model.mixed_precision is not None:
-        raise InputError(
-            "DDP's mixed_precision casts gradients itself; use torch.autocast instead, which"
-            " sparcel works with"
-        )
-    if model._use_python_reducer:
-        raise InputError(
-            "DDP's Python reducer calls hooks for single parameters; set"
-            ' torch._dynamo.config.optimize_ddp to another value than "python_reducer"'
-        )
-    hook = model._get_ddp_logging_data().get("comm_hook")
-    if hook:
-        raise InputError(
-            f"the model has a communication hook already ({hook}) and DDP takes only one; wrap"
-            " the module in a new DistributedDataParallel"
-        )
 
 
 def _check_ranks(model: DistributedDataParallel, group: Group) -> None:

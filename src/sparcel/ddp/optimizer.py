@@ -1,0 +1,53 @@
+"""What the user's optimiser must not do to updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparcel.errors import InputError, warn
+
+
+def check_momentum(
+    optimizer: Optimizer | None, momentum: float, sparse: Mapping[str, Tensor]
+) -> None:
+    """Raise `InputError` if the optimiser, too, has momentum for parameters that are made sparse.
+
+    Warns if it is not known.
+
+    Parameters
+    ----------
+    momentum
+        The momentum that the scheme corrects.
+    sparse
+        The parameters that are made sparse, by name.
+    """
+    twice = f'the scheme has momentum={momentum:g} ("dgc" has 0.9 unless another is given)'
+    if optimizer is None:
+        warn(
+            f"{twice}, so the optimiser must have none for the parameters in handle.sparse; pass"
+            " optimizer= to have that checked"
+        )
+        return
+    names = {id(parameter): name for name, parameter in sparse.items()}
+    for group in optimizer.param_groups:
+        found = [names[id(one)] for one in group["params"] if id(one) in names]
+        if found and (theirs := _momentum_of(group)):
+            raise InputError(
+                f"{twice}, and {type(optimizer).__name__} has {theirs} for {len(found)} of the"
+                f" parameters that are made sparse, such as {found[0]!r}; give these a group"
+                " without momentum (sparcel.ddp.stays_dense tells the others), or pass momentum=0"
+                " to the scheme"
+            )
+
+
+def _momentum_of(group: Mapping[str, Any]) -> str | None:
+    """Return the setting that gives a group of parameters momentum, as SGD and Adam name it."""
+    if group.get("momentum"):
+        return f"momentum={group['momentum']}"
+    if group.get("betas") and group["betas"][0]:
+        return f"betas={tuple(group['betas'])}"
+    return None

@@ -1,0 +1,116 @@
+"""Momentum of both the scheme and the optimiser, which attach refuses."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+import sparcel
+from sparcel.comm import Communicator
+from sparcel.ddp import stays_dense
+from sparcel.errors import InputError, SparcelWarning
+from sparcel.schemes import Hierarchical, TopK
+from tests.ddp.models import Linear
+
+pytestmark = pytest.mark.processes
+
+Make = Callable[[torch.nn.Module], Optimizer]
+
+
+def over_all(kind: type[Optimizer], **settings: Any) -> Make:
+    return partial(_over_all, kind, settings)
+
+
+def _over_all(
+    kind: type[Optimizer], settings: dict[str, Any], module: torch.nn.Module
+) -> Optimizer:
+    return kind(module.parameters(), **{"lr": 0.1, **settings})  # type: ignore[call-arg]
+
+
+def for_small(module: torch.nn.Module) -> Optimizer:
+    """Give momentum to the parameters that stay dense, and to no others."""
+    return SGD(
+        [
+            {"params": one, "momentum": 0.9 if stays_dense(name, one) else 0}
+            for name, one in module.named_parameters()
+        ],
+        lr=0.1,
+    )
+
+
+def attach(comm: Communicator, make: Make | None, scheme: Any, **settings: Any) -> list[str]:
+    """Return the warnings or the error, and check that an error leaves no thread behind."""
+    threads = threading.active_count()
+    ddp = DistributedDataParallel(Linear())
+    optimizer = None if make is None else make(ddp.module)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        try:
+            sparcel.attach(ddp, scheme, optimizer=optimizer, **settings).close()
+        except InputError as error:
+            assert threading.active_count() == threads
+            return [f"refused: {error}"]
+    ours = [one for one in given if one.category is SparcelWarning]
+    assert all(one.filename == __file__ for one in ours)
+    return [f"warned: {one.message}" for one in ours]
+
+
+CORRECTED: list[tuple[Any, dict[str, Any]]] = [
+    ("topk", {"momentum": 0.9}),
+    ("dgc", {}),
+    (Hierarchical(TopK(momentum=0.9), 1), {}),
+]
+"""Schemes that correct momentum, two of them without a setting that says so."""
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs"),
+    [
+        (over_all(SGD, momentum=0.8), "SGD has momentum=0.8 for 3 "),
+        (over_all(RMSprop, momentum=0.8), "RMSprop has momentum=0.8 for 3 "),
+        (over_all(Adam), r"Adam has betas=(0.9, 0.999) for 3 "),
+        (over_all(AdamW), r"AdamW has betas=(0.9, 0.999) for 3 "),
+    ],
+)
+@pytest.mark.parametrize(("scheme", "settings"), CORRECTED)
+def test_momentum_of_both_is_refused(
+    run_on: Any, make: Make, theirs: str, scheme: Any, settings: dict[str, Any]
+) -> None:
+    for (said,) in run_on(2, partial(attach, make=make, scheme=scheme, **settings)):
+        assert said.startswith('refused: the scheme has momentum=0.9 ("dgc" has 0.9 unless')
+        assert theirs in said and "such as 'first'" in said
+
+
+@pytest.mark.parametrize(("scheme", "settings"), CORRECTED)
+def test_an_optimiser_that_is_not_known_gets_a_warning(
+    run_on: Any, scheme: Any, settings: dict[str, Any]
+) -> None:
+    for (said,) in run_on(2, partial(attach, make=None, scheme=scheme, **settings)):
+        assert said.startswith("warned: the scheme has momentum=0.9")
+        assert "pass optimizer= to have that checked" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "momentum"),
+    [
+        (over_all(SGD), 0.9),
+        (for_small, 0.9),
+        (over_all(RMSprop), 0.9),
+        (over_all(Adam, betas=(0.0, 0.999)), 0.9),
+        (over_all(SGD, momentum=0.9), 0.0),
+        (over_all(AdamW), 0.0),
+        (None, 0.0),
+    ],
+)
+def test_momentum_of_one_of_them_is_accepted(
+    run_on: Any, make: Make | None, momentum: float
+) -> None:
+    assert run_on(2, partial(attach, make=make, scheme="dgc", momentum=momentum)) == [[], []]
