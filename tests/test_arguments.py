@@ -16,7 +16,7 @@ from sparcel import SparseStream, analysis, cost, plan, simulate
 from sparcel.comm import Network
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
-from sparcel.schemes import SCHEMES
+from sparcel.schemes import SCHEMES, Hierarchical, TopK
 from sparcel.selectors import SELECTORS
 from sparcel.training import Averager
 from tests.strategies import make_stream
@@ -49,17 +49,24 @@ def assert_named(function: Callable[..., Any], name: str, others: dict[str, Any]
             function(**{**others, name: value})
 
 
+NEEDING: dict[Callable[..., Any], dict[str, Any]] = {
+    Qsgd: {"bits": 8},
+    Hierarchical: {"inner": TopK()},
+}
+"""What has settings without a default, and these."""
+
+
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [
         (kind, setting)
-        for kind in (*SCHEMES.values(), *SELECTORS.values(), Qsgd)
+        for kind in (*SCHEMES.values(), *SELECTORS.values(), *NEEDING)
         for setting in signature(kind).parameters
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_settings_of_wrong_types_are_named(kind: Callable[..., Any], setting: str) -> None:
-    assert_named(kind, setting, {"bits": 8} if kind is Qsgd else {})
+    assert_named(kind, setting, NEEDING.get(kind, {}))
 
 
 X, STREAM = torch.arange(1.0, 9.0), make_stream([1, 4], 0, 9)
@@ -124,10 +131,10 @@ def test_arguments_of_wrong_types_are_named(
 
 
 ON_RANKS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (sparcel.all_reduce, {"stream": STREAM}, "stream op algorithm group max_nnz"),
-    (sparcel.all_gather, {"stream": STREAM}, "stream group"),
-    (sparcel.reduce_scatter, {"stream": STREAM}, "stream op group"),
-    (sparcel.broadcast, {"stream": STREAM}, "stream root group"),
+    (sparcel.all_reduce, {"stream": STREAM}, "stream op algorithm group async_op max_nnz"),
+    (sparcel.all_gather, {"stream": STREAM}, "stream group async_op"),
+    (sparcel.reduce_scatter, {"stream": STREAM}, "stream op group async_op"),
+    (sparcel.broadcast, {"stream": STREAM}, "stream root group async_op"),
     (
         Averager,
         {"tensors": TENSORS, "scheme": sparcel.scheme("topk")},

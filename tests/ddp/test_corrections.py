@@ -214,7 +214,7 @@ def refuse(comm: Communicator, scheme: str, densities: dict[str, float]) -> str:
         ({"forth": 0.1}, "'forth' fits none of the tensors, which are named like"),
         ({"second": 0.1, "*.weight": 0.1}, "'*.weight' fits none"),
         ({"second": 10}, "for a percentage pass density=0.1"),
-        ({"second": 0}, "density must lie in (0, 1], got 0"),
+        ({"second": 0}, "densities['second'] must lie in (0, 1], got 0"),
     ],
 )
 def test_wrong_densities_are_named(

@@ -89,6 +89,15 @@ def test_momentum_of_both_is_refused(
         assert theirs in said and "such as 'first'" in said
 
 
+def of_other_parameters(module: torch.nn.Module) -> Optimizer:
+    return SGD([torch.zeros(2)], lr=0.1)
+
+
+def test_an_optimiser_of_other_parameters_is_refused(run_on: Any) -> None:
+    for (said,) in run_on(2, partial(attach, make=of_other_parameters, scheme="dgc")):
+        assert "optimizer updates none of the 3 parameters that are made sparse" in said
+
+
 @pytest.mark.parametrize(("scheme", "settings"), CORRECTED)
 def test_an_optimiser_that_is_not_known_gets_a_warning(
     run_on: Any, scheme: Any, settings: dict[str, Any]

@@ -124,7 +124,8 @@ def attach(
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
     )
-    if momentum := momentum_of(chosen):
+    momentum = momentum_of(chosen)
+    if momentum and averager.sparse:
         try:
             check_momentum(optimizer, momentum, {n: tensors[n] for n in averager.sparse})
         except InputError:

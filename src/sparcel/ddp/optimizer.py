@@ -16,7 +16,7 @@ def check_momentum(
 ) -> None:
     """Raise `InputError` if the optimiser, too, has momentum for parameters that are made sparse.
 
-    Warns if it is not known.
+    Also if it is the optimiser of other parameters. Warns if it is not known.
 
     Parameters
     ----------
@@ -33,6 +33,12 @@ def check_momentum(
         )
         return
     names = {id(parameter): name for name, parameter in sparse.items()}
+    updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    if updated.isdisjoint(names):
+        raise InputError(
+            f"optimizer updates none of the {len(names)} parameters that are made sparse; pass the"
+            " one that does"
+        )
     for group in optimizer.param_groups:
         found = [names[id(one)] for one in group["params"] if id(one) in names]
         if found and (theirs := _momentum_of(group)):

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
+from sparcel._checks import check_type
 from sparcel.errors import InputError
 from sparcel.schemes import Scheme, checked_density
 
@@ -78,6 +79,7 @@ def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict
         When a pattern fits no name, or a density is out of range.
     """
     for pattern, density in patterns.items():
+        check_type(pattern, str, "a pattern of densities")
         checked_density(density, f"densities[{pattern!r}]")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
