@@ -73,12 +73,12 @@ def attach(
 
     Notes
     -----
-    DDP cannot remove a hook: to train without it, wrap the module anew. If a rank's gradient holds
-    NaN or Inf, all ranks get NaN, and no memory changes in that step. ``backward()`` raises errors
-    of the exchange on every rank. Memory is then as it was before the step, and the DDP object
-    cannot be used any more, as after any exception that ends a backward pass: wrap the module anew,
-    attach, and give the new handle the old one's ``state_dict()``. ``no_sync()``, ``join()`` and
-    reentrant checkpointing work as with DDP alone.
+    DDP cannot remove a hook: to train without it, wrap the module anew. If any gradient of any rank
+    holds NaN or Inf, all gradients of all ranks become NaN, and no memory changes in that step.
+    ``backward()`` raises errors of the exchange on every rank. Memory is then as it was before the
+    step, and the DDP object cannot be used any more, as after any exception that ends a backward
+    pass: wrap the module anew, attach, and give the new handle the old one's ``state_dict()``.
+    ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
     """
     _check_model(model)
     if isinstance(scheme_or_name, str):

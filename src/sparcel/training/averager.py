@@ -77,10 +77,10 @@ class Averager(Handle):
 
     Notes
     -----
-    A step commits on all vectors or on none. If any rank's tensors hold NaN or Inf, the updates of
-    the vectors concerned are NaN on all ranks, and no memory changes. After a `CommunicationError`
-    the memory is as it was before the step; make a new averager and load the `state_dict` of this
-    one.
+    A step commits on all vectors or on none. If any tensor of any rank holds NaN or Inf, the step
+    is void: the updates of all tensors are NaN on all ranks, and no memory changes. After a
+    `CommunicationError` the memory is as it was before the step; make a new averager and load the
+    `state_dict` of this one.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class Averager(Handle):
         Returns
         -------
         dict
-            The average over ranks of what the scheme let through, like ``gradients``.
+            The average over ranks of what the scheme let through, like ``gradients``. All NaN if
+            any gradient of any rank holds NaN or Inf.
 
         Raises
         ------
@@ -166,7 +167,7 @@ class Averager(Handle):
         ----------
         vector
             ``[size]``, contiguous, any float dtype: one or several tensors, flat. After `finish`
-            it holds their updates.
+            it holds their updates; if the step is void, all of it is NaN.
         places
             The elements ``[start, stop)`` of each tensor, by name. A tensor may lie elsewhere in
             each step; its memory follows by name. Elements between the tensors are zero.
@@ -177,7 +178,9 @@ class Averager(Handle):
             Its ``wait()`` returns once ``vector`` holds the updates of all but small tensors, which
             `finish` writes. For drivers that need a vector's updates before the step ends, with
             ``policy=lambda *_: False``. On a GPU the updates may then still be under way; only
-            `finish` makes the current stream wait for them.
+            `finish` makes the current stream wait for them. Until `finish` has returned, the step
+            can still become void, by NaN or Inf in another vector or by an error: the memory then
+            still owes these updates, so an update that was applied already has to be undone.
 
         Raises
         ------
@@ -189,6 +192,7 @@ class Averager(Handle):
         densities = self._treatment.densities
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         step = self._open(places)
+        step.updates.append(vector)
         return step.queue(lambda: self._exchange(step, pieces, vector))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
