@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Group, resolve
 from sparcel.ddp.hook import Hook
+from sparcel.ddp.names import model_name, model_patterns
 from sparcel.errors import InputError
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, scheme
@@ -51,7 +52,8 @@ def attach(
         ``(name, parameter) -> bool``: True for a gradient that stays dense.
     densities
         Densities of single parameters, by pattern of their name, the first that fits:
-        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense.
+        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense. Names are
+        those of the model before it was compiled or wrapped, here as in checkpoints.
     rates
         What the cluster is good for, which ``"auto"`` chooses by: see `sparcel.training.Averager`.
     settings
@@ -91,17 +93,18 @@ def attach(
         chosen = scheme_or_name
     group = model.process_group if group is None else group
     _check_ranks(model, group)
+    parameters = {
+        model_name(name): parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
     averager = Averager(
-        {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in model.parameters_to_ignore
-        },
+        parameters,
         chosen,
         group=group,
         scaler=scaler,
         policy=policy,
-        densities=densities,
+        densities=model_patterns(densities or {}, parameters),
         rates=rates,
         rows=_parameters_with_rows(model.module),
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
@@ -152,4 +155,8 @@ def _parameters_with_rows(module: nn.Module) -> set[str]:
         for layer in module.modules()
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
-    return {name for name, parameter in module.named_parameters() if id(parameter) in weights}
+    return {
+        model_name(name)
+        for name, parameter in module.named_parameters()
+        if id(parameter) in weights
+    }
