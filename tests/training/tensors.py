@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.training import Averager
 
 Named = dict[str, Tensor]
 
@@ -47,3 +48,15 @@ def rows_of(rank: int, step: int) -> Tensor:
     rows = torch.tensor([[7, 3 + step, 7, 20 + rank]])
     values = torch.full((4, 4), rank + 1.0)
     return torch.sparse_coo_tensor(rows, values, (60, 4), check_invariants=True)
+
+
+def owed_by(averager: Averager, rank: int) -> Named:
+    """Return what a rank owes, by tensor, flat, in float64."""
+    state = averager.state_dict()
+    beta = float(state.get("filter", torch.tensor(1.0)))
+    prefix = f"rank{rank}."
+    return {
+        key.removeprefix(prefix): part.double() / beta
+        for key, part in state.items()
+        if key.startswith(prefix)
+    }

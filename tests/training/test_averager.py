@@ -20,18 +20,7 @@ from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Scheme, TopK
 from sparcel.training import Averager
 from tests.strategies import same_bits
-from tests.training.tensors import TENSORS, WORDS, Named, gradients_of, rows_of, schemes
-
-
-def owed_by(averager: Averager, rank: int) -> Named:
-    state = averager.state_dict()
-    beta = float(state.get("filter", torch.tensor(1.0)))
-    prefix = f"rank{rank}."
-    return {
-        key.removeprefix(prefix): part.double() / beta
-        for key, part in state.items()
-        if key.startswith(prefix)
-    }
+from tests.training.tensors import TENSORS, WORDS, Named, gradients_of, owed_by, rows_of, schemes
 
 
 def train(comm: Communicator, scheme: Scheme, steps: int, **settings: Any) -> tuple[Any, Named]:

@@ -24,8 +24,9 @@ from sparcel.training.checks import (
     check_rates,
 )
 from sparcel.training.handle import Handle
+from sparcel.training.layout import Piece
 from sparcel.training.policy import Policy, stays_dense, treat
-from sparcel.training.residuals import Piece, Residuals
+from sparcel.training.residuals import Residuals
 from sparcel.training.transaction import Transaction
 
 
@@ -239,20 +240,18 @@ class Averager(Handle):
         large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)
         places = [vector[piece.start : piece.stop] for piece in small]
         gradients = [place.clone() for place in places]
-        if not large:
-            step.take_small(places, gradients)
-            return
-        served = self._residuals.vector(large, vector)
-        request = Request(
-            served.layers,
-            withheld=self._zeros(large, vector),
-            apart=[(piece.start, piece.stop) for piece in small],
-            meter=self._meter,
-        )
-        # Asked here and not while computing, which would have to wait for a GPU to answer.
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        step.exchange_vector(served, vector, request, scale)
-        if not served.scheme.sent_whole:
+        sent_whole = False
+        for served, flat in self._residuals.vectors(large, vector) if large else ():
+            # A vector in another layout has no small tensors.
+            apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
+            request = Request(
+                served.layers, self._zeros(served.pieces, flat), apart, meter=self._meter
+            )
+            # Asked here and not while computing, which would have to wait for a GPU to answer.
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            step.exchange_vector(served, flat, request, scale)
+            sent_whole = flat is vector and served.scheme.sent_whole
+        if not sent_whole:
             step.take_small(places, gradients)
 
     def _zeros(self, pieces: Sequence[Piece], vector: Tensor) -> list[Range]:
