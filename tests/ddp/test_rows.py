@@ -136,9 +136,10 @@ def test_rows_keep_no_memory(run_on: Any) -> None:
         assert all(set(residuals) == {"layer"} for residuals in result["residuals"])
 
 
-def test_nan_in_a_row_spoils_one_step_for_all_ranks(run_on: Any) -> None:
-    fine = run_on(2, partial(learn, scheme="topk"))
-    spoilt = run_on(2, partial(learn, scheme="topk", poisoned_step=1))
+@pytest.mark.parametrize("static", [False, True])
+def test_nan_in_a_row_spoils_one_step_for_all_ranks(run_on: Any, static: bool) -> None:
+    fine = run_on(2, partial(learn, scheme="topk", static=static))
+    spoilt = run_on(2, partial(learn, scheme="topk", static=static, poisoned_step=1))
     for rank in range(2):
         words = [update["words.weight"] for update in spoilt[rank]["updates"]]
         assert torch.equal(words[0], fine[rank]["updates"][0]["words.weight"])
@@ -146,6 +147,7 @@ def test_nan_in_a_row_spoils_one_step_for_all_ranks(run_on: Any) -> None:
         assert spoilt_rows.any()
         assert torch.equal(words[1].isnan(), spoilt_rows)
         assert torch.equal(words[2], fine[rank]["updates"][2]["words.weight"])
+        assert spoilt[rank]["updates"][1]["layer"].isnan().all()
         before, after, later = (residuals["layer"] for residuals in spoilt[rank]["residuals"])
         assert torch.equal(before, after)
         assert not torch.equal(after, later)

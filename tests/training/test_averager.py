@@ -18,40 +18,10 @@ import sparcel
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError, InputError
-from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.schemes import Scheme, TopK
 from sparcel.training import Averager
 from tests.strategies import same_bits
-from tests.training.tensors import TENSORS, Named, gradients_of
-
-WORDS = {**TENSORS, "words": torch.zeros(60, 4)}
-
-SCHEMES: dict[str, Callable[[], Scheme]] = {
-    "dense": Dense,
-    "topk": lambda: TopK(0.05),
-    "oktopk": lambda: OkTopK(0.05),
-    "filtered": lambda: ScaleCom(0.05, beta=0.5),
-    "two levels": lambda: Hierarchical(GTopK(0.1)),
-    "auto": lambda: Auto(0.05),
-}
-schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
-
-
-def rows_of(rank: int, step: int) -> Tensor:
-    """Return the sparse gradient of a few looked-up rows; one is looked up twice."""
-    rows = torch.tensor([[7, 3 + step, 7, 20 + rank]])
-    values = torch.full((4, 4), rank + 1.0)
-    return torch.sparse_coo_tensor(rows, values, (60, 4), check_invariants=True)
-
-
-def owed_by(averager: Averager, rank: int) -> Named:
-    state = averager.state_dict()
-    beta = float(state.get("filter", torch.tensor(1.0)))
-    prefix = f"rank{rank}."
-    return {
-        key.removeprefix(prefix): part.double() / beta
-        for key, part in state.items()
-        if key.startswith(prefix)
-    }
+from tests.training.tensors import TENSORS, WORDS, Named, gradients_of, owed_by, rows_of, schemes
 
 
 def train(comm: Communicator, scheme: Scheme, steps: int, **settings: Any) -> tuple[Any, Named]:
@@ -175,25 +145,6 @@ def test_sparse_gradients_cause_no_warnings_of_torch() -> None:
             simulate(2, on_rank)
     finally:
         torch.set_warn_always(False)
-
-
-def test_a_tensor_that_is_not_finite_keeps_all_memory_as_it_was() -> None:
-    """The float64 tensor is a separate vector; no other vector commits either."""
-
-    def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
-        averager.average(gradients_of(comm.rank, 0))
-        before = averager.state_dict()
-        gradients = gradients_of(comm.rank, 1)
-        gradients["second"][3, 4] = float("inf") if comm.rank == 1 else 1
-        updates = averager.average(gradients)
-        assert updates["second"].isnan().all()
-        assert updates["first"].isfinite().all()
-        after = averager.state_dict()
-        assert all(same_bits(before[key], after[key]) for key in before)
-        assert averager.stats().steps == 1
-
-    simulate(3, on_rank)
 
 
 class Broken(TopK):

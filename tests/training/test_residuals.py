@@ -15,7 +15,8 @@ from torch import Tensor
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.schemes import GTopK, Hierarchical, OkTopK, Request, ScaleCom, Scheme, TopK
-from sparcel.training.residuals import Piece, Residuals
+from sparcel.training.layout import Piece
+from sparcel.training.residuals import Residuals
 
 SIZES = {"a": 7, "b": 1, "c": 30, "d": 16, "e": 3}
 Layout = Sequence[Sequence[str]]

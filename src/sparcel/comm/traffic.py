@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch import Tensor
 
@@ -20,6 +20,12 @@ class Traffic:
     bytes_sent: int = 0
     messages_received: int = 0
     bytes_received: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def count(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Tensor]) -> None:
         """Add one exchange, whose messages were sent in parts."""

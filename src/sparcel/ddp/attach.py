@@ -15,6 +15,7 @@ from sparcel._checks import check_type
 from sparcel.comm import Group, resolve
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import check_model
+from sparcel.ddp.names import model_name, model_patterns
 from sparcel.ddp.optimizer import check_momentum
 from sparcel.errors import InputError
 from sparcel.rates import Rates
@@ -58,7 +59,8 @@ def attach(
         ``(name, parameter) -> bool``: True for a gradient that stays dense.
     densities
         Densities of single parameters, by pattern of their name, the first that fits:
-        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense.
+        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense. Names are
+        those of the model before it was compiled or wrapped, here as in checkpoints.
     rates
         What the cluster is good for, which ``"auto"`` chooses by: see `sparcel.training.Averager`.
     settings
@@ -87,12 +89,12 @@ def attach(
 
     Notes
     -----
-    DDP cannot remove a hook: to train without it, wrap the module anew. If a rank's gradient holds
-    NaN or Inf, all ranks get NaN, and no memory changes in that step. ``backward()`` raises errors
-    of the exchange on every rank. Memory is then as it was before the step, and the DDP object
-    cannot be used any more, as after any exception that ends a backward pass: wrap the module anew,
-    attach, and give the new handle the old one's ``state_dict()``. ``no_sync()``, ``join()`` and
-    reentrant checkpointing work as with DDP alone.
+    DDP cannot remove a hook: to train without it, wrap the module anew. If any gradient of any rank
+    holds NaN or Inf, all gradients of all ranks become NaN, and no memory changes in that step.
+    ``backward()`` raises errors of the exchange on every rank. Memory is then as it was before the
+    step, and the DDP object cannot be used any more, as after any exception that ends a backward
+    pass: wrap the module anew, attach, and give the new handle the old one's ``state_dict()``.
+    ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
     """
     check_model(model)
     if optimizer is not None:
@@ -107,18 +109,18 @@ def attach(
         chosen = scheme_or_name
     group = model.process_group if group is None else group
     _check_ranks(model, group)
-    tensors = {
-        name: parameter
+    parameters = {
+        model_name(name): parameter
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
     averager = Averager(
-        tensors,
+        parameters,
         chosen,
         group=group,
         scaler=scaler,
         policy=policy,
-        densities=densities,
+        densities=model_patterns(densities or {}, parameters),
         rates=rates,
         rows=_parameters_with_rows(model.module),
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
@@ -127,7 +129,7 @@ def attach(
     momentum = momentum_of(chosen)
     if momentum and averager.sparse:
         try:
-            check_momentum(optimizer, momentum, {n: tensors[n] for n in averager.sparse})
+            check_momentum(optimizer, momentum, {n: parameters[n] for n in averager.sparse})
         except InputError:
             averager.close()
             raise
@@ -152,4 +154,8 @@ def _parameters_with_rows(module: nn.Module) -> set[str]:
         for layer in module.modules()
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
-    return {name for name, parameter in module.named_parameters() if id(parameter) in weights}
+    return {
+        model_name(name)
+        for name, parameter in module.named_parameters()
+        if id(parameter) in weights
+    }

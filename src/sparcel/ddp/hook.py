@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from sparcel.ddp.names import model_name
 from sparcel.errors import CommunicationError
 from sparcel.memory import Range
 from sparcel.training import Averager
@@ -17,7 +18,7 @@ class Hook:
 
     def __init__(self, model: DistributedDataParallel, averager: Averager) -> None:
         self._averager = averager
-        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        self._names = {id(p): model_name(name) for name, p in model.module.named_parameters()}
         self._parameters: int = model._get_ddp_logging_data()["num_parameter_tensors"]
         self._is_delayed = model.static_graph
         self._queued = 0

@@ -27,8 +27,9 @@ from sparcel.training.checks import (
     check_rates,
 )
 from sparcel.training.handle import Handle
+from sparcel.training.layout import Piece
 from sparcel.training.policy import Policy, stays_dense, treat
-from sparcel.training.residuals import Piece, Residuals
+from sparcel.training.residuals import Residuals
 from sparcel.training.transaction import Transaction
 
 
@@ -80,10 +81,10 @@ class Averager(Handle):
 
     Notes
     -----
-    A step commits on all vectors or on none. If any rank's tensors hold NaN or Inf, the updates of
-    the vectors concerned are NaN on all ranks, and no memory changes. After a `CommunicationError`
-    the memory is as it was before the step; make a new averager and load the `state_dict` of this
-    one.
+    A step commits on all vectors or on none. If any tensor of any rank holds NaN or Inf, the step
+    is void: the updates of all tensors are NaN on all ranks, and no memory changes. After a
+    `CommunicationError` the memory is as it was before the step; make a new averager and load the
+    `state_dict` of this one.
     """
 
     def __init__(
@@ -134,7 +135,8 @@ class Averager(Handle):
         Returns
         -------
         dict
-            The average over ranks of what the scheme let through, like ``gradients``.
+            The average over ranks of what the scheme let through, like ``gradients``. All NaN if
+            any gradient of any rank holds NaN or Inf.
 
         Raises
         ------
@@ -170,7 +172,7 @@ class Averager(Handle):
         ----------
         vector
             ``[size]``, contiguous, any float dtype: one or several tensors, flat. After `finish`
-            it holds their updates.
+            it holds their updates; if the step is void, all of it is NaN.
         places
             The elements ``[start, stop)`` of each tensor, by name. A tensor may lie elsewhere in
             each step; its memory follows by name. Elements between the tensors are zero.
@@ -181,7 +183,9 @@ class Averager(Handle):
             Its ``wait()`` returns once ``vector`` holds the updates of all but small tensors, which
             `finish` writes. For drivers that need a vector's updates before the step ends, with
             ``policy=lambda *_: False``. On a GPU the updates may then still be under way; only
-            `finish` makes the current stream wait for them.
+            `finish` makes the current stream wait for them. Until `finish` has returned, the step
+            can still become void, by NaN or Inf in another vector or by an error: the memory then
+            still owes these updates, so an update that was applied already has to be undone.
 
         Raises
         ------
@@ -193,6 +197,7 @@ class Averager(Handle):
         densities = self._treatment.densities
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         step = self._open(places)
+        step.updates.append(vector)
         return step.queue(lambda: self._exchange(step, pieces, vector))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
@@ -240,20 +245,18 @@ class Averager(Handle):
         large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)
         places = [vector[piece.start : piece.stop] for piece in small]
         gradients = [place.clone() for place in places]
-        if not large:
-            step.take_small(places, gradients)
-            return
-        served = self._residuals.vector(large, vector)
-        request = Request(
-            served.layers,
-            withheld=self._zeros(large, vector),
-            apart=[(piece.start, piece.stop) for piece in small],
-            meter=self._meter,
-        )
-        # Asked here and not while computing, which would have to wait for a GPU to answer.
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        step.exchange_vector(served, vector, request, scale)
-        if not served.scheme.sent_whole:
+        sent_whole = False
+        for served, flat in self._residuals.vectors(large, vector) if large else ():
+            # A vector in another layout has no small tensors.
+            apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
+            request = Request(
+                served.layers, self._zeros(served.pieces, flat), apart, meter=self._meter
+            )
+            # Asked here and not while computing, which would have to wait for a GPU to answer.
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            step.exchange_vector(served, flat, request, scale)
+            sent_whole = flat is vector and served.scheme.sent_whole
+        if not sent_whole:
             step.take_small(places, gradients)
 
     def _zeros(self, pieces: Sequence[Piece], vector: Tensor) -> list[Range]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
+from sparcel.training.layout import Place
 from sparcel.training.residuals import Residuals
+
+_COMMON = ("steps", "world_size", "filter")
+_LAYOUT = "layout."
+"""These entries are the same on all ranks."""
 
 _ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
 """Each rank has its own keys, because checkpoints keep only one rank's tensor under each key."""
@@ -18,57 +25,108 @@ _ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
 _PREFIXES = {"memory": "rank", "velocity": "velocity"}
 _KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
 
+_NAMED_FAULTS = 3
+"""How many faults of a state a warning names."""
+
 
 def collect(
     residuals: Residuals, remembered: Mapping[str, Tensor], rank: int, ranks: int, saved_by: int
 ) -> dict[str, Tensor]:
     """Return copies of what this rank remembers, with room for what it inherits."""
-    state = {
-        "steps": torch.tensor(residuals.steps),
-        "world_size": torch.tensor(saved_by),
-    }
-    if remembered:
-        state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
+    state = _common(residuals, remembered, saved_by)
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, tensor in remembered.items():
             parts = residuals.of(name) if old_rank == rank else {}
             for kind in residuals.kinds:
                 part = parts.get(kind)
-                state[f"{_PREFIXES[kind]}{old_rank}.{name}"] = (
-                    torch.zeros_like(tensor, dtype=wide_dtype(tensor.dtype)).flatten()
-                    if part is None
-                    else part.clone()
-                )
+                state[_key(kind, old_rank, name)] = _zeros(tensor) if part is None else part.clone()
     return state
 
 
-def take_over(
-    state: Mapping[str, Tensor], remembered: Mapping[str, Tensor], rank: int, ranks: int
-) -> dict[str, dict[str, Tensor]]:
-    """Return the residuals that this rank goes on from, by name: sums over inherited ranks."""
-    for key in ("steps", "world_size"):
-        if key not in state:
-            raise InputError(f"the state has no {key!r}; give what state_dict() returned")
-    inherited = _inherited(rank, ranks, int(state["world_size"]))
-    residuals: dict[str, dict[str, Tensor]] = {}
-    found: set[int] = set()
+def gather(
+    residuals: Residuals, remembered: Mapping[str, Tensor], comm: Communicator
+) -> dict[str, Tensor]:
+    """Return what all ranks remember on rank 0, on the CPU, and nothing elsewhere.
+
+    All ranks call, inside a job. Ranks send one tensor at a time, and what arrives becomes part of
+    the result, so no rank holds more than the result and a copy of one tensor.
+    """
+    state = _common(residuals, remembered, comm.size) if comm.rank == 0 else {}
+    others = range(1, comm.size) if comm.rank == 0 else ()
+    for name, tensor in remembered.items():
+        for kind in residuals.kinds:
+            part = residuals.of(name).get(kind)
+            own = _zeros(tensor)[:0] if part is None else part.clone()  # nothing stands for zeros
+            sends = {} if comm.rank == 0 else {0: own.view(torch.uint8)}
+            at_most = tensor.numel() * own.element_size()
+            arrived = comm.exchange(sends, dict.fromkeys(others, at_most))
+            if comm.rank == 0:
+                parts = [own, *(arrived[rank].view(own.dtype) for rank in others)]
+                for rank, whole in enumerate(parts):
+                    found = whole if whole.numel() else _zeros(tensor)
+                    state[_key(kind, rank, name)] = found.cpu()
+    return state
+
+
+def load(
+    state: Mapping[str, Tensor],
+    residuals: Residuals,
+    remembered: Mapping[str, Tensor],
+    rank: int,
+    ranks: int,
+    strict: bool,
+) -> None:
+    """Let the residuals go on from a state: sums over the inherited ranks, by name."""
+    inherited = _inherited(rank, ranks, int(state.get("world_size", ranks)))
+    faults = [
+        f"the state has no {key!r}; give what state_dict() or full_state_dict() returned"
+        for key in ("steps", "world_size")
+        if key not in state
+    ]
+    loaded: dict[str, dict[str, Tensor]] = {}
+    found: set[tuple[int, str]] = set()
+    layout: dict[str, Place] = {}
     for key, part in state.items():
-        if key in ("steps", "world_size", "filter"):
+        name = key.removeprefix(_LAYOUT)
+        if key in _COMMON:
             continue
-        kind, old_rank, name = _checked(key, part, remembered)
-        if old_rank in inherited:
-            found.add(old_rank)
-            part = part.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
-            parts = residuals.setdefault(name, {})
-            parts[kind] = parts[kind] + part if kind in parts else part.clone()
-    missing = [old_rank for old_rank in inherited if old_rank not in found]
-    if missing and remembered:
-        raise InputError(
-            f"the state of {int(state['world_size'])} ranks holds nothing of ranks {missing},"
-            f" which rank {rank} of now {ranks} takes over; load it with"
-            " state_dict(saved_by=…), or give rank r what ranks r, r+P, … saved"
+        if name != key:
+            if name in remembered and (place := Place(*part.tolist())).vector >= 0:
+                layout[name] = place
+        elif fault := _fault(key, part, remembered):
+            faults.append(fault)
+        else:
+            kind, old_rank, name = _parsed(key)
+            if old_rank in inherited:
+                found.add((old_rank, name))
+                part = part.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
+                parts = loaded.setdefault(name, {})
+                parts[kind] = parts[kind] + part if kind in parts else part.clone()
+    faults += _missing(inherited, found, remembered, rank, ranks)
+    if faults and strict:
+        raise InputError(faults[0])
+    if faults:
+        more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
+        warnings.warn(
+            f"the memory of {len(remembered) - len(loaded)} of {len(remembered)} tensors starts"
+            f" empty on rank {rank}: {'; '.join(faults[:_NAMED_FAULTS])}{more}",
+            stacklevel=3,
         )
-    return residuals
+    beta = float(state["filter"]) if "filter" in state else None
+    residuals.load(loaded, int(state.get("steps", 0)), beta, layout)
+
+
+def _common(
+    residuals: Residuals, remembered: Mapping[str, Tensor], saved_by: int
+) -> dict[str, Tensor]:
+    """Return the entries that are the same on all ranks."""
+    state = {"steps": torch.tensor(residuals.steps), "world_size": torch.tensor(saved_by)}
+    if remembered:
+        state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
+    layout = residuals.layout()
+    for name in remembered:
+        state[_LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
+    return state
 
 
 def _inherited(rank: int, ranks: int, saved_by: int) -> range:
@@ -76,23 +134,57 @@ def _inherited(rank: int, ranks: int, saved_by: int) -> range:
     return range(rank, saved_by, ranks)
 
 
-def _checked(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> tuple[str, int, str]:
-    """Return the kind, the rank and the tensor's name of an entry that fits."""
+def _key(kind: str, rank: int, name: str) -> str:
+    return f"{_PREFIXES[kind]}{rank}.{name}"
+
+
+def _parsed(key: str) -> tuple[str, int, str]:
+    """Return the kind, the rank and the tensor's name of an entry."""
     entry = _ENTRY.fullmatch(key)
-    if entry is None:
-        raise InputError(
+    assert entry is not None, "_fault refuses other keys"
+    return _KINDS[entry[1]], int(entry[2]), entry[3]
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    """Return what a rank remembers of a tensor before its first step."""
+    return torch.zeros_like(tensor, dtype=wide_dtype(tensor.dtype)).flatten()
+
+
+def _fault(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> str:
+    """Say why an entry does not fit; an empty string if it does."""
+    if _ENTRY.fullmatch(key) is None:
+        return (
             f"{key!r} is no entry of such a state, whose entries are named like 'rank0.weight';"
-            " give what state_dict() returned"
+            " give what state_dict() or full_state_dict() returned"
         )
-    name = entry[3]
+    _, _, name = _parsed(key)
     if name not in remembered:
-        raise InputError(
+        return (
             f"{key!r} fits no tensor that is made sparse; use the scheme and the"
             " policy that the state was saved with"
         )
     if part.numel() != remembered[name].numel():
-        raise InputError(
+        return (
             f"{key!r} has {part.numel()} elements, the parameter {remembered[name].numel()}; load"
             " the state for the tensors that it was saved from"
         )
-    return _KINDS[entry[1]], int(entry[2]), name
+    return ""
+
+
+def _missing(
+    inherited: range,
+    found: set[tuple[int, str]],
+    remembered: Mapping[str, Tensor],
+    rank: int,
+    ranks: int,
+) -> list[str]:
+    """Say what this rank takes over and the state does not hold."""
+    nothing = [old for old in inherited if not any((old, name) in found for name in remembered)]
+    if nothing and remembered:
+        return [
+            f"the state holds nothing of the old ranks {nothing}, which rank {rank} of now {ranks}"
+            " takes over; save full_state_dict(), or load with state_dict(saved_by=…), or give"
+            " rank r what ranks r, r+P, … saved"
+        ]
+    names = [name for name in remembered if any((old, name) not in found for old in inherited)]
+    return [f"the state holds no memory of {names}"] if names else []

@@ -103,7 +103,8 @@ class Handle:
             ``rank{r}.{name}``: the memory that rank r has of a tensor, float32 or float64, flat, in
             the order of the queued vectors; zeros before the first step, and outside the shard
             that the rank serves in its node. ``velocity{r}.{name}``, under momentum correction,
-            likewise. ``steps`` and ``world_size``.
+            likewise. ``steps``, ``world_size``, and where the tensors lay in the vectors of the
+            last step.
         """
         saved_by = self._comm.size if saved_by is None else saved_by
         remembered = self._treatment.remembered
@@ -111,30 +112,65 @@ class Handle:
             self._residuals, remembered, self._comm.rank, self._comm.size, saved_by
         )
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned, here or on another number of ranks.
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return on rank 0 what all ranks remember; all ranks call, between two steps.
+
+        For frameworks that save the state of rank 0 alone. Every rank loads the result whole.
+
+        Returns
+        -------
+        dict
+            On rank 0 the entries of all ranks' `state_dict`, on the CPU: the memory of P models.
+            Empty on the other ranks, as torch's own full state dicts are. Tensors are gathered
+            one by one, so no rank needs room for a second copy of more than one. `stats` leaves
+            these messages out.
+
+        Raises
+        ------
+        CommunicationError
+            On all ranks, when one fails.
+        """
+        comm, remembered = self._comm, self._treatment.remembered
+
+        def job() -> dict[str, Tensor]:
+            before = replace(comm.traffic)
+            state = checkpoint.gather(self._residuals, remembered, comm)
+            self._traffic_before += comm.traffic - before
+            return state
+
+        return comm.run(job)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
 
         All ranks load what was saved after the same step. Rank r takes over what all old ranks r,
         r+P, r+2P, … remember; nothing that was owed is lost. Entries of other ranks are ignored,
-        so gathered states may be given whole. A velocity that was not saved starts at 0.
+        so every rank gives a full state whole. A velocity that was not saved starts at 0.
+
+        Parameters
+        ----------
+        state
+            Tensors on any device. Those that ``torch.load(..., mmap=True)`` returns are read from
+            the file when they are needed, which saves reading the entries of other ranks.
+        strict
+            Whether entries that fit no tensor, and missing ones, are errors. If not, this rank's
+            memory of the tensors concerned starts empty, and a warning says so.
 
         Raises
         ------
         InputError
-            When an entry fits no tensor, or a rank's entries are missing; the memory stays as it
-            was.
+            When an entry fits no tensor, or entries are missing; the memory stays as it was.
 
         Notes
         -----
-        If the tensors are queued in the same vectors, training continues bit by bit as if it had
-        not been interrupted. In other vectors, the largest coordinates are selected from other
-        neighbours; what is owed stays right. Thresholds and boundaries that were reused
-        (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
+        Training continues bit by bit as if it had not been interrupted, unless the driver had laid
+        out the tensors anew since the last step: a checkpoint after DDP's first step (the second
+        with ``static_graph``) was saved before DDP rebuilt its buckets. What is owed stays right in
+        any layout. Thresholds and boundaries that were reused (``threshold="reuse"``,
+        ``selector="reuse"``) are estimated anew.
         """
         comm, remembered = self._comm, self._treatment.remembered
-        residuals = checkpoint.take_over(state, remembered, comm.rank, comm.size)
-        beta = float(state["filter"]) if "filter" in state else None
-        self._residuals.load(residuals, int(state["steps"]), beta)
+        checkpoint.load(state, self._residuals, remembered, comm.rank, comm.size, strict)
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

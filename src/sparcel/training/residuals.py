@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Auto, Layer, Scheme, filter_of
+from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor's place in a flat vector: elements ``[start, stop)``.
-
-    ``density`` is the tensor's own, or None for that of the scheme.
-    """
-
-    name: str
-    start: int
-    stop: int
-    density: float | None = None
+_FIRST_STEPS = 2
+"""For how many steps after a checkpoint its layout is used. DDP lays out its vectors anew after the
+first step of a process, or after the second."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,8 @@ class Residuals:
         self._template = template
         self._vectors: dict[str, tuple[Vector, Piece]] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._loaded_layout: Layout = {}
+        self._layout_ends = 0
         self.steps = 0
 
     @property
@@ -63,13 +56,34 @@ class Residuals:
         """The names of what is remembered of every tensor."""
         return self._template.remembers
 
+    def vectors(
+        self, pieces: tuple[Piece, ...], gradient: Tensor
+    ) -> Iterator[tuple[Vector, Tensor]]:
+        """Yield the vectors in which to exchange the pieces of a gradient, each with its tensor.
+
+        As a rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
+        selected depends on a tensor's neighbours, and after a checkpoint a driver may begin with
+        others. The first steps therefore select from copies in the loaded layout; what they become
+        is copied to ``gradient`` when the iteration goes on.
+        """
+        others: list[tuple[tuple[Piece, ...], int]] = []
+        if self.steps < self._layout_ends:
+            others = rearranged(self._loaded_layout, pieces, gradient.numel())
+        if not others:
+            yield self.vector(pieces, gradient), gradient
+        for moved, size in others:
+            flat = gradient.new_zeros(size)
+            copy_pieces(gradient, pieces, flat, moved)
+            yield self.vector(moved, flat), flat
+            copy_pieces(flat, moved, gradient, pieces)
+
     def vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
         """Return the vector with these pieces; if it is new, bring their memory along."""
         size = gradient.numel()
         vector, _ = self._vectors.get(pieces[0].name, (None, None))
         if vector is not None and (vector.size, vector.pieces) == (size, pieces):
             return vector
-        vector = Vector(size, pieces, _layers(pieces, size), self._template.fresh())
+        vector = Vector(size, pieces, layers_of(pieces, size), self._template.fresh())
         vector.scheme.load_state_dict(
             {"steps": self.steps, "memory": None, **self._join(pieces, gradient)}
         )
@@ -77,6 +91,16 @@ class Residuals:
             self._vectors[piece.name] = (vector, piece)
             self._loaded.pop(piece.name, None)
         return vector
+
+    def layout(self) -> Layout:
+        """Return where the tensors that are made sparse lay in the last step."""
+        if not self._vectors:
+            return self._loaded_layout
+        numbers: dict[int, int] = {}
+        return {
+            name: Place(numbers.setdefault(id(vector), len(numbers)), piece.start, vector.size)
+            for name, (vector, piece) in self._vectors.items()
+        }
 
     def of(self, name: str) -> dict[str, Tensor]:
         """Return what is remembered of a tensor, flat; nothing before its first step."""
@@ -95,18 +119,24 @@ class Residuals:
         }
 
     def load(
-        self, residuals: dict[str, dict[str, Tensor]], steps: int, beta: float | None = None
+        self,
+        residuals: dict[str, dict[str, Tensor]],
+        steps: int,
+        beta: float | None = None,
+        layout: Layout | None = None,
     ) -> None:
         """Forget everything, and go on from these residuals by tensor name.
 
         What the scheme does not remember, such as a velocity without momentum, is passed over.
-        ``beta`` is the filter that the residuals were saved under.
+        ``beta`` is the filter that the residuals were saved under, ``layout`` that of the step
+        before.
         """
         self._vectors.clear()
         self._loaded = {
             name: {kind: part for kind, part in parts.items() if kind in self.kinds}
             for name, parts in residuals.items()
         }
+        self._loaded_layout, self._layout_ends = layout or {}, steps + _FIRST_STEPS
         self.steps = steps
         if beta is not None and beta != self.filter:  # memory/β, which is owed, stays the same
             for parts in self._loaded.values():
@@ -122,19 +152,3 @@ class Residuals:
                     joined[kind] = gradient.new_zeros(gradient.numel(), dtype=wide)
                 joined[kind][piece.start : piece.stop] = part
         return joined
-
-
-def _layers(pieces: Sequence[Piece], size: int) -> list[Layer]:
-    """Return the layers of a vector, none if no tensor has a density of its own.
-
-    Small tensors between two pieces are exchanged separately. Their slots are zero here and count
-    as part of the preceding piece.
-    """
-    if all(piece.density is None for piece in pieces):
-        return []
-    ordered = sorted(pieces, key=lambda piece: piece.start)
-    starts = [0, *(piece.start for piece in ordered[1:]), size]
-    return [
-        (start, stop, piece.density)
-        for piece, (start, stop) in zip(ordered, pairwise(starts), strict=True)
-    ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from sparcel._checks import all_finite
 from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job
 from sparcel.errors import InputError
@@ -26,7 +28,8 @@ class Transaction:
     """What one step has queued so far.
 
     Each vector is exchanged in a job of its own, in the order of queueing. The last job exchanges
-    the small tensors of all vectors together.
+    the small tensors of all vectors together. If any tensor of any rank was not finite, it then
+    replaces all updates by NaN: no vector will commit, so none of the updates may be applied.
     """
 
     comm: Communicator
@@ -38,6 +41,8 @@ class Transaction:
     """The averages of sparse gradients, by name."""
     vectors: list[Vector] = field(default_factory=list)
     """The vectors whose schemes have to commit."""
+    updates: list[Tensor] = field(default_factory=list)
+    """The flat tensors that were queued, which hold the updates at the end."""
     _names: set[str] = field(default_factory=set)
     _jobs: list[Job[None]] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -118,8 +123,16 @@ class Transaction:
     def _finish(self) -> None:
         if self._small:
             self._exchange_small()
+        if not self.finite:
+            self._void()
         if self.device.type == "cuda":
             self._ended = torch.cuda.current_stream().record_event()
+
+    def _void(self) -> None:
+        """Make all updates NaN."""
+        for update in self.updates:
+            update.fill_(math.nan)
+        self.rows = {name: _poisoned(average) for name, average in self.rows.items()}
 
     def _exchange_small(self) -> None:
         places, gradients = zip(*self._small, strict=True)
@@ -134,12 +147,26 @@ class Transaction:
             place.copy_(part)
 
     def _sum(self, stream: SparseStream, algorithm: str) -> SparseStream:
-        """Return the average over ranks of a whole stream; NaN if any rank's is not finite."""
+        """Return the average over ranks of a whole stream, and note whether it is finite."""
         with self.meter.communicating():
             total = all_reduce(stream, Wire(self.comm), algorithm=algorithm)
-        self.finite &= total.finite
-        divisor = self.comm.size if total.finite else float("nan")
-        return SparseStream.unchecked(total.indices, total.values / divisor, total.size)
+        average = total.values / self.comm.size
+        self.finite &= total.finite and all_finite(average)
+        return SparseStream.unchecked(total.indices, average, total.size)
+
+
+def _poisoned(rows: Tensor) -> Tensor:
+    """Return a sparse gradient of NaN with the same rows, or with the first if there are none."""
+    indices, values = rows.indices(), rows.values()
+    if not indices.numel() and rows.shape[0]:
+        indices, values = indices.new_zeros(1, 1), values.new_zeros(1, *rows.shape[1:])
+    return torch.sparse_coo_tensor(
+        indices,
+        torch.full_like(values, math.nan),
+        rows.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
 
 def _coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:

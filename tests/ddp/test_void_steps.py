@@ -1,0 +1,132 @@
+"""NaN or Inf in one bucket makes the update of every parameter NaN, so every optimiser skips it."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+from sparcel.comm import Communicator
+from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, Poison, observe, residuals_of
+
+pytestmark = pytest.mark.processes
+
+BY_OPTIMISER = (("first", "bias"), ("second", "norm", "third"))
+"""The parameters of two optimisers; "first" and "second" are in different buckets."""
+
+VOID = 2
+"""The step that is poisoned."""
+
+
+def train_by_two(
+    comm: Communicator,
+    steps: list[int],
+    poison: Poison,
+    scalers: int,
+    wrap: dict[str, Any],
+    micro_steps: int = 1,
+    scheme: str = "topk",
+) -> dict[str, Any]:
+    """Train by two optimisers that share a scaler, or have one each, or have none.
+
+    Only rank 1 is poisoned, and only the first pass of the step. Without a scaler the optimisers
+    skip a step with NaN by themselves.
+    """
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
+    made = [torch.amp.GradScaler("cpu", 1024.0, growth_interval=2) for _ in range(scalers)]
+    handle = sparcel.attach(ddp, scheme, scaler=made[0] if made else None)
+    optimisers = [
+        torch.optim.SGD([ddp.module.get_parameter(name) for name in names], lr=0.5, momentum=0.5)
+        for names in BY_OPTIMISER
+    ]
+    voided: dict[str, Tensor] = {}
+    for step in steps:
+        ddp.zero_grad()
+        for number in range(micro_steps):
+            ddp.require_backward_grad_sync = number == micro_steps - 1  # as no_sync() does
+            poisoned = step == VOID and comm.rank == 1 and number == 0
+            loss = ddp(comm.rank, 10 * number + step, poison=poison if poisoned else None)
+            scaled = [scaler.scale(loss) for scaler in made]  # all scales are equal
+            (scaled[0] if made else loss).backward()
+        if step == VOID:
+            voided = observe(ddp)
+        for optimiser, scaler in zip(optimisers, (made * 2)[:2] or (None, None), strict=True):
+            if scaler is not None:
+                scaler.step(optimiser)
+            elif not any(update.isnan().any() for update in observe(ddp).values()):
+                optimiser.step()
+        for scaler in made:
+            scaler.update()
+    residuals = residuals_of(handle, comm.rank)
+    handle.close()
+    return {
+        "voided": voided,
+        "residuals": residuals,
+        "scales": [scaler.get_scale() for scaler in made],
+        "weights": {name: p.detach() for name, p in ddp.module.named_parameters()},
+    }
+
+
+WRAPS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "scalers", "poison", "micro_steps"),
+    [
+        ("copies", 1, ("first", math.inf), 1),
+        ("copies", 2, ("second", math.nan), 2),
+        ("copies", 0, ("bias", math.inf), 1),
+        ("views", 1, ("norm", math.nan), 2),
+        ("views", 0, ("first", math.inf), 1),
+        ("static graph", 1, ("first", math.inf), 1),
+        ("static graph", 2, ("third", -math.inf), 1),
+        ("unused", 2, ("first", math.inf), 1),
+        ("unused", 0, ("norm", math.inf), 2),
+    ],
+)
+def test_every_optimiser_skips_a_void_step(
+    run_on: Any, wrap: str, scalers: int, poison: Poison, micro_steps: int
+) -> None:
+    program = partial(
+        train_by_two, poison=poison, scalers=scalers, wrap=WRAPS[wrap], micro_steps=micro_steps
+    )
+    without = run_on(2, partial(program, steps=[0, 1, 3, 4]))
+    for mine, theirs in zip(
+        run_on(2, partial(program, steps=[0, 1, 2, 3, 4])), without, strict=True
+    ):
+        assert mine["voided"].keys() == SHAPES.keys()
+        assert all(update.isnan().all() for update in mine["voided"].values())
+        assert set(mine["scales"]) <= {2048.0}  # halved once, and doubled twice
+        for kind in ("residuals", "weights"):
+            for name, part in theirs[kind].items():
+                assert torch.equal(mine[kind][name], part), name
+        assert any(mine["residuals"][name].any() for name in LARGE)
+
+
+@pytest.mark.parametrize("scheme", ["dense", "oktopk", "hitopk"])
+@pytest.mark.parametrize("wrap", ["copies", "static graph"])
+def test_the_first_step_can_be_void(run_on: Any, scheme: str, wrap: str) -> None:
+    """DDP calls the hooks of a static graph's first step after the backward pass."""
+    program = partial(
+        train_by_two,
+        steps=[VOID],
+        poison=("first", math.inf),
+        scalers=1,
+        wrap=WRAPS[wrap],
+        scheme=scheme,
+    )
+    for seen in run_on(2, program):
+        assert all(update.isnan().all() for update in seen["voided"].values())
+        assert not any(weight.any() for weight in seen["weights"].values())
+        assert not any(owed.any() for owed in seen["residuals"].values())

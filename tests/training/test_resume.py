@@ -1,0 +1,200 @@
+"""Checkpoints of an averager: gathered whole, loaded in part, and resumed bit by bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
+from sparcel.schemes import GTopK, Hierarchical, Scheme, TopK
+from sparcel.training import Averager
+from tests.strategies import same_bits
+from tests.training.tensors import TENSORS, Named, gradients_of, owed_by, schemes
+
+Layout = Sequence[Sequence[str]]
+
+LIKE = {name: tensor.float() for name, tensor in TENSORS.items()}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    names = draw(st.permutations(sorted(LIKE)))
+    cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1))))
+    return [names[lo:hi] for lo, hi in pairwise([0, *cuts, len(names)])]
+
+
+def queue_step(averager: Averager, layout: Layout, gradients: Named, gap: int) -> Named:
+    """Do a step of vectors that have ``gap`` zeros behind every tensor."""
+    updates = {}
+    for names in layout:
+        starts = accumulate((LIKE[name].numel() + gap for name in names), initial=0)
+        places = {
+            name: (start, start + LIKE[name].numel())
+            for name, start in zip(names, starts, strict=False)
+        }
+        vector = torch.zeros(sum(LIKE[name].numel() + gap for name in names))
+        for name, (start, stop) in places.items():
+            vector[start:stop] = gradients[name].flatten()
+        averager.queue(vector, places)
+        updates |= {name: vector[start:stop] for name, (start, stop) in places.items()}
+    averager.finish()
+    return updates
+
+
+SELECTIONS: dict[str, Callable[[], Scheme]] = {
+    "exact": lambda: TopK(0.05),
+    "chunk-wise": lambda: TopK(0.05, selector="chunkwise"),
+    "random, with momentum": lambda: TopK(0.05, selector="randomk", momentum=0.5),
+    "two levels": lambda: Hierarchical(GTopK(0.1)),
+}
+
+
+@pytest.mark.parametrize("make", SELECTIONS.values(), ids=SELECTIONS)
+@settings(max_examples=8)
+@given(layout=layouts(), first=st.permutations(sorted(LIKE)), gap=st.integers(0, 2))
+def test_a_driver_that_begins_with_one_vector_resumes_bit_by_bit(
+    make: Callable[[], Scheme], layout: Layout, first: Sequence[str], gap: int
+) -> None:
+    """As DDP does, which rebuilds its buckets, in another order, after a step or two."""
+
+    def on_rank(comm: Communicator) -> None:
+        through = Averager(LIKE, make(), group=comm)
+        for step in range(2):
+            queue_step(through, layout, gradients_of(comm.rank, step), gap)
+        resumed = Averager(LIKE, make(), group=comm)
+        resumed.load_state_dict(through.state_dict())
+        for step, begun in zip(range(2, 5), [[first], [first], layout], strict=True):
+            gradients = gradients_of(comm.rank, step)
+            expected = queue_step(through, layout, gradients, gap)
+            updates = queue_step(resumed, begun, gradients, gap if begun is layout else 0)
+            assert all(same_bits(updates[name], expected[name]) for name in LIKE)
+
+    simulate(4, on_rank, ranks_per_node=2)
+
+
+@given(before=layouts(), after=layouts())
+def test_what_is_owed_survives_any_change_of_vectors(before: Layout, after: Layout) -> None:
+    def on_rank(comm: Communicator) -> tuple[Named, Named, Named]:
+        first = Averager(LIKE, TopK(0.05), group=comm)
+        queue_step(first, before, gradients_of(comm.rank, 0), gap=1)
+        second = Averager(LIKE, TopK(0.05), group=comm)
+        second.load_state_dict(first.state_dict())
+        updates = queue_step(second, after, gradients_of(comm.rank, 1), gap=0)
+        return owed_by(first, comm.rank), updates, owed_by(second, comm.rank)
+
+    results = simulate(2, on_rank).results
+    for name in results[0][0]:
+        went_in = sum(gradients_of(rank, 1)[name].flatten().double() for rank in range(2))
+        owed, kept = (sum(result[place][name] for result in results) for place in (0, 2))
+        assert torch.equal(2 * results[0][1][name] + kept, owed + went_in)
+
+
+def trained(comm: Communicator, scheme: Scheme, steps: int = 2) -> Averager:
+    averager = Averager(TENSORS, scheme, group=comm)
+    for step in range(steps):
+        averager.average(gradients_of(comm.rank, step))
+    return averager
+
+
+@schemes
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_full_state_is_that_of_all_ranks(make: Callable[[], Scheme], steps: int) -> None:
+    def on_rank(comm: Communicator) -> tuple[Named, Named, int]:
+        averager = trained(comm, make(), steps)
+        before, counted = comm.traffic.messages_sent, averager.stats().bytes_sent
+        full = averager.full_state_dict()
+        sent = comm.traffic.messages_sent - before
+        assert averager.stats().bytes_sent == counted
+        own = averager.state_dict()
+        for step in range(3):  # must not change the gathered state
+            averager.average(gradients_of(comm.rank, step))
+        return full, own, sent
+
+    results = simulate(4, on_rank, ranks_per_node=2).results
+    (full, *others), states, messages = zip(*results, strict=True)
+    expected = {key: part for state in states for key, part in state.items()}
+    assert full.keys() == expected.keys()
+    assert all(same_bits(full[key], expected[key]) for key in full)
+    assert others == [{}, {}, {}]
+    remembered = [key for key in states[0] if key.startswith("rank0.")]
+    assert messages == (0, *[len(remembered)] * 3)  # one tensor at a time
+
+
+@pytest.mark.parametrize("now", [1, 2, 3, 5])
+def test_every_rank_loads_the_full_state(now: int) -> None:
+    saved = simulate(3, lambda comm: trained(comm, TopK(0.05)).full_state_dict()).results[0]
+
+    def on_rank(comm: Communicator) -> Named:
+        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager.load_state_dict(saved)
+        assert averager.stats().steps == 2
+        return owed_by(averager, comm.rank)
+
+    loaded = simulate(now, on_rank).results
+    for name in loaded[0]:
+        before = sum(saved[f"rank{rank}.{name}"].double() for rank in range(3))
+        assert before.any()
+        assert torch.equal(sum(owed[name] for owed in loaded), before)
+
+
+def state_without(what: str, state: Named) -> Named:
+    """Return part of the state of two ranks."""
+    if what == "everything":
+        return {}
+    if what == "the other ranks":
+        return {key: part for key, part in state.items() if not key.startswith("rank1.")}
+    if what == "a tensor":
+        return {key: part for key, part in state.items() if not key.endswith(".first")}
+    return {**state, "rank0.fourth": torch.zeros(3), "rank1.fourth": torch.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "empty"),
+    [
+        ("everything", "the state has no 'steps'", 2 * ["first", "second", "third"]),
+        ("the other ranks", r"nothing of the old ranks \[1\].*save full_state_dict\(\)", None),
+        ("a tensor", r"holds no memory of \['first'\]", ["first"]),
+        ("nothing", "fourth' fits no tensor", []),
+    ],
+)
+def test_a_state_in_part_is_refused_unless_asked_for(
+    what: str, said: str, empty: list[str] | None
+) -> None:
+    full = simulate(2, lambda comm: trained(comm, TopK(0.05)).full_state_dict()).results[0]
+    part = state_without(what, full)
+
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        if what == "the other ranks" and comm.rank == 0:
+            averager.load_state_dict(part)
+            return
+        with pytest.raises(InputError, match=said):
+            averager.load_state_dict(part)
+        with pytest.warns(UserWarning, match=f"starts empty on rank {comm.rank}.*{said}"):
+            averager.load_state_dict(part, strict=False)
+        assert averager.stats().steps == (0 if what == "everything" else 2)
+        started_empty = ["first", "second", "third"] if empty is None else empty
+        for name, owed in owed_by(averager, comm.rank).items():
+            assert bool(owed.any()) != (name in started_empty)
+            if owed.any():
+                assert torch.equal(owed, full[f"rank{comm.rank}.{name}"].double())
+
+    simulate(2, on_rank)
+
+
+def test_a_whole_state_is_loaded_without_a_warning() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = trained(comm, TopK(0.05))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            averager.load_state_dict(averager.state_dict(), strict=False)
+
+    simulate(2, on_rank)
