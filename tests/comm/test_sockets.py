@@ -1,128 +1,230 @@
-"""Connections between ranks: the addresses that they give, and the peers that they refuse."""
+"""Who may connect: ranks that prove to know the group's key, each once, and nobody else."""
 
 from __future__ import annotations
 
 import socket
+import struct
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from sparcel.comm import sockets
+from sparcel.comm.greeting import StrangerError, greet, welcome
 from sparcel.comm.rendezvous import connecting
 from sparcel.errors import CommunicationError
 
+LOOPBACK, SECONDS = "127.0.0.1", 60.0
+HELLO_BYTES, ANSWER_BYTES, PROOF_BYTES = 36, 64, 32
 
-class Somewhere(dist.HashStore):
-    """A store that tells its address, as a TCPStore does."""
-
-    def __init__(self, host: str) -> None:
-        super().__init__()
-        self.host = host
+Dial = Callable[[], socket.socket]
 
 
-@pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Maps hosts to the local address of a route to them; other hosts are unreachable."""
-    known: dict[str, str] = {}
-
-    def address_towards(host: str) -> str:
-        if host not in known:
-            raise OSError("unreachable")
-        return known[host]
-
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(sockets, "_address_towards", address_towards)
-    return known
+def hello(rank: int) -> bytes:
+    return struct.pack("<I32s", rank, bytes(32))
 
 
-WAY_OUT = "192.0.2.1"
+def key_in(store: dist.Store) -> bytes:
+    return bytes.fromhex(store.get("key").decode())
 
 
-@pytest.mark.parametrize(
-    ("ways", "expected"),
-    [
-        ({"head": "10.0.0.2", WAY_OUT: "10.1.0.2"}, "10.0.0.2"),
-        ({"head": "127.0.0.1", WAY_OUT: "10.1.0.2"}, "10.1.0.2"),  # the store is on this machine
-        ({"head": "127.0.1.1", "2001:db8::1": "fd00::2"}, "fd00::2"),
-        ({WAY_OUT: "10.1.0.2"}, "10.1.0.2"),  # the store's name cannot be resolved here
-        ({"head": "127.0.0.1"}, "127.0.0.1"),
-        ({}, "127.0.0.1"),
-    ],
-)
-def test_loopback_is_given_only_without_another_address(
-    routes: dict[str, str], ways: dict[str, str], expected: str
-) -> None:
-    routes.update(ways)
-    store = Somewhere("head")
-    within = dist.PrefixStore("a", dist.PrefixStore("b", store))
-    assert sockets.own_address(within) == expected
+def finish(greeting: Iterator[None]) -> None:
+    """Run a greeting over a socket that blocks."""
+    for _ in greeting:
+        raise AssertionError("a socket that blocks never makes a greeting wait")
 
 
-def test_the_interface_of_gloo_is_used(
-    routes: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    routes.update({WAY_OUT: "10.1.0.2"})
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{loopback},other")
-    assert sockets.own_address() == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
-    assert sockets.own_address() == "10.1.0.2"
+def connect_with(
+    store: dist.Store, intrude: Callable[[Dial], object]
+) -> tuple[socket.socket, socket.socket]:
+    """Connect two ranks, and call a function when rank 0 listens and before rank 1 comes."""
+    connected: dict[int, socket.socket | None] = {}
 
+    def join(rank: int) -> None:
+        connected[rank] = sockets.connect_all(store, LOOPBACK, rank, 2, SECONDS)[1 - rank]
 
-def on_two_ranks(store: dist.Store, before: Callable[[str, int], Any]) -> list[Any]:
-    """Connect two ranks; ``before`` gets the first one's address before the second one connects."""
-    connected: list[Any] = [None, None]
-
-    def connect(rank: int) -> None:
-        connected[rank] = sockets.connect_all(store, rank, 2, 60.0)[1 - rank]
-
-    first = threading.Thread(target=connect, args=(0,))
+    first = threading.Thread(target=join, args=(0,))
     first.start()
-    store.wait(["address0"], timedelta(seconds=60))
-    host, port = store.get("address0").decode().split()
-    kept = before(host, int(port))
-    connect(1)
+    kept = intrude(dials(store))
+    join(1)
     first.join()
     del kept
-    return connected
+    assert connected[0] is not None and connected[1] is not None
+    return connected[0], connected[1]
 
 
-@pytest.mark.parametrize("says", [b"", b"G", b"GET / HTTP/1.0\r\n\r\n and more"])
-@pytest.mark.parametrize("goes", [True, False])
-def test_peers_that_are_no_ranks_are_refused(
-    says: bytes, goes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "_GREETING_SECONDS", 0.2)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def dials(store: dist.Store) -> Dial:
+    """Return a function that connects to rank 0, which has begun to connect."""
+    store.wait(["address0"], timedelta(seconds=SECONDS))
+    host, port = store.get("address0").decode().split()
+    return lambda: socket.create_connection((host, int(port)))
 
-    def intrude(host: str, port: int) -> socket.socket:
-        stranger = socket.create_connection((host, port))
-        stranger.sendall(says)
-        if goes:
-            stranger.close()
-        return stranger
 
-    start = time.monotonic()
-    one, other = on_two_ranks(dist.HashStore(), intrude)
-    assert time.monotonic() - start < 30
-    one.sendall(b"hello")
-    assert other.recv(5) == b"hello"
+def check_and_close(one: socket.socket, other: socket.socket) -> None:
+    for here, there in ((one, other), (other, one)):
+        here.sendall(b"hello")
+        assert there.recv(5) == b"hello"
     one.close()
     other.close()
 
 
+def say(dial: Dial, words: bytes) -> socket.socket:
+    stranger = dial()
+    stranger.sendall(words)
+    return stranger
+
+
+def silent(dial: Dial, store: dist.Store) -> object:
+    return [dial() for _ in range(30)]
+
+
+def gone(dial: Dial, store: dist.Store) -> object:
+    say(dial, b"G").close()
+    return None
+
+
+def garbage(dial: Dial, store: dist.Store) -> object:
+    return [say(dial, b"G"), say(dial, b"GET / HTTP/1.0\r\n\r\n" * 10)]
+
+
+def unknown_rank(dial: Dial, store: dist.Store) -> object:
+    return [say(dial, hello(rank)) for rank in (77, 2, 0, 2**32 - 1)]
+
+
+def without_the_key(dial: Dial, store: dist.Store) -> object:
+    strangers = [say(dial, hello(1)) for _ in range(3)]
+    strangers[-1].recv(ANSWER_BYTES)
+    strangers[-1].sendall(bytes(PROOF_BYTES))
+    assert strangers[-1].recv(1) == b""
+    with pytest.raises(StrangerError, match="does not know the group's key"):
+        finish(greet(dial(), bytes(32), 1, 0))
+    return strangers
+
+
+def reflected(dial: Dial, store: dist.Store) -> object:
+    """Send rank 0's own proof back."""
+    stranger = say(dial, hello(1))
+    stranger.sendall(stranger.recv(ANSWER_BYTES)[-PROOF_BYTES:])
+    assert stranger.recv(1) == b""
+    return stranger
+
+
+def replayed(dial: Dial, store: dist.Store) -> object:
+    """Say what rank 1 once said to a rank that has the same key."""
+    theirs, ours = socket.socketpair()
+    listens = threading.Thread(target=finish, args=(welcome(ours, key_in(store), 0, {1}),))
+    recorded = Recorder(theirs)
+    listens.start()
+    finish(greet(recorded, key_in(store), 1, 0))
+    listens.join()
+    stranger = say(dial, bytes(recorded.sent[:HELLO_BYTES]))
+    stranger.recv(ANSWER_BYTES)
+    stranger.sendall(recorded.sent[HELLO_BYTES:])
+    assert stranger.recv(1) == b""
+    return stranger
+
+
+class Recorder(socket.socket):
+    """A socket that keeps what it sends."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(fileno=connection.detach())
+        self.sent = bytearray()
+
+    def sendall(self, words: bytes) -> None:  # type: ignore[override]
+        self.sent += words
+        super().sendall(words)
+
+
+@pytest.mark.parametrize(
+    "intrude",
+    [silent, gone, garbage, unknown_rank, without_the_key, reflected, replayed],
+)
+def test_strangers_neither_get_in_nor_keep_a_rank_out(
+    intrude: Callable[[Dial, dist.Store], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_STRANGERS", 20)
+    store = dist.HashStore()
+    check_and_close(*connect_with(store, lambda dial: intrude(dial, store)))
+
+
+def test_a_rank_gets_in_once() -> None:
+    store, connected = dist.HashStore(), list[list[socket.socket | None]]()
+    join = (store, LOOPBACK, 0, 3, SECONDS)
+    listens = threading.Thread(target=lambda: connected.append(sockets.connect_all(*join)))
+    listens.start()
+    dial = dials(store)
+    key = key_in(store)
+    first, again, other = dial(), dial(), dial()
+    finish(greet(first, key, 1, 0))
+    with pytest.raises(StrangerError, match="closed the connection"):
+        finish(greet(again, key, 1, 0))
+    finish(greet(other, key, 2, 0))
+    listens.join()
+    for ours, theirs in zip((first, other), connected[0][1:], strict=True):
+        assert theirs is not None
+        check_and_close(ours, theirs)
+    again.close()
+
+
+def test_of_two_greetings_under_way_the_first_to_end_gets_in() -> None:
+    key, due = bytes(32), {1}
+    ends = [socket.socketpair() for _ in range(2)]
+    for pair in ends:
+        for end in pair:
+            end.setblocking(False)
+    dialling = [greet(theirs, key, 1, 0) for theirs, _ in ends]
+    listening = [welcome(ours, key, 0, due) for _, ours in ends]
+    for greeting in (*dialling, *listening):
+        next(greeting)
+    for greeting in dialling:
+        with pytest.raises(StopIteration, match="0"):
+            next(greeting)
+    with pytest.raises(StopIteration, match="1"):
+        next(listening[1])
+    due.remove(1)
+    with pytest.raises(StrangerError, match="another connection has proven to be rank 1"):
+        next(listening[0])
+    for pair in ends:
+        for end in pair:
+            end.close()
+
+
+def test_the_key_is_gone_once_all_are_connected() -> None:
+    store = dist.HashStore()
+    check_and_close(*connect_with(store, lambda _: store.get("key")))
+    assert not store.check(["key"])
+
+
+def test_a_rank_refuses_a_listener_that_does_not_know_the_key() -> None:
+    store = dist.HashStore()
+    store.set("key", "00" * 32)
+    with socket.create_server((LOOPBACK, 0)) as impostor:
+        store.set("address0", f"{LOOPBACK} {impostor.getsockname()[1]}")
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            connection.recv(HELLO_BYTES)
+            connection.sendall(bytes(ANSWER_BYTES))
+            connection.recv(1)
+            connection.close()
+
+        listens = threading.Thread(target=answer)
+        listens.start()
+        with pytest.raises(ConnectionError, match=r"rank 0 did not greet: .* the group's key"):
+            sockets.connect_all(store, LOOPBACK, 1, 2, SECONDS)
+        listens.join()
+
+
 def test_a_failed_connection_is_explained_in_one_sentence() -> None:
     store = dist.HashStore()
-    store.set("cookie", "00" * 16)
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        store.set("address0", f"127.0.0.1 {gone.getsockname()[1]}")
+    store.set("key", "00" * 32)
+    with socket.create_server((LOOPBACK, 0)) as gone:
+        store.set("address0", f"{LOOPBACK} {gone.getsockname()[1]}")
     for rank, why in ((1, "refused"), (0, "timed out")):
         with pytest.raises(CommunicationError) as caught, connecting(rank, [0, 1]):
-            sockets.connect_all(store, rank, 2, 0.2)
+            sockets.connect_all(store, LOOPBACK, rank, 2, 0.2)
         assert str(caught.value).startswith(f"rank {rank} could not connect to ranks [{1 - rank}],")
         assert why in str(caught.value)

@@ -51,7 +51,7 @@ def test_faults_and_the_exit_status_reach_the_shell() -> None:
     assert sorted(out.splitlines()) == ["[0] --nodes 7", "[2] --nodes 7"]
     assert err.splitlines() == [
         "sparcel: node 1 is killed",
-        "sparcel: rank 2 failed: exit status 5",
+        "sparcel: rank 2 failed (exit status 5)",
     ]
 
 

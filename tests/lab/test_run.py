@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.lab import EmulatedNetwork, Faults, Link, Loopback, Workers, run
+from sparcel.lab import (
+    EmulatedNetwork,
+    Faults,
+    Link,
+    Loopback,
+    WorkerFailedError,
+    Workers,
+    run,
+)
 
 pytestmark = [pytest.mark.network, pytest.mark.processes, pytest.mark.usefixtures("emulation")]
 
@@ -118,11 +126,11 @@ def test_the_first_failure_counts_and_other_ranks_may_print_errors(
     err = capsys.readouterr().err
     assert "[0] lost rank 1" in err
     assert "[2] lost rank 1" in err
-    assert "sparcel: rank 1 failed: exit status 3" in err
+    assert "sparcel: rank 1 failed (exit status 3)\n" in err
 
 
 def test_ranks_that_wait_for_a_failed_rank_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparcel.lab.program.GRACE_S", 0.1)
+    monkeypatch.setattr("sparcel.lab.launch.GRACE_S", 0.1)
     script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1e6)"
     assert run_python(script) == 3
 
@@ -219,3 +227,40 @@ def test_a_fault_of_a_missing_node_is_named(faults: Faults) -> None:
 def test_workers_need_ranks() -> None:
     with pytest.raises(InputError, match="ranks_per_node=0"):
         Workers(Loopback(1), [sys.executable], ranks_per_node=0)
+
+
+FAILING = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep({later})
+    raise ValueError("bad batch")
+if os.environ["RANK"] == "2":
+    sys.exit(0)
+from sparcel.errors import CommunicationError
+raise CommunicationError("rank 1 failed: ValueError: bad batch")
+"""
+
+
+@pytest.mark.parametrize(
+    ("later", "told"),
+    [
+        (1, "rank 1 failed (exit status 1): ValueError: bad batch"),  # after the survivor has ended
+        (1e6, "rank 1 failed: ValueError: bad batch"),  # it hangs, and only the survivor tells
+    ],
+)
+def test_the_rank_that_failed_is_named_and_no_survivor(
+    later: float, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if later > 1:
+        monkeypatch.setattr("sparcel.lab.launch.GRACE_S", 0.1)
+    assert run_python(FAILING.format(later=later)) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"sparcel: {told}"
+
+
+def test_lines_raise_the_failure_and_not_a_survivors() -> None:
+    argv = [sys.executable, "-c", FAILING.format(later=1)]
+    with (
+        Workers(Loopback(3), argv) as workers,
+        pytest.raises(WorkerFailedError, match=r"^rank 1 failed \(exit status 1\): ValueError"),
+    ):
+        list(workers.lines())

@@ -6,7 +6,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -65,10 +65,6 @@ class Mpi(BenchEngine):
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        from sparcel.comm.mpi import exit_after_failure
-
-        # After a failure, ranks that already died must not leave the others in MPI_Finalize.
-        exit_after_failure()
         self.comm = resolve(MPI.COMM_WORLD)
         self._world = MPI.COMM_WORLD.Dup()
         self._in_place = MPI.IN_PLACE
@@ -107,17 +103,18 @@ def connected(names: tuple[str, ...]) -> Iterator[list[BenchEngine]]:
                 f" {', '.join(there) or 'no engine'}: start with mpiexec, or with"
                 " `sparcel lab run --mpi`"
             )
-    engines: list[BenchEngine] = []
-    try:
+    with ExitStack() as stack:
+        engines: list[BenchEngine] = []
         if "mpi" in names:
-            engines.append(Mpi())
+            from sparcel.comm.mpi import exit_after_failure
+
+            # After a failure, ranks that already died must not leave the others in MPI_Finalize.
+            stack.enter_context(exit_after_failure())
+            engines.append(stack.enter_context(closing(Mpi())))
         if "gloo" in names:
             _join_gloo()
-            engines.insert(0, Gloo())
+            engines.insert(0, stack.enter_context(closing(Gloo())))
         yield engines
-    finally:
-        for engine in reversed(engines):
-            engine.close()
 
 
 def _join_gloo() -> None:

@@ -38,12 +38,18 @@ class Executor:
         The number by which other ranks name this process.
     failure
         The failure state that the ranks share.
+
+    Attributes
+    ----------
+    job_failed
+        Whether a job of this process has raised.
     """
 
     def __init__(self, me: int, failure: Failure) -> None:
         self.me, self.failure = me, failure
         self.queue = JobQueue("sparcel")
         self.engines: list[Engine] = []
+        self.job_failed = False
         _alive.add(self)
         _start_monitor()
 
@@ -116,9 +122,11 @@ class Executor:
         try:
             return job()
         except LostPeerError as error:
+            self.job_failed = True
             patience = 0.0 if error.late else _CAUSE_SECONDS
             raise CommunicationError(self.abort(str(error), patience)) from error
         except BaseException as error:
+            self.job_failed = True
             what = ": ".join(filter(None, (type(error).__name__, str(error))))
             self.abort(f"rank {self.me} failed: {what}")
             raise

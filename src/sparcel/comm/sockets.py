@@ -2,156 +2,150 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import platform
+import selectors
 import socket
-import struct
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
-from ipaddress import ip_address
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
-_GREETING = struct.Struct("<16sI")
-"""The first bytes on a connection: the group's cookie and the rank that connects."""
+from sparcel.comm.greeting import KEY_BYTES, Greeting, greet, welcome
 
-_GREETING_SECONDS = 2.0
-"""How long to wait for the greeting of a new connection; ranks send it at once."""
+_KEY = "key"
 
-_INTERFACE_ADDRESS = {"Linux": 0x8915, "Darwin": 0xC0206921}
-"""The ioctl that returns an interface's IPv4 address (SIOCGIFADDR)."""
-
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses of no machine (RFC 5737, RFC 3849); the route to them leads off this machine."""
-
-_LOOPBACK = "127.0.0.1"
+_STRANGERS = 128
+"""How many connections may be open at once that have not proven to be a rank."""
 
 
-def connect_all(store: Store, rank: int, size: int, timeout: float) -> list[socket.socket | None]:
+def connect_all(
+    store: Store, address: str, rank: int, size: int, timeout: float
+) -> list[socket.socket | None]:
     """Return a connected socket for every other rank, by rank, and None for this one.
 
-    Every rank listens for the higher ranks and connects to the lower ones.
+    Every rank listens at its ``address`` for the higher ranks and dials the lower ones. Both ends
+    of a connection prove that they know the group's key, which is in the store until all ranks have
+    read it.
 
     Raises
     ------
     OSError, RuntimeError
         The socket's error, or the store's, when not all ranks connected within the timeout.
     """
+    if size == 1:
+        return [None]
     deadline = time.monotonic() + timeout
     if rank == 0:
-        store.set("cookie", os.urandom(16).hex())
-    sockets: list[socket.socket | None] = [None] * size
+        store.set(_KEY, os.urandom(KEY_BYTES).hex())
+    meeting = _Meeting(address, bytes.fromhex(_read(store, _KEY, deadline)), rank, size)
     try:
-        with closing(_listen(store, size)) as listener:
-            host, port = listener.getsockname()[:2]
-            store.set(f"address{rank}", f"{host} {port}")
-            cookie = bytes.fromhex(_read(store, "cookie", deadline))
-            for peer in range(rank):
-                host, port = _read(store, f"address{peer}", deadline).split()
-                sockets[peer] = _dial(host, int(port), cookie, rank, deadline)
-            for _ in range(rank + 1, size):
-                peer, connection = _accept(listener, cookie, deadline)
-                sockets[peer] = connection
+        host, port = meeting.listener.getsockname()[:2]
+        store.set(f"address{rank}", f"{host} {port}")
+        for peer in range(rank):
+            host, port = _read(store, f"address{peer}", deadline).split()
+            meeting.dial(peer, (host, int(port)), deadline)
+        meeting.wait(deadline)
+        if rank == 0:  # the others have proven to this rank that they have read the key
+            store.delete_key(_KEY)
     except BaseException:
-        for connected in sockets:
-            if connected is not None:
-                connected.close()
+        for connection in meeting.connected.values():
+            connection.close()
         raise
-    for connected in sockets:
-        if connected is not None:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sockets
+    finally:
+        meeting.close()
+    for connection in meeting.connected.values():
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return [meeting.connected.get(peer) for peer in range(size)]
 
 
-def _listen(store: Store, size: int) -> socket.socket:
-    """Return a socket that listens at an address which the other ranks can reach."""
-    address = own_address(store)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=size)
+class _Meeting:
+    """One rank's connections to the others, while they greet each other side by side.
 
-
-def own_address(store: Store | None = None) -> str:
-    """Return an address at which other ranks can reach this process.
-
-    The interface in ``GLOO_SOCKET_IFNAME`` takes precedence, then the interface on the route to
-    the store. Other machines cannot use a loopback address; if the store is on this machine, the
-    interface of the default route is used instead, and loopback only if there is no such route.
+    Attributes
+    ----------
+    listener
+        The socket that the higher ranks dial.
+    connected
+        The connections to ranks that have proven themselves, by rank.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with suppress(OSError):  # the interface has no IPv4 address
-            return _address_of(interface)
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    host = getattr(store, "host", None)  # only a TCPStore has a host
-    for target in (*([host] if host else []), *_ELSEWHERE):
-        with suppress(OSError):
-            address = _address_towards(target)
-            if not is_loopback(address):
-                return address
-    return _LOOPBACK
 
+    def __init__(self, address: str, key: bytes, rank: int, size: int) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        most = size + _STRANGERS
+        self.listener = socket.create_server((address, 0), family=family, backlog=most)
+        self.listener.setblocking(False)
+        self.connected: dict[int, socket.socket] = {}
+        self._key, self._rank, self._most = key, rank, most
+        self._due = set(range(size)) - {rank}
+        # Each greeting with the rank that this one dialled, or None; the oldest first.
+        self._greetings: dict[socket.socket, tuple[Greeting, int | None]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.listener, selectors.EVENT_READ)
 
-def is_loopback(address: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    return ip_address(address).is_loopback
+    def dial(self, peer: int, address: tuple[str, int], deadline: float) -> None:
+        """Connect to a lower rank, and begin to greet it."""
+        connection = socket.create_connection(address, timeout=_left(deadline))
+        self._begin(connection, greet(connection, self._key, self._rank, peer), peer)
 
+    def wait(self, deadline: float) -> None:
+        """Wait until all ranks have proven themselves."""
+        while self._due:
+            ready = self._selector.select(_left(deadline))
+            if time.monotonic() >= deadline:
+                raise TimeoutError("timed out")
+            for connection in [entry.fileobj for entry, _ in ready]:
+                if connection is self.listener:
+                    self._accept()
+                elif isinstance(connection, socket.socket) and connection in self._greetings:
+                    self._go_on(connection)
 
-def _address_of(interface: str) -> str:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(probe, _INTERFACE_ADDRESS[platform.system()], request)
-        return socket.inet_ntoa(answer[20:24])
+    def close(self) -> None:
+        """Close the listening socket and the connections that were not greeted to the end."""
+        for connection in (self.listener, *self._greetings):
+            connection.close()
+        self._selector.close()
 
+    def _accept(self) -> None:
+        """Begin to greet whoever connected; strangers must not keep out ranks by their number."""
+        with suppress(BlockingIOError, ConnectionError):  # the other end has gone
+            connection, _ = self.listener.accept()
+            self._begin(connection, welcome(connection, self._key, self._rank, self._due), None)
+        if len(self._greetings) > self._most:
+            self._drop(next(one for one, (_, peer) in self._greetings.items() if peer is None))
 
-def _address_towards(host: str) -> str:
-    """Return the source address of packets that this machine would send to a host."""
-    any_port = 9
-    family, kind, protocol, _, there = socket.getaddrinfo(host, any_port, type=socket.SOCK_DGRAM)[0]
-    with closing(socket.socket(family, kind, protocol)) as probe:
-        probe.connect(there)  # connecting a datagram socket sends nothing
-        own: str = probe.getsockname()[0]
-        return own
+    def _begin(self, connection: socket.socket, greeting: Greeting, peer: int | None) -> None:
+        connection.setblocking(False)
+        self._greetings[connection] = greeting, peer
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._go_on(connection)
+
+    def _go_on(self, connection: socket.socket) -> None:
+        """Let a greeting go on until it waits for bytes, or ends."""
+        greeting, dialled = self._greetings[connection]
+        try:
+            next(greeting)
+        except StopIteration as end:
+            self._selector.unregister(connection)
+            del self._greetings[connection]
+            self._due.remove(end.value)
+            self.connected[end.value] = connection
+        except OSError as error:
+            if dialled is not None:
+                raise ConnectionError(f"rank {dialled} did not greet: {error}") from error
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._greetings[connection]
+        connection.close()
 
 
 def _read(store: Store, key: str, deadline: float) -> str:
     store.wait([key], timedelta(seconds=_left(deadline)))
     value: bytes = store.get(key)
     return value.decode()
-
-
-def _dial(host: str, port: int, cookie: bytes, rank: int, deadline: float) -> socket.socket:
-    connection = socket.create_connection((host, port), timeout=_left(deadline))
-    connection.sendall(_GREETING.pack(cookie, rank))
-    return connection
-
-
-def _accept(listener: socket.socket, cookie: bytes, deadline: float) -> tuple[int, socket.socket]:
-    """Wait for the next rank to connect; close connections that do not send the cookie."""
-    while True:
-        listener.settimeout(_left(deadline))
-        connection, _ = listener.accept()
-        with suppress(OSError):  # the other side closed, or sends nothing
-            known, rank = _greeting(connection, deadline)
-            if known == cookie:
-                return rank, connection
-        connection.close()
-
-
-def _greeting(connection: socket.socket, deadline: float) -> tuple[bytes, int]:
-    """Read the cookie and the rank from a new connection; raises `OSError`."""
-    deadline = min(deadline, time.monotonic() + _GREETING_SECONDS)
-    greeting = b""
-    while len(greeting) < _GREETING.size:
-        connection.settimeout(_left(deadline))
-        came = connection.recv(_GREETING.size - len(greeting))
-        if not came:
-            raise ConnectionError("the connection closed before it sent its greeting")
-        greeting += came
-    cookie, rank = _GREETING.unpack(greeting)
-    return cookie, rank
 
 
 def _left(deadline: float) -> float:

@@ -5,7 +5,8 @@ left behind however that process ends. No traffic leaves the machine.
 """
 
 from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
-from sparcel.lab.launch import Ended, Line, WorkerFailedError, Workers
+from sparcel.lab.failures import Ended, Line, WorkerFailedError
+from sparcel.lab.launch import Workers
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
 from sparcel.lab.network import Network, open_network

@@ -8,16 +8,14 @@ import queue
 import signal
 import subprocess
 import threading
-from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, Self
 
-from sparcel.errors import InputError, SparcelError
+from sparcel.errors import InputError
+from sparcel.lab.failures import Ended, Failures, Line
 from sparcel.lab.network import Network
 from sparcel.lab.pmi import PmiServer
 
-_KEPT_LINES = 60
 _OUTPUT_S = 1.0  # how long to read after a process ended; its child may hold the pipe open for ever
 _UCX = {
     "UCX_TLS": "tcp,self",
@@ -30,41 +28,8 @@ _UCX = {
 """Defaults for the variables of MPICH's transport, UCX."""
 
 
-class WorkerFailedError(SparcelError):
-    """A worker ended with an error.
-
-    Attributes
-    ----------
-    rank
-        The rank of the worker that failed first.
-    status
-        Its exit status; the negative number of the signal if one killed it.
-    output
-        The last lines of its standard error.
-    """
-
-    def __init__(self, rank: int, status: int, output: str) -> None:
-        self.rank, self.status, self.output = rank, status, output
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        last = output.strip().splitlines()[-1:] or ["nothing on standard error"]
-        super().__init__(f"the worker of rank {rank} failed ({how}): {last[0]}")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line that a rank wrote to standard error or to standard output."""
-
-    rank: int
-    text: str
-    is_error: bool
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The end of a rank's process; the status is negative for a signal."""
-
-    rank: int
-    status: int
+GRACE_S = 5.0
+"""How long the other ranks may run after one has failed, to raise and print their own errors."""
 
 
 class Workers:
@@ -111,6 +76,8 @@ class Workers:
         self._network, self._ranks_per_node = network, ranks_per_node
         self._events: queue.SimpleQueue[Line | Ended] = queue.SimpleQueue()
         self._pmi = _pmi_server(network, ranks_per_node) if mpi else None
+        self._grace: threading.Timer | None = None
+        self._closed = False
         self.processes: list[subprocess.Popen[str]] = []
         shared = self._shared_environment(environment or {})
         try:
@@ -191,9 +158,10 @@ class Workers:
         self, rank: int, process: subprocess.Popen[str], readers: list[threading.Thread]
     ) -> None:
         status = process.wait()
+        killed = self._closed
         for reader in readers:
             reader.join(_OUTPUT_S)
-        self._events.put(Ended(rank, status))
+        self._events.put(Ended(rank, status, killed))
 
     def events(self) -> Iterator[Line | Ended]:
         """Yield the lines and the ends of the ranks as they come, until all have ended."""
@@ -209,20 +177,33 @@ class Workers:
         Raises
         ------
         WorkerFailedError
-            As soon as a rank ends with an error. :meth:`close` ends the others.
+            As soon as a rank ends with an error. If it survived the failure of another rank, the
+            other ranks have :data:`GRACE_S` to end as well. :meth:`close` ends those that run on.
         """
-        errors: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_KEPT_LINES))
+        failures = Failures()
         for event in self.events():
-            match event:
-                case Line(rank, text, is_error=False):
-                    yield rank, text
-                case Line(rank, text):
-                    errors[rank].append(text)
-                case Ended(rank, status) if status != 0:
-                    raise WorkerFailedError(rank, status, "\n".join(errors[rank]))
+            failures.note(event)
+            first = failures.first
+            if first is not None:
+                if not first.survived:
+                    break
+                self.close_soon()
+            elif isinstance(event, Line) and not event.is_error:
+                yield event.rank, event.text
+        if failures.first is not None:
+            raise failures.first
+
+    def close_soon(self) -> None:
+        """Kill all processes that still run after :data:`GRACE_S`; only the first call counts."""
+        if self._grace is None:
+            self._grace = threading.Timer(GRACE_S, self.close)
+            self._grace.start()
 
     def close(self) -> None:
         """Kill all processes that still run."""
+        self._closed = True
+        if self._grace is not None:
+            self._grace.cancel()
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:

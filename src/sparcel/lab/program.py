@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from sparcel.errors import InputError
 from sparcel.lab.emulated import EmulatedNetwork
-from sparcel.lab.launch import Ended, Line, Workers
-
-GRACE_S = 5.0
-"""How long the other ranks may run after one has failed, to raise and print their own errors."""
+from sparcel.lab.failures import Failures, Line
+from sparcel.lab.launch import Workers
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ def run(
 ) -> int:
     """Run a program on all nodes and print its lines, each after its rank.
 
-    When a rank fails, the others have :data:`GRACE_S` to end by themselves; then they are killed.
+    When a rank fails, the others have `sparcel.lab.launch.GRACE_S` to end by themselves; then they
+    are killed. At the end, the rank that failed first is named, with the cause.
 
     Parameters
     ----------
@@ -76,7 +75,7 @@ def run(
     faults = faults or Faults()
     faults.check(network.nodes)
     killed: set[int] = set()
-    failure: Ended | None = None
+    failures = Failures()
     fault_error: str | None = None
     with (
         contextlib.ExitStack() as timers,
@@ -103,16 +102,18 @@ def run(
         for event in workers.events():
             if isinstance(event, Line):
                 _print(event)
-            elif event.status != 0 and event.rank not in killed and failure is None:
-                failure = event
-                _say(f"rank {event.rank} failed: {_how(event.status)}")
-                timers.enter_context(_after(GRACE_S, workers.close))
+            if isinstance(event, Line) or event.rank not in killed:
+                failures.note(event)
+            if failures.first is not None:
+                workers.close_soon()
         if mpi and not workers.started_mpi:
             _say("no rank became an MPI rank: --mpi serves MPICH and other MPIs that use PMI-1")
     if fault_error is not None:
         _say(fault_error)
+    failure = failures.first
     if failure is None:
         return 0 if fault_error is None else 1
+    _say(str(failure))
     return failure.status if failure.status > 0 else 128 - failure.status
 
 
@@ -135,10 +136,6 @@ def _after(seconds: float, do: Callable[[], None]) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-
-
-def _how(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
 def _print(line: Line) -> None:

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 _IMPORTS = """
 import sys, threading, time
+from contextlib import nullcontext
 from mpi4py import MPI
 from sparcel.comm.mpi import MpiCommunicator, exit_after_failure
 from sparcel.errors import CommunicationError
@@ -27,11 +28,12 @@ comm.gather_numbers(comm.rank)
 def ends(ranks: int, script: str, opt_in: bool = True, first: str = "") -> tuple[list[int], str]:
     """Run a script as MPI ranks; return their exit statuses and what they wrote to stderr.
 
-    ``opt_in`` calls `exit_after_failure`; ``first`` runs before sparcel is imported.
+    With ``opt_in`` it runs in `exit_after_failure`; ``first`` runs before sparcel is imported.
     """
     pytest.importorskip("mpi4py", reason="the extra mpi is not installed")
-    call = "exit_after_failure()" if opt_in else ""
-    program = first + _IMPORTS + call + _CONNECT + textwrap.dedent(script)
+    context = "exit_after_failure()" if opt_in else "nullcontext()"
+    body = textwrap.indent(_CONNECT + textwrap.dedent(script), "    ")
+    program = f"{first}{_IMPORTS}\nwith {context}:{body}"
     argv = [sys.executable, "-c", program]
     statuses, errors = {}, []
     with Loopback(ranks) as network, Workers(network, argv, mpi=True) as workers:
@@ -44,7 +46,7 @@ def ends(ranks: int, script: str, opt_in: bool = True, first: str = "") -> tuple
     return [statuses[rank] for rank in range(ranks)], "\n".join(errors)
 
 
-def test_no_rank_of_a_failed_group_reports_success() -> None:
+def test_every_rank_of_a_failed_group_keeps_the_status_of_its_program() -> None:
     script = """
         def job():
             if comm.rank == 0:
@@ -53,26 +55,29 @@ def test_no_rank_of_a_failed_group_reports_success() -> None:
 
         def caught_exit():
             try:
-                sys.exit(0)
+                sys.exit(7)
             except SystemExit:
                 pass
 
-        if comm.rank == 0:
+        MPI.COMM_WORLD.Barrier()  # all have gathered the numbers
+        if comm.rank in (0, 1):
             comm.run(job)
-        elif comm.rank < 4:
+        elif comm.rank < 6:
             try:
                 comm.run(job)
             except CommunicationError:
-                if comm.rank == 1:
-                    raise SystemExit(3)
                 if comm.rank == 2:
-                    caught_exit()
+                    raise SystemExit(3)
                 if comm.rank == 3:
+                    caught_exit()
+                if comm.rank == 4:
+                    sys.exit("what went wrong")
+                if comm.rank == 5:
                     sys.exit(0)
         # The last rank does not learn of the failure.
     """
-    statuses, errors = ends(5, script)
-    assert statuses == [1] * 5
+    statuses, errors = ends(7, script)
+    assert statuses == [1, 1, 3, 0, 1, 0, 0]
     assert "ValueError: the user's own" in errors
 
 

@@ -47,7 +47,7 @@ class MpiCommunicator(ConnectedCommunicator):
         """
         connected = cls(MpiRendezvous.of(comm, timeout))
         assert isinstance(connected._failure, MpiFailure), "MpiRendezvous makes it"
-        watch_at_exit(connected._failure)
+        watch_at_exit(connected._failure, connected._executor)
         return connected
 
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:

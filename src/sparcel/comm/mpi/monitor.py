@@ -22,6 +22,8 @@ class PeerMonitor:
     ----------
     store
         A store that all ranks share, under a prefix that nothing else uses.
+    address
+        The address at which this process listens for the others.
     rank, size
         This process's rank, and the number of ranks.
     timeout
@@ -33,10 +35,10 @@ class PeerMonitor:
         When some rank does not connect within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, address: str, rank: int, size: int, timeout: float) -> None:
         self._peers: dict[int, tuple[int, socket.socket]] = {}
         self._poll = select.poll()
-        for peer, connection in enumerate(connect_all(store, rank, size, timeout)):
+        for peer, connection in enumerate(connect_all(store, address, rank, size, timeout)):
             if connection is not None:
                 self._peers[connection.fileno()] = peer, connection
                 # No rank ever writes, so a connection is readable only once it is closed.

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 
 from mpi4py import MPI
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from sparcel.comm.addresses import LOOPBACK, address_of_interface, address_towards, is_loopback
 from sparcel.comm.mpi.engine import MpiEngine
 from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.comm.mpi.shutdown import MpiFailure
 from sparcel.comm.rendezvous import connecting
-from sparcel.comm.sockets import is_loopback, own_address
 from sparcel.errors import InputError
 
-_NAME_BYTES, _ANSWER_BYTES = 64, 512
-"""Padded lengths of a hostname, and of rank 0's answer where its store is."""
+_ANSWER_BYTES = 512
+"""Padded length of rank 0's answer where its store is."""
 
 _NONE = "none"
 """What rank 0 answers in place of a host, before the reason, if it has no store."""
+
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of no machine (RFC 5737, RFC 3849); the route to them leads off this machine."""
 
 _POLL_SECONDS = 0.0005
 """How often to check whether all ranks have come."""
@@ -34,7 +40,7 @@ _POLL_SECONDS = 0.0005
 class MpiRendezvous:
     """Where the ranks of one communicator meet.
 
-    All fields but ``rank``, ``hosts_store`` and MPI's handles are equal on all ranks.
+    All fields but ``rank``, ``address``, ``hosts_store`` and MPI's handles are equal on all ranks.
 
     Attributes
     ----------
@@ -46,6 +52,9 @@ class MpiRendezvous:
         The rank of each process in ``MPI.COMM_WORLD``; errors name ranks by these numbers.
     rank
         Index of this process in ``members``.
+    address
+        The address at which this process listens for the others: that of the interface which
+        leads to the store, or of the one in ``GLOO_SOCKET_IFNAME``.
     timeout
         Seconds after which a hanging exchange raises.
     comms
@@ -59,6 +68,7 @@ class MpiRendezvous:
     store: Store
     members: list[int]
     rank: int
+    address: str
     timeout: float
     comms: list[MPI.Intracomm]
     hosts_store: bool
@@ -82,7 +92,8 @@ class MpiRendezvous:
             _wait(duplicated, timeout)
             own.Set_errhandler(MPI.ERRORS_RETURN)
             store = _store(own, timeout)
-        return cls(own, store, members, comm.rank, timeout, [own], comm.rank == 0)
+            address = address_of_interface() or address_towards(store.host)
+        return cls(own, store, members, comm.rank, address, timeout, [own], comm.rank == 0)
 
     def engine(self) -> MpiEngine:
         """Connect to the other ranks.
@@ -94,7 +105,7 @@ class MpiRendezvous:
         """
         with connecting(self.members[self.rank], self.members):
             store, size = PrefixStore("monitor", self.store), len(self.members)
-            monitor = PeerMonitor(store, self.rank, size, self.timeout)
+            monitor = PeerMonitor(store, self.address, self.rank, size, self.timeout)
         return MpiEngine(self.comm, monitor, self.members, self.rank, self.timeout)
 
     def failure(self) -> MpiFailure:
@@ -149,12 +160,12 @@ def _wait(request: MPI.Request, timeout: float) -> None:
 def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
     """Return a store that rank 0 hosts; if rank 0 cannot, all ranks raise `OSError`."""
     limit, store, answer = timedelta(seconds=timeout), None, bytearray(_ANSWER_BYTES)
-    name = socket.gethostname().encode()[:_NAME_BYTES].ljust(_NAME_BYTES)
-    names = bytearray(_NAME_BYTES * comm.size)
-    _wait(comm.Iallgather([name, MPI.BYTE], [names, MPI.BYTE]), timeout)
+    machine = _machine()
+    machines = bytearray(len(machine) * comm.size)
+    _wait(comm.Iallgather([machine, MPI.BYTE], [machines, MPI.BYTE]), timeout)
     if comm.rank == 0:
         try:
-            host = _host(one_machine=names == name * comm.size)
+            host = _host(one_machine=machines == machine * comm.size)
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
             text = f"{host} {store.port}"
         except (OSError, RuntimeError) as error:
@@ -167,12 +178,26 @@ def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
     return store or TCPStore(host, int(rest), is_master=False, timeout=limit)
 
 
+def _machine() -> bytes:
+    """Return what is equal for processes that reach each other over loopback, and for no others."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # only Linux has these files
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return hashlib.sha256(" ".join(parts).encode()).digest()
+
+
 def _host(one_machine: bool) -> str:
     """Return an address at which the ranks, which may all be on one machine, reach this process."""
-    host = own_address()
-    if is_loopback(host) and not one_machine and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        raise OSError(
-            f"rank 0's machine has no route to the other machines, only {host}; name the"
-            " interface to use in GLOO_SOCKET_IFNAME"
-        )
-    return host
+    named = address_of_interface()
+    if named or one_machine:
+        return named or LOOPBACK
+    for elsewhere in _ELSEWHERE:
+        with suppress(OSError):
+            address = address_towards(elsewhere)
+            if not is_loopback(address):
+                return address
+    raise OSError(
+        "rank 0's machine has no route to the other machines; name the interface to use in"
+        " GLOO_SOCKET_IFNAME"
+    )

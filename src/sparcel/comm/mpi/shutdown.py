@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
 from torch.distributed.distributed_c10d import Store
 
-from sparcel.comm import executor
+from sparcel.comm.executor import Executor, at_exit
 from sparcel.comm.failure import StoreFailure, bounded
 
 _LINGER_SECONDS = 1.0
@@ -114,51 +115,75 @@ class _ExitPolicy:
     """What this process does when the interpreter exits."""
 
     def __init__(self) -> None:
-        self.skip_finalize = False
+        # The status with which to end after a failure; None leaves the end to MPI_Finalize.
+        self.status: int | None = None
         # Failure states that matter at exit; those of closed communicators are dropped.
-        self.failures: list[MpiFailure] = []
+        self.watched: dict[MpiFailure, Executor] = {}
+        # Those with jobs that failed before the program ended, which its status takes into account.
+        self.seen: set[MpiFailure] = set()
+
+    def end(self, status: int) -> None:
+        """Note the status with which the program ends."""
+        self.status, self.seen = status, self._with_failed_jobs()
+
+    def _with_failed_jobs(self) -> set[MpiFailure]:
+        return {failure for failure, executor in self.watched.items() if executor.job_failed}
 
     def __call__(self) -> None:
-        """Wait for the other ranks; after a failure, end the process if the program asked for it.
-
-        The status with which the interpreter was about to exit cannot be found out. A failed group
-        must not report success, so the status is 1.
-        """
-        failed = [failure for failure in self.failures if not failure.ended_well()]
+        """Wait for the other ranks; after a failure, end the process if that was asked for."""
+        failed = [failure for failure in self.watched if not failure.ended_well()]
         if not failed or MPI.Is_finalized():
             return
         time.sleep(_LINGER_SECONDS)
-        if not self.skip_finalize:
+        if self.status is None:
             return
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # closed, missing, or a broken pipe
                 stream.flush()
-        os._exit(1)
+        os._exit(self.status or int(self._with_failed_jobs() > self.seen))
 
 
 _policy = _ExitPolicy()
-executor.at_exit.append(_policy)
+at_exit.append(_policy)
 
 
-def watch_at_exit(failure: MpiFailure) -> None:
-    """Check this failure state when the interpreter exits."""
-    _policy.failures = [
-        known for known in _policy.failures if known.cause is None and not known.finished
-    ]
-    _policy.failures.append(failure)
+def watch_at_exit(failure: MpiFailure, executor: Executor) -> None:
+    """Check this failure state, and the jobs of its executor, when the interpreter exits."""
+    _policy.watched = {
+        known: jobs
+        for known, jobs in _policy.watched.items()
+        if known.cause is None and not known.finished
+    }
+    _policy.watched[failure] = executor
 
 
-def exit_after_failure() -> None:
-    """End this process with status 1 when it exits after a failed exchange over MPI.
+@contextmanager
+def exit_after_failure() -> Iterator[None]:
+    """Let a process end with its program's status, also after a failed exchange over MPI.
 
-    Without this call, the interpreter exits as usual and mpi4py calls MPI_Finalize. If a process
-    died, MPI_Finalize may then abort the others, or wait for ever.
+    Otherwise mpi4py calls MPI_Finalize when the interpreter exits. If a process died, MPI_Finalize
+    may then abort the others, or wait for ever. All ranks run their whole program in this context::
 
-    With this call, every process of a failed communicator skips MPI_Finalize. It runs the
-    ``atexit`` handlers that were registered after sparcel was imported, flushes standard output and
-    standard error, and calls ``os._exit(1)``. Processes whose communicators did not fail exit as
-    usual.
+        with sparcel.comm.mpi.exit_after_failure():
+            sys.exit(main())
 
-    All ranks call this, at any time before they exit.
+    Every process of a failed communicator then skips MPI_Finalize. It runs the ``atexit`` handlers
+    that were registered after sparcel was imported, flushes standard output and standard error, and
+    ends by ``os._exit`` with the program's status: that of its SystemExit, 1 for another exception,
+    else 0; but 1 if a job fails that is still under way then. Processes whose communicators did not
+    fail exit as usual.
     """
-    _policy.skip_finalize = True
+    _policy.status = 1  # the interpreter does not tell its handlers with which status it exits
+    try:
+        yield
+    except SystemExit as end:
+        _policy.end(_status_of(end))
+        raise
+    _policy.end(0)
+
+
+def _status_of(end: SystemExit) -> int:
+    """Return the exit status that the interpreter makes of SystemExit."""
+    if end.code is None:
+        return 0
+    return end.code & 0xFF if isinstance(end.code, int) else 1

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
+from sparcel.comm.addresses import gloo_address
 from sparcel.comm.engine import late, lost, too_long
 from sparcel.comm.sockets import connect_all
 
@@ -40,7 +41,7 @@ class Mesh:
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
-        sockets = connect_all(store, rank, len(names), timeout)
+        sockets = connect_all(store, gloo_address(), rank, len(names), timeout)
         self._mesh = _cpu.Mesh([-1 if peer is None else peer.detach() for peer in sockets])
 
     def exchange(
