@@ -238,6 +238,7 @@ def test_ranks_with_different_densities_are_refused(run_on: Any) -> None:
 
 
 COORDINATES = sum(math.prod(shape) for shape in SHAPES.values())
+SMALL = sum(math.prod(shape) for name, shape in SHAPES.items() if name not in LARGE)
 
 
 def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
@@ -257,19 +258,18 @@ def warm_up(comm: Communicator, resumed: bool) -> tuple[list[int], int]:
             ddp = DistributedDataParallel(Linear())
             handle = attach(ddp)
             handle.load_state_dict(state)
-        before = handle._meter.asked
         ddp.zero_grad()
         ddp(comm.rank, step, poison=("second", math.nan) if step == 1 else None).backward()
-        asked.append(handle._meter.asked - before)
-    steps = handle.stats().steps
+        asked.append(handle.stats().last.asked)
+    steps = handle.stats().training_steps
     handle.close()
     return asked, steps
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_warm_up_counts_the_steps_that_took_effect(run_on: Any, resumed: bool) -> None:
-    whole, quarter, least = COORDINATES, math.ceil(COORDINATES / 4), math.ceil(COORDINATES / 100)
-    expected = [whole, whole, whole, quarter, quarter, least, least]
+    quarter, least = (math.ceil(COORDINATES / share) + SMALL for share in (4, 100))
+    expected = [*[COORDINATES] * 3, quarter, quarter, least, least]
     assert run_on(2, warm_up, resumed) == [(expected, 6)] * 2
 
 

@@ -114,10 +114,10 @@ def poisoned_updates(comm: Communicator, poison: Poison) -> dict[str, Any]:
     handle = sparcel.attach(ddp, "topk")
     ddp(comm.rank, 0).backward()
     ddp.zero_grad()
-    before, steps = residuals_of(handle, comm.rank), handle.stats().steps
+    before, steps = residuals_of(handle, comm.rank), handle.stats().training_steps
     ddp(comm.rank, 1, poison=poison if comm.rank == 1 else None).backward()
     after = residuals_of(handle, comm.rank)
-    seen = {"before": before, "after": after, "steps": (steps, handle.stats().steps)}
+    seen = {"before": before, "after": after, "steps": (steps, handle.stats().training_steps)}
     seen["update"] = observe(ddp)
     handle.close()
     return seen

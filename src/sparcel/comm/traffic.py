@@ -41,7 +41,7 @@ class Traffic:
 
     def count_ring(self, tensor: Tensor, ranks: int) -> None:
         """Add a ring all-reduce of ``tensor``."""
-        messages, nbytes = 2 * (ranks - 1), 2 * (ranks - 1) * tensor.nbytes // ranks
+        messages, nbytes = 2 * (ranks - 1), ring_bytes(tensor.nbytes, ranks)
         self.messages_sent += messages
         self.messages_received += messages
         self.bytes_sent += nbytes
@@ -51,3 +51,8 @@ class Traffic:
     def volume(self) -> int:
         """The larger of the bytes sent and the bytes received."""
         return max(self.bytes_sent, self.bytes_received)
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Return how many bytes each rank sends in a ring all-reduce of ``nbytes`` bytes."""
+    return 2 * (ranks - 1) * nbytes // ranks

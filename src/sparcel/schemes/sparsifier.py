@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from sparcel.collectives.dense import dense
@@ -157,8 +158,8 @@ class Sparsifier(Scheme):
         meter, ranks = request.meter, request.divisor(comm)
         with meter.selecting():
             everything = self._memory.accumulate(gradient, ranks, request.withheld)
-        meter.asked += everything.size
-        meter.selected += everything.size
+        meter.asked += request.count(everything.size)
+        meter.selected += request.count(everything.size)
         with meter.communicating():
             total = dense(everything, Wire(comm, request.format))
         self._memory.take_all()
@@ -175,7 +176,9 @@ class Sparsifier(Scheme):
         with meter.communicating():
             outcome = self._exchange(Selection(taken, k, most), Wire(comm, request.format))
         meter.selected += outcome.sent.nnz
+        meter.magnitude += _magnitude(outcome.sent)
         if outcome.kept is not None:
+            meter.magnitude -= _magnitude(outcome.kept)
             self._memory.give_back(outcome.kept, outcome.start)
         if self.momentum:
             applied = outcome.sent.without(outcome.sent.without(outcome.total))
@@ -218,3 +221,8 @@ class Sparsifier(Scheme):
     def _density_at(self, step: int) -> float:
         entry = step // (self.warmup_steps or 1)
         return self.warmup[entry] if entry < len(self.warmup) else self.density
+
+
+def _magnitude(stream: SparseStream) -> float:
+    """Return the sum of the magnitudes of a stream's values."""
+    return float(torch.linalg.vector_norm(stream.values, ord=1))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel import cost
-from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
+from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve, ring_bytes
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
 from sparcel.rates import Rates
@@ -219,18 +219,20 @@ class Averager(Handle):
             for vector in step.vectors:
                 vector.scheme.commit()
             self._residuals.steps += 1
+        self._account(step.costs(), step.finite)
         return step.rows
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""
         if self.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Transaction(self._comm, self._meter, self._device)
+        self._step = self._step or Transaction(self._comm, self._device)
         self._step.include(names)
         return self._step
 
     def _exchange(self, step: Transaction, pieces: Sequence[Piece], vector: Tensor) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait."""
+        step.meter.dense_bytes += ring_bytes(vector.nbytes, self._comm.size)
         small = [piece for piece in pieces if piece.name in self._treatment.small]
         large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)
         places = [vector[piece.start : piece.stop] for piece in small]
@@ -243,7 +245,7 @@ class Averager(Handle):
             served.layers,
             withheld=self._zeros(large, vector),
             apart=[(piece.start, piece.stop) for piece in small],
-            meter=self._meter,
+            meter=step.meter,
         )
         # Asked here and not while computing, which would have to wait for a GPU to answer.
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
