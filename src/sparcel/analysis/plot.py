@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sparcel.analysis._inputs import optional
 from sparcel.analysis.density import delta
 from sparcel.analysis.growth import Growth
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 
 _STYLES = ("-", "--", "-.")
 
@@ -36,14 +35,14 @@ def plot_fill_in(
     ------
     InputError
         When there is nothing to draw.
-    ModuleNotFoundError
+    MissingDependencyError
         When matplotlib is not installed.
 
     Source: SparCML, Figure 1.
     """
     if not measured:
         raise InputError("plot_fill_in needs at least one growth, got none")
-    with optional("plot_fill_in"):
+    with optional("plot_fill_in", "plots"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
