@@ -103,8 +103,8 @@ class Handle:
         The mean time that a gradient's magnitude spends in memory until it is applied, by Little's
         law (waiting = arrivals · time): the sum of |memory| over the sum of |x| that the last
         effective step took out of it. 0 if nothing is kept back; NaN if something is, and no step
-        took anything out yet. A warm-up or another change of density disturbs the steady state
-        that the law is about.
+        took anything out yet. The law is about a steady state: while memory fills, in the first
+        1/density steps, the result is too large.
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
