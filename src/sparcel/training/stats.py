@@ -71,8 +71,10 @@ class Costs:
         return self.reduced / max(1, self.coordinates)
 
     def __add__(self, other: Costs) -> Costs:
-        names = [field.name for field in fields(Costs)]
-        return Costs(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return Costs(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
+
+
+_COUNTED = [field.name for field in fields(Costs)]
 
 
 @dataclass(frozen=True)
