@@ -59,5 +59,5 @@ $(VENV)/installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 # The install is editable: changed Python files need no reinstall, but changed C++ files and new
 # packages do.
 $(VENV)/built: $(VENV)/installed CMakeLists.txt $(CPP_SOURCES) $(PACKAGES)
-	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[demo]"
+	$(PIP) install --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[all]"
 	@touch $@

@@ -1,5 +1,6 @@
 """The README's examples run as printed, and links, targets and figures of the pages are right."""
 
+import csv
 import json
 import os
 import re
@@ -8,13 +9,28 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+
+import sparcel
+from sparcel.comm import Communicator
+from sparcel.training import Averager
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+TRAINING = (ROOT / "docs/training.md").read_text()
+BENCHMARK = (ROOT / "docs/benchmark.md").read_text()
+
+
+def python_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+SCRIPT, SAVE, LOAD, LOG = python_of(README)
+EXAMPLES = [SCRIPT, *python_of((ROOT / "docs/streams.md").read_text())]
 LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,32 +38,92 @@ RESULTS = ROOT / "benchmarks" / "results"
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-def test_all_examples_are_found() -> None:
-    assert len(EXAMPLES) == README.count("```python") == 4
-    assert len(LAUNCHES) == 1
-
-
-def test_ddp_takes_five_lines() -> None:
-    assert len([line for line in EXAMPLES[0].splitlines() if line]) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("example", EXAMPLES, ids=["ddp", "training", "all_reduce", "simulate"])
-def test_example_runs_as_printed(example: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(example)
-    on_two_ranks = "init_process_group" in example
-    command = LAUNCHES[0] if on_two_ranks else "python train.py"
+def run(script: str, folder: Path) -> None:
+    (folder / "train.py").write_text(script)
+    (launch,) = LAUNCHES
     beside_python = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
-        shlex.split(command),
-        cwd=tmp_path,
+        shlex.split(launch if "init_process_group" in script else "python train.py"),
+        cwd=folder,
         env={**os.environ, "PATH": beside_python},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_first_example_begins_with_an_uncompressed_epoch() -> None:
+    assert "warmup=[1.0], warmup_steps=len(loader)" in SCRIPT
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("example", EXAMPLES, ids=["training", "all_reduce", "simulate"])
+def test_example_runs_as_printed(example: str, tmp_path: Path) -> None:
+    run(example, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(sparcel.Handle, "full_state_dict"), reason="not gathered yet")
+def test_training_resumes_from_the_checkpoint_as_printed(tmp_path: Path) -> None:
+    """Train, save, attach to a new model, load there, and train on."""
+    begin, attach, train, end = re.split(
+        r"^(?=model =|for epoch|print)", SCRIPT, flags=re.MULTILINE
+    )
+    seen = "assert (handle.stats().training_steps, handle.stats().steps) == (60, 30)\n"
+    new = f"handle.close()\ndist.barrier()\n{attach}"
+    run("".join([begin, attach, train, SAVE, new, LOAD, train, seen, end]), tmp_path)
+
+
+def handle() -> sparcel.Handle:
+    """Return what is attached in a training of two ranks, after a step."""
+
+    def on_rank(comm: Communicator) -> sparcel.Handle:
+        averager = Averager({"weight": torch.zeros(64, 64)}, sparcel.scheme("topk"), group=comm)
+        averager.average({"weight": torch.randn(64, 64)})
+        return averager
+
+    return sparcel.simulate(2, on_rank).results[0]
+
+
+def tensorboard_writer(folder: Path) -> Mock:
+    """Return TensorBoard's writer where it is installed; its calls are noted."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        return Mock(["add_scalar", "close"])
+    return Mock(wraps=SummaryWriter(folder))  # type: ignore[no-untyped-call]
+
+
+def test_profiles_are_made_as_printed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = python_of(TRAINING[TRAINING.index("## Profiles") :])
+    exec(snippet, {"model": torch.nn.Linear(4, 4), "batch": torch.ones(2, 4)})
+    assert "traceEvents" in Path("step.json").read_text()
+
+
+def test_loggers_get_the_numbers_as_printed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    wandb, module = Mock(["log"]), Mock(["log_dict"])
+    writer = tensorboard_writer(tmp_path)
+    attached = handle()
+    numbers = attached.stats().as_dict()
+    names = {"handle": attached, "step": 1, "csv": csv}
+    names |= {"wandb": wandb, "self": module, "writer": writer}
+    section = TRAINING[TRAINING.index("## Logging") : TRAINING.index("## Profiles")]
+    assert LOG in python_of(section)
+    for snippet in python_of(section):
+        exec(snippet, names)
+    wandb.log.assert_called_once_with(numbers, step=1)
+    module.log_dict.assert_called_once_with(numbers)
+    assert {call.args[0]: call.args[1] for call in writer.add_scalar.call_args_list} == numbers
+    writer.close()
+    del names  # closes the file
+    with open("costs.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert {name: float(number) for name, number in row.items()} == numbers
 
 
 @page_by_page
@@ -106,8 +182,8 @@ def test_figures_of_the_benchmark_are_those_recorded(what: str, row: str) -> Non
     dense = [seconds["dense fp32", 1.0, engine] for engine in ("gloo", "mpi")]
     times = [seconds[row, d, engine] for d in (1 / 128, 0.001) for engine in ("gloo", "mpi")]
     figures = [f"{1000 * s:#.3g} ms, {min(dense) / s:#.3g}×".replace(". ", " ") for s in times]
-    assert f"| {what} | {' | '.join(figures)} |" in README.splitlines()
-    assert f"{1000 * dense[0]:.0f} ms; MPICH's took {1000 * dense[1]:.0f} ms" in README
+    assert f"| {what} | {' | '.join(figures)} |" in BENCHMARK.splitlines()
+    assert f"{1000 * dense[0]:.0f} ms; MPICH's took {1000 * dense[1]:.0f} ms" in BENCHMARK
 
 
 @pytest.mark.parametrize(
@@ -122,4 +198,4 @@ def test_figures_of_the_benchmark_are_those_recorded(what: str, row: str) -> Non
 def test_figures_of_selection_are_those_recorded(what: str, record: str) -> None:
     (normal,) = [r for r in recorded("selection")["rows"] if r["distribution"] == "normal"]
     times = [f"{normal['median_ms'][record.format(k)]:.1f} ms" for k in ("0.001", "0.01")]
-    assert f"| {what} | {' | '.join(times)} |" in README.splitlines()
+    assert f"| {what} | {' | '.join(times)} |" in BENCHMARK.splitlines()

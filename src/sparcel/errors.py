@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class SparcelError(Exception):
@@ -26,6 +27,22 @@ class FormatError(SparcelError, ValueError):
 
 class CommunicationError(SparcelError, RuntimeError):
     """A peer disconnected, did not answer within the timeout, or reported a failure."""
+
+
+class MissingDependencyError(SparcelError, ModuleNotFoundError):
+    """A package is missing that one of sparcel's extras installs."""
+
+
+@contextmanager
+def optional(what: str, extra: str) -> Iterator[None]:
+    """Turn a failed import in the block into an error that says which extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        raise MissingDependencyError(
+            f"{what} needs {package}: pip install 'sparcel[{extra}]'", name=package
+        ) from missing
 
 
 class SparcelWarning(UserWarning):

@@ -21,7 +21,7 @@ from sparcel.analysis import (
     growth,
     plot_fill_in,
 )
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MissingDependencyError
 from sparcel.stream import reduce
 from tests.strategies import Case, cases
 
@@ -172,5 +172,5 @@ def test_the_plot_is_written_and_repeats(suffix: str, tmp_path: Path) -> None:
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sparcel\[analysis\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'sparcel\[plots\]'"):
         plot_fill_in(fill_in(random_gradients(), [0.1]), "nowhere.svg")

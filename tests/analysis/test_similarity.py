@@ -23,7 +23,7 @@ from sparcel.analysis import (
     similarity,
     spearman,
 )
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MissingDependencyError
 
 index_sets = st.sets(st.integers(0, 30), max_size=12)
 
@@ -148,5 +148,5 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
 
 def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'sparcel\[analysis\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'sparcel\[plots\]'"):
         spearman(torch.ones(2), torch.ones(2))

@@ -140,14 +140,17 @@ def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Tr
 
 
 def test_stats(run_on: Any) -> None:
-    coordinates = sum(torch.zeros(shape).numel() for shape in SHAPES.values())
-    selected = -(-coordinates * 5 // 100)
+    elements = {name: torch.zeros(shape).numel() for name, shape in SHAPES.items()}
+    coordinates = sum(elements.values())
+    small = sum(count for name, count in elements.items() if name not in LARGE)
+    selected = -(-coordinates * 5 // 100) + small
     for stats, counted in run_on(2, train_on_own_communicator):
         assert stats.steps == 3
         assert stats.messages_sent == counted.messages_sent == 3 * 2
-        assert stats.bytes_sent == counted.bytes_sent > 3 * 8 * selected
-        assert stats.bytes_received == counted.bytes_received > 3 * 8 * selected
+        assert stats.bytes_sent == counted.bytes_sent > 3 * 8 * (selected - small)
+        assert stats.bytes_received == counted.bytes_received > 3 * 8 * (selected - small)
         assert stats.density_before == selected / coordinates
+        assert stats.dense_bytes == 3 * 4 * coordinates  # 2(P−1)/P is 1
         assert stats.density_before <= stats.density_after <= 2 * stats.density_before
         assert stats.select_seconds > 0
         assert stats.communicate_seconds > 0

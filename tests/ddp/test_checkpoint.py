@@ -86,7 +86,7 @@ def interrupt(
     first.end()
     second.load(state)
     second.train(range(3, 6))
-    assert second.handle.stats().steps == through.handle.stats().steps == 6
+    assert second.handle.stats().training_steps == through.handle.stats().training_steps == 6
     return [through.end(), second.end()]
 
 

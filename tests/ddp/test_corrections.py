@@ -238,6 +238,7 @@ def test_ranks_with_different_densities_are_refused(run_on: Any) -> None:
 
 
 COORDINATES = sum(math.prod(shape) for shape in SHAPES.values())
+SMALL = sum(math.prod(shape) for name, shape in SHAPES.items() if name not in LARGE)
 
 
 def warm_up(comm: Communicator, resumed: bool, passes: int) -> tuple[list[int], int]:
@@ -257,14 +258,13 @@ def warm_up(comm: Communicator, resumed: bool, passes: int) -> tuple[list[int], 
             ddp = DistributedDataParallel(Linear())
             handle = attach(ddp)
             handle.load_state_dict(state)
-        before = handle._meter.asked
         ddp.zero_grad()
         for _ in range(passes - 1):
             with ddp.no_sync():
                 ddp(comm.rank, step).backward()
         ddp(comm.rank, step, poison=("second", math.nan) if step == 1 else None).backward()
-        asked.append(handle._meter.asked - before)
-    steps = handle.stats().steps
+        asked.append(handle.stats().last.asked)
+    steps = handle.stats().training_steps
     handle.close()
     return asked, steps
 
@@ -273,8 +273,8 @@ def warm_up(comm: Communicator, resumed: bool, passes: int) -> tuple[list[int], 
 def test_warm_up_counts_the_optimisers_steps_that_took_effect(
     run_on: Any, resumed: bool, passes: int
 ) -> None:
-    whole, quarter, least = COORDINATES, math.ceil(COORDINATES / 4), math.ceil(COORDINATES / 100)
-    expected = [whole, whole, whole, quarter, quarter, least, least]
+    quarter, least = (math.ceil(COORDINATES / share) + SMALL for share in (4, 100))
+    expected = [*[COORDINATES] * 3, quarter, quarter, least, least]
     assert run_on(2, warm_up, resumed, passes) == [(expected, 6)] * 2
 
 

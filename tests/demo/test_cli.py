@@ -19,7 +19,7 @@ from sparcel.lab import EmulatedNetwork, LabUnavailableError, Link
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-_DEMO = [sys.executable, "-m", "sparcel.cli", "demo", "--nodes", "2"]
+_DEMO = [sys.executable, "-m", "sparcel", "demo", "--nodes", "2"]
 _PATIENCE_S = 60.0
 
 

@@ -60,6 +60,8 @@ def test_advice_is_dense_on_fast_links_and_sparse_on_slow_ones():
     assert verdict(dense).startswith("Stay dense: with dense bf16 a step takes 10")
     assert verdict(sparse).startswith(f"Use {sparse.advised.method}: with")
     assert "The best dense method, dense bf16, takes" in verdict(sparse)
+    assert "changes training" not in verdict(dense)
+    assert f"{sparse.advised.method} changes training" in verdict(sparse)
 
 
 def test_a_lead_within_the_error_of_predictions_changes_nothing():

@@ -202,18 +202,6 @@ def test_zeros_are_withheld_if_asked_for() -> None:
     assert simulate(2, on_rank).results == [False, True]
 
 
-def test_stats_tell_what_was_sent() -> None:
-    def on_rank(comm: Communicator) -> tuple[Any, int]:
-        averager = Averager({"first": TENSORS["first"]}, TopK(0.05), group=comm)
-        before = comm.traffic.bytes_sent
-        averager.average({"first": gradients_of(comm.rank, 0)["first"]})
-        return averager.stats(), comm.traffic.bytes_sent - before
-
-    for stats, sent in simulate(2, on_rank).results:
-        assert (stats.steps, stats.bytes_sent, stats.density_before) == (1, sent, 0.05)
-        assert 0.05 <= stats.density_after <= 0.1
-
-
 def test_training_knows_no_wrapper() -> None:
     folder = Path(sparcel.training.__file__).parent
     texts = {path.name: path.read_text() for path in folder.glob("*.py")}

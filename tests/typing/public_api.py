@@ -45,6 +45,9 @@ def training(model: DistributedDataParallel, gradient: torch.Tensor) -> None:
     handle = sparcel.attach(model, "topk", density=0.01)
     state: dict[str, Any] = handle.state_dict()
     handle.load_state_dict(state)
+    held: sparcel.Handle = handle
+    assert_type(held.stats().last.bytes_sent, int)
+    assert_type(held.stats().as_dict(), dict[str, float])
     handle.close()
 
 

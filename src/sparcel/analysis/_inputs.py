@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -42,14 +41,3 @@ def dense_alike(vectors: Sequence[Vector], what: str) -> list[Tensor]:
     if len(sizes) > 1:
         raise InputError(f"{what} must all have one size, got sizes {sizes}")
     return tensors
-
-
-@contextmanager
-def optional(what: str) -> Iterator[None]:
-    """Turn a failed import in the block into an error that says what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"{what} needs {missing.name}: pip install 'sparcel[analysis]'", name=missing.name
-        ) from missing

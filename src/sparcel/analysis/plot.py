@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sparcel._checks import check_type
-from sparcel.analysis._inputs import optional
 from sparcel.analysis.density import delta
 from sparcel.analysis.growth import Growth
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 
 _STYLES = ("-", "--", "-.")
 
@@ -37,7 +36,7 @@ def plot_fill_in(
     ------
     InputError
         When there is nothing to draw.
-    ModuleNotFoundError
+    MissingDependencyError
         When matplotlib is not installed.
 
     Source: SparCML, Figure 1.
@@ -45,7 +44,7 @@ def plot_fill_in(
     check_type(measured, Mapping, "measured")
     if not measured:
         raise InputError("plot_fill_in needs at least one growth, got none")
-    with optional("plot_fill_in"):
+    with optional("plot_fill_in", "plots"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_type
-from sparcel.analysis._inputs import Vector, dense, dense_alike, optional
-from sparcel.errors import InputError
+from sparcel.analysis._inputs import Vector, dense, dense_alike
+from sparcel.errors import InputError, optional
 from sparcel.stream import SparseStream
 
 _SLAB = 1 << 20
@@ -124,12 +124,12 @@ def spearman(local: Vector, true: Vector) -> float:
     ------
     InputError
         When sizes differ or are below 2.
-    ModuleNotFoundError
+    MissingDependencyError
         When scipy is not installed.
 
     Source: ScaleCom, appendix A: 0.657 for ResNet18 on CIFAR10 with 8 workers.
     """
-    with optional("spearman"):
+    with optional("spearman", "plots"):
         from scipy.stats import rankdata
     first, second = _magnitudes(local, true)
     return _pearson(rankdata(first), rankdata(second))

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparcel.bench import oracle
 from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
+from sparcel.comm import ring_bytes
 from sparcel.stream import SparseStream
 
 DENSE = {"dense fp32": torch.float32, "dense bf16": torch.bfloat16}
@@ -86,7 +87,7 @@ def _by_engine(engine: BenchEngine, source: Tensor, expected: oracle.Sum) -> Con
         run,
         lambda result: oracle.count_wrong(result, expected),
         reset=lambda: tensor.copy_(source),
-        bytes=2 * (ranks - 1) * source.nbytes // ranks,
+        bytes=ring_bytes(source.nbytes, ranks),
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel.comm import Communicator, resolve
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 
 ENGINES = ("gloo", "mpi")
 
@@ -63,7 +63,8 @@ class Mpi(BenchEngine):
     dtypes = (torch.float32,)  # MPI has no bfloat16
 
     def __init__(self) -> None:
-        from mpi4py import MPI
+        with optional("MPI", "mpi"):
+            from mpi4py import MPI
 
         self.comm = resolve(MPI.COMM_WORLD)
         self._world = MPI.COMM_WORLD.Dup()
@@ -121,7 +122,8 @@ def _join_gloo() -> None:
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         dist.init_process_group("gloo")
         return
-    from mpi4py import MPI
+    with optional("MPI", "mpi"):
+        from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     names = world.allgather(socket.gethostname())

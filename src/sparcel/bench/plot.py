@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sparcel.bench.baselines import DENSE
 from sparcel.bench.draw import Point, Quantity, breakdown, curves
 from sparcel.bench.results import Results
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,12 +46,12 @@ def plot(results: Sequence[Results], folder: Path) -> list[Path]:
     Raises
     ------
     InputError
-        When there is nothing to draw, or matplotlib is missing.
+        When there is nothing to draw.
+    MissingDependencyError
+        When matplotlib is not installed.
     """
-    try:
+    with optional("sparcel bench plot", "plots"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise InputError(f"plots need {missing.name}: pip install 'sparcel[analysis]'") from None
     points = [
         Point(one.world_size, one.network["description"], cell)
         for one in results

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
+from sparcel import __version__
 from sparcel.errors import SparcelError
 from sparcel.lab import WorkerFailedError
 
@@ -16,7 +18,7 @@ try:
     from sparcel.cli.lab import lab
     from sparcel.cli.plan import plan
 except ModuleNotFoundError as missing:
-    sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[demo]'")
+    sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[cli]'")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 app.command()(demo)
@@ -26,8 +28,21 @@ app.add_typer(lab, name="lab")
 app.add_typer(plan, name="plan")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sparcel {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _sparcel() -> None:
+def _sparcel(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Sparse collectives for data-parallel training."""
 
 

@@ -17,7 +17,7 @@ from sparcel.comm.nodes import Grid
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
 from sparcel.comm.torch import TorchCommunicator
 from sparcel.comm.torch import connect as connect_torch
-from sparcel.comm.traffic import Traffic
+from sparcel.comm.traffic import Traffic, ring_bytes
 from sparcel.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "TorchCommunicator",
     "Traffic",
     "resolve",
+    "ring_bytes",
     "simulate",
 ]
 

@@ -34,6 +34,8 @@ class Communicator(ABC):
         Seconds after which a hanging exchange raises.
     device
         The device that holds messages: the CPU, or the engine's device.
+    carrier
+        What carries the messages, as people call it: Gloo, NCCL, MPI, a simulated cluster.
     traffic
         Messages and bytes that this rank sent and received so far, including those of communicators
         that were split from this one.
@@ -46,6 +48,7 @@ class Communicator(ABC):
     size: int
     timeout: float
     device: torch.device
+    carrier: str
     traffic: Traffic
     rates: Rates | None = None
     _divided_rates: tuple[Rates | None, Rates | None] = None, None

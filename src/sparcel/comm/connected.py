@@ -49,7 +49,7 @@ class ConnectedCommunicator(Communicator):
         self.traffic = Traffic() if parent is None else parent.traffic
         self.closed = False
         self.engine = rendezvous.engine()
-        self.device = self.engine.device
+        self.device, self.carrier = self.engine.device, self.engine.carrier
         self._splits = 0
         self._failure = rendezvous.failure()
         self._parent = parent  # keeps the parent alive

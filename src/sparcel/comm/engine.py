@@ -20,6 +20,10 @@ class Engine(Protocol):
         """The device that holds messages."""
 
     @property
+    def carrier(self) -> str:
+        """What carries the messages, as people call it."""
+
+    @property
     def waiting(self) -> bool:
         """Whether a thread is inside the engine and waits for a peer."""
 

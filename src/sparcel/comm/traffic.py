@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,12 +20,6 @@ class Traffic:
     bytes_sent: int = 0
     messages_received: int = 0
     bytes_received: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def count(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Tensor]) -> None:
         """Add one exchange, whose messages were sent in parts."""
@@ -47,7 +41,7 @@ class Traffic:
 
     def count_ring(self, tensor: Tensor, ranks: int) -> None:
         """Add a ring all-reduce of ``tensor``."""
-        messages, nbytes = 2 * (ranks - 1), 2 * (ranks - 1) * tensor.nbytes // ranks
+        messages, nbytes = 2 * (ranks - 1), ring_bytes(tensor.nbytes, ranks)
         self.messages_sent += messages
         self.messages_received += messages
         self.bytes_sent += nbytes
@@ -57,3 +51,8 @@ class Traffic:
     def volume(self) -> int:
         """The larger of the bytes sent and the bytes received."""
         return max(self.bytes_sent, self.bytes_received)
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """Return how many bytes each rank sends in a ring all-reduce of ``nbytes`` bytes."""
+    return 2 * (ranks - 1) * nbytes // ranks

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 
 Array = npt.NDArray[np.generic]
 
@@ -103,7 +103,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _digits() -> Mapping[str, Array]:
-    from sklearn.datasets import load_digits
+    with optional("the demo", "demo"):
+        from sklearn.datasets import load_digits
 
     digits = load_digits()
     held_out = np.zeros(len(digits.target), dtype=bool)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
-from sparcel.errors import SparcelError
+from sparcel.errors import SparcelError, optional
 from sparcel.lab.link import Link
 
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")
@@ -165,3 +165,5 @@ def _require_tools() -> None:
     for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
             raise LabUnavailableError(f"{tool} is missing; on Debian, install util-linux")
+    with optional("an emulated network", "lab"):
+        import pyroute2  # noqa: F401  # the switch, another process, needs it

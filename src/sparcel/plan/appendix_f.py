@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from sparcel.errors import InputError
+from sparcel.errors import optional
 from sparcel.plan.models import MODELS
 
 if TYPE_CHECKING:
@@ -123,10 +123,8 @@ def compare() -> Table:
 
 def draw(folder: Path) -> list[Path]:
     """Draw figures A8 and A9, and return the files. Needs matplotlib."""
-    try:
+    with optional("sparcel plan appendix-f", "plots"):
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise InputError(f"drawing needs {missing.name}: pip install 'sparcel[analysis]'") from None
     speed = Figure(figsize=(7.5, 3.9), layout="constrained")
     panels = speed.subplots(1, 2, sharey=True)
     for axes, (title, bandwidth) in zip(panels, BANDWIDTHS.items(), strict=True):

@@ -66,7 +66,17 @@ def verdict(plan: Plan) -> str:
             f"Use {sparse.method}: {_step(sparse)}. The best dense method, {dense.method}, takes"
             f" {_ms(dense.step)} ms for {_mb(dense)}, {dense.step / sparse.step:.1f} times as long."
         )
-    return f"{first} {_flip(plan)}"
+    caution = "" if plan.advised is dense else f"\n\n{_caution(sparse)}"
+    return f"{first} {_flip(plan)}{caution}"
+
+
+def _caution(row: PlannedStep) -> str:
+    """Return what must be checked before training with a method that keeps coordinates back."""
+    return (
+        f"{row.method} changes training: coordinates are applied later than in dense training."
+        " Begin with an uncompressed epoch, warmup=[1.0], and compare the accuracy with dense"
+        " training."
+    )
 
 
 def _flip(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from sparcel.schemes.density import checked_density
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import steps as gtopk_steps
 from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of, momentum_of
+from sparcel.schemes.meter import Meter, profiled
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import steps as oktopk_steps
 from sparcel.schemes.presets import (
@@ -28,7 +29,7 @@ from sparcel.schemes.presets import (
     torus2d,
     torus2d_steps,
 )
-from sparcel.schemes.request import Layer, Meter, Request
+from sparcel.schemes.request import Layer, Request
 from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.scalecom import steps as scalecom_steps
 from sparcel.schemes.settings import Settings
@@ -60,6 +61,7 @@ __all__ = [
     "engine_steps",
     "filter_of",
     "momentum_of",
+    "profiled",
     "scheme",
     "steps_of",
 ]

@@ -13,6 +13,7 @@ from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite, check_type
 from sparcel.comm import Communicator, Group, resolve
 from sparcel.errors import InputError
+from sparcel.schemes.meter import profiled
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
 
@@ -120,12 +121,14 @@ class Scheme(ABC):
         """
         request = request or Request()
         total, divisor = self.reduce(gradient, comm, request, out)
-        request.meter.coordinates += total.size
-        request.meter.reduced += total.nnz
-        average = _averaged(total, divisor, gradient.dtype, out)
-        self.finite = average.finite
-        if out is not None:
-            _write(average, out)
+        coordinates = total.size if self.sent_whole else request.count(total.size)
+        request.meter.coordinates += coordinates
+        request.meter.reduced += min(total.nnz, coordinates)
+        with profiled("update"):
+            average = _averaged(total, divisor, gradient.dtype, out)
+            self.finite = average.finite
+            if out is not None:
+                _write(average, out)
         return average
 
     @abstractmethod

@@ -168,11 +168,15 @@ class Hierarchical(Scheme):
             (max(lo, first) - first, min(hi, last) - first, density)
             for lo, hi, density in request.layers
         ]
-        ranges = [(max(lo, first) - first, min(hi, last) - first) for lo, hi in request.withheld]
+        ranges, apart = (
+            [(max(lo, first) - first, min(hi, last) - first) for lo, hi in several]
+            for several in (request.withheld, request.apart)
+        )
         return Request(
             layers=[layer for layer in layers if layer[0] < layer[1]],
             # Where this rank's gradient is zero, that of another rank of the node may not be.
             withheld=[(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()],
+            apart=[(lo, hi) for lo, hi in apart if lo < hi],
             ranks=request.divisor(comm),
             format=request.format,
             meter=request.meter,

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from sparcel.comm import Communicator
 from sparcel.formats import COO, Format
 from sparcel.memory import Range
+from sparcel.schemes.meter import Meter
 
 Layer = tuple[int, int, float | None]
 """``(start, stop, density)``: consecutive coordinates with a density of their own. None stands for
 the scheme's density."""
-
-
-@dataclass
-class Meter:
-    """Counters and times of this rank, summed over steps.
-
-    ``asked`` counts the coordinates that the density asks for, ``selected`` the coordinates that
-    this rank sent, ``reduced`` those of the sums, and ``coordinates`` those of the whole vectors.
-    """
-
-    select_seconds: float = 0.0
-    communicate_seconds: float = 0.0
-    asked: int = 0
-    selected: int = 0
-    reduced: int = 0
-    coordinates: int = 0
-
-    @contextmanager
-    def selecting(self) -> Iterator[None]:
-        """Add the time of the block to ``select_seconds``."""
-        start = perf_counter()
-        yield
-        self.select_seconds += perf_counter() - start
-
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        """Add the time of the block to ``communicate_seconds``."""
-        start = perf_counter()
-        yield
-        self.communicate_seconds += perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -82,3 +51,7 @@ class Request:
     def divisor(self, comm: Communicator) -> int:
         """Return how many ranks the average is over."""
         return self.ranks or comm.size
+
+    def count(self, size: int) -> int:
+        """Return how many of a vector's coordinates are not exchanged apart."""
+        return size - sum(stop - start for start, stop in self.apart)

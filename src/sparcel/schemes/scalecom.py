@@ -71,7 +71,8 @@ class ScaleCom(Sparsifier):
         stream = SparseStream.unchecked(None, values, values.numel(), mine.finite)
         sums = halving_doubling(stream, wire)
         total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
-        return Exchanged(total, total)
+        sent = SparseStream.unchecked(chosen.indices, values, chosen.size, mine.finite)
+        return Exchanged(total, sent)
 
     def _leader(self, ranks: Communicator | Wire) -> int:
         return self.steps % ranks.size

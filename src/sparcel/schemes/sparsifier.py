@@ -160,8 +160,8 @@ class Sparsifier(Scheme):
         meter, ranks = request.meter, request.divisor(comm)
         with meter.selecting():
             everything = self._memory.accumulate(gradient, ranks, request.withheld)
-        meter.asked += everything.size
-        meter.selected += everything.size
+        meter.asked += request.count(everything.size)
+        meter.selected += request.count(everything.size)
         with meter.communicating():
             total = dense(everything, Wire(comm, request.format))
         self._memory.take_all()
@@ -178,7 +178,9 @@ class Sparsifier(Scheme):
         with meter.communicating():
             outcome = self._exchange(Selection(taken, k, most), Wire(comm, request.format))
         meter.selected += outcome.sent.nnz
+        meter.magnitude += _magnitude(outcome.sent)
         if outcome.kept is not None:
+            meter.magnitude -= _magnitude(outcome.kept)
             self._memory.give_back(outcome.kept, outcome.start)
         if self.momentum:
             applied = outcome.sent.without(outcome.sent.without(outcome.total))
@@ -221,3 +223,8 @@ class Sparsifier(Scheme):
     def _density_at(self, step: int) -> float:
         entry = step // (self.warmup_steps or 1)
         return self.warmup[entry] if entry < len(self.warmup) else self.density
+
+
+def _magnitude(stream: SparseStream) -> float:
+    """Return the sum of the magnitudes of a stream's values."""
+    return float(stream.values.abs().sum())  # four times as fast as torch's 1-norm

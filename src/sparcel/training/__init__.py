@@ -1,7 +1,8 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
 from sparcel.training.averager import Averager
-from sparcel.training.handle import Handle, Stats
+from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, stays_dense
+from sparcel.training.stats import Costs, Stats
 
-__all__ = ["Averager", "Handle", "Policy", "Stats", "stays_dense"]
+__all__ = ["Averager", "Costs", "Handle", "Policy", "Stats", "stays_dense"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel import cost
 from sparcel._checks import flag
-from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
+from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve, ring_bytes
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
 from sparcel.rates import Rates
@@ -229,18 +229,20 @@ class Averager(Handle):
             for vector in step.vectors:
                 vector.scheme.commit()
             self._residuals.steps += 1
+        self._account(step.costs(), step.finite)
         return step.rows
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""
         if self.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Transaction(self._comm, self._meter, self._device)
+        self._step = self._step or Transaction(self._comm, self._device)
         self._step.include(names)
         return self._step
 
     def _exchange(self, step: Transaction, pieces: Sequence[Piece], vector: Tensor) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait."""
+        step.meter.dense_bytes += ring_bytes(vector.nbytes, self._comm.size)
         small = [piece for piece in pieces if piece.name in self._treatment.small]
         large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)
         places = [vector[piece.start : piece.stop] for piece in small]
@@ -250,7 +252,7 @@ class Averager(Handle):
             # A vector in another layout has no small tensors.
             apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
             request = Request(
-                served.layers, self._zeros(served.pieces, flat), apart, meter=self._meter
+                served.layers, self._zeros(served.pieces, flat), apart, meter=step.meter
             )
             # Asked here and not while computing, which would have to wait for a GPU to answer.
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sparcel.comm import Communicator, TorchCommunicator
 from sparcel.cost import default_rates
-from sparcel.schemes import Meter
 from sparcel.training import checkpoint
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What training has cost on this rank so far, small tensors included.
-
-    ``density_before`` is the share of the coordinates that this rank selected,
-    ``density_after`` the share that the updates had; both of the tensors that are made sparse.
-    ``steps`` counts the steps that took effect, those before a checkpoint included.
-    ``communicate_seconds`` includes waiting for slower ranks; it may overlap with computation.
-    ``rates`` says what ``"auto"`` takes the cluster to be good for: measured, read or assumed.
-    """
-
-    steps: int
-    messages_sent: int
-    bytes_sent: int
-    bytes_received: int
-    density_before: float
-    density_after: float
-    select_seconds: float
-    communicate_seconds: float
-    rates: str
+from sparcel.training.stats import Costs, Stats
 
 
 class Handle:
@@ -52,8 +31,37 @@ class Handle:
     ) -> None:
         self._comm, self._owned = comm, owned
         self._residuals, self._treatment = residuals, treatment
-        self._meter, self._traffic_before = Meter(), replace(comm.traffic)
+        self._total, self._last, self._void_steps = Costs(), Costs(), 0
+        self._taken = 0.0
+        """The magnitude that the last effective step took out of memory."""
         self.closed = False
+
+    def __repr__(self) -> str:
+        treatment, costs = self._treatment, self._total
+        whole = treatment.tensors.keys() - treatment.remembered.keys() - treatment.rows
+        kinds = {
+            "made sparse": treatment.remembered.keys(),
+            "sent whole": whole,
+            "with sparse gradients": treatment.rows,
+        }
+        sizes = {
+            kind: sum(treatment.tensors[name].numel() for name in names)
+            for kind, names in kinds.items()
+        }
+        tensors = [
+            f"{len(names)} {kind} ({sizes[kind]:,} elements)"
+            for kind, names in kinds.items()
+            if names
+        ]
+        sent = ""
+        if costs.bytes_sent:
+            mean = costs.bytes_sent / costs.steps / 1e6
+            sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
+        return (
+            f"<{self._residuals.template} on {self._comm.size} ranks over {self._comm.carrier};"
+            f" tensors: {', '.join(tensors)}; steps: {costs.steps}{sent}"
+            f"{'; closed' if self.closed else ''}>"
+        )
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -73,20 +81,51 @@ class Handle:
         return self._residuals.chosen()
 
     def stats(self) -> Stats:
-        """Return what training has cost so far; the counts are this rank's."""
-        meter, traffic, before = self._meter, self._comm.traffic, self._traffic_before
-        coordinates = max(1, meter.coordinates)
+        """Return what the steps have cost so far; the counts are this rank's."""
         return Stats(
-            steps=self._residuals.steps,
-            messages_sent=traffic.messages_sent - before.messages_sent,
-            bytes_sent=traffic.bytes_sent - before.bytes_sent,
-            bytes_received=traffic.bytes_received - before.bytes_received,
-            density_before=meter.selected / coordinates,
-            density_after=meter.reduced / coordinates,
-            select_seconds=meter.select_seconds,
-            communicate_seconds=meter.communicate_seconds,
+            **vars(self._total),
+            training_steps=self._residuals.steps,
+            void_steps=self._void_steps,
+            last=self._last,
             rates=(self._comm.rates or default_rates()).description,
         )
+
+    def memory_norm(self) -> float:
+        """Return the Euclidean norm of what this rank keeps back; this reads all of its memory.
+
+        Under ScaleCom's filter β it is the norm of memory/β, which is what the rank still owes.
+        """
+        return math.hypot(*self._owed_norms(2))
+
+    def memory_age(self) -> float:
+        """Return how many steps what this rank keeps back waits; this reads all of its memory.
+
+        The mean time that a gradient's magnitude spends in memory until it is applied, by Little's
+        law (waiting = arrivals · time): the sum of |memory| over the sum of |x| that the last
+        effective step took out of it. 0 if nothing is kept back; NaN if something is, and no step
+        took anything out yet. The law is about a steady state: while memory fills, in the first
+        1/density steps, the result is too large.
+
+        Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
+        """
+        waiting = math.fsum(self._owed_norms(1))
+        if waiting == 0:
+            return 0.0
+        return waiting / self._taken if self._taken > 0 else math.nan
+
+    def _owed_norms(self, order: int) -> list[float]:
+        """Return the norm of what this rank owes, for each tensor that has memory."""
+        parts = [self._residuals.of(name).get("memory") for name in self._treatment.remembered]
+        norms = [torch.linalg.vector_norm(part, order) for part in parts if part is not None]
+        return [float(norm) / self._residuals.filter for norm in norms]
+
+    def _account(self, step: Costs, effective: bool) -> None:
+        """Add a step that ended to the statistics."""
+        self._total, self._last = self._total + step, step
+        if effective:
+            self._taken = step.magnitude
+        else:
+            self._void_steps += 1
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
         """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.
@@ -132,13 +171,7 @@ class Handle:
         """
         comm, remembered = self._comm, self._treatment.remembered
 
-        def job() -> dict[str, Tensor]:
-            before = replace(comm.traffic)
-            state = checkpoint.gather(self._residuals, remembered, comm)
-            self._traffic_before += comm.traffic - before
-            return state
-
-        return comm.run(job)
+        return comm.run(lambda: checkpoint.gather(self._residuals, remembered, comm))
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.

@@ -39,7 +39,7 @@ class Residuals:
     """
 
     def __init__(self, template: Scheme) -> None:
-        self._template = template
+        self.template = template
         self._vectors: dict[str, tuple[Vector, Piece]] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._loaded_layout: Layout = {}
@@ -49,12 +49,12 @@ class Residuals:
     @property
     def filter(self) -> float:
         """The memory's low-pass filter β; 1 is none."""
-        return filter_of(self._template, self.steps)
+        return filter_of(self.template, self.steps)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The names of what is remembered of every tensor."""
-        return self._template.remembers
+        return self.template.remembers
 
     def vectors(
         self, pieces: tuple[Piece, ...], gradient: Tensor
@@ -83,7 +83,7 @@ class Residuals:
         vector, _ = self._vectors.get(pieces[0].name, (None, None))
         if vector is not None and (vector.size, vector.pieces) == (size, pieces):
             return vector
-        vector = Vector(size, pieces, layers_of(pieces, size), self._template.fresh())
+        vector = Vector(size, pieces, layers_of(pieces, size), self.template.fresh())
         vector.scheme.load_state_dict(
             {"steps": self.steps, "memory": None, **self._join(pieces, gradient)}
         )

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from sparcel._checks import all_finite
 from sparcel.auto import all_reduce
-from sparcel.comm import Communicator, Job
+from sparcel.comm import Communicator, Job, Traffic, ring_bytes
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Meter, Request
+from sparcel.schemes import Meter, Request, profiled
 from sparcel.stream import SparseStream
 from sparcel.training.residuals import Vector
+from sparcel.training.stats import Costs
 from sparcel.wire import Wire
 
 _FEW = 1 << 16
@@ -33,8 +34,8 @@ class Transaction:
     """
 
     comm: Communicator
-    meter: Meter
     device: torch.device
+    meter: Meter = field(default_factory=Meter)
     finite: bool = True
     """Whether the tensors of all ranks were finite so far."""
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -47,6 +48,10 @@ class Transaction:
     _jobs: list[Job[None]] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _ended: torch.cuda.Event | None = None
+    _traffic_before: Traffic = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._traffic_before = replace(self.comm.traffic)
 
     def include(self, names: Iterable[str]) -> None:
         """Add tensors to the step.
@@ -77,10 +82,22 @@ class Transaction:
             What the first failing job raised.
         """
         self.queue(self._finish)
-        for job in self._jobs:
-            job.wait()
+        with profiled("wait"):
+            for job in self._jobs:
+                job.wait()
         if self._ended is not None:
             torch.cuda.current_stream(self.device).wait_event(self._ended)
+
+    def costs(self) -> Costs:
+        """Return what the step has cost this rank; it has ended."""
+        now, before = self.comm.traffic, self._traffic_before
+        return Costs(
+            steps=1,
+            messages_sent=now.messages_sent - before.messages_sent,
+            bytes_sent=now.bytes_sent - before.bytes_sent,
+            bytes_received=now.bytes_received - before.bytes_received,
+            **vars(self.meter),
+        )
 
     def take_small(self, places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Exchange small tensors at the end, and write their averages to ``places``."""
@@ -109,11 +126,17 @@ class Transaction:
             so that sums are as exact as those of the memory.
         """
         dtype, shape = gradient.dtype, gradient.shape
+        dense_bytes = shape.numel() * dtype.itemsize
         gradient = gradient.to(wide_dtype(dtype)).coalesce()
         rows = gradient.values().reshape(-1, shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = bool(torch.isfinite(rows).all())
         total = self._sum(stream, "auto")
+        self.meter.dense_bytes += ring_bytes(dense_bytes, self.comm.size)
+        self.meter.coordinates += shape.numel()
+        self.meter.asked += rows.numel()
+        self.meter.selected += rows.numel()
+        self.meter.reduced += total.values.numel()
         indices = total.indices
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
@@ -142,6 +165,7 @@ class Transaction:
         stream = SparseStream.unchecked(None, vector, vector.numel())
         stream.finite = bool(torch.isfinite(vector).all())
         total = self._sum(stream, "recursive_doubling" if vector.numel() <= _FEW else "dense")
+        self.meter.count_whole(vector.numel())
         parts = total.values.split([place.numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)

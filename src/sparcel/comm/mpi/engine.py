@@ -72,6 +72,7 @@ class MpiEngine:
     """
 
     device = torch.device("cpu")
+    carrier = "MPI"
 
     def __init__(
         self, comm: MPI.Intracomm, monitor: PeerMonitor, names: list[int], rank: int, timeout: float

@@ -24,6 +24,7 @@ class SimulatedCommunicator(Communicator):
 
     timeout = float("inf")
     device = torch.device("cpu")
+    carrier = "a simulated cluster"
 
     def __init__(self, cluster: Cluster, members: tuple[int, ...], rank: int) -> None:
         self.cluster, self.members = cluster, members

@@ -48,6 +48,7 @@ class GlooEngine:
     """
 
     device = torch.device("cpu")
+    carrier = "Gloo"
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout

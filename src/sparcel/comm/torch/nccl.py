@@ -32,6 +32,8 @@ class NcclEngine:
         This process's GPU.
     """
 
+    carrier = "NCCL"
+
     def __init__(self, members: list[int], rank: int, timeout: float, device: torch.device) -> None:
         self.names, self.rank, self.waiting = members, rank, False
         self.device = device

@@ -1,0 +1,5 @@
+"""``python -m sparcel`` is the ``sparcel`` command."""
+
+from sparcel.cli import main
+
+main()

@@ -1,0 +1,123 @@
+"""What sparcel's extras install, and what it says where a package of theirs is missing."""
+
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from scikit_build_core.build import build_sdist
+from typer.testing import CliRunner
+
+import sparcel
+from sparcel.cli import app
+from sparcel.errors import MissingDependencyError
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "sparcel"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+MODULES = {"scikit-learn": "sklearn"}
+"""The modules that are named otherwise than their packages."""
+
+EXTRAS_OF = {
+    "cli": {"cli"},
+    "lab": {"lab"},
+    "plan": {"cli", "plots"},
+    "bench": {"cli", "plots", "mpi"},
+    "analysis": {"cli", "plots"},
+    "demo": {"cli", "demo"},
+    "comm": {"mpi"},
+}
+"""The extras that each room's modules may import from; other rooms need torch and numpy alone."""
+
+
+def modules_of(extra: str) -> set[str]:
+    packages = [re.split(r"[<>=\[]", package)[0] for package in EXTRAS[extra]]
+    return {MODULES.get(package, package) for package in packages} - {"sparcel"}
+
+
+def imported(room: str) -> set[str]:
+    """Return the packages that a room's modules import."""
+    names = set()
+    for source in [*PACKAGE.glob(f"{room}/**/*.py"), *PACKAGE.glob(f"{room}.py")]:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names.add(node.module.split(".")[0])
+    return names
+
+
+def test_rooms_import_packages_of_their_own_extras_only() -> None:
+    for room in {path.stem for path in PACKAGE.iterdir()}:
+        packages = imported(room) - {*sys.stdlib_module_names, "sparcel", "torch", "numpy"}
+        installed = set().union(*(modules_of(extra) for extra in EXTRAS_OF.get(room, ())))
+        assert packages <= installed, room
+
+
+def test_all_is_all() -> None:
+    others = ",".join(extra for extra in EXTRAS if extra != "all")
+    assert EXTRAS["all"] == [f"sparcel[{others}]"]
+
+
+def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs() -> None:
+    missing = set().union(*(modules_of(extra) for extra in EXTRAS))
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+        "import sparcel.plan, sparcel.analysis, sparcel.lab, sparcel.bench, sparcel.demo\n"
+        "import sparcel.__main__\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "the sparcel command needs typer: pip install 'sparcel[cli]'\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "needs"),
+    [
+        ("sklearn", "demo --rate none", "the demo needs sklearn: pip install 'sparcel[demo]'"),
+        (
+            "pyroute2",
+            "lab run -- true",
+            "an emulated network needs pyroute2: pip install 'sparcel[lab]'",
+        ),
+        (
+            "matplotlib",
+            f"bench plot {ROOT / 'benchmarks/results/bench_8_nodes_1gbit.json'}",
+            "sparcel bench plot needs matplotlib: pip install 'sparcel[plots]'",
+        ),
+        (
+            "matplotlib",
+            "plan appendix-f",
+            "sparcel plan appendix-f needs matplotlib: pip install 'sparcel[plots]'",
+        ),
+    ],
+)
+def test_a_command_says_which_extra_to_install(
+    module: str, command: str, needs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    error = CliRunner().invoke(app, command.split()).exception
+    assert isinstance(error, MissingDependencyError)
+    assert str(error) == needs
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert sparcel.__version__ == version("sparcel")
+    assert CliRunner().invoke(app, ["--version"]).output == f"sparcel {sparcel.__version__}\n"
+
+
+def test_the_source_distribution_holds_no_built_files(tmp_path: Path) -> None:
+    """The tree has a build folder and an environment, because the tests run in them."""
+    with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as archive:
+        files = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"src/sparcel/__init__.py", "csrc/bindings.cpp", "CMakeLists.txt", "LICENSE"} <= files
+    assert not [file for file in files if file.split("/")[0] in ("build", "dist", ".venv")]
+    assert not [file for file in files if Path(file).suffix in (".o", ".so", ".a", ".pyc")]
