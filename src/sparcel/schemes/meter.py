@@ -15,8 +15,8 @@ class Meter:
     """Counters and times of this rank, summed over steps.
 
     ``coordinates`` counts those of the whole vectors, ``asked`` those that the density asks for,
-    ``selected`` those that this rank sent, and ``reduced`` those of the sums. ``magnitude`` sums
-    the magnitudes of what this rank selected and what did not return to its memory.
+    ``selected`` those that this rank sent, and ``reduced`` those of the sums. ``magnitude`` is the
+    sum of |x| over the selection, less that of what returned to this rank's memory.
     ``dense_bytes`` are what a dense exchange would have sent; the driver of the step counts them.
     """
 
