@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from sparcel.schemes import Meter
 from sparcel.training import checkpoint
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,7 @@ class Handle:
             On all ranks, when one fails.
         """
         comm, remembered = self._comm, self._treatment.remembered
-
-        def job() -> dict[str, Tensor]:
-            before = replace(comm.traffic)
-            state = checkpoint.gather(self._residuals, remembered, comm)
-            self._traffic_before += comm.traffic - before
-            return state
-
-        return comm.run(job)
+        return self._run_uncounted(lambda: checkpoint.gather(self._residuals, remembered, comm))
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
@@ -171,6 +167,21 @@ class Handle:
         """
         comm, remembered = self._comm, self._treatment.remembered
         checkpoint.load(state, self._residuals, remembered, comm.rank, comm.size, strict)
+
+    def meet(self) -> None:
+        """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
+        self._run_uncounted(lambda: self._comm.gather_numbers(0))
+
+    def _run_uncounted(self, job: Callable[[], T]) -> T:
+        """Run a job whose messages `stats` leaves out."""
+
+        def uncounted() -> T:
+            before = replace(self._comm.traffic)
+            result = job()
+            self._traffic_before += self._comm.traffic - before
+            return result
+
+        return self._comm.run(uncounted)
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.
