@@ -190,6 +190,23 @@ def test_a_state_in_part_is_refused_unless_asked_for(
     simulate(2, on_rank)
 
 
+@pytest.mark.parametrize("start", [-1, 0, 100_000])
+def test_a_layout_that_the_tensors_do_not_fit_in_is_ignored(start: int) -> None:
+    """As after a change of the model, where ``strict=False`` loads what still fits."""
+
+    def on_rank(comm: Communicator) -> None:
+        first = trained(comm, TopK(0.05))
+        state = first.state_dict()
+        state["layout.third"][1] = start  # the first tensor of its vector starts at 0
+        second = Averager(TENSORS, TopK(0.05), group=comm)
+        second.load_state_dict(state)
+        gradients = gradients_of(comm.rank, 2)
+        expected, updates = first.average(gradients), second.average(gradients)
+        assert all(same_bits(updates[name], expected[name]) for name in TENSORS)
+
+    simulate(2, on_rank)
+
+
 def test_a_whole_state_is_loaded_without_a_warning() -> None:
     def on_rank(comm: Communicator) -> None:
         averager = trained(comm, TopK(0.05))

@@ -2,12 +2,15 @@
 
 # DDP looks at the annotations of its hook and takes no strings: no postponed evaluation here.
 
+import weakref
+
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.ddp.names import model_name
+from sparcel.ddp.rebuild import RebuildGuard
 from sparcel.errors import CommunicationError
 from sparcel.memory import Range
 from sparcel.training import Averager
@@ -18,9 +21,13 @@ class Hook:
 
     def __init__(self, model: DistributedDataParallel, averager: Averager) -> None:
         self._averager = averager
+        self._model = weakref.ref(model)  # DDP's C++ part owns the hook, so this breaks a cycle
         self._names = {id(p): model_name(name) for name, p in model.module.named_parameters()}
         self._parameters: int = model._get_ddp_logging_data()["num_parameter_tensors"]
         self._is_delayed = model.static_graph
+        self._steps_to_rebuild = 2 if model.static_graph else 1
+        if model.find_unused_parameters and not model.static_graph:
+            self._steps_to_rebuild = 0  # DDP keeps its first buckets
         self._queued = 0
         """How many parameters the buckets of this step have held so far."""
         self._promised: list[tuple[torch.futures.Future[Tensor], str | Tensor]] = []
@@ -72,6 +79,11 @@ class Hook:
         rows = self._averager.finish()
         for future, update in promised:
             future.set_result(rows[update] if isinstance(update, str) else update)
+        if self._steps_to_rebuild:
+            self._steps_to_rebuild -= 1
+            model = self._model()
+            if model is not None and not self._steps_to_rebuild:
+                RebuildGuard(model, self._averager)
 
 
 def _places(bucket: GradBucket) -> list[Range]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
-from sparcel.training.layout import Place
+from sparcel.training.layout import Layout, Place, fits
 from sparcel.training.residuals import Residuals
 
 _COMMON = ("steps", "world_size", "filter")
@@ -48,8 +48,8 @@ def gather(
 ) -> dict[str, Tensor]:
     """Return what all ranks remember on rank 0, on the CPU, and nothing elsewhere.
 
-    All ranks call, inside a job. Ranks send one tensor at a time, and what arrives becomes part of
-    the result, so no rank holds more than the result and a copy of one tensor.
+    All ranks call, inside a job. Ranks send a copy of one tensor at a time, and what arrives
+    becomes part of the result.
     """
     state = _common(residuals, remembered, comm.size) if comm.rank == 0 else {}
     others = range(1, comm.size) if comm.rank == 0 else ()
@@ -85,15 +85,10 @@ def load(
     ]
     loaded: dict[str, dict[str, Tensor]] = {}
     found: set[tuple[int, str]] = set()
-    layout: dict[str, Place] = {}
     for key, part in state.items():
-        name = key.removeprefix(_LAYOUT)
-        if key in _COMMON:
+        if key in _COMMON or key.startswith(_LAYOUT):
             continue
-        if name != key:
-            if name in remembered and (place := Place(*part.tolist())).vector >= 0:
-                layout[name] = place
-        elif fault := _fault(key, part, remembered):
+        if fault := _fault(key, part, remembered):
             faults.append(fault)
         else:
             kind, old_rank, name = _parsed(key)
@@ -113,7 +108,7 @@ def load(
             stacklevel=3,
         )
     beta = float(state["filter"]) if "filter" in state else None
-    residuals.load(loaded, int(state.get("steps", 0)), beta, layout)
+    residuals.load(loaded, int(state.get("steps", 0)), beta, _layout(state, remembered))
 
 
 def _common(
@@ -127,6 +122,20 @@ def _common(
     for name in remembered:
         state[_LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
     return state
+
+
+def _layout(state: Mapping[str, Tensor], remembered: Mapping[str, Tensor]) -> Layout:
+    """Return the layout that a state holds; empty if the tensors of now do not fit in it.
+
+    This depends only on entries that are the same on all ranks, because ranks must not differ.
+    """
+    places = {
+        name: Place(*state[_LAYOUT + name].tolist())
+        for name in remembered
+        if _LAYOUT + name in state
+    }
+    layout = {name: place for name, place in places.items() if place.vector >= 0}
+    return layout if fits(layout, remembered) else {}
 
 
 def _inherited(rank: int, ranks: int, saved_by: int) -> range:

@@ -170,7 +170,6 @@ class Handle:
             On all ranks, when one fails.
         """
         comm, remembered = self._comm, self._treatment.remembered
-
         return comm.run(lambda: checkpoint.gather(self._residuals, remembered, comm))
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -204,6 +203,10 @@ class Handle:
         """
         comm, remembered = self._comm, self._treatment.remembered
         checkpoint.load(state, self._residuals, remembered, comm.rank, comm.size, strict)
+
+    def meet(self) -> None:
+        """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
+        self._comm.run(lambda: self._comm.gather_numbers(0))
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

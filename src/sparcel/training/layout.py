@@ -38,6 +38,19 @@ Layout = Mapping[str, Place]
 """The places of all tensors, by name."""
 
 
+def fits(layout: Layout, tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether tensors lie inside their vectors and do not overlap."""
+    ranges = sorted(
+        (vector, start, start + tensors[name].numel(), size)
+        for name, (vector, start, size) in layout.items()
+    )
+    inside = all(start >= 0 and stop <= size for _, start, stop, size in ranges)
+    return inside and all(
+        vector != following or stop <= start
+        for (vector, _, stop, _), (following, start, *_) in pairwise(ranges)
+    )
+
+
 def rearranged(
     layout: Layout, pieces: tuple[Piece, ...], size: int
 ) -> list[tuple[tuple[Piece, ...], int]]:
