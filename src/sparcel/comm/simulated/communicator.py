@@ -80,7 +80,7 @@ class SimulatedCommunicator(Communicator):
                 {after: leaving.clone().view(torch.uint8)}, {before: arriving.nbytes}
             )[before]
             arrived = message.view(tensor.dtype)
-            arriving.copy_(op.function(arrived, arriving) if step < self.size - 1 else arrived)
+            arriving.copy_(op.apply(arrived, arriving) if step < self.size - 1 else arrived)
 
     def split(self, colour: int) -> Self:
         """See `Communicator.split`."""
