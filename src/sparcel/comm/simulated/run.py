@@ -15,13 +15,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from sparcel.comm.failure import Cause
 from sparcel.comm.simulated.cluster import Cluster
 from sparcel.comm.simulated.communicator import SimulatedCommunicator
 from sparcel.comm.simulated.network import Network
 from sparcel.comm.simulated.replay import seconds_of
 from sparcel.comm.simulated.trace import Trace
 from sparcel.comm.traffic import Traffic
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MismatchError
 
 T = TypeVar("T")
 
@@ -98,7 +99,8 @@ def simulate(
         When ``world_size`` or ``ranks_per_node`` is less than 1, a latency is negative, or a
         bandwidth is not positive.
     Exception
-        The exception of the first rank that failed; a deadlock raises `CommunicationError`.
+        The exception of the first rank that failed; a deadlock raises `CommunicationError`, or
+        `MismatchError` if the ranks wait in different calls.
     """
     if world_size < 1:
         raise InputError(f"world_size must be at least 1, got {world_size}")
@@ -121,7 +123,7 @@ def _run(cluster: Cluster, function: Callable[[SimulatedCommunicator], T]) -> li
         except BaseException as error:
             error.add_note(f"raised on simulated rank {rank} of {len(members)}")
             errors.append(error)
-            cluster.fail(f"rank {rank} failed: {error}")
+            cluster.fail(Cause(f"rank {rank} failed: {error}", isinstance(error, MismatchError)))
         finally:
             cluster.finish(rank)
 
