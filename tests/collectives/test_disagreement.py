@@ -39,6 +39,16 @@ def waited(**arguments: Any) -> Callable[[Communicator], object]:
     return lambda comm: reduced(**arguments, async_op=True)(comm).wait()  # type: ignore[attr-defined]
 
 
+def in_order(*ops: str) -> Callable[[Communicator], object]:
+    """Return a function that starts reductions in this order, and waits for them."""
+
+    def call(comm: Communicator) -> object:
+        jobs = [sparcel.all_reduce(own(comm), op, group=comm, async_op=True) for op in ops]
+        return [job.wait() for job in jobs]
+
+    return call
+
+
 def through(name: str, format: Any = COO, **arguments: Any) -> Callable[[Communicator], object]:
     """Return a call of a function of `sparcel.collectives`."""
     function = getattr(collectives, name)
@@ -74,6 +84,7 @@ DIFFERENT = {
     "op": (reduced(op="sum"), reduced(op="max")),
     "op, dense": (reduced(algorithm="dense"), reduced(algorithm="dense", op="max")),
     "op, not blocking": (waited(op="min"), waited(op="product")),
+    "order, not blocking": (in_order("sum", "max"), in_order("max", "sum")),
     "op of a user": (reduced(op=CIRCLE), reduced(op=Op(product_of_two, 0))),
     "neutral": (reduced(op=CIRCLE), reduced(op=Op(CIRCLE.function, 1))),
     "op of reduce_scatter": (through("reduce_scatter"), through("reduce_scatter", op=CIRCLE)),

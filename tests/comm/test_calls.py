@@ -43,14 +43,14 @@ def test_calls_inside_calls_have_fingerprints_and_positions_of_their_own() -> No
         assert calls.place is not None
         seen.append((calls.fingerprint, calls.place))
 
+    def nest() -> None:
+        note()
+        calls.within(inner, "", note)
+        calls.within(inner, "split", note)
+        assert calls.fingerprint == outer.fingerprint
+
     for _ in range(2):
-        with calls.within(outer, ""):
-            note()
-            with calls.within(inner, ""):
-                note()
-            with calls.within(inner, "split"):
-                note()
-            assert calls.fingerprint == outer.fingerprint
+        calls.within(outer, "", nest)
         assert calls.fingerprint == 0
     fingerprints, places = zip(*seen, strict=True)
     assert len(set(fingerprints)) == 2

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -36,14 +37,33 @@ class Call(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The position of a call in the program, and the texts of the call and those around it.
+    """The call that a rank began last, in the calls around it, and its place in the program.
 
-    ``position`` is equal on ranks that made the same calls before. ``texts`` begins with the
-    outermost call, one line each.
+    Attributes
+    ----------
+    label
+        The communicator of the outermost call.
+    outer, inner
+        How many outermost calls that communicator has seen, and how many calls have begun inside
+        the last of them.
+    under_way
+        The calls, the outermost first.
     """
 
-    position: str
-    texts: str
+    label: str
+    outer: int
+    inner: int
+    under_way: tuple[Call, ...]
+
+    @property
+    def position(self) -> str:
+        """A text that is the same on ranks that made the same calls before."""
+        return f"{self.label}/{self.outer}.{self.inner}"
+
+    @property
+    def texts(self) -> str:
+        """The texts of the calls, one a line."""
+        return "\n".join(call.text for call in self.under_way)
 
 
 class Calls:
@@ -64,24 +84,20 @@ class Calls:
         self.place: Place | None = None
         self._under_way: tuple[Call, ...] = ()
         self._outer: Counter[str] = Counter()
-        self._position = ""
-        self._inner = 0
 
-    @contextmanager
-    def within(self, call: Call, label: str) -> Iterator[None]:
-        """Be inside ``call`` during the block; ``label`` tells its communicator from others."""
-        around, fingerprint = self._under_way, self.fingerprint
-        if around:
-            self._inner += 1
-        else:
-            self._outer[label] += 1
-            self._position, self._inner = f"{label}/{self._outer[label]}", 0
+    def within(self, call: Call, label: str, job: Callable[[], T]) -> T:
+        """Run ``job`` inside ``call``; ``label`` tells its communicator from others."""
+        around, fingerprint, last = self._under_way, self.fingerprint, self.place
         self._under_way = (*around, call)
         self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << 32)
-        texts = "\n".join([one.text for one in self._under_way])
-        self.place = Place(f"{self._position}.{self._inner}", texts)
+        if around:
+            assert last is not None, "the outer call set it"
+            self.place = Place(last.label, last.outer, last.inner + 1, self._under_way)
+        else:
+            self._outer[label] += 1
+            self.place = Place(label, self._outer[label], 0, self._under_way)
         try:
-            yield
+            return job()
         finally:
             self._under_way, self.fingerprint = around, fingerprint
 

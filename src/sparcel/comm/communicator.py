@@ -141,12 +141,7 @@ class Communicator(ABC):
         MismatchError
             On all ranks, when ranks make different calls at the same place of the program.
         """
-
-        def part() -> T:
-            with self.calls.within(call, self.label):
-                return job()
-
-        return self.run(part)
+        return self.run(lambda: self.calls.within(call, self.label, job))
 
     @abstractmethod
     def submit(self, job: Callable[[], T]) -> Job[T]:
