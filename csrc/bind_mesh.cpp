@@ -12,7 +12,8 @@ using Messages = std::vector<std::pair<size_t, std::vector<Bytes>>>;
 using Bounds = std::vector<std::pair<size_t, uint64_t>>;
 
 // Returns the messages, the fault (0 for none), its peer, and the length of a too long message.
-nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, double seconds) {
+nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, double seconds,
+                   uint64_t call) {
     std::vector<Sending> sends;
     for (const auto& [peer, parts] : messages) {
         require(peer < mesh.size(), "no such peer");
@@ -27,7 +28,7 @@ nb::tuple exchange(Mesh& mesh, const Messages& messages, const Bounds& bounds, d
     std::vector<Received> received;
     const Outcome outcome = [&] {
         nb::gil_scoped_release release;
-        return mesh.exchange(sends, receives, seconds, received, [] {
+        return mesh.exchange(sends, receives, seconds, call, received, [] {
             nb::gil_scoped_acquire acquire;
             if (PyErr_CheckSignals()) throw nb::python_error();
         });
@@ -47,7 +48,7 @@ void bind_mesh(nb::module_& module) {
     using namespace nb::literals;
     nb::class_<Mesh>(module, "Mesh")
         .def(nb::init<const std::vector<int>&>(), "sockets"_a)
-        .def("exchange", exchange, "sends"_a, "receives"_a, "seconds"_a)
+        .def("exchange", exchange, "sends"_a, "receives"_a, "seconds"_a, "call"_a)
         .def("shut", &Mesh::shut)
         .def("broken", &Mesh::broken);
 }

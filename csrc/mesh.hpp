@@ -1,7 +1,8 @@
 // Messages of any size over one TCP connection to each peer, all outstanding at once.
 //
-// A message is its length, 8 bytes in the machine's byte order, followed by its bytes. Sockets
-// never block. epoll reports the sockets that became ready; the others are not touched. Bytes that
+// A message is a frame of 16 bytes in the machine's byte order, its length and the call that sent it,
+// followed by its bytes. A message of another call than the receiver's is refused. Sockets never
+// block. epoll reports the sockets that became ready; the others are not touched. Bytes that
 // arrive after the expected message wait in the peer's stage for the next exchange.
 #pragma once
 
@@ -25,6 +26,12 @@
 
 namespace sparcel {
 
+struct Frame {
+    uint64_t length;
+    uint64_t call;
+};
+static_assert(sizeof(Frame) == 16);
+
 struct Part {
     const uint8_t* data;
     size_t size;
@@ -47,7 +54,7 @@ struct Received {
 
 // The result of an exchange: success, or the fault and the peer.
 struct Outcome {
-    enum Fault { none = 0, lost = 1, late = 2, too_long = 3 };
+    enum Fault { none = 0, lost = 1, late = 2, too_long = 3, other_call = 4 };
     Fault fault = none;
     size_t peer = 0;
     uint64_t length = 0;  // of the message that was too long
@@ -93,18 +100,19 @@ class Mesh {
         return peers_.size();
     }
 
-    // Sends and receives. The messages are put into `received`, in the order of `receives`. While
-    // the exchange waits, it calls `interrupted`, which throws to end it. It cannot be resumed.
+    // Sends and receives, as a part of `call`. The messages are put into `received`, in the order of
+    // `receives`. While the exchange waits, it calls `interrupted`, which throws to end it. It cannot
+    // be resumed.
     template <class Interrupted>
     Outcome exchange(const std::vector<Sending>& sends, const std::vector<Receiving>& receives,
-                     double seconds, std::vector<Received>& received,
+                     double seconds, uint64_t call, std::vector<Received>& received,
                      const Interrupted& interrupted) {
         std::vector<Departure> departures;
-        for (const Sending& sending : sends) departures.emplace_back(sending);
+        for (const Sending& sending : sends) departures.emplace_back(sending, call);
         std::vector<Arrival> arrivals;
         received.resize(receives.size());
         for (size_t i = 0; i < receives.size(); ++i) {
-            arrivals.push_back({receives[i].peer, receives[i].at_most, &received[i]});
+            arrivals.push_back({receives[i].peer, receives[i].at_most, call, &received[i]});
         }
         const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                  std::chrono::duration<double>(seconds));
@@ -131,8 +139,8 @@ class Mesh {
     struct Peer {
         explicit Peer(int socket_) : socket(socket_) {}
 
-        // The length of the next message may have arrived together with the message before.
-        bool may_receive() const { return readable || end - begin >= sizeof(uint64_t); }
+        // The next message's frame may have arrived together with the message before.
+        bool may_receive() const { return readable || end - begin >= sizeof(Frame); }
 
         int socket;
         // True until a call finds that the socket has no more bytes, or takes no more.
@@ -144,16 +152,16 @@ class Mesh {
     };
 
     struct Departure {
-        explicit Departure(const Sending& sending) : peer(sending.peer) {
-            for (const Part& part : sending.parts) length += part.size;
-            left.push_back({});  // for the length; set when sending, because this object may move
+        Departure(const Sending& sending, uint64_t call) : peer(sending.peer), frame{0, call} {
+            for (const Part& part : sending.parts) frame.length += part.size;
+            left.push_back({});  // for the frame; set when sending, because this object may move
             for (const Part& part : sending.parts) {
                 if (part.size) left.push_back({const_cast<uint8_t*>(part.data), part.size});
             }
         }
         size_t peer;
-        uint64_t length = 0;
-        size_t length_sent = 0;
+        Frame frame;
+        size_t frame_sent = 0;
         size_t next = 1;  // the first of `left` that is not sent yet
         std::vector<iovec> left;
     };
@@ -161,6 +169,7 @@ class Mesh {
     struct Arrival {
         size_t peer;
         uint64_t at_most;
+        uint64_t call;
         Received* message;
         bool begun = false;
         size_t filled = 0;
@@ -169,13 +178,13 @@ class Mesh {
     // Sends as much as possible now. Returns whether all is sent, or the connection failed.
     bool send(Departure& d, Outcome& outcome) {
         Peer& peer = peers_[d.peer];
-        while (d.length_sent < sizeof d.length || d.next < d.left.size()) {
+        while (d.frame_sent < sizeof d.frame || d.next < d.left.size()) {
             msghdr message{};
             size_t first = d.next;
-            if (d.length_sent < sizeof d.length) {
+            if (d.frame_sent < sizeof d.frame) {
                 first = d.next - 1;
-                d.left[first] = {reinterpret_cast<uint8_t*>(&d.length) + d.length_sent,
-                                 sizeof d.length - d.length_sent};
+                d.left[first] = {reinterpret_cast<uint8_t*>(&d.frame) + d.frame_sent,
+                                 sizeof d.frame - d.frame_sent};
             }
             message.msg_iov = &d.left[first];
             message.msg_iovlen = std::min<size_t>(d.left.size() - first, 64);
@@ -192,9 +201,9 @@ class Mesh {
                 return true;
             }
             size_t gone = size_t(sent);
-            const size_t of_length = std::min(gone, sizeof d.length - d.length_sent);
-            d.length_sent += of_length;
-            gone -= of_length;
+            const size_t of_frame = std::min(gone, sizeof d.frame - d.frame_sent);
+            d.frame_sent += of_frame;
+            gone -= of_frame;
             for (; gone; ++d.next) {
                 iovec& part = d.left[d.next];
                 if (gone < part.iov_len) {
@@ -229,25 +238,25 @@ class Mesh {
         return true;
     }
 
-    // Takes the length, and bytes of the message, from the stage. Returns whether the length is
-    // there.
+    // Takes the frame, and bytes of the message, from the stage. Returns whether the frame is there.
     bool begin(Arrival& a, Peer& peer, Outcome& outcome) {
-        uint64_t length;
-        if (peer.end - peer.begin < sizeof length) {
+        Frame frame;
+        if (peer.end - peer.begin < sizeof frame) {
             std::memmove(&peer.stage[0], &peer.stage[peer.begin], peer.end - peer.begin);
             peer.end -= peer.begin;
             peer.begin = 0;
             return false;
         }
-        std::memcpy(&length, &peer.stage[peer.begin], sizeof length);
-        if (length > a.at_most) {
-            outcome = {Outcome::too_long, a.peer, length};
+        std::memcpy(&frame, &peer.stage[peer.begin], sizeof frame);
+        if (frame.call != a.call || frame.length > a.at_most) {
+            const auto fault = frame.call != a.call ? Outcome::other_call : Outcome::too_long;
+            outcome = {fault, a.peer, frame.length};
             return true;
         }
-        peer.begin += sizeof length;
-        a.message->size = length;
-        a.message->bytes = Buffer<uint8_t>(length);
-        a.filled = std::min<size_t>(length, peer.end - peer.begin);
+        peer.begin += sizeof frame;
+        a.message->size = frame.length;
+        a.message->bytes = Buffer<uint8_t>(frame.length);
+        a.filled = std::min<size_t>(frame.length, peer.end - peer.begin);
         std::memcpy(a.message->bytes.data(), &peer.stage[peer.begin], a.filled);
         peer.begin += a.filled;
         if (peer.begin == peer.end) peer.begin = peer.end = 0;

@@ -1,12 +1,16 @@
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
+from sparcel import SparseStream
 from sparcel.errors import InputError
 from sparcel.ops import resolve
-from tests.strategies import DTYPES, OPS, values_at
+from sparcel.stream import reduce
+from tests.strategies import DTYPES, OPS, make_stream, values_at
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,6 +38,35 @@ def test_an_operation_resolves_to_itself_and_a_name_to_the_operation():
         "min",
         "max",
     }
+
+
+@pytest.mark.parametrize("width", [None, 2])
+@pytest.mark.parametrize("dense", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a * b).sum(),
+        lambda a, b: (a * b).sum(0, keepdim=True),
+        lambda a, b: torch.stack((a, b)),
+        lambda a, b: (a + b).double(),
+        lambda a, b: a > b,
+        lambda a, b: 0.0,
+    ],
+    ids=["scalar", "one element", "stacked", "double", "bool", "no tensor"],
+)
+def test_a_function_that_is_not_elementwise_is_refused(function, dense, width):
+    streams = [make_stream([1, 3, 4], rank, 6, width=width) for rank in range(2)]
+    streams = [
+        SparseStream(None, s.to_dense(), 6) if r in dense else s for r, s in enumerate(streams)
+    ]
+    with pytest.raises(InputError, match=r"Op\(.*neutral=0\) must be elementwise.* it returned"):
+        reduce(streams, sparcel.Op(function, 0))
+
+
+def test_an_operation_is_written_without_an_address():
+    assert repr(resolve("max")) == "max"
+    assert repr(sparcel.Op(torch.hypot, 0)).endswith("hypot, neutral=0)")
+    assert "0x" not in repr(sparcel.Op(partial(torch.add, alpha=2), 0))
 
 
 def test_unknown_operation_error_lists_the_known_ones():

@@ -81,7 +81,8 @@ def all_reduce(
         For an unknown operation or algorithm, a stream on the wrong device, or one with more
         entries than ``max_nnz``.
     MismatchError
-        When ranks differ in size, dtype or width.
+        On all ranks, when they differ in size, dtype, width, operation, algorithm or ``max_nnz``,
+        or call another collective. It says which ranks called what.
     CommunicationError
         When a peer fails or does not answer within the timeout.
 
@@ -114,7 +115,7 @@ def all_gather(
 def all_gather(
     stream: SparseStream, group: Group = None, async_op: bool = False
 ) -> list[SparseStream] | Job[list[SparseStream]]:
-    """Return a list of the streams of all ranks; sizes, dtypes and widths must agree.
+    """Return a list of the streams of all ranks; sizes, dtypes and widths must be the same.
 
     Raises
     ------
@@ -179,17 +180,17 @@ def broadcast(
     ------
     InputError
         When ``root`` is not a rank, or the root passes None.
-    CommunicationError
+    MismatchError, CommunicationError
         As `all_reduce`.
     """
     comm = resolve(group) if stream is None else _communicator(group, stream)
     root = whole_number(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
-    if comm.rank == root and stream is None:
-        raise InputError(f"rank {root} is the root and must pass a stream, got None")
 
     def job() -> SparseStream:
+        if comm.rank == root and stream is None:  # the others do not know, and would wait
+            raise InputError(f"rank {root} is the root and must pass a stream, got None")
         return _copy(collectives.broadcast(stream, Wire(comm), root))
 
     return _start(comm, job, async_op)

@@ -11,9 +11,10 @@ from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
 from sparcel.schedule import Problem, Steps
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire
+from sparcel.wire import Wire, collective
 
 
+@collective
 def all_reduce(
     stream: SparseStream,
     wire: Wire,

@@ -18,7 +18,7 @@ class InputError(SparcelError, ValueError):
 
 
 class MismatchError(SparcelError, ValueError):
-    """Two ranks called the same collective with incompatible arguments."""
+    """Ranks made different calls, or one call with different arguments; all ranks raise it."""
 
 
 class FormatError(SparcelError, ValueError):

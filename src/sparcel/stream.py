@@ -284,7 +284,7 @@ def reduce(
     total = first.to_dense(op.neutral_for(first.dtype)).to(wide, copy=first.is_dense)
     for other in streams[1:]:
         if other.indices is None:
-            total = op.function(total, other.values.to(wide))
+            total = op.apply(total, other.values.to(wide))
         else:
             kernels.scatter_reduce(total, other.indices, other.values, op)
     return SparseStream.unchecked(None, total.to(first.dtype), first.size, finite)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import accumulate
-from typing import Self
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparcel import formats, patterns
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, call_of
 from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import COO, Format
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Exchange, most_bytes
 from sparcel.stream import SparseStream, concatenate, reduce
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
 """Up to so many ranks, messages of up to so many bytes go straight to everyone."""
@@ -209,6 +213,27 @@ class Wire:
 
     def _dense_at(self, size: int, like: SparseStream) -> int:
         return self.format.dense_from(size, like.value_bytes)
+
+
+def collective(
+    function: Callable[Concatenate[SparseStream, Wire, P], T],
+) -> Callable[Concatenate[SparseStream, Wire, P], T]:
+    """Make ``function(stream, wire, …)`` a call that the ranks compare: see `Communicator.call`.
+
+    The arguments after the wire, its format, and the stream's size, dtype and width must be the
+    same on all ranks.
+    """
+
+    @wraps(function)
+    def call(stream: SparseStream, wire: Wire, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        facts = (
+            *(("size", stream.size), ("dtype", stream.dtype), ("width", stream.width)),
+            ("format", wire.format),
+        )
+        same = call_of(function, facts, args, tuple(kwargs.items()))
+        return wire.comm.call(same, lambda: function(stream, wire, *args, **kwargs))
+
+    return call
 
 
 def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:

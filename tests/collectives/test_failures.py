@@ -5,7 +5,7 @@ import torch
 
 from sparcel import SparseStream, simulate
 from sparcel.auto import all_reduce
-from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk
+from sparcel.collectives import ALGORITHMS, broadcast, gathered_topk, gtopk
 from sparcel.collectives.all_gather import all_gather
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.reduce_scatter import reduce_scatter
@@ -19,13 +19,14 @@ COLLECTIVES = {
     "reduce_scatter": reduce_scatter,
     "gtopk": lambda stream, wire: gtopk(stream, wire, 6),
     "gathered_topk": lambda stream, wire: gathered_topk(stream, wire, 6),
+    "broadcast": lambda stream, wire: broadcast(stream, wire, wire.size // 2),
     "oktopk": lambda stream, wire: topk_by_regions(stream, wire, 6),
 }
 
 collectives = pytest.mark.parametrize("name", COLLECTIVES)
 
 
-@collectives
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "broadcast"])
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 @pytest.mark.parametrize(
     ("odd", "named"),
@@ -102,7 +103,7 @@ def test_failing_rank_fails_every_rank_that_still_needs_it(name, world):
                     assert f"rank {culprit} failed: the disk is full" in str(result)
                 elif name in ALGORITHMS:  # the rank had finished, so its result is right
                     assert torch.equal(full(result), reference)
-            if call == 0 and name in ALGORITHMS:
+            if call == 0:  # no rank returns before it has heard from all others
                 others = results[:culprit] + results[culprit + 1 :]
                 assert all(isinstance(result, CommunicationError) for result in others)
 

@@ -239,7 +239,7 @@ def test_reused_threshold_keeps_the_largest_sums_above_it(
     total, estimates = reuse(first, k, UNKNOWN, max_nnz=count)
     assert same_stream(total, oracle(first, k))  # unknown estimates are computed exactly
     bounds = estimates.boundaries
-    assert bounds == sorted(bounds)
+    assert list(bounds) == sorted(bounds)
     assert (len(bounds), bounds[0], bounds[-1]) == (world + 1, 0, size)
 
     later = streams_of(layout, kind, world, size, count, dtype, seed + 1)
@@ -259,7 +259,7 @@ def test_reused_threshold_keeps_the_largest_sums_above_it(
 
 
 def test_estimates_are_renewed_on_request_or_if_they_do_not_fit():
-    old = Estimates([0, 1, 2, 100], 1.5, 10)
+    old = Estimates((0, 1, 2, 100), 1.5, 10)
     streams = streams_of("uniform", "normal", 3, 100, 30)
     _, same = reuse(streams, 10, old)
     assert same == old
@@ -269,7 +269,7 @@ def test_estimates_are_renewed_on_request_or_if_they_do_not_fit():
     total, limit = reuse(streams, 10, old, threshold=True)
     assert limit.boundaries == old.boundaries
     assert limit.threshold == float(total.values.abs().min())
-    for unfit in ([0, 1, 100], [0, 1, 2, 99]):
+    for unfit in ((0, 1, 100), (0, 1, 2, 99)):
         _, fitting = reuse(streams, 10, Estimates(unfit, 1.5, 10))
         assert fitting == edges
     total, other = reuse(streams, 7, old)  # estimated for another k
@@ -282,11 +282,11 @@ def test_boundaries_are_averaged_in_integers():
         SparseStream(size - 40 + torch.arange(8) + rank, torch.ones(8), size) for rank in (0, 1)
     ]
     _, estimates = reuse(streams, 4, UNKNOWN)
-    assert estimates.boundaries == [0, size - 36, size]  # of size − 36 and size − 35, rounded down
+    assert estimates.boundaries == (0, size - 36, size)  # of size − 36 and size − 35, rounded down
 
 
 def test_estimates_stay_unchanged_if_the_sum_is_not_finite():
-    old = Estimates([0, 50, 80, 100], 1.5, 10)
+    old = Estimates((0, 50, 80, 100), 1.5, 10)
     for renew in (False, True):
         for poison in ("flag", float("nan"), float("inf")):
             streams = streams_of("uniform", "normal", 3, 100, 30)

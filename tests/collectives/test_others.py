@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel import SparseStream, simulate
 from sparcel.collectives import gtopk, quantized_split_allgather
-from sparcel.errors import InputError
+from sparcel.errors import CommunicationError, InputError
 from sparcel.formats import Qsgd
 from sparcel.wire import Wire
 from tests.strategies import (
@@ -88,6 +88,15 @@ def test_broadcast_refuses_a_root_that_is_not_a_rank(root):
 def test_broadcast_refuses_a_root_without_a_stream():
     with pytest.raises(InputError, match="rank 1 is the root and must pass a stream, got None"):
         simulate(3, lambda comm: sparcel.broadcast(None, 1, group=comm))
+
+
+def test_others_do_not_wait_for_a_root_without_a_stream():
+    def on_rank(comm):
+        kind = InputError if comm.rank == 1 else CommunicationError
+        with pytest.raises(kind, match="rank 1 is the root and must pass a stream"):
+            sparcel.broadcast(None, 1, group=comm)
+
+    simulate(3, on_rank)
 
 
 def largest(vector, k):

@@ -178,7 +178,7 @@ def test_message_too_long_is_an_error_and_no_crash() -> None:
     assert ends[3][:2] == ("MismatchError", mismatch)
     for rank in (0, 1, 2):
         assert ends[rank][:2] == (
-            "CommunicationError",
+            "MismatchError",
             f"rank 3 failed: MismatchError: {mismatch}",
         )
 

@@ -327,5 +327,5 @@ def test_dense_refuses_another_size_in_a_later_step():
         scheme.step(torch.ones(8), comm)
         scheme.step(torch.ones(8 + comm.rank), comm)
 
-    with pytest.raises(MismatchError, match="size 9"):
+    with pytest.raises(MismatchError, match="size=9"):
         simulate(2, on_rank)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_steps
+from sparcel.wire import Due, Wire, collective, gather_steps
 
 
+@collective
 def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
     """Return a list of the streams of all ranks; size, dtype and width must agree.
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, gather_steps
+from sparcel.wire import Wire, collective, gather_steps
 
 
+@collective
 def allgather(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.comm import Communicator
+from sparcel.comm import Call, Communicator
 from sparcel.schedule import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
@@ -25,14 +25,16 @@ def broadcast(
     """Return the root's stream on every rank.
 
     The root scatters its message in P parts down a binomial tree; then all ranks gather the parts.
-    Short messages go down the tree unscattered.
+    Short messages go down the tree unscattered. If ``due`` is None, all ranks first agree on the
+    message's length. In doing so they also learn if they disagree, for example on the root.
 
     Parameters
     ----------
     stream
         The root's stream; other ranks may pass None.
     due
-        What all ranks know about the stream; None sends the message's length first.
+        What all ranks know about the stream, or None. If it is given, the root hears from no rank,
+        and may return although others made another call; what it exchanges next tells.
 
     Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``due`` is None. Words of a
     long message of k entries: the root sends at most 4k, each other rank sends at most 2k and
@@ -40,6 +42,11 @@ def broadcast(
     Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
     4.3.
     """
+    call = Call.of("broadcast", {"root": root, "due": due, "format": wire.format})
+    return wire.comm.call(call, lambda: _broadcast(stream, wire, root, due))
+
+
+def _broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due | None) -> SparseStream:
     comm, message = wire.comm, None
     if wire.rank == root:
         assert stream is not None, "the root passes a stream"
@@ -47,10 +54,7 @@ def broadcast(
     if due is not None:
         at_most = wire.most_bytes(due)
     else:
-        length = None
-        if message is not None:
-            length = torch.tensor([message.numel()], device=comm.device).view(torch.uint8)
-        at_most = int(_down_tree(length, comm, root, _LENGTH_BYTES).view(torch.int64))
+        at_most = _largest(0 if message is None else message.numel(), comm)
     if _goes_whole(wire.size, at_most):
         message = _down_tree(message, comm, root, at_most)
     else:
@@ -64,6 +68,18 @@ def tree_broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due)
     message = None if stream is None else wire.encode(stream)
     message = _down_tree(message, wire.comm, root, wire.most_bytes(due))
     return wire.decode(root, message, due)
+
+
+def _largest(number: int, comm: Communicator) -> int:
+    """Return the largest of the ranks' numbers, in ⌈log₂P⌉ rounds of `_LENGTH_BYTES`.
+
+    Every rank hears from every other one, directly or not, so none returns if the ranks disagree.
+    """
+    for below, above, *_ in patterns.bruck(comm.rank, comm.size):
+        leaving = torch.tensor([number], device=comm.device).view(torch.uint8)
+        arrived = comm.exchange({below: leaving}, {above: _LENGTH_BYTES})[above]
+        number = max(number, int(arrived.view(torch.int64)))
+    return number
 
 
 def _down_tree(message: Tensor | None, comm: Communicator, root: int, at_most: int) -> Tensor:
@@ -129,7 +145,8 @@ def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of `broadcast` from rank 0 with ``due=None``."""
     nbytes = problem.sparse_message(problem.entries([0]))
     yield Work("encode", nbytes, 1 / problem.ranks)
-    yield from tree_steps(_LENGTH_BYTES, problem.rank, problem.ranks, 0)
+    for _, _, distance, _ in patterns.bruck(problem.rank, problem.ranks):
+        yield Exchange("shift", (_LENGTH_BYTES,), (_LENGTH_BYTES,), distance)
     yield from message_steps(nbytes, problem.rank, problem.ranks, 0, round(nbytes))
     yield Work("decode", problem.k)
 

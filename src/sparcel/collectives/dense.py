@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from sparcel.ops import SUM, Op
 from sparcel.schedule import EngineSum, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_steps
+from sparcel.wire import Due, Wire, collective, gather_steps
 
 
+@collective
 def dense(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:

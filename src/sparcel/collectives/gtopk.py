@@ -12,7 +12,7 @@ from sparcel.collectives.allgather import steps as allgather_steps
 from sparcel.collectives.broadcast import tree_broadcast, tree_steps
 from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream, reduce
-from sparcel.wire import Due, Wire
+from sparcel.wire import Due, Wire, collective
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class GlobalTopk:
     dropped: SparseStream
 
 
+@collective
 def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
     """Sum pairs of streams up a tree, keep the k largest of each sum, and broadcast the root's.
 
@@ -59,6 +60,7 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
     return GlobalTopk(total, reduce(dropped))
 
 
+@collective
 def gathered_topk(
     stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None
 ) -> SparseStream:

@@ -11,9 +11,10 @@ from sparcel.collectives._fold import fold, fold_steps, unfold, unfold_steps
 from sparcel.ops import SUM, Op
 from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Due, Wire, collective
 
 
+@collective
 def halving_doubling(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:

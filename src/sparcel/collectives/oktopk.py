@@ -37,9 +37,10 @@ from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.errors import InputError
 from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import DIRECT_RANKS, Wire
+from sparcel.wire import DIRECT_RANKS, Wire, collective
 
 
+@collective
 def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None) -> SparseStream:
     """Sum over all ranks and keep the k largest magnitudes, exactly.
 

@@ -16,7 +16,7 @@ from sparcel.collectives._regions import average_boundaries
 from sparcel.collectives.oktopk import gather_winners, selectable
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire
+from sparcel.wire import Wire, collective
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Estimates:
     that wins; it was chosen so that ``k`` coordinates win. None means unknown.
     """
 
-    boundaries: list[int] | None = None
+    boundaries: tuple[int, ...] | None = None
     threshold: float | None = None
     k: int = 0
 
 
+@collective
 def oktopk_reuse(
     stream: SparseStream,
     wire: Wire,
@@ -67,7 +68,7 @@ def oktopk_reuse(
     own, boundaries, threshold = selectable(stream), estimates.boundaries, estimates.threshold
     fits = boundaries is not None and (len(boundaries), boundaries[-1]) == (wire.size + 1, own.size)
     if renew_boundaries or boundaries is None or not fits:
-        boundaries = average_boundaries(own, wire.comm)
+        boundaries = tuple(average_boundaries(own, wire.comm))
     region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
     if renew_threshold or threshold is None or estimates.k != k:
         winners = global_topk(region.values, wire.comm, k, own.size, region.finite)

@@ -9,9 +9,10 @@ from sparcel.collectives._fold import fold, fold_steps, group, unfold, unfold_st
 from sparcel.ops import SUM, Op
 from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire
+from sparcel.wire import Wire, collective
 
 
+@collective
 def recursive_doubling(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:

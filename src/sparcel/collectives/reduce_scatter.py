@@ -8,9 +8,10 @@ from sparcel import patterns
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Exchange, Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire
+from sparcel.wire import Wire, collective
 
 
+@collective
 def reduce_scatter(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:

@@ -8,9 +8,10 @@ from sparcel import patterns
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Due, Wire, collective
 
 
+@collective
 def ring(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:

@@ -16,7 +16,7 @@ from sparcel.formats import Qsgd
 from sparcel.ops import SUM, Op
 from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_steps
+from sparcel.wire import Due, Wire, collective, gather_steps
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Quantized:
     error: Tensor | None
 
 
+@collective
 def split_allgather(
     stream: SparseStream, wire: Wire, op: Op = SUM, max_nnz: int | None = None
 ) -> SparseStream:
@@ -48,6 +49,7 @@ def split_allgather(
     return wire.concatenate(_gather_regions(wire.encode(region), stream, wire, max_nnz), op)
 
 
+@collective
 def quantized_split_allgather(
     stream: SparseStream, wire: Wire, quantizer: Qsgd, max_nnz: int | None = None
 ) -> Quantized:

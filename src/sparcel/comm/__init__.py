@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
+from sparcel.comm.calls import Call, call_of
 from sparcel.comm.communicator import Communicator
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "Call",
     "Communicator",
     "Grid",
     "Group",
@@ -33,6 +35,7 @@ __all__ = [
     "SimulatedCommunicator",
     "TorchCommunicator",
     "Traffic",
+    "call_of",
     "resolve",
     "ring_bytes",
     "simulate",

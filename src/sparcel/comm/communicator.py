@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
+from sparcel.comm.calls import Call, Calls
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location
 from sparcel.comm.traffic import Traffic
@@ -39,6 +40,10 @@ class Communicator(ABC):
     traffic
         Messages and bytes that this rank sent and received so far, including those of communicators
         that were split from this one.
+    calls
+        The calls of this rank, including those on communicators split from this one.
+    label
+        Tells this communicator from those that share ``calls``; the same on all its ranks.
     rates
         Rates that `sparcel.cost.measure` found on these ranks, equal on all of them;
         ``algorithm="auto"`` uses them. None stands for the default rates.
@@ -50,6 +55,8 @@ class Communicator(ABC):
     device: torch.device
     carrier: str
     traffic: Traffic
+    calls: Calls
+    label: str
     rates: Rates | None = None
     _divided_rates: tuple[Rates | None, Rates | None] = None, None
 
@@ -73,6 +80,9 @@ class Communicator(ABC):
         CommunicationError
             When a peer is gone, reports a failure, or does not answer within the timeout. The
             communicator cannot be used after that.
+        MismatchError
+            When a message belongs to another call than the one under way here, or is longer than
+            its bound; or when another rank found this. The communicator cannot be used after that.
         """
 
     def exchange_parts(
@@ -123,6 +133,18 @@ class Communicator(ABC):
         be the same on all ranks. A job that calls ``run`` runs the inner job at once. When a job
         raises, the peers are told.
         """
+
+    def call(self, call: Call, job: Callable[[], T]) -> T:
+        """Run ``job`` as a part of ``call``, which must be the same on all ranks.
+
+        The job's messages carry the fingerprint of the call and of the calls around it.
+
+        Raises
+        ------
+        MismatchError
+            On all ranks, when ranks make different calls at the same place of the program.
+        """
+        return self.run(lambda: self.calls.within(call, self.label, job))
 
     @abstractmethod
     def submit(self, job: Callable[[], T]) -> Job[T]:

@@ -39,14 +39,17 @@ class ConnectedCommunicator(Communicator):
         Where the ranks meet; all ranks construct at the same time.
     parent
         The communicator from which this one is split.
+    label
+        See `Communicator`.
     """
 
-    def __init__(self, rendezvous: Rendezvous, parent: Self | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, parent: Self | None = None, label: str = "") -> None:
         self.rendezvous = rendezvous
         self.rank, self.size = rendezvous.rank, len(rendezvous.members)
         self.timeout = rendezvous.timeout
         # A rank's counter includes the messages of communicators split from its own.
         self.traffic = Traffic() if parent is None else parent.traffic
+        self.label = label
         self.closed = False
         self.engine = rendezvous.engine()
         self.device, self.carrier = self.engine.device, self.engine.carrier
@@ -61,6 +64,7 @@ class ConnectedCommunicator(Communicator):
             # The finalizer only shuts down, and does not wait: the other ranks may drop their
             # communicator later, or never.
             weakref.finalize(self, self._executor.shutdown).atexit = False
+        self.calls = self._executor.calls
         self._executor.engines.append(self.engine)
 
     def exchange(
@@ -141,7 +145,7 @@ class ConnectedCommunicator(Communicator):
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
         def job() -> dict[int, Tensor]:
-            received = self.engine.exchange(sends, receives)
+            received = self.engine.exchange(sends, receives, self.calls.fingerprint)
             self.traffic.count(sends, received)
             return received
 
@@ -155,4 +159,7 @@ class ConnectedCommunicator(Communicator):
         colours = self.gather_numbers(colour)
         ranks = [rank for rank in range(self.size) if colours[rank] == colour]
         self._splits += 1
-        return type(self)(self.rendezvous.subgroup(ranks, f"{self._splits}.{colour}"), self)
+        label = f"{self._splits}.{colour}"
+        return type(self)(
+            self.rendezvous.subgroup(ranks, label), self, label=f"{self.label}/{label}"
+        )

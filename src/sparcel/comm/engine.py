@@ -11,6 +11,8 @@ from torch import Tensor
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.ops import Op
 
+SAME_CALLS = "all ranks must make the same calls, in the same order and with the same arguments"
+
 
 class Engine(Protocol):
     """Connections of one communicator; only one thread at a time uses them."""
@@ -28,9 +30,19 @@ class Engine(Protocol):
         """Whether a thread is inside the engine and waits for a peer."""
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
     ) -> dict[int, Tensor]:
-        """See `Communicator.exchange_parts`; messages arrive whole. Raises `LostPeerError`."""
+        """See `Communicator.exchange_parts`; messages arrive whole.
+
+        Messages carry the fingerprint ``call``, in a form that the engine chooses.
+
+        Raises
+        ------
+        LostPeerError
+            When a peer is gone or late.
+        MismatchError
+            When a message carries another fingerprint or is longer than its bound.
+        """
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`; raises `LostPeerError`."""
@@ -82,6 +94,11 @@ def too_long(peer: int, nbytes: int, me: int, at_most: int) -> MismatchError:
         f"rank {peer} sent {nbytes} bytes to rank {me}, which expected at most {at_most}; the"
         " ranks' sizes, dtypes or counts differ"
     )
+
+
+def other_call(peer: int, me: int) -> MismatchError:
+    """Return the error of rank ``me`` to which ``peer`` sent a message of another call."""
+    return MismatchError(f"rank {peer} sent rank {me} a message of another call; {SAME_CALLS}")
 
 
 def _name(peer: int | None) -> str:

@@ -9,15 +9,19 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
-from sparcel.comm.engine import Engine, LostPeerError
-from sparcel.comm.failure import Failure
+from sparcel.comm.calls import Calls, differences
+from sparcel.comm.engine import SAME_CALLS, Engine, LostPeerError
+from sparcel.comm.failure import Cause, Failure
 from sparcel.comm.jobs import Job, JobQueue
-from sparcel.errors import CommunicationError
+from sparcel.errors import CommunicationError, MismatchError
 
 T = TypeVar("T")
 
 _CAUSE_SECONDS = 0.5
 """How long a rank that saw a connection close waits for another rank to publish the cause."""
+
+_CALL_SECONDS = 1.0
+"""How long ranks that disagree wait for one another's calls, to name them in their errors."""
 
 _FINISH_SECONDS = 2.0
 """How long a closing rank waits for the other ranks to finish what is under way."""
@@ -43,10 +47,13 @@ class Executor:
     ----------
     job_failed
         Whether a job of this process has raised.
+    calls
+        What this process called, on any of the communicators.
     """
 
     def __init__(self, me: int, failure: Failure) -> None:
         self.me, self.failure = me, failure
+        self.calls = Calls()
         self.queue = JobQueue("sparcel")
         self.engines: list[Engine] = []
         self.job_failed = False
@@ -61,7 +68,7 @@ class Executor:
         """Queue a job and return at once."""
         return self.queue.submit(lambda: self._perform(job))
 
-    def abort(self, cause: str, patience: float = 0.0) -> str:
+    def abort(self, cause: Cause, patience: float = 0.0) -> Cause:
         """Publish the cause of a failure and close all connections; return the first cause.
 
         See `Failure.publish` for ``patience``.
@@ -80,7 +87,7 @@ class Executor:
         # The last messages may still be under way, and closing a connection would drop them.
         finished = self.failure.cause is not None or failure.finish(_FINISH_SECONDS)
         if not finished and failure is self.failure:
-            self.abort(f"rank {self.me} closed its communicator before the others")
+            self.abort(Cause(f"rank {self.me} closed its communicator before the others"))
         engine.abort()
         self.engines.remove(engine)
 
@@ -92,26 +99,27 @@ class Executor:
         """Shut down and wait for it; after ``seconds``, abort what is under way."""
         self.shutdown()
         if not self.queue.join(seconds):
-            self.abort(f"rank {self.me} ended while jobs were under way")
+            self.abort(Cause(f"rank {self.me} ended while jobs were under way"))
             self.queue.join(seconds)
 
     def check(self) -> None:
         """Abort when the job under way waits for a message that will never come.
 
-        The job may wait for a rank that has not heard of a failure itself. Moreover, Gloo does not
-        wake a thread that has sent or received half a message when the connection breaks.
+        The job may wait for a rank that has not heard of a failure itself, or that is in another
+        call. Moreover, Gloo does not wake a thread that has sent or received half a message when
+        the connection breaks.
         """
         since = self.queue.since
         if since is None or time.monotonic() - since < _MONITOR_SECONDS:
             return
-        cause = self.failure.read()
+        cause = self.failure.read() or self._disagreement()
         if cause is None:
             try:
                 for engine in list(self.engines):
                     if engine.waiting:  # a rank that is ahead may have closed the other engines
                         engine.probe()
             except LostPeerError as error:
-                cause = str(error)
+                cause = Cause(str(error))
         if cause is not None:
             self.abort(cause, _CAUSE_SECONDS)
             _alive.discard(self)
@@ -124,12 +132,37 @@ class Executor:
         except LostPeerError as error:
             self.job_failed = True
             patience = 0.0 if error.late else _CAUSE_SECONDS
-            raise CommunicationError(self.abort(str(error), patience)) from error
+            cause = self.abort(Cause(str(error)), patience)
+            raise self._explained(cause).error() from error
         except BaseException as error:
             self.job_failed = True
             what = ": ".join(filter(None, (type(error).__name__, str(error))))
-            self.abort(f"rank {self.me} failed: {what}")
+            disagreed = isinstance(error, MismatchError)
+            self.abort(Cause(f"rank {self.me} failed: {what}", disagreed))
+            if disagreed:
+                raise self._explained(Cause(str(error), disagreed)).error() from error
             raise
+
+    def _disagreement(self) -> Cause | None:
+        """Compare the call that began last with the others'; return a cause if they differ.
+
+        Ranks that wait for one another in different calls get no message that tells them so.
+        """
+        place = self.calls.place
+        if place is None:
+            return None
+        first = self.failure.compare(place.position, f"{self.me} {place.texts}")
+        rank, _, texts = first.partition(" ")
+        if texts == place.texts:
+            return None
+        return Cause(f"ranks {rank} and {self.me} wait in different calls; {SAME_CALLS}", True)
+
+    def _explained(self, cause: Cause) -> Cause:
+        """Return a cause that also says what the ranks called, where that differs."""
+        if not cause.disagreed or self.calls.place is None:
+            return cause
+        calls = self.failure.gather_calls(self.me, self.calls.place.texts, _CALL_SECONDS)
+        return Cause("; ".join(filter(None, (cause.text, differences(calls)))), disagreed=True)
 
     def _disconnect_all(self) -> None:
         self.disconnect(self.engines[0], self.failure)
@@ -138,10 +171,10 @@ class Executor:
         _alive.discard(self)
 
 
-def _dead(cause: str) -> CommunicationError:
+def _dead(cause: Cause) -> CommunicationError:
     """Return the error of jobs that come after the failure."""
     return CommunicationError(
-        f"the communicator is dead: {cause}; to connect anew, close it on all ranks with "
+        f"the communicator is dead: {cause.text}; to connect anew, close it on all ranks with "
         "sparcel.comm.resolve(group).close()"
     )
 

@@ -1,7 +1,8 @@
 """The failure state that the ranks of a communicator share, and their agreement to finish.
 
-Failure causes travel through a store, because a broken connection cannot carry them and because not
-every pair of ranks has a connection.
+It also holds what slow or failed ranks called, so that ranks that disagree can say how. All of it
+travels through a store, because a broken connection cannot carry it and because not every pair of
+ranks has a connection.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
+
+from sparcel.errors import CommunicationError, MismatchError
 
 T = TypeVar("T")
 
@@ -21,6 +24,17 @@ _STORE_SECONDS = 2.0
 
 _POLL_SECONDS = 0.005
 """How often to read the store; the store's own wait prints a warning when it times out."""
+
+
+class Cause(NamedTuple):
+    """Why a communicator failed; ``disagreed`` if ranks called it with different arguments."""
+
+    text: str
+    disagreed: bool = False
+
+    def error(self) -> CommunicationError | MismatchError:
+        """Return the error that the cause is for every rank."""
+        return (MismatchError if self.disagreed else CommunicationError)(self.text)
 
 
 class Failure(Protocol):
@@ -32,17 +46,23 @@ class Failure(Protocol):
         The first cause that this rank knows of, or None.
     """
 
-    cause: str | None
+    cause: Cause | None
 
-    def publish(self, cause: str, patience: float = 0.0) -> str:
+    def publish(self, cause: Cause, patience: float = 0.0) -> Cause:
         """Publish why the communicator failed, unless a rank did so before; return the first cause.
 
         A rank that saw a connection close, and knows no more, gives a ``patience``: it waits so
         many seconds for another rank's cause.
         """
 
-    def read(self) -> str | None:
+    def read(self) -> Cause | None:
         """Return the cause that a rank has published, or None."""
+
+    def compare(self, position: str, text: str) -> str:
+        """Return the first text that a rank gave for this position in the program."""
+
+    def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
+        """Give the others this rank's call; return the calls that came within ``patience`` s."""
 
     def finish(self, patience: float) -> bool:
         """Announce that this rank is done; return whether all ranks are within ``patience`` s."""
@@ -61,35 +81,59 @@ class StoreFailure:
 
     def __init__(self, store: Store, size: int) -> None:
         self._store, self._size = store, size
-        self.cause: str | None = None
+        self.cause: Cause | None = None
+        self._position = ""  # the last one given to `compare`
 
-    def publish(self, cause: str, patience: float = 0.0) -> str:
+    def publish(self, cause: Cause, patience: float = 0.0) -> Cause:
         """See `Failure.publish`."""
         if self.cause is None:
             first = bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
-    def read(self) -> str | None:
+    def read(self) -> Cause | None:
         """See `Failure.read`."""
         return self.cause or bounded(self._read, _STORE_SECONDS)
+
+    def compare(self, position: str, text: str) -> str:
+        """See `Failure.compare`."""
+        return bounded(lambda: self._compare(position, text), _STORE_SECONDS) or text
+
+    def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
+        """See `Failure.gather_calls`."""
+        calls = bounded(lambda: self._gather(rank, texts, patience), patience + _STORE_SECONDS)
+        return calls or {rank: texts}
 
     def finish(self, patience: float) -> bool:
         """See `Failure.finish`."""
         return bool(bounded(lambda: self._finish(patience), patience + _STORE_SECONDS))
 
-    def _publish(self, cause: str, patience: float) -> str:
+    def _publish(self, cause: Cause, patience: float) -> Cause:
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline and not self._store.check(["cause"]):
             time.sleep(_POLL_SECONDS)
-        first: bytes = self._store.compare_set("cause", "", cause)
+        first: bytes = self._store.compare_set("cause", "", f"{cause.disagreed:d}{cause.text}")
+        return _decoded(first)
+
+    def _read(self) -> Cause | None:
+        return _decoded(self._store.get("cause")) if self._store.check(["cause"]) else None
+
+    def _compare(self, position: str, text: str) -> str:
+        if self._position not in ("", position):  # all ranks have passed that one
+            self._store.delete_key(f"call {self._position}")
+        self._position = position
+        first: bytes = self._store.compare_set(f"call {position}", "", text)
         return first.decode()
 
-    def _read(self) -> str | None:
-        if not self._store.check(["cause"]):
-            return None
-        cause: bytes = self._store.get("cause")
-        return cause.decode()
+    def _gather(self, rank: int, texts: str, patience: float) -> dict[int, str]:
+        deadline = time.monotonic() + patience
+        self._store.set(f"called {self._store.add('calls', 1)}", f"{rank} {texts}")
+        keys = [f"called {number}" for number in range(1, self._size + 1)]
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        came = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        pairs = (text.split(" ", 1) for text in came)
+        return {int(rank): texts for rank, texts in pairs}
 
     def _finish(self, patience: float) -> bool:
         deadline = time.monotonic() + patience
@@ -98,6 +142,11 @@ class StoreFailure:
             time.sleep(_POLL_SECONDS)
             done = self._store.add("done", 0)
         return done == self._size
+
+
+def _decoded(cause: bytes) -> Cause:
+    text = cause.decode()
+    return Cause(text[1:], text[0] == "1")
 
 
 def bounded(ask: Callable[[], T], seconds: float) -> T | None:

@@ -83,14 +83,14 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
     for contribution in range(1, longest):
         slots = (counts > contribution).nonzero().view(-1)
         added = widen(values[first[slots] + contribution])
-        result[slots] = op.function(result[slots], added)
+        result[slots] = op.apply(result[slots], added)
     return union, result.to(values.dtype)
 
 
 def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
     """Apply ``dense[i] = op(dense[i], v)`` in place."""
     positions = indices.long()
-    reduced = op.function(widen(dense[positions]), widen(values.to(dense.dtype)))
+    reduced = op.apply(widen(dense[positions]), widen(values.to(dense.dtype)))
     dense[positions] = reduced.to(dense.dtype)
 
 

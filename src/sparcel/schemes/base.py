@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite, check_type
-from sparcel.comm import Communicator, Group, resolve
+from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.schemes.meter import profiled
 from sparcel.schemes.request import Request
@@ -120,6 +120,12 @@ class Scheme(ABC):
         written to ``out``, if given, as `step` does; a dense stream then shares its storage.
         """
         request = request or Request()
+        call = self._call(gradient, comm, request)
+        return comm.call(call, lambda: self._begin(gradient, comm, request, out))
+
+    def _begin(
+        self, gradient: Tensor, comm: Communicator, request: Request, out: Tensor | None
+    ) -> SparseStream:
         total, divisor = self.reduce(gradient, comm, request, out)
         coordinates = total.size if self.sent_whole else request.count(total.size)
         request.meter.coordinates += coordinates
@@ -166,16 +172,21 @@ class Scheme(ABC):
         self, gradient: Tensor, comm: Communicator, request: Request | None, out: Tensor | None
     ) -> SparseStream:
         """Begin a step in a job of ``comm``, and commit it."""
-        if request is not None:
-            check_type(request, Request, "request")
+        request = request or Request()
+        check_type(request, Request, "request")
 
         def job() -> SparseStream:
             self._agree(gradient, comm)
-            return self.begin(gradient, comm, request, out)
+            return self._begin(gradient, comm, request, out)
 
-        average = comm.run(job)
+        average = comm.call(self._call(gradient, comm, request), job)
         self.commit()
         return average
+
+    def _call(self, gradient: Tensor, comm: Communicator, request: Request) -> Call:
+        """Describe a step by the settings that all ranks must share."""
+        facts = {"size": gradient.numel(), "dtype": gradient.dtype, "format": request.format}
+        return Call.of(f"{self!r}.step", {**facts, "divisor": request.divisor(comm)})
 
     def _check(self, gradient: Tensor) -> None:
         """Raise `InputError` unless a step can take ``gradient``."""

@@ -83,7 +83,10 @@ class OkTopK(Sparsifier):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Scheme.load_state_dict`."""
         super().load_state_dict(state)
-        self._estimates = self._estimated = Estimates(**state.get("estimates", {}))
+        estimates = dict(state.get("estimates", {}))
+        if estimates.get("boundaries") is not None:  # some formats of checkpoints know lists only
+            estimates["boundaries"] = tuple(estimates["boundaries"])
+        self._estimates = self._estimated = Estimates(**estimates)
 
 
 def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:

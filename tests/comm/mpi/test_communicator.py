@@ -13,6 +13,7 @@ import torch
 import sparcel
 from sparcel import SparseStream
 from sparcel.comm import Communicator, resolve
+from sparcel.comm.failure import Cause
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.comm.torch import test_communicator as shared
 from tests.strategies import CIRCLE, case_of, dense_reference, full
@@ -205,7 +206,7 @@ def aborted_meanwhile(comm: Communicator) -> str:
     own = MpiCommunicator.of(world, timeout=60.0)
 
     def job() -> None:
-        other = threading.Thread(target=lambda: own._executor.abort("as asked"))
+        other = threading.Thread(target=lambda: own._executor.abort(Cause("as asked")))
         other.start()
         other.join()
         own.gather_numbers(0)

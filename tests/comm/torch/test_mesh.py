@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from sparcel import _cpu
 
-OK, LOST, LATE, TOO_LONG = range(4)
+OK, LOST, LATE, TOO_LONG, OTHER_CALL = range(5)
+CALL = 2**32 - 7
+
+
+def frame(length: int, call: int = CALL) -> bytes:
+    return length.to_bytes(8, "little") + call.to_bytes(8, "little")
 
 
 def pair() -> tuple[_cpu.Mesh, _cpu.Mesh]:
@@ -57,7 +62,7 @@ def test_messages_in_parts_arrive_whole_and_in_order(rounds):
         other = 1 - rank
         for parts, theirs in zip(sent[rank], sent[other], strict=True):
             due = sum(part.numel() for part in theirs)
-            messages, fault, *_ = mesh.exchange([(other, parts)], [(other, due)], 60.0)
+            messages, fault, *_ = mesh.exchange([(other, parts)], [(other, due)], 60.0, CALL)
             assert fault == OK
             arrived[rank] += messages
 
@@ -77,41 +82,49 @@ def test_an_early_message_waits_for_its_exchange(half):
     peer.setblocking(False)
     with suppress(BlockingIOError):
         for body in bodies:
-            peer.sendall(len(body).to_bytes(8, "little") + body)
+            peer.sendall(frame(len(body)) + body)
     for body in bodies:
-        (message,), fault, *_ = mesh.exchange([], [(1, len(body))], 5.0)
+        (message,), fault, *_ = mesh.exchange([], [(1, len(body))], 5.0, CALL)
         assert fault == OK
         assert bytes(message.numpy()) == body
 
 
 def test_a_message_above_its_bound_is_refused_before_it_is_read(half):
     mesh, peer = half
-    peer.sendall((1 << 60).to_bytes(8, "little"))
-    assert mesh.exchange([], [(1, 100)], 5.0)[1:] == (TOO_LONG, 1, 1 << 60)
+    peer.sendall(frame(1 << 60))
+    assert mesh.exchange([], [(1, 100)], 5.0, CALL)[1:] == (TOO_LONG, 1, 1 << 60)
 
 
-@pytest.mark.parametrize("sent", [b"", b"abc", (100).to_bytes(8, "little") + b"half"])
+def test_a_message_of_another_call_is_refused_before_it_is_read(half):
+    mesh, peer = half
+    for call in (0, CALL + 1):
+        peer.sendall(frame(3, call) + b"abc")
+        assert mesh.exchange([], [(1, 100)], 5.0, CALL)[1:3] == (OTHER_CALL, 1)
+        assert mesh.exchange([], [(1, 100)], 5.0, call)[1] == OK
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc", frame(100) + b"half"])
 def test_a_peer_that_is_gone_is_lost(half, sent):
     mesh, peer = half
     peer.sendall(sent)
     assert mesh.broken() == 2
     peer.close()
     assert mesh.broken() == 1
-    assert mesh.exchange([], [(1, 100)], 5.0)[1:3] == (LOST, 1)
+    assert mesh.exchange([], [(1, 100)], 5.0, CALL)[1:3] == (LOST, 1)
 
 
 def test_sending_to_a_peer_that_is_gone_raises_no_signal(half):
     mesh, peer = half
     peer.close()
     message = content(10, 0)
-    assert mesh.exchange([(1, [message])], [], 5.0)[1:3] == (LOST, 1)
+    assert mesh.exchange([(1, [message])], [], 5.0, CALL)[1:3] == (LOST, 1)
 
 
 def test_the_last_message_of_a_peer_that_leaves_is_received(half):
     mesh, peer = half
-    peer.sendall((3).to_bytes(8, "little") + b"bye")
+    peer.sendall(frame(3) + b"bye")
     peer.close()
-    (message,), fault, *_ = mesh.exchange([], [(1, 3)], 5.0)
+    (message,), fault, *_ = mesh.exchange([], [(1, 3)], 5.0, CALL)
     assert fault == OK
     assert bytes(message.numpy()) == b"bye"
 
@@ -122,24 +135,24 @@ def test_a_silent_peer_is_late(half, sends):
     message = content(64 << 20, 0)  # more than sockets hold
     leaving = [(1, [message])] if sends else []
     start = time.monotonic()
-    assert mesh.exchange(leaving, [] if sends else [(1, 10)], 0.3)[1:3] == (LATE, 1)
+    assert mesh.exchange(leaving, [] if sends else [(1, 10)], 0.3, CALL)[1:3] == (LATE, 1)
     assert time.monotonic() - start >= 0.3
 
 
 def test_shutting_ends_a_wait(half):
     mesh, _ = half
     threading.Timer(0.1, mesh.shut).start()
-    assert mesh.exchange([], [(1, 10)], 60.0)[1:3] == (LOST, 1)
+    assert mesh.exchange([], [(1, 10)], 60.0, CALL)[1:3] == (LOST, 1)
 
 
 def test_ctrl_c_ends_a_wait(half):
     mesh, _ = half
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        mesh.exchange([], [(1, 10)], 60.0)
+        mesh.exchange([], [(1, 10)], 60.0, CALL)
 
 
 def test_a_peer_that_does_not_exist_is_refused(half):
     mesh, _ = half
     with pytest.raises(ValueError, match="no such peer"):
-        mesh.exchange([], [(7, 10)], 1.0)
+        mesh.exchange([], [(7, 10)], 1.0, CALL)

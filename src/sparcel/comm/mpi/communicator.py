@@ -57,7 +57,7 @@ class MpiCommunicator(ConnectedCommunicator):
 
         def job() -> list[Tensor]:
             assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
-            messages = self.engine.gather(message, at_most)
+            messages = self.engine.gather(message, at_most, self.calls.fingerprint)
             self.traffic.count_gather(message, messages)
             return messages
 

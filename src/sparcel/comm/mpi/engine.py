@@ -19,17 +19,15 @@ from mpi4py import MPI
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.comm.engine import LostPeerError, late, lost
+from sparcel.comm.engine import LostPeerError, late, lost, other_call
 from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.errors import MismatchError
 from sparcel.ops import Op
 
-_TAG = 0
-
 _WORD_BYTES = 8
 
-_HEADER = struct.Struct("qq")
-"""Precedes a padded message: its bound and its length."""
+_HEADER = struct.Struct("IIq")
+"""Precedes a padded message: its bound, its call and its length."""
 
 _POLLS_PER_CHECK = 8
 """Check for dead peers and for the timeout once every so many polls."""
@@ -79,6 +77,9 @@ class MpiEngine:
     ) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
         self._comm, self._monitor = comm, monitor
+        largest = comm.Get_attr(MPI.TAG_UB)
+        assert isinstance(largest, int), "MPI defines it"
+        self._tags = largest + 1
         self._busy = threading.Lock()
         self._aborted = False
 
@@ -88,10 +89,10 @@ class MpiEngine:
         return self._busy.locked()
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
     ) -> dict[int, Tensor]:
-        """See `Communicator.exchange_parts`."""
-        comm = self._comm
+        """See `Engine.exchange`; a message's tag tells its call."""
+        comm, tag = self._comm, call % self._tags
         buffers = [_cpu.empty(at_most) for at_most in receives.values()]
         messages = [
             parts[0] if len(parts) == 1 else torch.cat(list(parts)) for parts in sends.values()
@@ -99,21 +100,24 @@ class MpiEngine:
         with self._busy:
             self._check_peers()  # MPICH crashes when it sends to a dead process
             requests = [
-                comm.Irecv([buffer.numpy(), MPI.BYTE], peer, _TAG)
+                comm.Irecv([buffer.numpy(), MPI.BYTE], peer, MPI.ANY_TAG)
                 for peer, buffer in zip(receives, buffers, strict=True)
             ]
             requests += [
-                comm.Isend([message.numpy(), MPI.BYTE], peer, _TAG)
+                comm.Isend([message.numpy(), MPI.BYTE], peer, tag)
                 for peer, message in zip(sends, messages, strict=True)
             ]
             statuses = [MPI.Status() for _ in requests]
             self._wait(requests, statuses, [*receives, *sends], (buffers, messages))
+        for peer, status in zip(receives, statuses, strict=False):
+            if status.Get_tag() != tag:
+                raise other_call(self.names[peer], self.names[self.rank])
         return {
             peer: buffer[: status.Get_count(MPI.BYTE)]
             for peer, buffer, status in zip(receives, buffers, statuses, strict=False)
         }
 
-    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+    def gather(self, message: Tensor, at_most: int, call: int) -> list[Tensor]:
         """Return the messages of all ranks, by rank; each travels padded to ``at_most`` bytes.
 
         Raises
@@ -131,15 +135,17 @@ class MpiEngine:
         # Zeros, because slots may stay unwritten if ranks disagree on the bound. A bytearray is
         # faster than a tensor, and every microsecond counts on this path.
         padded = bytearray(len(self.names) * slot_bytes)
-        _HEADER.pack_into(padded, starts[self.rank], at_most, message.numel())
+        _HEADER.pack_into(padded, starts[self.rank], at_most, call, message.numel())
         begin = starts[self.rank] + _HEADER.size
         padded[begin : begin + message.numel()] = message.numpy().data
         with self._busy:
             self._check_peers()
             request = self._comm.Iallgather(MPI.IN_PLACE, [padded, MPI.BYTE])
             self._wait([request], [MPI.Status()], [], padded)
-        bounds, lengths = zip(*(_HEADER.unpack_from(padded, s) for s in starts), strict=True)
-        for peer, bound in enumerate(bounds):
+        headers = [_HEADER.unpack_from(padded, start) for start in starts]
+        for peer, (bound, theirs, _) in enumerate(headers):
+            if theirs != call:
+                raise other_call(self.names[peer], self.names[self.rank])
             if bound != at_most:
                 raise MismatchError(
                     f"rank {self.names[peer]} sent up to {bound} bytes to rank"
@@ -149,7 +155,7 @@ class MpiEngine:
         slots = torch.frombuffer(padded, dtype=torch.uint8)
         return [
             slots[start + _HEADER.size : start + _HEADER.size + length]
-            for start, length in zip(starts, lengths, strict=True)
+            for start, (*_, length) in zip(starts, headers, strict=True)
         ]
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:

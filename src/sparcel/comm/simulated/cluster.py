@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from sparcel.comm.calls import Calls, differences
+from sparcel.comm.engine import SAME_CALLS
+from sparcel.comm.failure import Cause
 from sparcel.comm.simulated.trace import Trace
 from sparcel.comm.traffic import Traffic
-from sparcel.errors import CommunicationError
 
 
 class Mailbox(NamedTuple):
@@ -27,9 +29,12 @@ class Mailbox(NamedTuple):
     destination: int
 
 
-class _Envelope(NamedTuple):
+class Envelope(NamedTuple):
+    """A message in parts, the fingerprint of its call, and its number in the trace."""
+
     number: int
     parts: Sequence[Tensor]
+    call: int
 
 
 class Cluster:
@@ -48,12 +53,13 @@ class Cluster:
     def __init__(self, world_size: int, ranks_per_node: int = 1, cpu_time: bool = False) -> None:
         self.ranks_per_node = ranks_per_node
         self.traffic = [Traffic() for _ in range(world_size)]
+        self.calls = [Calls() for _ in range(world_size)]
         self.trace = Trace(world_size)
-        self._mail: dict[Mailbox, list[_Envelope]] = {}
+        self._mail: dict[Mailbox, list[Envelope]] = {}
         self._groups: dict[tuple[int, ...], int] = {}
         self._cpu_time = cpu_time
         self._idle_since = [0.0] * world_size
-        self._failure: str | None = None
+        self._failure: Cause | None = None
         # A dict serves as an ordered set; the last rank in it runs first.
         self._ready = dict.fromkeys(reversed(range(world_size)))
         self._waiting: dict[int, Mailbox] = {}
@@ -87,12 +93,13 @@ class Cluster:
     def post(self, mailbox: Mailbox, parts: Sequence[Tensor], nbytes: int) -> None:
         """Put a message in a mailbox; its parts are shared, not copied."""
         number = self.trace.send(mailbox.source, mailbox.destination, nbytes)
-        self._mail.setdefault(mailbox, []).append(_Envelope(number, parts))
+        call = self.calls[mailbox.source].fingerprint
+        self._mail.setdefault(mailbox, []).append(Envelope(number, parts, call))
         if self._waiting.get(mailbox.destination) == mailbox:
             del self._waiting[mailbox.destination]
             self._ready[mailbox.destination] = None
 
-    def collect(self, mailbox: Mailbox) -> Sequence[Tensor]:
+    def collect(self, mailbox: Mailbox) -> Envelope:
         """Wait for the next message in the mailbox and return it."""
         while mailbox not in self._mail:
             self._waiting[mailbox.destination] = mailbox
@@ -104,18 +111,23 @@ class Cluster:
         if not envelopes:
             del self._mail[mailbox]
         self.trace.receive(envelope.number)
-        return envelope.parts
+        return envelope
 
     def check(self) -> None:
         """Raise when some rank has failed."""
         if self._failure is not None:
-            raise CommunicationError(self._failure)
+            raise self._failure.error()
 
-    def fail(self, reason: str) -> None:
-        """Make every rank that waits, now or later, raise ``reason``, or the first reason given."""
-        self._failure = self._failure or reason
+    def fail(self, cause: Cause) -> None:
+        """Make every rank that waits, now or later, raise ``cause``, or the first cause given."""
+        self._failure = self._failure or cause
         self._ready.update(dict.fromkeys(self._waiting))
         self._waiting.clear()
+
+    def differences(self) -> str:
+        """Say which ranks called what, if their last calls differ."""
+        places = {rank: calls.place for rank, calls in enumerate(self.calls)}
+        return differences({rank: place.texts for rank, place in places.items() if place})
 
     def finish(self, rank: int) -> None:
         """Pass the baton on for the last time."""
@@ -124,11 +136,16 @@ class Cluster:
 
     def _pass_baton(self, wanted: int | None = None) -> None:
         if not self._ready and self._waiting:
-            waiting = sorted(self._waiting.items())
-            waits = (f"rank {rank} waits for rank {box.source}" for rank, box in waiting)
-            self.fail("deadlock, no rank can go on: " + ", ".join(waits))
+            self.fail(self._deadlock())
         if wanted in self._ready:
             del self._ready[wanted]
             self._wake[wanted].release()
         elif self._ready:
             self._wake[self._ready.popitem()[0]].release()
+
+    def _deadlock(self) -> Cause:
+        waiting = sorted(self._waiting.items())
+        waits = ", ".join(f"rank {rank} waits for rank {box.source}" for rank, box in waiting)
+        differ = len({self.calls[rank].place for rank, _ in waiting}) > 1
+        told = [f"deadlock, no rank can go on: {waits}"]
+        return Cause("; ".join([*told, SAME_CALLS, self.differences()] if differ else told), differ)

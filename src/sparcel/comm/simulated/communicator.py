@@ -11,6 +11,8 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm.communicator import Communicator
+from sparcel.comm.engine import other_call, too_long
+from sparcel.comm.failure import Cause
 from sparcel.comm.jobs import Job
 from sparcel.comm.simulated.cluster import Cluster, Mailbox
 from sparcel.errors import MismatchError
@@ -29,8 +31,9 @@ class SimulatedCommunicator(Communicator):
     def __init__(self, cluster: Cluster, members: tuple[int, ...], rank: int) -> None:
         self.cluster, self.members = cluster, members
         self.rank, self.size = rank, len(members)
-        self.traffic = cluster.traffic[members[rank]]
+        self.traffic, self.calls = cluster.traffic[members[rank]], cluster.calls[members[rank]]
         self._group = cluster.group(members)
+        self.label = str(self._group)
 
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
@@ -56,13 +59,13 @@ class SimulatedCommunicator(Communicator):
             traffic.bytes_sent += nbytes
         received = {}
         for rank, at_most in receives.items():
-            parts = cluster.collect(Mailbox(self._group, self.members[rank], me))
+            _, parts, call = cluster.collect(Mailbox(self._group, self.members[rank], me))
+            if call != self.calls.fingerprint:
+                error = other_call(self.members[rank], me)
+                raise MismatchError("; ".join(filter(None, (str(error), cluster.differences()))))
             nbytes = sum([part.numel() for part in parts])
             if nbytes > at_most:
-                raise MismatchError(
-                    f"rank {rank} sent {nbytes} bytes to rank {self.rank}, which expected"
-                    f" at most {at_most}; the ranks' sizes, dtypes or counts differ"
-                )
+                raise too_long(rank, nbytes, self.rank, at_most)
             traffic.messages_received += 1
             traffic.bytes_received += nbytes
             received[rank] = list(parts)
@@ -81,7 +84,7 @@ class SimulatedCommunicator(Communicator):
                 {after: leaving.clone().view(torch.uint8)}, {before: arriving.nbytes}
             )[before]
             arrived = message.view(tensor.dtype)
-            arriving.copy_(op.function(arrived, arriving) if step < self.size - 1 else arrived)
+            arriving.copy_(op.apply(arrived, arriving) if step < self.size - 1 else arrived)
 
     def split(self, colour: int) -> Self:
         """See `Communicator.split`."""
@@ -95,7 +98,8 @@ class SimulatedCommunicator(Communicator):
         try:
             return job()
         except Exception as error:
-            self.cluster.fail(f"rank {self.members[self.rank]} failed: {error}")
+            text = f"rank {self.members[self.rank]} failed: {error}"
+            self.cluster.fail(Cause(text, isinstance(error, MismatchError)))
             raise
 
     def submit(self, job: Callable[[], T]) -> Job[T]:

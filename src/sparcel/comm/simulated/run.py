@@ -16,12 +16,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sparcel._checks import check_callable, check_type, flag, whole_number
+from sparcel.comm.failure import Cause
 from sparcel.comm.simulated.cluster import Cluster
 from sparcel.comm.simulated.communicator import SimulatedCommunicator
 from sparcel.comm.simulated.network import Network
 from sparcel.comm.simulated.replay import seconds_of
 from sparcel.comm.simulated.trace import Trace
 from sparcel.comm.traffic import Traffic
+from sparcel.errors import MismatchError
 
 T = TypeVar("T")
 
@@ -99,7 +101,8 @@ def simulate(
         When ``world_size`` or ``ranks_per_node`` is less than 1, a latency is negative, or a
         bandwidth is not positive.
     Exception
-        The exception of the first rank that failed; a deadlock raises `CommunicationError`.
+        The exception of the first rank that failed; a deadlock raises `CommunicationError`, or
+        `MismatchError` if the ranks wait in different calls.
     """
     world_size = whole_number(world_size, "world_size", at_least=1)
     check_callable(function, "function")
@@ -122,7 +125,7 @@ def _run(cluster: Cluster, function: Callable[[SimulatedCommunicator], T]) -> li
         except BaseException as error:
             error.add_note(f"raised on simulated rank {rank} of {len(members)}")
             errors.append(error)
-            cluster.fail(f"rank {rank} failed: {error}")
+            cluster.fail(Cause(f"rank {rank} failed: {error}", isinstance(error, MismatchError)))
         finally:
             cluster.finish(rank)
 

@@ -62,11 +62,11 @@ class GlooEngine:
         self._others = [peer for peer in range(len(names)) if peer != rank]
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
     ) -> dict[int, Tensor]:
-        """See `Communicator.exchange_parts`."""
+        """See `Engine.exchange`."""
         with self._waits():
-            return self._mesh.exchange(sends, receives)
+            return self._mesh.exchange(sends, receives, call)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`."""

@@ -1,7 +1,7 @@
 """Messages of any size over sparcel's own TCP connections, one to each peer.
 
 Gloo sends three packets and wakes two threads at each end for every point-to-point message, which
-dominates the time of a small exchange. The mesh sends only the length and the bytes of a message,
+dominates the time of a small exchange. The mesh sends only a frame and the bytes of a message,
 and the thread that waits for the message reads it from the socket.
 """
 
@@ -15,7 +15,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel.comm.addresses import gloo_address
-from sparcel.comm.engine import late, lost, too_long
+from sparcel.comm.engine import late, lost, other_call, too_long
 from sparcel.comm.sockets import connect_all
 
 
@@ -45,7 +45,7 @@ class Mesh:
         self._mesh = _cpu.Mesh([-1 if peer is None else peer.detach() for peer in sockets])
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
     ) -> dict[int, Tensor]:
         """See `Engine.exchange`; parts are uint8 and contiguous.
 
@@ -54,11 +54,12 @@ class Mesh:
         LostPeerError
             When a connection ends, or the timeout runs out.
         MismatchError
-            When a message is longer than its bound; its length is checked before it is read.
+            When a message belongs to another call, or is longer than its bound. Both are checked
+            before it is read.
         """
         leaving = [(peer, [to_dlpack(part) for part in parts]) for peer, parts in sends.items()]
         arrived, fault, peer, length = self._mesh.exchange(
-            leaving, list(receives.items()), self.timeout
+            leaving, list(receives.items()), self.timeout, call
         )
         if fault:
             self._fail(fault, peer, length, receives.get(peer, 0))
@@ -76,10 +77,12 @@ class Mesh:
 
     def _fail(self, fault: int, peer: int, length: int = 0, at_most: int = 0) -> None:
         me, name = self.names[self.rank], self.names[peer]
+        if fault == _OTHER_CALL:
+            raise other_call(name, me)
         if fault == _TOO_LONG:
             raise too_long(name, length, me, at_most)
         raise late(me, self.timeout, name) if fault == _LATE else lost(me, name)
 
 
-_LOST, _LATE, _TOO_LONG = 1, 2, 3
+_LOST, _LATE, _TOO_LONG, _OTHER_CALL = 1, 2, 3, 4
 """The ways in which an exchange fails, numbered as in `csrc/mesh.hpp`."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.comm.engine import LostPeerError, too_long
+from sparcel.comm.engine import LostPeerError, other_call, too_long
 from sparcel.ops import Op
 
 
@@ -46,17 +46,20 @@ class NcclEngine:
         )
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
     ) -> dict[int, Tensor]:
-        """See `Engine.exchange`; the host waits for the sizes only."""
+        """See `Engine.exchange`; the host waits for the sizes and the calls only."""
         peers = list(dict.fromkeys([*sends, *receives]))
         joined = {peer: torch.cat(list(parts)) for peer, parts in sends.items()}
         sizes = [joined[peer].numel() if peer in joined else 0 for peer in peers]
-        leaving = torch.tensor(sizes, device=self.device)
+        leaving = torch.tensor([[size, call] for size in sizes], device=self.device)
         arriving = torch.empty_like(leaving)
-        self._transfer(peers, list(leaving.split(1)), list(arriving.split(1)))
-        sizes = arriving.tolist()
-        for peer, nbytes in zip(peers, sizes, strict=True):
+        self._transfer(peers, list(leaving.unbind()), list(arriving.unbind()))
+        sizes = []
+        for peer, (nbytes, theirs) in zip(peers, arriving.tolist(), strict=True):
+            if theirs != call:
+                raise other_call(self.names[peer], self.names[self.rank])
+            sizes.append(nbytes)
             at_most = receives.get(peer, 0)
             if nbytes > at_most:
                 raise too_long(self.names[peer], nbytes, self.names[self.rank], at_most)

@@ -1,0 +1,151 @@
+"""What a rank called: a text for people, and a fingerprint that its messages carry.
+
+Every message carries the fingerprint of the call that sent it. A rank that receives a message of
+another call knows that the ranks disagree, whatever the message holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from inspect import signature
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    """A function with arguments that are the same on all ranks, such as ``ring(op=sum, size=40)``.
+
+    ``fingerprint`` is 32 bits of a hash of ``text``.
+    """
+
+    text: str
+    fingerprint: int
+
+    @classmethod
+    def of(cls, name: str, arguments: Mapping[str, object]) -> Call:
+        """Describe a call of the function ``name``."""
+        inside = ", ".join(f"{key}={_said(value)}" for key, value in arguments.items())
+        text = f"{name}({inside})"
+        digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+        return cls(text, int.from_bytes(digest))
+
+
+class Place(NamedTuple):
+    """The call that a rank began last, in the calls around it, and its place in the program.
+
+    Attributes
+    ----------
+    label
+        The communicator of the outermost call.
+    outer, inner
+        How many outermost calls that communicator has seen, and how many calls have begun inside
+        the last of them.
+    under_way
+        The calls, the outermost first.
+    """
+
+    label: str
+    outer: int
+    inner: int
+    under_way: tuple[Call, ...]
+
+    @property
+    def position(self) -> str:
+        """A text that is the same on ranks that made the same calls before."""
+        return f"{self.label}/{self.outer}.{self.inner}"
+
+    @property
+    def texts(self) -> str:
+        """The texts of the calls, one a line."""
+        return "\n".join(call.text for call in self.under_way)
+
+
+class Calls:
+    """The calls of one process on a communicator and on those split from it.
+
+    Only jobs make calls, so one thread at a time changes this. Any thread may read ``place``.
+
+    Attributes
+    ----------
+    fingerprint
+        Of the call under way and the calls around it; 0 outside of calls.
+    place
+        The call that began last, or None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.fingerprint = 0
+        self.place: Place | None = None
+        self._under_way: tuple[Call, ...] = ()
+        self._outer: Counter[str] = Counter()
+
+    def within(self, call: Call, label: str, job: Callable[[], T]) -> T:
+        """Run ``job`` inside ``call``; ``label`` tells its communicator from others."""
+        around, fingerprint, last = self._under_way, self.fingerprint, self.place
+        self._under_way = (*around, call)
+        self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << 32)
+        if around:
+            assert last is not None, "the outer call set it"
+            self.place = Place(last.label, last.outer, last.inner + 1, self._under_way)
+        else:
+            self._outer[label] += 1
+            self.place = Place(label, self._outer[label], 0, self._under_way)
+        try:
+            return job()
+        finally:
+            self._under_way, self.fingerprint = around, fingerprint
+
+
+@lru_cache(maxsize=1024)
+def call_of(
+    function: Callable[..., object],
+    facts: tuple[tuple[str, object], ...],
+    args: tuple[object, ...],
+    kwargs: tuple[tuple[str, object], ...],
+) -> Call:
+    """Describe ``function(stream, wire, *args, **kwargs)``, default arguments included.
+
+    ``facts`` are what all ranks know of the stream and the wire. Cached, because this takes longer
+    than a small message.
+    """
+    bound = signature(function).bind(None, None, *args, **dict(kwargs))
+    bound.apply_defaults()
+    arguments = list(bound.arguments.items())[2:]
+    return Call.of(function.__name__, dict(arguments) | dict(facts))
+
+
+def differences(places: Mapping[int, str]) -> str:
+    """Say which ranks called what, given each rank's ``texts``; empty if all are the same.
+
+    Calls around a call are left out where they are the same on all ranks.
+    """
+    if len(set(places.values())) < 2:
+        return ""
+    stacks = {rank: texts.split("\n") for rank, texts in places.items()}
+    depth = 0
+    while len({stack[depth] for stack in stacks.values()}) == 1:
+        depth += 1
+        if any(len(stack) == depth for stack in stacks.values()):
+            break
+    callers: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        callers.setdefault(stack[min(depth, len(stack) - 1)], []).append(rank)
+    return "; ".join(f"{_ranks(ranks)} called {text}" for text, ranks in callers.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _said(value: Any) -> str:
+    """Return a text for an argument, the same in every process."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    text = repr(value)
+    return type(value).__name__ if text == object.__repr__(value) else text  # tells no address

@@ -1,0 +1,113 @@
+"""Ranks that give a scheme different settings are told in the first step, whoever drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from sparcel.comm import Communicator
+from sparcel.errors import MismatchError, SparcelError
+from sparcel.formats import Qsgd
+from sparcel.schemes import (
+    Auto,
+    Dense,
+    GTopK,
+    Hierarchical,
+    OkTopK,
+    Request,
+    ScaleCom,
+    Scheme,
+    SparCML,
+    TopK,
+)
+from tests.schemes.steps import integers, simulate_nodes
+from tests.workers import on_engines_in_turn
+
+Make = Callable[[], Scheme]
+
+DIFFERENT: dict[str, tuple[Make, Make]] = {
+    "scheme": (TopK, GTopK),
+    "density": (partial(TopK, 0.1), partial(TopK, 0.2)),
+    "selector": (partial(TopK, 0.1), partial(TopK, 0.1, selector="bucketed")),
+    "selector's seed": (
+        partial(TopK, 0.1, selector="randomk"),
+        partial(TopK, 0.1, selector="dgc"),
+    ),
+    "warm-up": (TopK, partial(TopK, warmup=[0.5], warmup_steps=2)),
+    "momentum": (partial(GTopK, 0.1), partial(GTopK, 0.1, momentum=0.9)),
+    "clip": (partial(GTopK, 0.1), partial(GTopK, 0.1, clip=1.0)),
+    "algorithm": (partial(TopK, 0.1), partial(TopK, 0.1, algorithm="ring")),
+    "put_back": (GTopK, partial(GTopK, put_back="own")),
+    "threshold": (OkTopK, partial(OkTopK, threshold="reuse")),
+    "bits": (partial(SparCML, 0.4), partial(SparCML, 0.4, bits=4)),
+    "seed": (partial(SparCML, 0.4, bits=4), partial(SparCML, 0.4, bits=4, seed=1)),
+    "beta": (ScaleCom, partial(ScaleCom, beta=0.5)),
+    "candidates": (Auto, partial(Auto, candidates=["topk"])),
+    "wire": (Dense, partial(Dense, "bfloat16")),
+    "inner": (lambda: Hierarchical(TopK(0.1)), lambda: Hierarchical(TopK(0.2))),
+    "inner wire": (lambda: Hierarchical(Dense()), lambda: Hierarchical(Dense("float16"))),
+    "nodes": (lambda: Hierarchical(TopK(0.1), 1), lambda: Hierarchical(TopK(0.1))),
+    "dense on one rank": (partial(TopK, 0.1), Dense),
+}
+"""What differs, and the schemes of all ranks but one and of that one."""
+
+
+def step(scheme: Scheme, comm: Communicator) -> object:
+    return scheme.step(integers(comm.rank, 0, 60), comm)
+
+
+def step_stream(scheme: Scheme, comm: Communicator) -> object:
+    return scheme.step_stream(integers(comm.rank, 0, 60), comm)
+
+
+def begin(scheme: Scheme, comm: Communicator) -> object:
+    return comm.submit(lambda: scheme.begin(integers(comm.rank, 0, 60), comm)).wait()
+
+
+def outcome(
+    comm: Communicator, what: str, odd: int, drive: Callable[[Scheme, Communicator], object]
+) -> tuple[object, Any]:
+    """Return what a rank's step raises, or its update; and the memory afterwards."""
+    scheme = DIFFERENT[what][comm.rank == odd]()
+    try:
+        return drive(scheme, comm), scheme.memory
+    except SparcelError as error:
+        return error, scheme.memory
+
+
+def assert_all_are_told(outcomes: list[Any], odd: int) -> None:
+    for error, memory in outcomes:
+        assert isinstance(error, MismatchError), error
+        assert f"rank {odd} called " in str(error)
+        assert memory is None
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_no_rank_returns_an_update(what: str) -> None:
+    for world in range(2, 10):
+        drive = (step, step_stream, begin)[world % 3]
+        for odd in {0, 1, world - 1}:
+            outcomes = simulate_nodes(
+                world,
+                lambda comm: outcome(comm, what, odd, drive),  # noqa: B023
+            ).results
+            assert_all_are_told(outcomes, odd)
+
+
+@pytest.mark.parametrize("other", [Request(ranks=7), Request(format=Qsgd(8))])
+def test_requests_that_differ_are_told(other: Request) -> None:
+    def on_rank(comm: Communicator) -> None:
+        request = other if comm.rank == 1 else Request()
+        with pytest.raises(MismatchError, match=r"rank 1 called TopK\(.*\)\.step\(size=60"):
+            TopK(0.1).step(integers(comm.rank, 0, 60), comm, request=request)
+
+    simulate_nodes(3, on_rank)
+
+
+@pytest.mark.processes
+@on_engines_in_turn(what=["momentum", "wire"], world_size=[3])
+def test_no_process_returns_an_update(run_on: Any, what: str, world_size: int) -> None:
+    assert_all_are_told(run_on(world_size, outcome, what, 0, step), 0)
