@@ -2,8 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 
 #include "numbers.hpp"
 
@@ -26,6 +30,30 @@ template <class Index, class Value>
 void scatter(Value* dense, const Index* indices, const Value* values, size_t count, size_t width) {
     for (size_t i = 0; i < count; ++i) {
         std::copy_n(values + i * width, width, dense + size_t(indices[i]) * width);
+    }
+}
+
+// dense[i] = v for each index, and `fill` everywhere else.
+template <class Index, class Value>
+void expand(Value* dense, size_t size, Value fill, const Index* indices, const Value* values,
+            size_t count, size_t width) {
+    constexpr std::array<std::byte, sizeof(Value)> zero = {};
+    if (std::bit_cast<std::array<std::byte, sizeof(Value)>>(fill) == zero) {
+        // Unlike a loop, the C library clears large memory without reading it first.
+        std::memset(dense, 0, size * width * sizeof(Value));
+    } else {
+        std::fill_n(dense, size * width, fill);
+    }
+    scatter(dense, indices, values, count, width);
+}
+
+// dense[i] += v for each index. Sums are limited to the largest finite number.
+template <class Index, class Value>
+void add_saturated(Value* dense, const Index* indices, const Value* values, size_t count) {
+    constexpr Value most = std::numeric_limits<Value>::max();
+    for (size_t i = 0; i < count; ++i) {
+        Value& sum = dense[indices[i]];
+        sum = std::clamp(sum + values[i], -most, most);
     }
 }
 
