@@ -13,6 +13,8 @@
 
 namespace sparcel {
 
+constexpr size_t kExpandBlock = 4096;  // coordinates
+
 // dense[i] = op(dense[i], v) for each index and its row of `width` values.
 template <class Op, class Index, class Value>
 void scatter_reduce(Value* dense, const Index* indices, const Value* values, size_t count,
@@ -33,18 +35,32 @@ void scatter(Value* dense, const Index* indices, const Value* values, size_t cou
     }
 }
 
-// dense[i] = v for each index, and `fill` everywhere else.
+// Sets [first, last) to `fill`. Unlike a loop, the C library clears large memory without reading
+// it.
+template <class Value>
+void fill_range(Value* first, Value* last, Value fill) {
+    constexpr std::array<std::byte, sizeof(Value)> zero = {};
+    if (std::bit_cast<std::array<std::byte, sizeof(Value)>>(fill) == zero) {
+        std::memset(first, 0, size_t(last - first) * sizeof(Value));
+    } else {
+        std::fill(first, last, fill);
+    }
+}
+
+// dense[i] = v for each index, which are sorted, and `fill` everywhere else.
 template <class Index, class Value>
 void expand(Value* dense, size_t size, Value fill, const Index* indices, const Value* values,
             size_t count, size_t width) {
-    constexpr std::array<std::byte, sizeof(Value)> zero = {};
-    if (std::bit_cast<std::array<std::byte, sizeof(Value)>>(fill) == zero) {
-        // Unlike a loop, the C library clears large memory without reading it first.
-        std::memset(dense, 0, size * width * sizeof(Value));
-    } else {
-        std::fill_n(dense, size * width, fill);
+    // Many entries are written to each block while it is in the cache. Few entries cost less than
+    // filling in blocks, which reads the memory first.
+    const size_t block = count > size / 64 ? kExpandBlock : size;
+    for (size_t begin = 0, i = 0; begin < size; begin += block) {
+        const size_t end = std::min(size, begin + block);
+        fill_range(dense + begin * width, dense + end * width, fill);
+        const size_t first = i;
+        while (i < count && size_t(indices[i]) < end) ++i;
+        scatter(dense, indices + first, values + first * width, i - first, width);
     }
-    scatter(dense, indices, values, count, width);
 }
 
 // dense[i] += v for each index. Sums are limited to the largest finite number.
