@@ -46,6 +46,31 @@ void scatter_into(const InOut& dense, const Input& indices, const Input& values,
                  });
 }
 
+void expand_into(const InOut& dense, const Input& fill, const Input& indices, const Input& values,
+                 size_t width) {
+    require(fill.size() == 1 && fill.dtype() == dense.dtype(),
+            "fill must be one value of the dtype of dense");
+    with_entries(dense, indices, values, width,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     nb::gil_scoped_release release;
+                     expand(data<Value>(dense), dense.size() / width, *data<Value>(fill),
+                            data<Index>(indices), data<Value>(values), indices.size(), width);
+                 });
+}
+
+void add_saturated_into(const InOut& dense, const Input& indices, const Input& values) {
+    with_entries(dense, indices, values, 1,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     if constexpr (std::is_floating_point_v<Value>) {
+                         nb::gil_scoped_release release;
+                         add_saturated(data<Value>(dense), data<Index>(indices),
+                                       data<Value>(values), indices.size());
+                     } else {
+                         throw nb::type_error("memory is float32 or float64");
+                     }
+                 });
+}
+
 int64_t check(const Input& indices, int64_t size) {
     return with_index(indices.dtype(), [&]<class Index>(Type<Index>) {
         nb::gil_scoped_release release;
@@ -61,6 +86,10 @@ void bind_scatter(nb::module_& module) {
                "values"_a.noconvert(), "width"_a, "op"_a);
     module.def("scatter", scatter_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
                "values"_a.noconvert(), "width"_a);
+    module.def("expand", expand_into, "dense"_a.noconvert(), "fill"_a, "indices"_a.noconvert(),
+               "values"_a.noconvert(), "width"_a);
+    module.def("add_saturated", add_saturated_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
+               "values"_a.noconvert());
     module.def("check_indices", check, "indices"_a.noconvert(), "size"_a);
 }
 

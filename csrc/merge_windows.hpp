@@ -1,9 +1,10 @@
 // Reduction of many sorted streams to one, in windows.
 //
 // The index space is processed in windows. In each, a bitmap marks the indices that occur, and
-// counting its bits gives every index its slot in the result. Values are then reduced into the
-// slots, stream by stream. So operations follow the order of the streams, the work is linear in the
-// entries for any number of streams, and the bitmap is the only dense data.
+// counting its bits gives every index its slot in the result. Slots begin with the operation's
+// identity, and values are reduced into them, stream by stream. So operations follow the order of
+// the streams, the work is linear in the entries for any number of streams, and the bitmap is the
+// only dense data.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +37,8 @@ struct Merged {
 
 namespace detail {
 
-// The smallest window has 16 KiB of bits, 16 KiB of marks and 8 KiB of ranks, and fits the first
-// level of the cache. The largest fits the second level.
+// The smallest window has 16 KiB of bits and 8 KiB of ranks, and fits the first level of the cache.
+// The largest fits the second level.
 constexpr size_t kSmallestWindow = size_t{1} << 17;
 constexpr size_t kLargestWindow = size_t{1} << 20;
 
@@ -88,7 +89,6 @@ class Merger {
         while (window_ < kLargestWindow && double(window_) < worthwhile) window_ *= 2;
         words_ = window_ / 64;
         present_ = Buffer<uint64_t>(words_);
-        started_ = Buffer<uint64_t>(words_);
         ranks_ = Buffer<uint32_t>(words_);
     }
 
@@ -128,11 +128,12 @@ class Merger {
         reserve(result, result.count + found_);
         write_indices(first, result.indices.data() + result.count);
         Value* values = result.values.data() + result.count * width_;
-        std::fill_n(started_.data(), words_, 0);
         if constexpr (std::is_same_v<Sum, Value>) {
+            std::fill_n(values, found_ * width_, Op::template identity<Sum>());
             for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, values);
         } else {
             if (sums_.capacity() < found_ * width_) sums_ = Buffer<Sum>(found_ * width_);
+            std::fill_n(sums_.data(), found_ * width_, Op::template identity<Sum>());
             for (size_t s = 0; s < streams_.size(); ++s) add_stream(s, first, sums_.data());
             for (size_t i = 0; i < found_ * width_; ++i) values[i] = narrow<Value>(sums_[i]);
         }
@@ -147,12 +148,7 @@ class Merger {
             const auto below = size_t(std::popcount(present_[at / 64] & (bit - 1)));
             Sum* sum = sums + (ranks_[at / 64] + below) * width_;
             const Value* value = stream.values + i * width_;
-            if (started_[at / 64] & bit) {
-                for (size_t j = 0; j < width_; ++j) sum[j] = Op::apply(sum[j], widen(value[j]));
-            } else {
-                for (size_t j = 0; j < width_; ++j) sum[j] = widen(value[j]);
-                started_[at / 64] |= bit;
-            }
+            for (size_t j = 0; j < width_; ++j) sum[j] = Op::apply(sum[j], widen(value[j]));
         }
         cursors_[s] = window_ends_[s];
     }
@@ -175,9 +171,9 @@ class Merger {
     std::span<const View> streams_;
     size_t width_;
     std::vector<size_t> cursors_, ends_, window_ends_;
-    size_t window_ = 0, words_ = 0;       // its length, and that of its bitmaps
-    Buffer<uint64_t> present_, started_;  // bits of the window's indices
-    Buffer<uint32_t> ranks_;              // indices before each word
+    size_t window_ = 0, words_ = 0;  // its length, and that of its bitmaps
+    Buffer<uint64_t> present_;       // bits of the window's indices
+    Buffer<uint32_t> ranks_;         // indices before each word
     size_t found_ = 0;
     Buffer<Sum> sums_;
 };

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace sparcel {
@@ -77,7 +78,12 @@ inline Half narrow<Half>(float x) {
     return {uint16_t(sign | rounded >> 13)};
 }
 
+// `identity` is the number that changes no bit of another one: 0 would turn -0 into 0.
 struct AddOp {
+    template <class T>
+    static constexpr T identity() {
+        return -T{0};
+    }
     template <class T>
     static T apply(T a, T b) {
         if constexpr (std::is_integral_v<T>) {
@@ -91,6 +97,10 @@ struct AddOp {
 
 struct MultiplyOp {
     template <class T>
+    static constexpr T identity() {
+        return T{1};
+    }
+    template <class T>
     static T apply(T a, T b) {
         if constexpr (std::is_integral_v<T>) {
             using Unsigned = std::make_unsigned_t<T>;
@@ -101,8 +111,24 @@ struct MultiplyOp {
     }
 };
 
+template <class T>
+constexpr T greatest() {
+    using Limits = std::numeric_limits<T>;
+    return Limits::has_infinity ? Limits::infinity() : Limits::max();
+}
+
+template <class T>
+constexpr T least() {
+    using Limits = std::numeric_limits<T>;
+    return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+}
+
 // NaN wins, as in torch.minimum and torch.maximum.
 struct MinOp {
+    template <class T>
+    static constexpr T identity() {
+        return greatest<T>();
+    }
     template <class T>
     static T apply(T a, T b) {
         return b < a || b != b ? b : a;
@@ -110,6 +136,10 @@ struct MinOp {
 };
 
 struct MaxOp {
+    template <class T>
+    static constexpr T identity() {
+        return least<T>();
+    }
     template <class T>
     static T apply(T a, T b) {
         return b > a || b != b ? b : a;

@@ -14,7 +14,6 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.errors import InputError
-from sparcel.ops import SUM
 from sparcel.selectors import Selector
 from sparcel.stream import SparseStream
 
@@ -150,10 +149,7 @@ class Memory:
         if stream.indices is None:
             _saturate(region.add_(stream.values))
         else:
-            kernels.scatter_reduce(region, stream.indices, stream.values, SUM)
-            sums = region[stream.indices]
-            if _saturate(sums):
-                region[stream.indices] = sums
+            kernels.add_saturated(region, stream.indices, stream.values)
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""
@@ -283,13 +279,11 @@ def emptied(vector: Tensor, ranges: Sequence[Range]) -> Iterator[None]:
             part.copy_(values)
 
 
-def _saturate(sums: Tensor) -> bool:
-    """Replace infinite numbers by the largest finite ones in place; tell whether there were any."""
-    if all_finite(sums):
-        return False
-    largest = torch.finfo(sums.dtype).max
-    sums.clamp_(-largest, largest)
-    return True
+def _saturate(sums: Tensor) -> None:
+    """Replace infinite numbers by the largest finite ones in place."""
+    if not all_finite(sums):
+        largest = torch.finfo(sums.dtype).max
+        sums.clamp_(-largest, largest)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

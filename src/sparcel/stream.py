@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -12,6 +12,8 @@ from sparcel import kernels
 from sparcel._checks import check_type, check_values, checked_indices, number, whole_number
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
+
+_Filter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _WIDE_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -142,17 +144,19 @@ class SparseStream:
         kind = "dense" if self.is_dense else f"nnz={self.nnz}"
         return f"SparseStream({kind}, size={self.size}{rows}, dtype={self.dtype})"
 
-    def to_dense(self, fill: float = 0) -> Tensor:
+    def to_dense(self, fill: float = 0, out: Tensor | None = None) -> Tensor:
         """Return the vector, ``[size]`` or ``[size, width]``, absent coordinates set to ``fill``.
 
-        A dense stream returns its own storage, not a copy.
+        It is written to ``out`` if that is given. Otherwise a dense stream returns its own storage,
+        not a copy.
         """
         number(fill, "fill")
         if self.indices is None:
-            return self.values
-        dense = self.values.new_full((self.size, *self.values.shape[1:]), fill)
-        kernels.scatter(dense, self.indices, self.values)
-        return dense
+            return self.values if out is None else out.copy_(self.values)
+        if out is None:
+            out = self.values.new_empty((self.size, *self.values.shape[1:]))
+        kernels.expand(out, self.indices, self.values, fill)
+        return out
 
     def compact(self, op: Op = SUM, dense_at: int | None = None) -> SparseStream:
         """Return the stream, converted to dense if the dense form is smaller.
@@ -212,30 +216,30 @@ class SparseStream:
 
         Ties go to the lowest index; zeros are never selected. Scalar float values only.
         """
-        positions = self._largest(k)
-        left = torch.ones(self.nnz, dtype=torch.bool, device=self.device)
-        left[positions] = False
-        return self._at(positions), self._at(left.nonzero().squeeze(1))
+        largest = self.largest(k)
+        return largest, self.without(largest)
 
     def largest(self, k: int) -> SparseStream:
         """Return only the first stream of `topk`, the ``k`` largest magnitudes."""
-        return self._at(self._largest(k))
-
-    def without(self, other: SparseStream) -> SparseStream:
-        """Return the stored coordinates that sparse ``other`` does not store."""
-        check_type(other, SparseStream, "other")
-        left = ~torch.isin(_stored_indices(self), _stored_indices(other))
-        return self._at(left.nonzero().squeeze(1))
-
-    def _largest(self, k: int) -> Tensor:
         if self.width is not None or not self.dtype.is_floating_point:
             raise InputError(f"topk selects among scalar float values, got {self}")
-        positions, _ = kernels.topk(self.values, whole_number(k, "k", at_least=0))
-        return positions
+        positions, values = kernels.topk(self.values, whole_number(k, "k", at_least=0))
+        if self.indices is not None:
+            positions = self.indices.index_select(0, positions)
+        return SparseStream.unchecked(positions, values, self.size, self.finite)
 
-    def _at(self, positions: Tensor) -> SparseStream:
-        indices = _stored_indices(self).index_select(0, positions)
-        values = self.values.index_select(0, positions)
+    def within(self, other: SparseStream) -> SparseStream:
+        """Return the stored coordinates that ``other`` stores too, as a sparse stream."""
+        check_type(other, SparseStream, "other")
+        return self._filtered(kernels.within, other)
+
+    def without(self, other: SparseStream) -> SparseStream:
+        """Return the stored coordinates that ``other`` does not store, as a sparse stream."""
+        check_type(other, SparseStream, "other")
+        return self._filtered(kernels.without, other)
+
+    def _filtered(self, keep: _Filter, other: SparseStream) -> SparseStream:
+        indices, values = keep(_stored_indices(self), self.values, _stored_indices(other))
         return SparseStream.unchecked(indices, values, self.size, self.finite)
 
     def __add__(self, other: SparseStream) -> SparseStream:
@@ -310,7 +314,9 @@ def concatenate(
     nnz = sum(stream.nnz for stream in streams)
     if nnz >= (dense_from(size, streams[0].value_bytes) if dense_at is None else dense_at):
         fill = op.neutral_for(streams[0].dtype)
-        dense = torch.cat([stream.to_dense(fill) for stream in streams])
+        dense = streams[0].values.new_empty((size, *streams[0].values.shape[1:]))
+        for stream, part in zip(streams, dense.split([s.size for s in streams]), strict=True):
+            stream.to_dense(fill, out=part)
         return SparseStream.unchecked(None, dense, size, finite)
     dtype, start, indices = kernels.index_dtype(size), 0, []
     for stream in streams:

@@ -166,8 +166,45 @@ def test_scatter_is_the_reference(dense: torch.dtype, given: torch.dtype) -> Non
 
 def test_scatter_refuses_wrong_arguments() -> None:
     for bad in (4, -1):
-        with pytest.raises(IndexError):
-            kernels.scatter(torch.zeros(4), torch.tensor([bad]), torch.ones(1))
+        for kernel in (kernels.scatter, kernels.expand, kernels.add_saturated):
+            with pytest.raises(IndexError):
+                kernel(torch.zeros(4), torch.tensor([bad]), torch.ones(1))
+
+
+@given(
+    st.sampled_from(DTYPES),
+    st.sampled_from([0, 1]),
+    st.sampled_from([None, 0, 3]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_expand_is_the_reference(
+    dtype: torch.dtype, fill: int, width: int | None, index: torch.dtype
+) -> None:
+    indices = torch.tensor([0, 3, 4, 9], dtype=index)
+    columns = () if width is None else (width,)
+    values = torch.ones(4, *columns).cumsum(0)
+    vectors = [torch.full((10, *columns), 77, dtype=dtype) for _ in range(2)]
+    kernels.expand(vectors[0], indices, values, fill)
+    reference.expand(vectors[1], indices, values, fill)
+    assert same_bits(*vectors)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, -2.5, 3e38, -3e38]), min_size=4, max_size=4),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([torch.int32, torch.int64]),
+)
+def test_sums_saturate_as_in_the_reference(
+    values: list[float], dtype: torch.dtype, index: torch.dtype
+) -> None:
+    indices = torch.tensor([0, 3, 4, 9], dtype=index)
+    largest = torch.finfo(dtype).max
+    vectors = [torch.tensor([largest, 1, -largest, 2, 0] * 2, dtype=dtype) for _ in range(2)]
+    added = torch.tensor(values, dtype=torch.float64) * (largest / torch.finfo(torch.float32).max)
+    kernels.add_saturated(vectors[0], indices, added.to(dtype))
+    reference.add_saturated(vectors[1], indices, added.to(dtype))
+    assert same_bits(*vectors)
+    assert vectors[0].isfinite().all()
 
 
 @given(st.lists(st.integers(-2, 12), max_size=8), st.sampled_from([torch.int32, torch.int64]))

@@ -1,4 +1,4 @@
-"""Counting magnitudes, and drawing coordinates."""
+"""Thresholds of magnitudes, and drawing of coordinates."""
 
 from collections import Counter
 from itertools import combinations
@@ -10,50 +10,48 @@ from hypothesis import given
 from torch import Tensor
 
 from sparcel.selectors.draws import distinct, integers
-from sparcel.selectors.thresholds import Counts, moments, peak
+from sparcel.selectors.thresholds import (
+    at_least,
+    mean_and_deviation,
+    mean_magnitude,
+    nth_largest,
+    reaching,
+    rounded,
+)
 from tests.selectors.test_properties import vectors
 
 CPU = torch.device("cpu")
 
 
+@given(vectors(), st.integers(1, 30))
+def test_nth_largest_is_that_of_a_sort(x: Tensor, n: int) -> None:
+    ordered = x[x != 0].abs().double().sort(descending=True).values
+    assert nth_largest(x, n) == (float(ordered[n - 1]) if n <= ordered.numel() else 0)
+
+
 @given(vectors(), st.data())
-def test_counts_are_those_of_a_comparison(x: Tensor, data: st.DataObject) -> None:
-    counts = Counts(x)
+def test_entries_that_reach_a_threshold_are_those_of_a_comparison(
+    x: Tensor, data: st.DataObject
+) -> None:
     values = [0.0, float(torch.finfo(x.dtype).max), *x[:20].abs().double().tolist()]
-    for _ in range(5):
-        threshold = data.draw(st.sampled_from(values)) * data.draw(st.sampled_from([1, 0.7]))
-        limit = torch.tensor(threshold, dtype=x.dtype)
-        expected = int(((x.abs() >= limit) & (x != 0)).sum())
-        assert counts.at_least(threshold) == expected
-        for k in {0, expected - 1, expected, expected + 1, x.numel()}:
-            assert counts.more_than(k, threshold) is (expected > k)
-
-
-def test_many_thresholds_take_few_passes_for_one_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparcel import kernels
-
-    passes = []
-    whole = kernels.magnitude_histogram
-    monkeypatch.setattr(
-        kernels, "magnitude_histogram", lambda *given: passes.append(given) or whole(*given)
-    )
-    counts = Counts(torch.randn(1000))
-    for ratio in range(1, 500):
-        counts.more_than(100, ratio / 100)
-    assert len(passes) <= 3
+    threshold = data.draw(st.sampled_from(values)) * data.draw(st.sampled_from([1, 0.7]))
+    expected = ((x.abs() >= rounded(threshold, x)) & (x != 0)).nonzero().squeeze(1)
+    parts = list(at_least(x, threshold))
+    assert [index for indices, _ in parts for index in indices.tolist()] == expected.tolist()
+    every = torch.arange(x.numel(), dtype=torch.int32)
+    assert reaching(every, x, threshold)[0].tolist() == expected.tolist()
 
 
 @given(vectors())
 def test_moments_are_nearly_those_of_float64(x: Tensor) -> None:
-    scale = peak(x)
-    assert scale == (float(x.abs().max()) if x.numel() else 0)
-    if scale == 0:
-        assert moments(x) == (0, 0, 0)
+    peak = float(x.abs().max()) if x.numel() else 0.0
+    if peak == 0:
         return
-    wide = x.double() / scale
-    expected = wide.mean(), wide.std(correction=0), wide.abs().mean()
-    for found, value in zip(moments(x), expected, strict=True):
-        assert found / scale == pytest.approx(float(value), rel=1e-4, abs=1e-4)
+    wide = x.double() / peak
+    found = mean_magnitude(x, peak), *mean_and_deviation(x, peak)
+    expected = wide.abs().mean(), wide.mean(), wide.std(correction=0)
+    for moment, value in zip(found, expected, strict=True):
+        assert moment / peak == pytest.approx(float(value), rel=1e-4, abs=1e-4)
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(-5, 5), st.integers(0, 9))

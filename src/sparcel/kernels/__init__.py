@@ -8,7 +8,14 @@ kernels, tensors on other devices use the reference; callers choose nothing.
 """
 
 from sparcel.kernels.qsgd import dequantize, quantize
-from sparcel.kernels.reduce import check_indices, merge, scatter, scatter_reduce
+from sparcel.kernels.reduce import (
+    add_saturated,
+    check_indices,
+    expand,
+    merge,
+    scatter,
+    scatter_reduce,
+)
 from sparcel.kernels.reference import index_dtype, magnitude_bits
 from sparcel.kernels.select import (
     accumulate_topk,
@@ -17,11 +24,14 @@ from sparcel.kernels.select import (
     topk,
     topk_chunked,
 )
+from sparcel.kernels.sets import within, without
 
 __all__ = [
     "accumulate_topk",
+    "add_saturated",
     "check_indices",
     "dequantize",
+    "expand",
     "index_dtype",
     "magnitude_bits",
     "magnitude_histogram",
@@ -32,4 +42,6 @@ __all__ = [
     "threshold_select",
     "topk",
     "topk_chunked",
+    "within",
+    "without",
 ]

@@ -43,8 +43,7 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
         return reference.merge(streams, op)
     indices = [indices for indices, _ in streams]
     values = [values.detach() for _, values in streams]
-    width = values[0].shape[1] if values[0].dim() == 2 else None
-    return _cpu.merge(indices, values, width, op.name, torch.get_num_threads())
+    return _cpu.merge(indices, values, _columns(values[0]), op.name, torch.get_num_threads())
 
 
 def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
@@ -60,6 +59,27 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     """Apply ``dense[i] = v`` in place."""
     converted = values.detach().to(dense.dtype)
     _cpu.scatter(dense.detach(), indices, converted, _width(dense))
+
+
+def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float) -> None:
+    """Fill ``dense``, then write the entries."""
+    converted, filler = values.detach().to(dense.dtype), torch.tensor([fill], dtype=dense.dtype)
+    _cpu.expand(dense.detach(), filler, indices, converted, _width(dense))
+
+
+def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Apply ``dense[i] += v`` in place, within the finite numbers."""
+    _cpu.add_saturated(dense, indices, values)
+
+
+def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Walk through both lists in step, and keep what both have."""
+    return _cpu.within(indices, values.detach(), others, _columns(values))
+
+
+def without(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Walk through both lists in step, and keep what only the first has."""
+    return _cpu.without(indices, values.detach(), others, _columns(values))
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
@@ -86,4 +106,9 @@ def check_indices(indices: Tensor, size: int) -> int:
 
 
 def _width(dense: Tensor) -> int:
-    return dense.shape[1] if dense.dim() == 2 else 1
+    columns = _columns(dense)
+    return 1 if columns is None else columns
+
+
+def _columns(values: Tensor) -> int | None:
+    return values.shape[1] if values.dim() == 2 else None

@@ -73,6 +73,31 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     implementation.scatter(dense, indices, values)
 
 
+def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> None:
+    """Overwrite ``dense`` with a sparse vector: each index gets its value or row, others ``fill``.
+
+    Parameters are those of `scatter`. ``fill`` is a value of the dtype of ``dense``.
+    """
+    implementation = cpu if dense.is_cpu else reference
+    implementation.expand(dense, indices, values, fill)
+
+
+def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Apply ``dense[i] += v`` in place; an infinite sum becomes the largest finite number.
+
+    Parameters
+    ----------
+    dense
+        ``[n]``, float32 or float64.
+    indices
+        ``[nnz]``, unique, within ``dense``.
+    values
+        ``[nnz]``, the dtype of ``dense``.
+    """
+    implementation = cpu if dense.is_cpu else reference
+    implementation.add_saturated(dense, indices, values)
+
+
 def check_indices(indices: Tensor, size: int) -> int:
     """Find the first index that is not in [0, size) or not greater than the one before it.
 

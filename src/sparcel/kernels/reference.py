@@ -99,6 +99,30 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     dense[indices.long()] = values.to(dense.dtype)
 
 
+def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float) -> None:
+    """Fill ``dense``, then write the entries."""
+    dense.fill_(fill)
+    scatter(dense, indices, values)
+
+
+def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Apply ``dense[i] += v`` in place, within the finite numbers."""
+    positions, most = indices.long(), torch.finfo(dense.dtype).max
+    dense[positions] = (dense[positions] + values).clamp(-most, most)
+
+
+def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep the entries whose indices are among ``others``."""
+    kept = torch.isin(indices, others)
+    return indices[kept], values[kept]
+
+
+def without(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep the entries whose indices are not among ``others``."""
+    kept = ~torch.isin(indices, others)
+    return indices[kept], values[kept]
+
+
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
     """Count a field of the magnitudes' bits."""
     bits = magnitude_bits(x)

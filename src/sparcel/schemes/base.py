@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite, check_type
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
@@ -224,7 +223,7 @@ def _write(average: SparseStream, update: Tensor) -> None:
     if not average.finite:
         update.fill_(float("nan"))
     elif average.indices is not None:
-        kernels.scatter(update.zero_(), average.indices, average.values)
+        average.to_dense(out=update)
 
 
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:

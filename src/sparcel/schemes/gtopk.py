@@ -22,7 +22,7 @@ def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") 
     if not total.finite:
         return Exchanged(total, sent)
     kept = sent.without(total) if put_back == "own" else outcome.dropped
-    return Exchanged(total, sent, kept)
+    return Exchanged(total, sent, kept, complete=False)
 
 
 @dataclass(eq=False)

@@ -95,7 +95,8 @@ def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:
     A region's owner sums the values of all ranks for a coordinate, so either all of them are
     applied or none.
     """
-    return Exchanged(total, sent, sent.without(total) if total.finite else None)
+    kept = sent.without(total) if total.finite else None
+    return Exchanged(total, sent, kept, complete=False)
 
 
 def steps(problem: Problem) -> Iterator[Step]:

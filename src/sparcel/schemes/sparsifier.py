@@ -40,13 +40,20 @@ class Exchanged:
     """The result of an exchange of the ranks' selections.
 
     ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept``,
-    whose first coordinate is ``start``, goes back to this rank's memory.
+    whose first coordinate is ``start``, goes back to this rank's memory. ``complete`` tells that
+    ``total`` has all coordinates of ``sent``.
     """
 
     total: SparseStream
     sent: SparseStream
     kept: SparseStream | None = None
     start: int = 0
+    complete: bool = True
+
+    @property
+    def applied(self) -> SparseStream:
+        """The coordinates of ``sent`` that ``total`` has."""
+        return self.sent if self.complete else self.sent.within(self.total)
 
 
 @dataclass(eq=False)
@@ -183,9 +190,9 @@ class Sparsifier(Scheme):
             meter.magnitude -= _magnitude(outcome.kept)
             self._memory.give_back(outcome.kept, outcome.start)
         if self.momentum:
-            applied = outcome.sent.without(outcome.sent.without(outcome.total))
-            assert applied.indices is not None, "what a rank sends is sparse"
-            self._memory.forget_velocity(applied.indices)
+            applied = outcome.applied.indices
+            assert applied is not None, "what a rank sends is sparse"
+            self._memory.forget_velocity(applied)
         return outcome.total
 
     def _take(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:

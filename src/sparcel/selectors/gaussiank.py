@@ -8,9 +8,10 @@ from statistics import NormalDist
 
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import number
 from sparcel.selectors.base import Selector, stream_of
-from sparcel.selectors.thresholds import Counts, largest, moments
+from sparcel.selectors.thresholds import mean_and_deviation, nth_largest, reaching, rounded
 from sparcel.stream import SparseStream
 
 
@@ -44,15 +45,17 @@ class GaussianK(Selector):
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Estimate the threshold, lower it until enough pass, and select."""
-        if x.numel() == 0:
-            return stream_of(*largest(k, x, 0), x)
-        mean, deviation, _ = moments(x)
+        indices, values = kernels.topk(x, self.most(k, x.numel()))
+        if values.numel() == 0:
+            return stream_of(indices, values, x)
+        mean, deviation = mean_and_deviation(x, float(values.abs().max()))
         z = -NormalDist().inv_cdf(min(k / x.numel(), 1) / 2)
         threshold = abs(mean) + z * deviation
-        counts = Counts(x)
-        if not counts.more_than(3 * k // 4, 0):
+        # More than 3k/4 pass if this magnitude does.
+        last = nth_largest(values, 3 * k // 4 + 1)
+        if last == 0:
             threshold = 0.0
-        while not (threshold == 0 or counts.more_than(3 * k // 4, threshold)):
+        while not (threshold == 0 or last >= rounded(threshold, x)):
             # The product may round back to the same number if that is very small.
             threshold = min(threshold * self.factor, math.nextafter(threshold, 0))
-        return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)
+        return stream_of(*reaching(indices, values, threshold), x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import whole_number
 from sparcel.selectors.base import Selector, stream_of
-from sparcel.selectors.thresholds import largest
+from sparcel.selectors.thresholds import reaching
 from sparcel.stream import SparseStream
 
 
@@ -51,7 +51,8 @@ class ThresholdReuse(Selector):
         same_period = step // self.period == self._since // self.period
         reusable = self._k == k and self._since < step and same_period
         if threshold is not None and reusable:
-            return stream_of(*largest(self.most(k, x.numel()), x, threshold), x)
+            largest = kernels.topk(x, self.most(k, x.numel()))
+            return stream_of(*reaching(*largest, threshold), x)
         indices, values = kernels.topk(x, k)
         self._threshold = float(values.abs().min()) if values.numel() else None
         self._k, self._since = k, step

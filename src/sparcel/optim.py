@@ -1,0 +1,98 @@
+"""Optimisers that apply updates which are streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel.errors import InputError
+from sparcel.ops import SUM
+from sparcel.stream import SparseStream
+
+
+class SGD(torch.optim.Optimizer):
+    """Stochastic gradient descent that touches only the coordinates of its updates.
+
+    Parameters
+    ----------
+    params
+        Contiguous tensors, or groups of them, as for `torch.optim.SGD`.
+    lr
+        The learning rate; a scheduler of `torch.optim.lr_scheduler` may change it.
+    momentum
+        As for `torch.optim.SGD`. Unless it is 0, a step touches all coordinates, because all
+        velocities shrink in each step.
+
+    Raises
+    ------
+    InputError
+        When ``lr`` is negative, or ``momentum`` is not in [0, 1).
+
+    Notes
+    -----
+    Parameters change as `torch.optim.SGD` changes them with the same updates as dense gradients:
+    with momentum bit by bit, without it up to the rounding of ``lr · update``. Do not use
+    ``momentum`` with a scheme that has its own momentum correction.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
+        if not lr >= 0:
+            raise InputError(f"lr must be at least 0, got {lr}")
+        if not 0 <= momentum < 1:
+            raise InputError(f"momentum must lie in [0, 1), got {momentum}")
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, updates: Iterable[SparseStream]) -> None:  # type: ignore[override]
+        """Apply an update to each parameter.
+
+        Parameters
+        ----------
+        updates
+            A stream for each parameter, in the order of the parameters, over its elements: what
+            `sparcel.schemes.Scheme.step_stream` returns, or its parts from `SparseStream.split`. If
+            one of them is not ``finite``, nothing changes.
+
+        Raises
+        ------
+        InputError
+            When the updates do not fit the parameters; nothing changes then.
+        """
+        groups = [(p, group) for group in self.param_groups for p in group["params"]]
+        updates = list(updates)
+        expected = [p.numel() for p, _ in groups]
+        found = [update.size * (update.width or 1) for update in updates]
+        if found != expected:
+            raise InputError(
+                f"step needs a stream for each parameter, of sizes {expected}, got {found};"
+                " stream.split(boundaries) cuts the stream of a flat vector into those"
+            )
+        if not all(update.finite for update in updates):
+            return
+        for (parameter, group), update in zip(groups, updates, strict=True):
+            if group["momentum"]:
+                velocity = self._velocity(parameter).mul_(group["momentum"])
+                _add(velocity, update)
+                parameter.add_(velocity, alpha=-group["lr"])
+            else:
+                _add(parameter, update.scale(-group["lr"]))
+
+    def _velocity(self, parameter: Tensor) -> Tensor:
+        """Return the velocity of a parameter, under the name that it has in `torch.optim.SGD`."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        velocity: Tensor = state["momentum_buffer"]
+        return velocity
+
+
+def _add(tensor: Tensor, update: SparseStream) -> None:
+    """Add an update to a tensor of as many elements, in place."""
+    flat = tensor.view(update.size, *update.values.shape[1:])
+    if update.indices is None:
+        flat.add_(update.values)
+    else:
+        kernels.scatter_reduce(flat, update.indices, update.values, SUM)
