@@ -66,7 +66,6 @@ def test_example_runs_as_printed(example: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.skipif(not hasattr(sparcel.Handle, "full_state_dict"), reason="not gathered yet")
 def test_training_resumes_from_the_checkpoint_as_printed(tmp_path: Path) -> None:
     """Train, save, attach to a new model, load there, and train on."""
     begin, attach, train, end = re.split(

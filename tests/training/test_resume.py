@@ -135,7 +135,7 @@ def test_every_rank_loads_the_full_state(now: int) -> None:
     def on_rank(comm: Communicator) -> Named:
         averager = Averager(TENSORS, TopK(0.05), group=comm)
         averager.load_state_dict(saved)
-        assert averager.stats().steps == 2
+        assert averager.stats().training_steps == 2
         return owed_by(averager, comm.rank)
 
     loaded = simulate(now, on_rank).results
@@ -180,7 +180,7 @@ def test_a_state_in_part_is_refused_unless_asked_for(
             averager.load_state_dict(part)
         with pytest.warns(UserWarning, match=f"starts empty on rank {comm.rank}.*{said}"):
             averager.load_state_dict(part, strict=False)
-        assert averager.stats().steps == (0 if what == "everything" else 2)
+        assert averager.stats().training_steps == (0 if what == "everything" else 2)
         started_empty = ["first", "second", "third"] if empty is None else empty
         for name, owed in owed_by(averager, comm.rank).items():
             assert bool(owed.any()) != (name in started_empty)
