@@ -65,6 +65,7 @@ def test_all_is_all() -> None:
     assert EXTRAS["all"] == [f"sparcel[{others}]"]
 
 
+@pytest.mark.slow
 def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs() -> None:
     missing = set().union(*(modules_of(extra) for extra in EXTRAS))
     script = (
@@ -114,8 +115,9 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"sparcel {sparcel.__version__}\n"
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_no_built_files(tmp_path: Path) -> None:
-    """The tree has a build folder and an environment, because the tests run in them."""
+    assert list(ROOT.glob("build/**/*.o")), "build in the tree first, as make does"
     with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as archive:
         files = {name.partition("/")[2] for name in archive.getnames()}
     assert {"src/sparcel/__init__.py", "csrc/bindings.cpp", "CMakeLists.txt", "LICENSE"} <= files
