@@ -128,7 +128,7 @@ def attach(
     if momentum and averager.sparse:
         try:
             check_momentum(optimizer, momentum, {n: tensors[n] for n in averager.sparse})
-        except InputError:
+        except Exception:  # a warning may be made an error
             averager.close()
             raise
     model.register_comm_hook(None, Hook(model, averager).queue_bucket)
