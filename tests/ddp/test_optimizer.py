@@ -107,6 +107,17 @@ def test_an_optimiser_that_is_not_known_gets_a_warning(
         assert "pass optimizer= to have that checked" in said
 
 
+def threads_left_by_a_warning_that_is_an_error(comm: Communicator) -> int:
+    ddp, threads = DistributedDataParallel(Linear()), threading.active_count()
+    with warnings.catch_warnings(action="error"), pytest.raises(SparcelWarning):
+        sparcel.attach(ddp, "dgc")
+    return threading.active_count() - threads
+
+
+def test_a_warning_that_is_made_an_error_leaves_no_thread(run_on: Any) -> None:
+    assert run_on(2, threads_left_by_a_warning_that_is_an_error) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "momentum"),
     [

@@ -9,15 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 from sparcel._checks import check_type
 from sparcel.errors import InputError
 
-_WRAP = "wrap it first: DistributedDataParallel(model)"
-
 
 def check_model(model: object) -> None:
     """Raise an `InputError` that tells what to do unless a hook can exchange all gradients."""
-    check_type(model, nn.Module, "model", _WRAP)
-    assert isinstance(model, nn.Module)
-    _check_wrappers(model)
-    check_type(model, DistributedDataParallel, "model", _WRAP)
+    if isinstance(model, nn.Module):
+        _check_wrappers(model)
+    way_out = "wrap it first: DistributedDataParallel(model)"
+    check_type(model, DistributedDataParallel, "model", way_out)
     assert isinstance(model, DistributedDataParallel)
     _check_options(model)
 
