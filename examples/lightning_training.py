@@ -21,7 +21,8 @@ class Sparcel(lightning.Callback):
     """Attaches a scheme to the model, and keeps its memory in Lightning's checkpoints."""
 
     def __init__(self, scheme, **settings):
-        self.scheme, self.settings, self.loaded = scheme, settings, None
+        self.scheme, self.settings = scheme, settings
+        self.handle, self.loaded = None, None
 
     def on_fit_start(self, trainer, pl_module):  # the model is wrapped in DDP now
         self.handle = sparcel.attach(trainer.strategy.model, self.scheme, **self.settings)
@@ -29,13 +30,10 @@ class Sparcel(lightning.Callback):
             self.handle.load_state_dict(self.loaded)
 
     def state_dict(self):  # all ranks call; rank 0 saves
-        return self.handle.full_state_dict()
+        return self.handle.full_state_dict() if self.handle else {}
 
     def load_state_dict(self, state):  # all ranks call, before the model is wrapped in DDP
         self.loaded = state
-
-    def on_fit_end(self, trainer, pl_module):
-        self.handle.close()
 
 
 class Classifier(lightning.LightningModule):
@@ -76,3 +74,4 @@ weights = sum(p.double().sum() for p in model.parameters()).item()
 accuracy = (model.layers(x).argmax(1) == data.tensors[1]).double().mean().item()
 stats = exchange.handle.stats()
 print(f"accuracy {accuracy:.2f}, weights {weights!r}, {stats.bytes_sent} bytes sent")
+exchange.handle.close()

@@ -130,3 +130,30 @@ def test_the_first_step_can_be_void(run_on: Any, scheme: str, wrap: str) -> None
         assert all(update.isnan().all() for update in seen["voided"].values())
         assert not any(weight.any() for weight in seen["weights"].values())
         assert not any(owed.any() for owed in seen["residuals"].values())
+
+
+def run_out_of_data(comm: Communicator) -> tuple[dict[str, Tensor], ...]:
+    """Return rank 0's update of a void step in which rank 1 has no data, and the memory around it.
+
+    Rank 1 does one step and joins; DDP calls its hooks without a pass in the second step.
+    """
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
+    handle = sparcel.attach(ddp, "topk")
+    with ddp.join():
+        for step in range(2 - comm.rank):
+            ddp.zero_grad()
+            poison = ("first", math.inf) if step == 1 else None
+            before = residuals_of(handle, comm.rank)
+            ddp(comm.rank, step, poison=poison).backward()
+    after = residuals_of(handle, comm.rank)
+    assert handle.stats().steps == 1
+    handle.close()
+    return observe(ddp), before, after
+
+
+def test_a_step_without_some_ranks_can_be_void(run_on: Any) -> None:
+    update, before, after = run_on(2, run_out_of_data)[0]
+    assert all(part.isnan().all() for part in update.values())
+    for name in LARGE:
+        assert before[name].any()
+        assert torch.equal(before[name], after[name])
