@@ -129,13 +129,8 @@ def attach(
     momentum = momentum_of(chosen)
     if momentum and averager.sparse:
         try:
-<<<<<<< HEAD
             check_momentum(optimizer, momentum, {n: parameters[n] for n in averager.sparse})
-        except InputError:
-=======
-            check_momentum(optimizer, momentum, {n: tensors[n] for n in averager.sparse})
         except Exception:  # a warning may be made an error
->>>>>>> wt-traps
             averager.close()
             raise
     model.register_comm_hook(None, Hook(model, averager).queue_bucket)
