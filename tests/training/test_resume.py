@@ -151,6 +151,10 @@ def state_without(what: str, state: Named) -> Named:
         return {}
     if what == "the other ranks":
         return {key: part for key, part in state.items() if not key.startswith("rank1.")}
+    if what == "the memory beside a velocity":
+        return {
+            key.replace("rank", "velocity", key.endswith(".first")): state[key] for key in state
+        }
     if what == "a tensor":
         return {key: part for key, part in state.items() if not key.endswith(".first")}
     return {**state, "rank0.fourth": torch.zeros(3), "rank1.fourth": torch.zeros(3)}
@@ -162,6 +166,7 @@ def state_without(what: str, state: Named) -> Named:
         ("everything", "the state has no 'steps'", 2 * ["first", "second", "third"]),
         ("the other ranks", r"nothing of the old ranks \[1\].*save full_state_dict\(\)", None),
         ("a tensor", r"holds no memory of \['first'\]", ["first"]),
+        ("the memory beside a velocity", r"holds no memory of \['first'\]", ["first"]),
         ("nothing", "fourth' fits no tensor", []),
     ],
 )

@@ -93,10 +93,12 @@ def load(
         else:
             kind, old_rank, name = _parsed(key)
             if old_rank in inherited:
-                found.add((old_rank, name))
+                if kind == "memory":
+                    found.add((old_rank, name))
                 part = part.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
                 parts = loaded.setdefault(name, {})
                 parts[kind] = parts[kind] + part if kind in parts else part.clone()
+    loaded = {name: parts for name, parts in loaded.items() if "memory" in parts}
     faults += _missing(inherited, found, remembered, rank, ranks)
     if faults and strict:
         raise InputError(faults[0])

@@ -196,9 +196,9 @@ class Handle:
         Notes
         -----
         Training continues bit by bit as if it had not been interrupted, unless the driver had laid
-        out the tensors anew since the last step: a checkpoint after DDP's first step (the second
-        with ``static_graph``) was saved before DDP rebuilt its buckets. What is owed stays right in
-        any layout. Thresholds and boundaries that were reused (``threshold="reuse"``,
+        out the tensors anew after it: a checkpoint of DDP's first step (the first two with
+        ``static_graph``) was saved before DDP rebuilt its buckets. What is owed stays right in any
+        layout. Thresholds and boundaries that were reused (``threshold="reuse"``,
         ``selector="reuse"``) are estimated anew.
         """
         comm, remembered = self._comm, self._treatment.remembered
