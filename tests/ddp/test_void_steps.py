@@ -146,7 +146,7 @@ def run_out_of_data(comm: Communicator) -> tuple[dict[str, Tensor], ...]:
             before = residuals_of(handle, comm.rank)
             ddp(comm.rank, step, poison=poison).backward()
     after = residuals_of(handle, comm.rank)
-    assert handle.stats().steps == 1
+    assert handle.stats().training_steps == 1
     handle.close()
     return observe(ddp), before, after
 

@@ -99,6 +99,8 @@ def attach(
     check_model(model)
     if optimizer is not None:
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
+    if densities is not None:
+        check_type(densities, Mapping, "densities")
     if isinstance(scheme_or_name, str):
         chosen = scheme(scheme_or_name, **settings)
     elif settings:
