@@ -1,9 +1,10 @@
 // Messages of any size over one TCP connection to each peer, all outstanding at once.
 //
-// A message is a frame of 16 bytes in the machine's byte order, its length and the call that sent it,
-// followed by its bytes. A message of another call than the receiver's is refused. Sockets never
-// block. epoll reports the sockets that became ready; the others are not touched. Bytes that
-// arrive after the expected message wait in the peer's stage for the next exchange.
+// A message is a frame followed by its bytes. The frame is the message's length and the call that
+// sent it, 8 bytes each in the machine's byte order. A message of another call than the receiver's
+// is refused. Sockets never block. epoll reports the sockets that became ready; the others are not
+// touched. Bytes that arrive after the expected message wait in the peer's stage for the next
+// exchange.
 #pragma once
 
 #include <poll.h>
@@ -100,9 +101,9 @@ class Mesh {
         return peers_.size();
     }
 
-    // Sends and receives, as a part of `call`. The messages are put into `received`, in the order of
-    // `receives`. While the exchange waits, it calls `interrupted`, which throws to end it. It cannot
-    // be resumed.
+    // Sends and receives, as a part of `call`. The messages are put into `received`, in the order
+    // of `receives`. While the exchange waits, it calls `interrupted`, which throws to end it. It
+    // cannot be resumed.
     template <class Interrupted>
     Outcome exchange(const std::vector<Sending>& sends, const std::vector<Receiving>& receives,
                      double seconds, uint64_t call, std::vector<Received>& received,
@@ -238,7 +239,8 @@ class Mesh {
         return true;
     }
 
-    // Takes the frame, and bytes of the message, from the stage. Returns whether the frame is there.
+    // Takes the frame, and bytes of the message, from the stage. Returns whether the frame is
+    // there.
     bool begin(Arrival& a, Peer& peer, Outcome& outcome) {
         Frame frame;
         if (peer.end - peer.begin < sizeof frame) {

@@ -161,7 +161,7 @@ def test_no_rank_returns_a_result(what: str) -> None:
 @pytest.mark.processes
 @on_engines_in_turn(
     what=["op", "op, dense", "dtype, not blocking", "root", "width", "k of gtopk", "size, dense"],
-    world_size=[3],
+    world_size=[2, 5],
 )
 def test_no_process_returns_a_result(run_on, what: str, world_size: int) -> None:
     assert_all_are_told(run_on(world_size, outcome, what, 1), 1)

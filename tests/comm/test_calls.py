@@ -54,7 +54,9 @@ def test_calls_inside_calls_have_fingerprints_and_positions_of_their_own() -> No
         assert calls.fingerprint == 0
     fingerprints, places = zip(*seen, strict=True)
     assert len(set(fingerprints)) == 2
-    assert [place.position for place in places] == [f"/{i}.{j}" for i in (1, 2) for j in range(3)]
+    assert [place.position for place in places] == ["/1"] * 3 + ["/2"] * 3
+    histories = ["outer()\n", "outer()\n inner()\n", "outer()\n inner()\n inner()\n"]
+    assert [place.history for place in places] == 2 * histories
     assert places[2].texts == "outer()\ninner()"
 
 
@@ -73,11 +75,21 @@ def test_only_what_differs_is_said(texts: dict[int, str], said: str) -> None:
 
 
 def wait_in_own_call(comm: Communicator) -> tuple[str, str, float]:
-    """Wait for a message that no rank sends, in a call with another argument on each rank."""
+    """Wait for a message that no rank sends, in a call with another argument on each rank.
+
+    Odd ranks wait in a call inside it.
+    """
     peer = (comm.rank + 1) % comm.size
     start = time.monotonic()
+
+    def wait() -> object:
+        return comm.exchange({}, {peer: 8})
+
+    def wait_inside() -> object:
+        return comm.call(Call.of("inside", {}), wait)
+
     with pytest.raises(MismatchError) as error:
-        comm.call(Call.of("wait", {"for": peer}), lambda: comm.exchange({}, {peer: 8}))
+        comm.call(Call.of("wait", {"for": peer}), wait_inside if comm.rank % 2 else wait)
     return str(error.value), comm.label, time.monotonic() - start
 
 

@@ -37,33 +37,39 @@ class Call(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The call that a rank began last, in the calls around it, and its place in the program.
+    """The call that a rank began last, and its place in the program.
 
     Attributes
     ----------
     label
         The communicator of the outermost call.
-    outer, inner
-        How many outermost calls that communicator has seen, and how many calls have begun inside
-        the last of them.
+    outer
+        How many outermost calls that communicator has seen.
+    begun
+        The calls that have begun inside the last of them, itself included, with their depths.
     under_way
-        The calls, the outermost first.
+        The call and those around it, the outermost first.
     """
 
     label: str
     outer: int
-    inner: int
+    begun: tuple[tuple[int, Call], ...]
     under_way: tuple[Call, ...]
 
     @property
     def position(self) -> str:
-        """A text that is the same on ranks that made the same calls before."""
-        return f"{self.label}/{self.outer}.{self.inner}"
+        """A text that is the same on ranks that made the same outermost calls before."""
+        return f"{self.label}/{self.outer}"
+
+    @property
+    def history(self) -> str:
+        """The texts of ``begun``, one a line, indented by their depth."""
+        return "".join([" " * depth + call.text + "\n" for depth, call in self.begun])
 
     @property
     def texts(self) -> str:
-        """The texts of the calls, one a line."""
-        return "\n".join(call.text for call in self.under_way)
+        """The texts of ``under_way``, one a line."""
+        return "\n".join([call.text for call in self.under_way])
 
 
 class Calls:
@@ -90,12 +96,13 @@ class Calls:
         around, fingerprint, last = self._under_way, self.fingerprint, self.place
         self._under_way = (*around, call)
         self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << 32)
+        begun = (len(around), call)
         if around:
             assert last is not None, "the outer call set it"
-            self.place = Place(last.label, last.outer, last.inner + 1, self._under_way)
+            self.place = Place(last.label, last.outer, (*last.begun, begun), self._under_way)
         else:
             self._outer[label] += 1
-            self.place = Place(label, self._outer[label], 0, self._under_way)
+            self.place = Place(label, self._outer[label], (begun,), self._under_way)
         try:
             return job()
         finally:

@@ -144,18 +144,17 @@ class Executor:
             raise
 
     def _disagreement(self) -> Cause | None:
-        """Compare the call that began last with the others'; return a cause if they differ.
+        """Compare this rank's calls with the others'; return a cause if they differ.
 
         Ranks that wait for one another in different calls get no message that tells them so.
         """
         place = self.calls.place
         if place is None:
             return None
-        first = self.failure.compare(place.position, f"{self.me} {place.texts}")
-        rank, _, texts = first.partition(" ")
-        if texts == place.texts:
+        other = self.failure.compare(place.position, self.me, place.history)
+        if other is None:
             return None
-        return Cause(f"ranks {rank} and {self.me} wait in different calls; {SAME_CALLS}", True)
+        return Cause(f"ranks {other} and {self.me} wait in different calls; {SAME_CALLS}", True)
 
     def _explained(self, cause: Cause) -> Cause:
         """Return a cause that also says what the ranks called, where that differs."""

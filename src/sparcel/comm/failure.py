@@ -58,8 +58,11 @@ class Failure(Protocol):
     def read(self) -> Cause | None:
         """Return the cause that a rank has published, or None."""
 
-    def compare(self, position: str, text: str) -> str:
-        """Return the first text that a rank gave for this position in the program."""
+    def compare(self, position: str, rank: int, history: str) -> int | None:
+        """Return a rank that made other calls at this position in the program, or None.
+
+        A history is one line for each call. Ranks may be at different lines of the same history.
+        """
 
     def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         """Give the others this rank's call; return the calls that came within ``patience`` s."""
@@ -95,9 +98,9 @@ class StoreFailure:
         """See `Failure.read`."""
         return self.cause or bounded(self._read, _STORE_SECONDS)
 
-    def compare(self, position: str, text: str) -> str:
+    def compare(self, position: str, rank: int, history: str) -> int | None:
         """See `Failure.compare`."""
-        return bounded(lambda: self._compare(position, text), _STORE_SECONDS) or text
+        return bounded(lambda: self._compare(position, rank, history), _STORE_SECONDS)
 
     def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         """See `Failure.gather_calls`."""
@@ -118,12 +121,18 @@ class StoreFailure:
     def _read(self) -> Cause | None:
         return _decoded(self._store.get("cause")) if self._store.check(["cause"]) else None
 
-    def _compare(self, position: str, text: str) -> str:
-        if self._position not in ("", position):  # all ranks have passed that one
+    def _compare(self, position: str, rank: int, history: str) -> int | None:
+        """Keep the longest history of a position in the store."""
+        if self._position not in ("", position):  # this rank has passed that one
             self._store.delete_key(f"call {self._position}")
-        self._position = position
-        first: bytes = self._store.compare_set(f"call {position}", "", text)
-        return first.decode()
+        self._position, key, own = position, f"call {position}", f"{rank} {history}"
+        longest = self._store.compare_set(key, "", own).decode()
+        other, _, theirs = longest.partition(" ")
+        if history.startswith(theirs):
+            if history != theirs:
+                self._store.compare_set(key, longest, own)
+            return None
+        return None if theirs.startswith(history) else int(other)
 
     def _gather(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         deadline = time.monotonic() + patience

@@ -116,11 +116,17 @@ class Scheme(ABC):
         """Do the step except for `commit`, inside a job of ``comm``; return `step_stream`'s stream.
 
         For drivers of several vectors, which commit all of them or none. The update is also
-        written to ``out``, if given, as `step` does; a dense stream then shares its storage.
+        written to ``out``, if given, as `step` does; a dense stream then shares its storage. The
+        ranks' gradients are compared in the first step only, where an exchange alone would not.
         """
         request = request or Request()
-        call = self._call(gradient, comm, request)
-        return comm.call(call, lambda: self._begin(gradient, comm, request, out))
+
+        def job() -> SparseStream:
+            if not self.steps:
+                self._agree(gradient, comm)
+            return self._begin(gradient, comm, request, out)
+
+        return comm.call(self._call(gradient, comm, request), job)
 
     def _begin(
         self, gradient: Tensor, comm: Communicator, request: Request, out: Tensor | None
