@@ -144,6 +144,12 @@ class Rates:
                 raise InputError(f"rates need a curve {name!r}, got {sorted(self.curves)}")
         for name in self.curves:
             known(name.removeprefix("node."), [*TRANSFERS, *DENSE, *WORK], "curve")
+        here = self.ranks_per_node
+        if type(self.ranks) is not int or type(here) is not int or not 1 <= here <= self.ranks:
+            raise InputError(
+                "rates need whole numbers of ranks, at least 1 and no fewer than a node has, got"
+                f" ranks={self.ranks!r} and ranks_per_node={here!r}"
+            )
         object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
 
     def __getitem__(self, name: str) -> Curve:
@@ -193,7 +199,7 @@ class Rates:
                 for name, points in fields.pop("curves").items()
             }
             return cls(curves=curves, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"not rates as `sparcel plan --measure --save FILE` writes them: {error!r}"
             ) from error

@@ -11,7 +11,7 @@ from sparcel.analysis import expected_nnz, ranks_until_dense
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sparcel.cli", "density", *options]
+    command = [sys.executable, "-m", "sparcel", "density", *options]
     return subprocess.run(command, capture_output=True, text=True)
 
 

@@ -21,7 +21,7 @@ from sparcel.errors import InputError
 from sparcel.formats import COO
 from sparcel.schemes import engine_steps
 
-_BENCH = [sys.executable, "-m", "sparcel.cli", "bench"]
+_BENCH = [sys.executable, "-m", "sparcel", "bench"]
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
 _SMALL = ["--densities", str(_DENSITY), "--iterations", "3"]
 _RATES = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=2)

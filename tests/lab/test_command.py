@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.network, pytest.mark.processes, pytest.mark.slow]
 
-COMMAND = [sys.executable, "-m", "sparcel.cli", "lab", "run", "--nodes", "3"]
+COMMAND = [sys.executable, "-m", "sparcel", "lab", "run", "--nodes", "3"]
 _PATIENCE_S = 60.0
 
 
