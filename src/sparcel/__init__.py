@@ -1,15 +1,19 @@
 """sparcel: sparse collectives for data-parallel training, native to PyTorch."""
 
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from sparcel.api import all_gather, all_reduce, broadcast, reduce_scatter
-from sparcel.comm import simulate
-from sparcel.ddp import attach
-from sparcel.ops import Op
-from sparcel.schemes import Hierarchical, scheme
-from sparcel.selectors import topk
-from sparcel.stream import SparseStream
-from sparcel.training import Handle
+if TYPE_CHECKING:
+    from sparcel.api import all_gather, all_reduce, broadcast, reduce_scatter
+    from sparcel.comm import simulate
+    from sparcel.ddp.attach import attach
+    from sparcel.ops import Op
+    from sparcel.schemes import Hierarchical, scheme
+    from sparcel.selectors import topk
+    from sparcel.stream import SparseStream
+    from sparcel.training import Handle
 
 __version__ = version("sparcel")
 
@@ -28,3 +32,30 @@ __all__ = [
     "simulate",
     "topk",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "reduce_scatter"), "api"),
+    **dict.fromkeys(("Hierarchical", "scheme"), "schemes"),
+    "Handle": "training",
+    "Op": "ops",
+    "SparseStream": "stream",
+    "attach": "ddp",
+    "simulate": "comm",
+    "topk": "selectors",
+}
+"""The room of each public name."""
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that exists
+
+    def __getattr__(name: str) -> object:
+        """Import a name when it is first used.
+
+        Importing torch takes seconds. Commands must be able to end in one line before that, and
+        those that need no torch do not wait for it.
+        """
+        if name in _HOMES:
+            found = getattr(import_module(f"sparcel.{_HOMES[name]}"), name)
+            return globals().setdefault(name, found)
+        if not name.startswith("_") and find_spec(f"sparcel.{name}") is not None:
+            return import_module(f"sparcel.{name}")
+        raise AttributeError(f"module 'sparcel' has no attribute {name!r}")

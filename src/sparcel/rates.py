@@ -149,7 +149,7 @@ class Rates:
         for name in self.curves:
             known(name.removeprefix("node."), [*TRANSFERS, *DENSE, *WORK], "curve")
         whole_number(self.ranks, "ranks", at_least=1)
-        whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
+        whole_number(self.ranks_per_node, "ranks_per_node", at_least=1, at_most=self.ranks)
         number(self.crowding, "crowding", above=0)
         flag(self.measured, "measured")
         object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
@@ -201,7 +201,7 @@ class Rates:
                 for name, points in fields.pop("curves").items()
             }
             return cls(curves=curves, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"not rates as `sparcel plan --measure --save FILE` writes them: {error!r}"
             ) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sparcel.cli import main
+from sparcel.cli import run
 from sparcel.lab import EmulatedNetwork, LabUnavailableError, Link
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -98,7 +98,7 @@ def test_bad_input_ends_before_anything_runs(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["sparcel", "demo", "--nodes", "2", *options])
     with pytest.raises(SystemExit) as ended:  # whose message the interpreter prints
-        main()
+        run()
     assert message in str(ended.value)
     assert "Network" not in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

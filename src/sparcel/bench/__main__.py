@@ -7,10 +7,12 @@ import sys
 from sparcel.bench.report import console
 from sparcel.bench.run import run
 from sparcel.bench.settings import BenchSettings
-from sparcel.errors import SparcelError
+from sparcel.errors import CommunicationError, SparcelError
 
 if __name__ == "__main__":
     try:
         run(BenchSettings.from_json(sys.argv[1]), console())
+    except CommunicationError as error:
+        sys.exit(f"sparcel: CommunicationError: {error}")  # by this the starter knows a survivor
     except SparcelError as error:
         sys.exit(f"sparcel: {error}")

@@ -114,18 +114,13 @@ def load_gradients(path: Path) -> Tensor:
         When the file is none of these, or holds anything but one vector, ``[size]``, or one a
         rank, ``[rows, size]``, of finite floats.
     """
-    if path.suffix in (".npy", ".npz"):
-        loaded: Any = np.load(path)
-        if path.suffix == ".npz":
-            loaded = loaded[_only(list(loaded), path)]
-        tensor = torch.from_numpy(np.asarray(loaded, dtype=np.float32))
-    elif path.suffix == ".pt":
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(loaded, dict):
-            loaded = loaded[_only(list(loaded), path)]
-        tensor = torch.as_tensor(loaded).float()
-    else:
+    if path.suffix not in (".npy", ".npz", ".pt"):
         raise InputError(f"gradients come in a .npy, .npz or .pt file, got {path}")
+    try:
+        tensor = _torch_file(path) if path.suffix == ".pt" else _numpy_file(path)
+    except Exception as error:  # of whatever kind the bytes lead numpy or torch to
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise InputError(f"can't read gradients from {path}: {reason}") from error
     if tensor.ndim not in (1, 2) or not tensor.numel() or not bool(tensor.isfinite().all()):
         raise InputError(
             f"{path} must hold one finite vector [size], or one a rank [ranks, size], got shape"
@@ -134,9 +129,28 @@ def load_gradients(path: Path) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _only(names: list[str], path: Path) -> str:
+def _numpy_file(path: Path) -> Tensor:
+    loaded: Any = np.load(path)
+    if path.suffix == ".npz":
+        loaded = loaded[_only(list(loaded))]
+    if loaded.dtype.kind not in "fiu":
+        raise InputError(f"gradients must be real numbers, got {loaded.dtype}")
+    return torch.from_numpy(np.asarray(loaded, dtype=np.float32))
+
+
+def _torch_file(path: Path) -> Tensor:
+    loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(loaded, dict):
+        loaded = loaded[_only(list(loaded))]
+    tensor = torch.as_tensor(loaded)
+    if tensor.is_complex():
+        raise InputError(f"gradients must be real numbers, got {tensor.dtype}")
+    return tensor.float()
+
+
+def _only(names: list[str]) -> str:
     if len(names) != 1:
-        raise InputError(f"{path} must hold one array, got {len(names)}: {', '.join(names)}")
+        raise InputError(f"it must hold one array, got {len(names)}: {', '.join(map(str, names))}")
     return names[0]
 
 

@@ -101,8 +101,8 @@ class Results:
             document = json.loads(path.read_text())
             cells = [Cell(**cell) for cell in document.pop("cells")]
             return cls(**document, cells=cells)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} holds no results of `sparcel bench`: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{path} holds no results of `sparcel bench`: {error!r}") from error
 
 
 def summarized(seconds: list[float]) -> dict[str, Any]:

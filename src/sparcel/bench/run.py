@@ -18,12 +18,12 @@ from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import contender
 from sparcel.bench.engines import BenchEngine, connected, launched
 from sparcel.bench.inputs import Case, load_gradients
-from sparcel.bench.predicted import predicted, rates_for, verdict
+from sparcel.bench.predicted import NOW, predicted, rates_for, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import BenchSettings
 from sparcel.bench.timing import Measured, merged, time_contender
 from sparcel.comm import Communicator
-from sparcel.cost import Rates
+from sparcel.cost import Rates, read_rates
 
 _BASELINE = "dense fp32"
 
@@ -40,6 +40,20 @@ class Place:
     engine: BenchEngine
 
 
+def read_files(settings: BenchSettings) -> Tensor | None:
+    """Return the gradients of the settings, if any, and check that their rates can be read.
+
+    Raises
+    ------
+    InputError
+        When a file can't be read, or holds something else.
+    """
+    for source in settings.rates.values():
+        if source != NOW:
+            read_rates(source)
+    return None if settings.gradients is None else load_gradients(Path(settings.gradients))
+
+
 def run(settings: BenchSettings, console: Console) -> Results:
     """Measure all cells of the settings; every rank calls, rank 0 shows and saves the results.
 
@@ -50,11 +64,13 @@ def run(settings: BenchSettings, console: Console) -> Results:
     """
     with connected(settings.engines or launched()) as engines:
         comm = engines[0].comm
+        # As a job, so that the other ranks learn of the cause if only one can't read a file.
+        gradients = comm.run(lambda: read_files(settings))
         _share_cores(comm.size)
         results = Results(settings.command, network(settings, comm), comm.size)
         rates = rates_for(engines, settings.rates)
         results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
-        groups = list(_groups(settings, engines, results.network["ranks_per_node"]))
+        groups = list(_groups(settings, gradients, engines, results.network["ranks_per_node"]))
         runs = settings.rounds * sum(map(len, groups))
         with report.progress(console if comm.rank == 0 else None, runs) as show:
             while groups:
@@ -102,14 +118,16 @@ def _share_cores(ranks: int) -> None:
 
 
 def _groups(
-    settings: BenchSettings, engines: list[BenchEngine], ranks_per_node: int
+    settings: BenchSettings,
+    gradients: Tensor | None,
+    engines: list[BenchEngine],
+    ranks_per_node: int,
 ) -> Iterator[list[Place]]:
     """Yield the places of each case's cells, for each row all engines.
 
     The dense baselines are measured with the first case of each size.
     """
     rows = contenders.names(settings.algorithms, settings.whole_step, ranks_per_node)
-    gradients = None if settings.gradients is None else load_gradients(Path(settings.gradients))
     for size in settings.sizes if gradients is None else (gradients.shape[1],):
         names = rows
         for distribution in settings.distributions:

@@ -6,7 +6,7 @@ import sys
 from typing import Annotated
 
 from sparcel import __version__
-from sparcel.errors import SparcelError
+from sparcel.errors import CommunicationError, InputError, SparcelError
 from sparcel.lab import WorkerFailedError
 
 try:
@@ -46,11 +46,18 @@ def _sparcel(
     """Sparse collectives for data-parallel training."""
 
 
-def main() -> None:
-    """Run the command line; exit with the message and status 1 on an error of sparcel's own."""
+def run(speaks: bool = True) -> None:
+    """Run the command line; exit with the message and status 1 on an error of sparcel's own.
+
+    Errors of input are the same on all ranks of a launched command; only one rank ``speaks``.
+    """
     try:
         app()
     except WorkerFailedError as error:
         sys.exit(f"{error.output}\nsparcel: {error}")
-    except SparcelError as error:
+    except InputError as error:
+        sys.exit(f"sparcel: {error}" if speaks else 1)
+    except CommunicationError as error:
+        sys.exit(f"sparcel: CommunicationError: {error}")
+    except (SparcelError, OSError) as error:
         sys.exit(f"sparcel: {error}")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from sparcel import units
-from sparcel.cli.options import check_folder, items, refuse_ignored
+from sparcel.cli.options import check_output, items, refuse_ignored
 from sparcel.errors import InputError
 
 bench = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -57,7 +57,6 @@ def bench_command(
     gradients: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
             help="File of real gradients, instead of --sizes: .npy, .npz or .pt, with one vector, "
             "or one for each rank.",
         ),
@@ -105,11 +104,11 @@ def bench_command(
     from sparcel.bench.contenders import names
     from sparcel.bench.engines import launched
     from sparcel.bench.launch import start
-    from sparcel.bench.run import run
+    from sparcel.bench.run import read_files, run
     from sparcel.bench.settings import BenchSettings
 
     refuse_ignored(context, {"gradients": ["sizes"]})
-    check_folder(json)
+    check_output(json)
     usual = "uniform" if gradients is None else "file"
     settings = BenchSettings(
         sizes=tuple(units.whole(size) for size in items(sizes)),
@@ -131,6 +130,7 @@ def bench_command(
     if launched():
         run(settings, report.console())
     else:
+        read_files(settings)  # here once, instead of on every rank
         start(settings, ranks, report.console())
 
 
@@ -159,7 +159,7 @@ def _rates_source(item: str) -> tuple[str, str]:
 @bench.command("plot")
 def plot_results(
     files: Annotated[
-        list[Path], typer.Argument(exists=True, help="Files that --json wrote in one or more runs.")
+        list[Path], typer.Argument(help="Files that --json wrote in one or more runs.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("plots"),
 ) -> None:

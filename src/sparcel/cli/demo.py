@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sparcel.cli.options import check_folder, items
+from sparcel.cli.options import check_output, items
 from sparcel.lab import EmulatedNetwork, Link, open_network, parse_rate
 
 
@@ -24,7 +24,6 @@ def demo(
     data: Annotated[
         Path | None,
         typer.Option(
-            exists=True,
             help="Data to train on: a folder with the four files of MNIST or Fashion-MNIST, or an "
             ".npz with x_train, y_train, x_test and y_test. The default is the handwritten digits "
             "of scikit-learn.",
@@ -63,7 +62,7 @@ def demo(
     console = Console(highlight=False)
     link = None if rate == "none" else Link(parse_rate(rate))
     names = items(schemes)
-    check_folder(json)
+    check_output(json)
     for name in names:
         scheme(name, density=density)  # raise here instead of minutes later
     where = None if data is None else str(data.resolve())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Annotated
 
 import typer
@@ -66,7 +65,6 @@ def run_command(
         raise InputError(f"--after {after} needs a fault: add --kill-node or --cut-link")
     faults = Faults(kill_node, cut_link, units.seconds(after or "0s"))
     faults.check(nodes)
-    signal.signal(signal.SIGTERM, _end)
     try:
         with EmulatedNetwork(nodes, Link(parse_rate(rate))) as network:
             status = run(network, command, ranks_per_node, mpi, faults)
@@ -74,10 +72,4 @@ def run_command(
         raise LabUnavailableError(
             f"cannot emulate a cluster: {error}; the lab needs Linux, and root or user namespaces"
         ) from error
-    except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
     raise typer.Exit(status)
-
-
-def _end(number: int, _: object) -> None:
-    raise SystemExit(128 + number)

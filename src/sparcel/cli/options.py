@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,16 +16,22 @@ def items(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def check_folder(file: Path | None) -> None:
-    """Check that the folder of an output file, if one is given, exists.
+def check_output(file: Path | None) -> None:
+    """Check that an output file, if one is given, can be written, before anything else is done.
 
     Raises
     ------
     InputError
-        When the folder does not exist.
+        When its folder does not exist, it is a folder, or may not be written.
     """
-    if file is not None and not file.parent.is_dir():
+    if file is None:
+        return
+    if not file.parent.is_dir():
         raise InputError(f"can't write {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise InputError(f"can't write {file}: it is a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise InputError(f"can't write {file}: permission denied")
 
 
 def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]]) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from sparcel import units
-from sparcel.cli.options import check_folder, refuse_ignored
+from sparcel.cli.options import check_output, refuse_ignored
 from sparcel.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def answer(
     ] = 25.0,
     rates: Annotated[
         Path | None,
-        typer.Option(exists=True, help="File that --save wrote, instead of stated figures."),
+        typer.Option(help="File that --save wrote, instead of stated figures."),
     ] = None,
     measure: Annotated[
         bool,
@@ -102,7 +102,7 @@ def answer(
     from sparcel.plan.planner import plan as make
 
     _refuse_ignored(context, computes_known=bool(compute or device_flops))
-    check_folder(save)
+    check_output(save)
     if device not in _DEVICES:
         raise InputError(f"device must be one of {', '.join(_DEVICES)}, got {device!r}")
     if save is not None and not measure:

@@ -81,8 +81,8 @@ def read_rates(path: str | PathLike[str]) -> Rates:
     """
     try:
         return Rates.from_json(Path(path).read_text())
-    except OSError as error:
-        raise InputError(f"can't read rates: {error}") from error
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError and an InputError are ValueErrors
+        raise InputError(f"can't read rates from {path}: {error}") from error
 
 
 def measure(comm: Communicator, description: str = "", passes: int = _PASSES) -> Rates:

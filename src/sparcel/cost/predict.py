@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from sparcel._checks import check_callable, check_type
 from sparcel.cost.defaults import default_rates
 from sparcel.errors import InputError
 from sparcel.rates import Curve, Rates
-from sparcel.schedule import EngineSum, Exchange, Problem, Steps, Work
+from sparcel.schedule import EngineSum, Exchange, Problem, Step, Steps, Work
 
 PHASES = {
     "select": "select",
@@ -70,7 +71,7 @@ class Counts(NamedTuple):
 def count(steps: Steps, problem: Problem) -> Counts:
     """Return the messages, bytes and rounds of the problem's rank in these steps."""
     counted = []
-    for step in steps(problem):
+    for step in _listed(steps, problem):
         if isinstance(step, Exchange):
             sends, receives = step.sends, step.receives
             traffic = (len(sends), sum(sends), len(receives), sum(receives), step.rounds)
@@ -79,6 +80,12 @@ def count(steps: Steps, problem: Problem) -> Counts:
             rounds = step.rounds
             counted.append(Counts(rounds, step.sent, rounds, step.received, rounds))
     return Counts(*map(sum, zip(Counts(0, 0, 0, 0, 0), *counted, strict=True)))
+
+
+@lru_cache(maxsize=64)
+def _listed(steps: Steps, problem: Problem) -> tuple[Step, ...]:
+    """List the steps once for all rates; a plan asks again for many bandwidths."""
+    return tuple(steps(problem))
 
 
 def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Prediction:
@@ -96,7 +103,7 @@ def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Predi
     rates = default_rates() if rates is None else rates
     check_type(rates, Rates, "rates")
     phases = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
-    for step in steps(problem):
+    for step in _listed(steps, problem):
         if isinstance(step, Exchange):
             phases["exchange"] += step.rounds * _message_seconds(step, problem, rates)
         elif isinstance(step, EngineSum):

@@ -31,6 +31,10 @@ WORTH = 1.1
 """How many times as fast sparse must be for a plan to advise it: predictions are not better than
 that, and error feedback is one thing more that may go wrong."""
 
+MOST_RANKS = 512
+"""How many ranks a plan is for at most: it lists what a rank exchanges with every other one, which
+takes about a second then."""
+
 _FLIP_FACTORS = (1e-4, 1e4)
 
 
@@ -157,9 +161,17 @@ def plan(
 
     Gradients are assumed to become ready evenly in the last two thirds of the computation, and the
     ranks' indices to be independent: the most fill-in that there can be.
+
+    Raises
+    ------
+    InputError
+        When the model or the topology is not known, there are more than `MOST_RANKS` ranks, or a
+        number is out of its range.
     """
     rates = default_rates() if rates is None else rates
     check_type(rates, Rates, "rates")
+    if rates.ranks > MOST_RANKS:
+        raise InputError(f"a plan is for at most {MOST_RANKS} ranks, got {rates.ranks:,}")
     trained = model if isinstance(model, Model) else model_of(model)
     work = Workload(trained, density, compute_s, bucket_bytes)
     if topology not in ("all-reduce", "parameter-server"):
