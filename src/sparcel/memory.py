@@ -120,16 +120,13 @@ class Memory:
         The stream shares the scratch's storage. `take` takes out what is sent of it.
         """
         with self._entered(gradient, ranks, withheld) as (before, entering, scratch):
-            if entering.dtype == scratch.dtype:
-                torch.add(before, entering.detach(), out=scratch)
-            else:  # a conversion inside of the addition would copy the whole gradient
-                scratch.copy_(entering.detach()).add_(before)
-        return SparseStream.unchecked(None, scratch, scratch.numel(), all_finite(scratch))
+            *_, finite = kernels.accumulate_topk(before, entering, scratch, 0)
+        return SparseStream.unchecked(None, scratch, scratch.numel(), finite)
 
     def take(self, indices: Tensor) -> Tensor:
         """Take these coordinates (``[nnz]``, unique) out of scratch and return their values."""
         assert self._scratch is not None, "take follows accumulate"
-        values = self._scratch[indices]
+        values = self._scratch.index_select(0, indices)
         kernels.scatter(self._scratch, indices, torch.zeros_like(values))
         return values
 

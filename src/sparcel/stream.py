@@ -199,7 +199,7 @@ class SparseStream:
                 SparseStream.unchecked(None, self.values[lo:hi], hi - lo, self.finite)
                 for lo, hi in ranges
             ]
-        bounds = torch.tensor(boundaries, device=self.device)
+        bounds = torch.tensor(boundaries, device=self.device, dtype=self.indices.dtype)
         cuts = torch.searchsorted(self.indices, bounds).tolist()
         counts = [last - first for first, last in pairwise(cuts)]
         indices = self.indices[cuts[0] : cuts[-1]].split(counts)

@@ -81,8 +81,8 @@ class MSTopK(Selector):
             passed += int((~surely).sum())
             kept = surely | ((number >= start) & (number < start + needed))
             parts.append((places[kept], found[kept]))
-        places, found = (torch.cat(part) for part in zip(*parts, strict=True))
-        return stream_of(places, found, x)
+        chosen, selected = (torch.cat(part) for part in zip(*parts, strict=True))
+        return stream_of(chosen, selected, x)
 
     def _bisect(self, x: Tensor, k: int, largest: Tensor) -> tuple[float, float]:
         """Return the last threshold with more than k, else 0; the last with up to k, else inf.

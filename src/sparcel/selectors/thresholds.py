@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparcel import kernels
 
-BLOCK = 2**16
+BLOCK = 2**15
 """Coordinates in a block; torch sums this many in the same order on every machine."""
 
 
@@ -24,10 +24,11 @@ def at_least(x: Tensor, threshold: float) -> Iterator[tuple[Tensor, Tensor]]:
 
     What it allocates is smaller than ``x``, however many there are.
     """
-    length = max(BLOCK, x.numel() // 64)
-    for start in range(0, x.numel(), length):
-        positions, values = kernels.threshold_select(x[start : start + length], threshold)
+    start = 0
+    for part in x.split(_length(x)):
+        positions, values = kernels.threshold_select(part, threshold)
         yield positions.to(kernels.index_dtype(x.numel())) + start, values
+        start += part.numel()
 
 
 def nth_largest(values: Tensor, n: int) -> float:
@@ -43,27 +44,38 @@ def rounded(threshold: float, x: Tensor) -> float:
 
 def mean_magnitude(x: Tensor, peak: float) -> float:
     """Return the mean magnitude of a vector; ``peak`` is its largest magnitude, above 0."""
-    total = sum(float(block.abs_().sum()) for block in _scaled(x, peak))
-    return total / x.numel() * peak
+    return sum(_sum(part.abs_()) for part in _scaled(x, peak)) / x.numel() * peak
 
 
 def mean_and_deviation(x: Tensor, peak: float) -> tuple[float, float]:
-    """Return mean and standard deviation of a vector; see `mean_magnitude`."""
+    """Return mean and standard deviation of a vector; ``peak`` is as for `mean_magnitude`."""
     total = squares = 0.0
-    for block in _scaled(x, peak):
-        total += float(block.sum())
-        squares += float(torch.dot(block, block))
+    for part in _scaled(x, peak):
+        total += _sum(part)
+        squares += _sum(part.square_())
     mean = total / x.numel()
     deviation = max(0.0, squares / x.numel() - mean * mean) ** 0.5
     return mean * peak, deviation * peak
 
 
 def _scaled(x: Tensor, peak: float) -> Iterator[Tensor]:
-    """Yield consecutive parts of ``x / peak``, whose squares neither overflow nor vanish.
+    """Yield consecutive parts of ``x / peak``, whose sums and squares do not overflow.
 
-    Half precision becomes float32. All parts share their memory.
+    They are float32 or wider, and share their memory.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    buffer = torch.empty(min(BLOCK, x.numel()), dtype=wide, device=x.device)
-    for block in x.split(BLOCK):
-        yield buffer[: block.numel()].copy_(block).div_(peak)
+    memory = torch.empty(_length(x), dtype=wide, device=x.device)
+    for part in x.split(_length(x)):
+        yield torch.div(part.to(wide), peak, out=memory[: part.numel()])
+
+
+def _sum(part: Tensor) -> float:
+    """Return the sum of a vector: blocks in its dtype, and the blocks' sums in float64."""
+    whole = part.numel() // BLOCK * BLOCK
+    sums = part[:whole].view(-1, BLOCK).sum(dim=1)
+    return float(sums.double().sum()) + float(part[whole:].sum())
+
+
+def _length(x: Tensor) -> int:
+    """Return the length of the parts in which a vector is read: far less than its own, if long."""
+    return max(BLOCK, x.numel() // 64)
