@@ -37,7 +37,8 @@ using FirstLargest = size_t (*)(const Storage* x, size_t n);
 
 // Puts the min(k, nnz) largest magnitudes of x[0, n), 1 <= k <= kFew, into the sink, in order, and
 // returns how many. If more than kGroups entries are candidates, puts all that reach `floor` > 0
-// there instead: more than k, and at most n, so the sink must have room for n.
+// there instead: more than k, and at most n; ties with it only as far as they may be among the k
+// largest. The sink must have room for 2n entries.
 template <class Storage>
 using FewLargest = size_t (*)(const Storage* x, size_t n, size_t k,
                               Sink<typename Bits<Storage>::Key> sink,
