@@ -7,18 +7,21 @@ selected. `reference` defines each kernel in plain torch. Tensors on the CPU use
 kernels, tensors on other devices use the reference; callers choose nothing.
 """
 
+from sparcel.kernels.addition import Addition
 from sparcel.kernels.qsgd import dequantize, quantize
 from sparcel.kernels.reduce import check_indices, merge, scatter, scatter_reduce
 from sparcel.kernels.reference import index_dtype, magnitude_bits
 from sparcel.kernels.select import (
     accumulate_topk,
     magnitude_histogram,
+    norm,
     threshold_select,
     topk,
     topk_chunked,
 )
 
 __all__ = [
+    "Addition",
     "accumulate_topk",
     "check_indices",
     "dequantize",
@@ -26,6 +29,7 @@ __all__ = [
     "magnitude_bits",
     "magnitude_histogram",
     "merge",
+    "norm",
     "quantize",
     "scatter",
     "scatter_reduce",
