@@ -1,7 +1,9 @@
 """Time of exact selection, compared with a copy of the vector and with torch.topk.
 
 All kernels take turns on the same vector in each repetition, so that a busy machine disturbs them
-alike; what counts is the ratio of the medians. Run it as
+alike; what counts is the ratio of the medians. Each vector's record also holds the time of
+chunk-wise selection divided by that of the global selection of about as many entries, and how much
+a second thread gains, beside what it gains a read of the vector. Run it as
 
     python benchmarks/selection.py --output benchmarks/results/selection.json
 
@@ -95,18 +97,50 @@ def with_isa(isa: str, call: Callable[[], object]) -> Callable[[], object]:
 def calls_on(x: Tensor, isas: list[str]) -> dict[str, Callable[[], object]]:
     """Return the calls to time on one vector, by name."""
     target, memory = torch.empty_like(x), torch.randn(x.numel()) * x.std() * 1e-3
+    addition = kernels.Addition(memory, x, target)
     calls: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(x)}
     for isa in isas:
         for density in DENSITIES:
             k = round(density * x.numel())
             calls[f"{isa} topk {density:g}"] = with_isa(isa, partial(kernels.topk, x, k))
             calls[f"{isa} accumulate {density:g}"] = with_isa(
-                isa, partial(kernels.accumulate_topk, memory, x, target, k)
+                isa, partial(kernels.accumulate_topk, addition, k)
             )
         calls[f"{isa} chunks {PER_CHUNK}/{CHUNK}"] = with_isa(
             isa, partial(kernels.topk_chunked, x, PER_CHUNK, CHUNK)
         )
     return calls
+
+
+def with_threads(threads: int, call: Callable[[], object]) -> Callable[[], object]:
+    """Return the call with its number of threads."""
+
+    def run() -> object:
+        torch.set_num_threads(threads)
+        return call()
+
+    return run
+
+
+def thread_gains(x: Tensor, repeats: int) -> dict[str, float]:
+    """Return the time of each selection on one thread divided by that on two.
+
+    The read selects nothing, since no magnitude exceeds infinity.
+    """
+    calls: dict[str, Callable[[], object]] = {
+        "read": partial(kernels.threshold_select, x, float("inf")),
+        f"chunks {PER_CHUNK}/{CHUNK}": partial(kernels.topk_chunked, x, PER_CHUNK, CHUNK),
+    }
+    for density in DENSITIES:
+        calls[f"topk {density:g}"] = partial(kernels.topk, x, round(density * x.numel()))
+    by_threads = {
+        f"{threads} {name}": with_threads(threads, call)
+        for threads in (1, 2)
+        for name, call in calls.items()
+    }
+    medians = timed(by_threads, repeats)
+    torch.set_num_threads(1)
+    return {name: medians[f"1 {name}"] / medians[f"2 {name}"] for name in calls}
 
 
 def torch_topk(x: Tensor, k: int) -> object:
@@ -128,13 +162,23 @@ def wrong_entries(x: Tensor, isa: str) -> int:
 def measure(name: str, x: Tensor, isas: list[str], repeats: int) -> dict[str, Any]:
     """Time everything on one vector."""
     medians = timed(calls_on(x, isas), repeats)
+    chunks, whole = f"chunks {PER_CHUNK}/{CHUNK}", f"topk {DENSITIES[-1]:g}"
+    ratios = {isa: medians[f"{isa} {chunks}"] / medians[f"{isa} {whole}"] for isa in isas}
+    _cpu.set_isa(isas[0])
+    gains = thread_gains(x, repeats)
     torch_calls = {
         f"torch.topk {density:g}": partial(torch_topk, x, round(density * x.numel()))
         for density in DENSITIES
     }
     slow = timed(torch_calls, repeats=3)
     wrong = {isa: wrong_entries(x, isa) for isa in isas}
-    return {"distribution": name, "median_ms": medians | slow, "wrong_entries": wrong}
+    return {
+        "distribution": name,
+        "median_ms": medians | slow,
+        "chunks_over_global": ratios,
+        "two_threads_gain": gains,
+        "wrong_entries": wrong,
+    }
 
 
 def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
@@ -142,7 +186,7 @@ def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
 
     The reused threshold was made with all magnitudes smaller by 1 %.
     """
-    memory, scratch, rows = torch.zeros_like(x), torch.empty_like(x), []
+    addition, rows = kernels.Addition(torch.zeros_like(x), x, torch.empty_like(x)), []
     for density in DENSITIES:
         k = round(density * x.numel())
         selectors = {each: selector(each) for each in SELECTORS}
@@ -150,9 +194,7 @@ def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
         exact = topk(x, k)
         selected = {each: s.select(x, k, 1) for each, s in selectors.items()}
         select_ms = timed({n: partial(s.select, x, k, 1) for n, s in selectors.items()}, repeats)
-        take_ms = timed(
-            {n: partial(s.take, memory, x, scratch, k, 1) for n, s in selectors.items()}, repeats
-        )
+        take_ms = timed({n: partial(s.take, addition, k, 1) for n, s in selectors.items()}, repeats)
         rows += [
             {
                 "selector": repr(s),
@@ -191,6 +233,12 @@ def print_row(row: dict[str, Any], isas: list[str]) -> None:
         if name.startswith("topk"):
             cells.append(medians[f"torch.{name}"])
         print(f"  {name:18}" + "".join(f"{ms:9.2f} {ms / copy:7.2f}×" for ms in cells))
+    ratios = "".join(f"{row['chunks_over_global'][isa]:17.2f}×" for isa in isas)
+    print(f"  {'chunks / global':18}{ratios}")
+    gains = row["two_threads_gain"]
+    cells = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+    least = min(gain for name, gain in gains.items() if name != "read")
+    print(f"  a second thread gains: {cells}; least / read {least / gains['read']:.2f}")
     print(f"  {'#wrong':18}" + "".join(f"{row['wrong_entries'][isa]:18d}" for isa in isas))
 
 

@@ -4,6 +4,7 @@
 
 #include "bindings.hpp"
 #include "histogram.hpp"
+#include "norm.hpp"
 #include "select_chunks.hpp"
 
 namespace sparcel {
@@ -55,38 +56,57 @@ Pair topk(const Input& x, size_t k, size_t chunk, int threads) {
 }
 
 template <class Float, class Gradient, class Index>
-std::tuple<Output, Output, bool> accumulate(const Input& memory, const Input& gradient,
-                                            const InOut& scratch, size_t k, size_t chunk,
-                                            int threads) {
+std::tuple<Output, Output, bool> accumulate(const Addition<Float>& addition, const InOut& gradient,
+                                            bool clear, size_t k, size_t chunk, int threads) {
     using Storage = StorageOf<Float>;
-    const size_t n = memory.size();
-    // Chunks may be read again soon, so their sums should stay in the cache.
-    const bool stream = chunk == 0 && n * sizeof(Float) > kStreamBytes;
-    const Sum<Float, Gradient> sum{data<Float>(memory), data<Gradient>(gradient),
-                                   data<Float>(scratch), stream};
+    const size_t n = gradient.size();
+    auto* const read = data<Gradient>(gradient);
+    const Sum<Float, Gradient> sum{addition, read, clear ? read : nullptr};
     typename Bits<Storage>::Key largest = 0;
     auto selection = [&] {
         nb::gil_scoped_release release;
-        auto chosen = select<Float, Index>(sum, Vector<Storage>{data<Storage>(scratch)}, n, k,
-                                           chunk, threads, largest);
-        for (size_t i = 0; i < chosen.count; ++i) sum.scratch[chosen.indices[i]] = 0;
+        const Vector<Storage> again{reinterpret_cast<const Storage*>(addition.scratch)};
+        auto chosen = select<Float, Index>(sum, again, n, k, chunk, threads, largest);
+        const size_t tasks = useful_threads(n, threads);
+        parallel(tasks, [&](size_t task) {
+            const size_t end = split_point(chosen.count, task + 1, tasks);
+            for (size_t i = split_point(chosen.count, task, tasks); i < end; ++i) {
+                addition.scratch[chosen.indices[i]] = 0;
+            }
+        });
         return chosen;
     }();
     const bool finite = std::isfinite(std::bit_cast<Float>(largest));
-    auto [indices, values] = give_selection(std::move(selection), memory.dtype());
+    auto [indices, values] = give_selection(std::move(selection), dtype_of<Float>());
     return {std::move(indices), std::move(values), finite};
 }
 
-std::tuple<Output, Output, bool> accumulate_topk(const Input& memory, const Input& gradient,
-                                                 const InOut& scratch, size_t k, size_t chunk,
-                                                 int threads) {
-    require(memory.size() == gradient.size() && memory.size() == scratch.size() &&
-                memory.dtype() == scratch.dtype(),
-            "memory, gradient and scratch must have one length, and memory and scratch one dtype");
+std::tuple<Output, Output, bool> accumulate_topk(const InOut& memory, const InOut& gradient,
+                                                 const InOut& scratch, double scale,
+                                                 double momentum,
+                                                 const std::optional<InOut>& velocity,
+                                                 const std::optional<InOut>& entering, bool clear,
+                                                 size_t k, size_t chunk, int threads) {
+    const auto alike = [&](const InOut& vector) {
+        return vector.size() == memory.size() && vector.dtype() == memory.dtype();
+    };
+    require(memory.size() == gradient.size() && alike(scratch) && (!velocity || alike(*velocity)) &&
+                (!entering || alike(*entering)),
+            "all vectors must have one length, and all but the gradient the dtype of memory");
     return with_type<float, double>(memory.dtype(), [&]<class Float>(Type<Float>) {
+        const Addition<Float> addition{
+            data<Float>(memory),
+            data<Float>(scratch),
+            Float(scale),
+            Float(momentum),
+            velocity ? data<Float>(*velocity) : nullptr,
+            entering ? data<Float>(*entering) : nullptr,
+            // Chunks may be read again soon, so their sums should stay in the cache.
+            chunk == 0 && memory.size() * sizeof(Float) > kStreamBytes,
+        };
         return with_float(gradient.dtype(), [&]<class Gradient>(Type<Gradient>) {
             return with_index_for(memory.size(), [&]<class Index>(Type<Index>) {
-                return accumulate<Float, Gradient, Index>(memory, gradient, scratch, k, chunk,
+                return accumulate<Float, Gradient, Index>(addition, gradient, clear, k, chunk,
                                                           threads);
             });
         });
@@ -124,15 +144,26 @@ Output histogram(const Input& x, int shift, size_t bins, std::optional<uint64_t>
     return give(std::move(counts), bins, dtype_of<int64_t>());
 }
 
+double norm(const Input& x, int threads) {
+    double squared = 0;
+    with_float(x.dtype(), [&]<class T>(Type<T>) {
+        nb::gil_scoped_release release;
+        squared = squared_norm(data<T>(x), x.size(), threads);
+    });
+    return std::sqrt(squared);
+}
+
 }  // namespace
 
 void bind_select(nb::module_& module) {
     using namespace nb::literals;
     module.def("topk", topk, "x"_a.noconvert(), "k"_a, "chunk"_a, "threads"_a);
     module.def("accumulate_topk", accumulate_topk, "memory"_a.noconvert(), "gradient"_a.noconvert(),
-               "scratch"_a.noconvert(), "k"_a, "chunk"_a, "threads"_a);
+               "scratch"_a.noconvert(), "scale"_a, "momentum"_a, "velocity"_a.noconvert().none(),
+               "entering"_a.noconvert().none(), "clear"_a, "k"_a, "chunk"_a, "threads"_a);
     module.def("threshold_select", threshold_select, "x"_a.noconvert(), "threshold"_a.noconvert(),
                "threads"_a);
+    module.def("norm", norm, "x"_a.noconvert(), "threads"_a);
     module.def("magnitude_histogram", histogram, "x"_a.noconvert(), "shift"_a, "bins"_a,
                "prefix"_a.none(), "threads"_a);
 }

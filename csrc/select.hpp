@@ -109,14 +109,24 @@ auto cut_parts(Parts<Storage>& parts, size_t total, size_t k) {
     return Survivors<Storage>::cut_of(keys.data(), total, k, spare);
 }
 
+// Writes the `total` entries that the cut picks of all parts; the first parts have its ties.
 template <class Index, class Storage>
-Selection<Index, Storage> write_parts(Parts<Storage>& parts, size_t total,
+Selection<Index, Storage> write_parts(const Parts<Storage>& parts, size_t total,
                                       Cut<typename Bits<Storage>::Key> cut) {
     Selection<Index, Storage> result(total);
-    for (auto& part : parts) {
-        result.count += part.write(cut, result.indices.data() + result.count,
-                                   result.values.data() + result.count, total - result.count);
+    result.count = total;
+    std::vector<Cut<typename Bits<Storage>::Key>> cuts;
+    std::vector<size_t> starts{0};
+    for (const auto& part : parts) {
+        cuts.push_back(cut);
+        const bool last = cuts.size() == parts.size();
+        starts.push_back(last ? total : starts.back() + part.count_picked(cut));
     }
+    parallel(parts.size(), [&](size_t part) {
+        const size_t start = starts[part];
+        parts[part].write(cuts[part], result.indices.data() + start, result.values.data() + start,
+                          starts[part + 1] - start);
+    });
     return result;
 }
 

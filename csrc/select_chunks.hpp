@@ -130,7 +130,7 @@ class ChunkSelector {
             return;
         }
         survivors.restart(begin, 1);
-        survivors.reserve(end - begin);
+        survivors.reserve(2 * (end - begin));
         Key floor;
         survivors.count = readers.few_largest(x + begin, end - begin, k_, survivors.tail(), &floor);
         write(survivors.find_cut_above(floor, k_));

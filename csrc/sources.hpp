@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "numbers.hpp"
@@ -43,28 +44,31 @@ struct Sum {
     using Word = std::conditional_t<sizeof(Float) == 4, uint32_t, uint64_t>;
     using Key = Word;
 
-    const Float* memory;
+    Addition<Float> addition;
     const Gradient* gradient;
-    Float* scratch;
-    bool stream;
+    Gradient* cleared;  // the gradient again if it is cleared as it is read, or null
 
-    Key at(size_t i) const { return std::bit_cast<Key>(memory[i] + Float(widen(gradient[i]))); }
+    Key at(size_t i) const {
+        Float addend = Float(widen(gradient[i])) * addition.scale;
+        if (addition.velocity) addend += addition.velocity[i] * addition.momentum;
+        return std::bit_cast<Key>(addition.memory[i] + addend);
+    }
 
     void pass(size_t i, size_t n, Survivors<Word>& survivors) const {
         const auto base = uint32_t(i - survivors.begin);
         Float converted[kBlock];
-        const Float* addend = block(i, n, converted);
-        survivors.count +=
-            accumulate()(memory + i, addend, scratch + i, n, base, survivors.threshold,
-                         survivors.tail(), &survivors.largest, stream);
+        survivors.count += accumulate()(addition.from(i), block(i, n, converted), n, base,
+                                        survivors.threshold, survivors.tail(), &survivors.largest);
+        // The block is still in the cache, so this costs no pass over memory.
+        if (cleared) std::memset(static_cast<void*>(cleared + i), 0, n * sizeof(Gradient));
     }
 
     // Prefetches the memory that settling [begin, end) will read and write.
     void fetch(size_t begin, size_t end) const {
         for (size_t i = begin; i < end; i += 64 / sizeof(Float)) {
-            __builtin_prefetch(memory + i);
+            __builtin_prefetch(addition.memory + i);
             __builtin_prefetch(gradient + i);
-            __builtin_prefetch(scratch + i, 1);
+            __builtin_prefetch(addition.scratch + i, 1);
         }
     }
 

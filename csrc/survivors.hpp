@@ -83,12 +83,10 @@ class Survivors {
 
     // The same if no survivor is less than `floor` and many may equal it.
     Cut<Key> find_cut_above(Key floor, size_t k) {
-        if (count > detail::kCompareAll) {
-            size_t above = 0;
-            for (size_t i = 0; i < count; ++i) above += (keys_[i] & mask) > floor;
-            if (above < k && k < count) return {floor, k - above};
-        }
-        return find_cut(k);
+        if (count <= k) return {0, 0};
+        size_t above = 0;
+        for (size_t i = 0; i < count; ++i) above += (keys_[i] & mask) > floor;
+        return above < k ? Cut<Key>{floor, k - above} : find_cut(k);
     }
 
     static Cut<Key> cut_of(const Key* keys, size_t count, size_t k, Buffer<Key>& spare) {
@@ -99,14 +97,27 @@ class Survivors {
         return {kth, k - above};
     }
 
-    // Writes the entries that the cut picks, in order and at most `room`, and subtracts the ties
-    // among them from the cut's. Returns how many were written.
+    // Counts the entries that the cut picks, and subtracts the ties among them from the cut's.
+    size_t count_picked(Cut<Key>& cut) const {
+        if (cut.kth == 0) return count;
+        size_t above = 0, ties = 0;
+        for (size_t i = 0; i < count; ++i) above += (keys_[i] & mask) > cut.kth;
+        for (size_t i = 0; i < count; ++i) ties += (keys_[i] & mask) == cut.kth;
+        ties = std::min(ties, cut.ties);
+        cut.ties -= ties;
+        return above + ties;
+    }
+
+    // Writes the entries that the cut picks, in order and at most `room`. Returns how many.
     template <class Index>
-    size_t write(Cut<Key>& cut, Index* indices, Storage* values, size_t room) const {
-        return pick(cut, room, [&](size_t from, size_t to) {
+    size_t write(Cut<Key> cut, Index* indices, Storage* values, size_t room) const {
+        const auto move = [&](size_t from, size_t to) {
             indices[to] = Index(begin + positions_[from]);
             values[to] = Storage(keys_[from]);
-        });
+        };
+        if (cut.kth > 0) return pick(cut, room, move);
+        for (size_t i = 0; i < count; ++i) move(i, i);
+        return count;
     }
 
   private:

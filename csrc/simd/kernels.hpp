@@ -37,18 +37,42 @@ using FirstLargest = size_t (*)(const Storage* x, size_t n);
 
 // Puts the min(k, nnz) largest magnitudes of x[0, n), 1 <= k <= kFew, into the sink, in order, and
 // returns how many. If more than kGroups entries are candidates, puts all that reach `floor` > 0
-// there instead: more than k, and at most n, so the sink must have room for n.
+// there instead: more than k, and at most n; ties with it only as far as they may be among the k
+// largest. The sink must have room for 2n entries.
 template <class Storage>
 using FewLargest = size_t (*)(const Storage* x, size_t n, size_t k,
                               Sink<typename Bits<Storage>::Key> sink,
                               typename Bits<Storage>::Key* floor);
 
-// Like Compact over scratch = memory + gradient, which it writes. Raises `largest` to the largest
-// magnitude. `stream` asks for stores that bypass the cache.
+// scratch = memory + addend, where addend = scale·gradient + momentum·velocity. The gradient comes
+// apart, because its type may be another.
+template <class Float>
+struct Addition {
+    const Float* memory;
+    Float* scratch;
+    Float scale;
+    Float momentum;
+    const Float* velocity;  // or null
+    Float* entering;        // where the addend goes, or null
+    bool stream;            // whether stores to scratch should bypass the cache
+
+    bool corrected() const { return scale != 1 || velocity || entering; }
+
+    Addition from(size_t i) const {
+        Addition rest = *this;
+        rest.memory += i;
+        rest.scratch += i;
+        if (velocity) rest.velocity += i;
+        if (entering) rest.entering += i;
+        return rest;
+    }
+};
+
+// Like Compact over the sum of n entries, which it writes. Raises `largest` to the largest
+// magnitude.
 template <class Float, class Key>
-using Accumulate = size_t (*)(const Float* memory, const Float* gradient, Float* scratch, size_t n,
-                              uint32_t base, Key threshold, Sink<Key> sink, Key* largest,
-                              bool stream);
+using Accumulate = size_t (*)(const Addition<Float>& addition, const Float* gradient, size_t n,
+                              uint32_t base, Key threshold, Sink<Key> sink, Key* largest);
 
 // Quantises x[0, n) with one scale: codes[i] is the sign bit, then the level. Random number i is
 // number `offset + i` of the sequence that `seed` names. Returns the scale.

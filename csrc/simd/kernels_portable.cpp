@@ -1,3 +1,4 @@
+#include "accumulate_pass.hpp"
 #include "passes.hpp"
 #include "quantize_pass.hpp"
 #include "vectors_portable.hpp"

@@ -1,8 +1,8 @@
 // The passes, written once over the vector types that each instruction set provides.
 //
 // A vector type has `lanes`, `load`, `reaching` (a mask of lanes), `any`, `emit` (append the masked
-// lanes to a sink), `larger` and `keep_larger` (running maxima of each lane), and for floats `add`,
-// `store`, `stream`; optionally `load_first`, which reads less than a whole register.
+// lanes to a sink), `larger` and `keep_larger` (running maxima of each lane); optionally
+// `load_first`, which reads less than a whole register.
 #pragma once
 
 #include <cstddef>
@@ -34,6 +34,7 @@ struct Passes {
     using Key = typename Vector::Key;
     static constexpr size_t lanes = Vector::lanes;
     static constexpr size_t group = 4 * lanes;
+    static constexpr size_t span = 2 * kGroups;  // entries that share maxima
 
     static size_t compact(const Storage* x, size_t n, uint32_t base, Key threshold,
                           Sink<Key> sink) {
@@ -75,33 +76,88 @@ struct Passes {
     }
 
     // Entry i belongs to group i % kGroups. At least k entries reach the k-th largest of the
-    // groups' maxima, and few more do unless they tie or are concentrated in few groups.
+    // groups' maxima, and few more do unless they are concentrated in few groups.
     static size_t few_largest(const Storage* x, size_t n, size_t k, Sink<Key> sink, Key* floor) {
-        Key most[kGroups], ranks[kGroups];
-        maxima(x, n, most);
-        rank(most, ranks);
-        Key kth = 0;
-        for (size_t i = 0; i < kGroups; ++i) kth |= most[i] & (Key{0} - Key(ranks[i] == k - 1));
-        *floor = kth > 0 ? kth : 1;
-        const size_t found = compact(x, n, 0, *floor, sink);
-        return found > kGroups ? found : keep_largest(found, k, sink);
+        Key* maxima = sink.keys + n + kSlack;  // behind all that may survive
+        Key most[kGroups];
+        find_maxima(x, n, maxima, most);
+        *floor = kth_of_groups(most, k);
+        const size_t found = compact_spans(x, n, k, maxima, *floor, sink);
+        return found <= k || found > kGroups ? found : keep_largest(found, k, sink);
     }
 
-    static void maxima(const Storage* x, size_t n, Key (&most)[kGroups]) {
-        typename Vector::Register largest[kGroups / lanes];
-        for (auto& each : largest) each = Vector::broadcast(0);
+    // Finds the largest magnitude of each group, in all of x and in each whole span.
+    static void find_maxima(const Storage* x, size_t n, Key* of_spans, Key (&of_all)[kGroups]) {
+        typename Vector::Register most[kGroups / lanes];
+        for (auto& each : most) each = Vector::broadcast(0);
         size_t i = 0;
-        for (; i + kGroups <= n; i += kGroups) {
+        for (; i + span <= n; i += span, of_spans += kGroups) {
             for (size_t j = 0; j < kGroups / lanes; ++j) {
-                largest[j] = Vector::load(x + i + j * lanes).larger(largest[j]);
+                const Storage* at = x + i + j * lanes;
+                auto largest = Vector::load(at).magnitude();
+                for (size_t next = kGroups; next < span; next += kGroups) {
+                    largest = Vector::load(at + next).larger(largest);
+                }
+                std::memcpy(of_spans + j * lanes, &largest, sizeof largest);
+                most[j] = Vector{largest}.larger(most[j]);
             }
         }
-        for (size_t j = 0; i < n; ++j, i += lanes) {
+        for (size_t j = 0; i < n; j = (j + 1) % (kGroups / lanes), i += lanes) {
             const bool whole = i + lanes <= n;
             const Vector v = whole ? Vector::load(x + i) : load_partial<Vector>(x + i, n - i);
-            largest[j] = v.larger(largest[j]);
+            most[j] = v.larger(most[j]);
         }
-        std::memcpy(most, largest, sizeof most);
+        std::memcpy(of_all, most, sizeof most);
+    }
+
+    // Returns the k-th largest, at least 1: the smallest that fewer than k exceed.
+    static Key kth_of_groups(const Key (&magnitudes)[kGroups], size_t k) {
+        using Signed = std::make_signed_t<Key>;
+        using Lanes [[gnu::vector_size(lanes * sizeof(Key))]] = Signed;
+        Lanes least = Lanes{} + Signed(Bits<Storage>::magnitude);  // of those that few exceed
+        for (size_t first = 0; first < kGroups; first += lanes) {
+            Lanes own, above = {};
+            std::memcpy(&own, magnitudes + first, sizeof own);
+            for (size_t other = 0; other < kGroups; ++other) {
+                above -= Lanes{} + Signed(magnitudes[other]) > own;  // a true lane is -1
+            }
+            own = above < Signed(k) ? own : least;
+            least = own < least ? own : least;
+        }
+        Key kth = Key(least[0]);
+        for (size_t lane = 1; lane < lanes; ++lane) {
+            kth = Key(least[lane]) < kth ? Key(least[lane]) : kth;
+        }
+        return kth > 0 ? kth : 1;
+    }
+
+    // Like compact, but reads only spans whose maxima reach `floor`. After k entries it takes only
+    // those that exceed it, because a later tie is never among the k largest.
+    static size_t compact_spans(const Storage* x, size_t n, size_t k, const Key* maxima, Key floor,
+                                Sink<Key> sink) {
+        auto limit = Vector::limit(floor);
+        size_t found = 0;
+        size_t i = 0;
+        for (; i + span <= n; i += span, maxima += kGroups) {
+            if (!any_reaches(maxima, limit)) continue;
+            for (size_t at = i; at < i + span; at += lanes) {
+                found += emit_one(Vector::load(x + at), limit, uint32_t(at), sink, found);
+            }
+            if (found >= k) limit = Vector::limit(floor + 1);
+        }
+        const Sink<Key> tail{sink.keys + found, sink.positions + found};
+        return found + compact(x + i, n - i, uint32_t(i), floor + (found >= k), tail);
+    }
+
+    template <class Limit>
+    static bool any_reaches(const Key* magnitudes, Limit limit) {
+        typename Vector::Mask reached = {};
+        for (size_t j = 0; j < kGroups; j += lanes) {
+            Vector v;
+            std::memcpy(&v.bits, magnitudes + j, sizeof v.bits);
+            reached |= v.reaching(limit);
+        }
+        return Vector::any(reached, reached, reached, reached);
     }
 
     // Counts the entries that come before each: larger ones, and earlier ones that tie.
@@ -165,69 +221,6 @@ struct Passes {
     template <class Limit>
     static size_t emit_one(Vector v, Limit limit, uint32_t base, Sink<Key> sink, size_t found) {
         return v.emit(v.reaching(limit), base, sink.keys + found, sink.positions + found);
-    }
-};
-
-template <class Vector>
-struct FloatPasses : Passes<Vector> {
-    using Float = typename Vector::Float;
-    using typename Passes<Vector>::Key;
-    using Passes<Vector>::lanes;
-    using Passes<Vector>::group;
-
-    static size_t accumulate(const Float* memory, const Float* gradient, Float* scratch, size_t n,
-                             uint32_t base, Key threshold, Sink<Key> sink, Key* largest,
-                             bool stream) {
-        // Streaming stores need aligned addresses, so a partial step handles the first entries.
-        const size_t misaligned = reinterpret_cast<uintptr_t>(scratch) / sizeof(Float) % lanes;
-        stream = stream && reinterpret_cast<uintptr_t>(scratch) % sizeof(Float) == 0;
-        const size_t lead = stream && misaligned ? lanes - misaligned : 0;
-        if (lead >= n) stream = false;
-        return stream
-                   ? run<true>(memory, gradient, scratch, n, lead, base, threshold, sink, largest)
-                   : run<false>(memory, gradient, scratch, n, 0, base, threshold, sink, largest);
-    }
-
-  private:
-    template <bool kStream>
-    static size_t run(const Float* memory, const Float* gradient, Float* scratch, size_t n,
-                      size_t lead, uint32_t base, Key threshold, Sink<Key> sink, Key* largest) {
-        const auto limit = Vector::limit(threshold);
-        auto most = Vector::broadcast(*largest);
-        size_t found = 0;
-        size_t i = lead;
-        if (lead) {
-            found += partial(memory, gradient, scratch, lead, base, limit, sink, found, most);
-        }
-        for (; i + group <= n; i += group) {
-            Vector v[4];
-            for (size_t j = 0; j < 4; ++j) {
-                const size_t at = i + j * lanes;
-                v[j] =
-                    Vector::add(Vector::load_float(memory + at), Vector::load_float(gradient + at));
-                kStream ? v[j].stream(scratch + at) : v[j].store(scratch + at);
-                most = v[j].larger(most);
-            }
-            found += Passes<Vector>::emit_group(v, limit, base + uint32_t(i), sink, found);
-        }
-        for (; i < n; i += lanes) {
-            const size_t rest = n - i < lanes ? n - i : lanes;
-            found += partial(memory + i, gradient + i, scratch + i, rest, base + uint32_t(i), limit,
-                             sink, found, most);
-        }
-        if (kStream) Vector::fence();
-        *largest = Vector::largest_lane(most);
-        return found;
-    }
-
-    template <class Limit>
-    static size_t partial(const Float* memory, const Float* gradient, Float* scratch, size_t n,
-                          uint32_t base, Limit limit, Sink<Key> sink, size_t found, Limit& most) {
-        Float sum[lanes] = {};
-        for (size_t i = 0; i < n; ++i) scratch[i] = sum[i] = memory[i] + gradient[i];
-        const Vector v = Vector::load_float(sum);
-        most = v.larger(most);
-        return Passes<Vector>::emit_one(v, limit, base, sink, found);
     }
 };
 

@@ -116,6 +116,10 @@ struct Vector32 : Avx2Words<uint32_t> {
         const __m256 sum = _mm256_add_ps(_mm256_castsi256_ps(a.bits), _mm256_castsi256_ps(b.bits));
         return {{_mm256_castps_si256(sum)}};
     }
+    static Vector32 multiply(Vector32 a, float b) {
+        const __m256 product = _mm256_mul_ps(_mm256_castsi256_ps(a.bits), _mm256_set1_ps(b));
+        return {{_mm256_castps_si256(product)}};
+    }
     void store(float* x) const { _mm256_storeu_ps(x, _mm256_castsi256_ps(bits)); }
     void stream(float* x) const { _mm256_stream_ps(x, _mm256_castsi256_ps(bits)); }
     static void fence() { _mm_sfence(); }
@@ -159,6 +163,10 @@ struct Vector64 {
     static Vector64 add(Vector64 a, Vector64 b) {
         const __m256d sum = _mm256_add_pd(_mm256_castsi256_pd(a.bits), _mm256_castsi256_pd(b.bits));
         return {_mm256_castpd_si256(sum)};
+    }
+    static Vector64 multiply(Vector64 a, double b) {
+        const __m256d product = _mm256_mul_pd(_mm256_castsi256_pd(a.bits), _mm256_set1_pd(b));
+        return {_mm256_castpd_si256(product)};
     }
     void store(double* x) const { _mm256_storeu_pd(x, _mm256_castsi256_pd(bits)); }
     void stream(double* x) const { _mm256_stream_pd(x, _mm256_castsi256_pd(bits)); }

@@ -72,6 +72,10 @@ struct Vector32 : Avx512Words<uint32_t> {
         const __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(a.bits), _mm512_castsi512_ps(b.bits));
         return {{_mm512_castps_si512(sum)}};
     }
+    static Vector32 multiply(Vector32 a, float b) {
+        const __m512 product = _mm512_mul_ps(_mm512_castsi512_ps(a.bits), _mm512_set1_ps(b));
+        return {{_mm512_castps_si512(product)}};
+    }
     void store(float* x) const { _mm512_storeu_si512(x, bits); }
     void stream(float* x) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(x), bits); }
     static void fence() { _mm_sfence(); }
@@ -112,6 +116,10 @@ struct Vector64 {
     static Vector64 add(Vector64 a, Vector64 b) {
         const __m512d sum = _mm512_add_pd(_mm512_castsi512_pd(a.bits), _mm512_castsi512_pd(b.bits));
         return {_mm512_castpd_si512(sum)};
+    }
+    static Vector64 multiply(Vector64 a, double b) {
+        const __m512d product = _mm512_mul_pd(_mm512_castsi512_pd(a.bits), _mm512_set1_pd(b));
+        return {_mm512_castpd_si512(product)};
     }
     void store(double* x) const { _mm512_storeu_si512(x, bits); }
     void stream(double* x) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(x), bits); }

@@ -60,6 +60,9 @@ struct PortableVector {
     static PortableVector add(PortableVector a, PortableVector b) {
         return {Register(Floats(a.bits) + Floats(b.bits))};
     }
+    static PortableVector multiply(PortableVector a, Float b) {
+        return {Register(Floats(a.bits) * b)};
+    }
     void store(Float* x) const { std::memcpy(x, &bits, sizeof bits); }
     void stream(Float* x) const { store(x); }
     static void fence() {}

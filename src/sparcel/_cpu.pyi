@@ -23,9 +23,20 @@ def kept_bytes() -> int:
 
 def topk(x: Tensor, k: int, chunk: int, threads: int) -> tuple[Tensor, Tensor]: ...
 def accumulate_topk(
-    memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int, threads: int
+    memory: Tensor,
+    gradient: Tensor,
+    scratch: Tensor,
+    scale: float,
+    momentum: float,
+    velocity: Tensor | None,
+    entering: Tensor | None,
+    clear: bool,
+    k: int,
+    chunk: int,
+    threads: int,
 ) -> tuple[Tensor, Tensor, bool]: ...
 def threshold_select(x: Tensor, threshold: Tensor, threads: int) -> tuple[Tensor, Tensor]: ...
+def norm(x: Tensor, threads: int) -> float: ...
 def magnitude_histogram(
     x: Tensor, shift: int, bins: int, prefix: int | None, threads: int
 ) -> Tensor: ...

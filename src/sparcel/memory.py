@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class Memory:
         step: int,
         ranks: int,
         withheld: Sequence[Range] = (),
+        clear: bool = False,
     ) -> SparseStream:
         """Take the selectors' choice out of residual + gradient, and leave the rest in scratch.
 
@@ -88,6 +89,8 @@ class Memory:
             How many steps have committed; how many ranks there are.
         withheld
             Ranges of which nothing is taken and nothing changes; the gradient is zero there.
+        clear
+            Whether the gradient is set to zero as it is read.
 
         Returns
         -------
@@ -99,29 +102,23 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        with self._entered(gradient, ranks, withheld) as (before, entering, scratch):
+        with self._entered(gradient, ranks, withheld, clear) as addition:
             streams = [
-                share.selector.take(
-                    before[share.start : share.stop],
-                    entering[share.start : share.stop],
-                    scratch[share.start : share.stop],
-                    share.k,
-                    step,
-                )
+                share.selector.take(addition.part(share.start, share.stop), share.k, step)
                 for share in shares
             ]
         return _joined(streams, shares, gradient.numel())
 
     def accumulate(
-        self, gradient: Tensor, ranks: int, withheld: Sequence[Range] = ()
+        self, gradient: Tensor, ranks: int, withheld: Sequence[Range] = (), clear: bool = False
     ) -> SparseStream:
         """Leave all of residual + gradient in scratch, and return it as a dense stream.
 
         The stream shares the scratch's storage. `take` takes out what is sent of it.
         """
-        with self._entered(gradient, ranks, withheld) as (before, entering, scratch):
-            *_, finite = kernels.accumulate_topk(before, entering, scratch, 0)
-        return SparseStream.unchecked(None, scratch, scratch.numel(), finite)
+        with self._entered(gradient, ranks, withheld, clear) as addition:
+            *_, finite = kernels.accumulate_topk(addition, 0)
+        return SparseStream.unchecked(None, addition.scratch, gradient.numel(), finite)
 
     def take(self, indices: Tensor) -> Tensor:
         """Take these coordinates (``[nnz]``, unique) out of scratch and return their values."""
@@ -206,40 +203,41 @@ class Memory:
 
     @contextmanager
     def _entered(
-        self, gradient: Tensor, ranks: int, withheld: Sequence[Range]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the residual, what is added to it, and the scratch; withheld ranges are zero."""
+        self, gradient: Tensor, ranks: int, withheld: Sequence[Range], clear: bool
+    ) -> Iterator[kernels.Addition]:
+        """Yield the addition of what enters to the residual; withheld ranges are zero."""
         self.check(gradient)
         before = self.residual
         if before is None:
             before = gradient.new_zeros(gradient.numel(), dtype=wide_dtype(gradient.dtype))
-        if self._scratch is None or not _alike(self._scratch, before):
-            self._scratch = torch.empty_like(before)
         self._before = before
+        self._scratch = _like(before, self._scratch)
+        self._entering = _like(before, self._entering) if self.momentum else None
         self._withheld = withheld
-        entering = self._enter(gradient, before, ranks)
-        with emptied(before, self._withheld):
-            yield before, entering, self._scratch
+        with ExitStack() as emptied_ranges:
+            for part in (before, self.velocity):
+                if part is not None:
+                    emptied_ranges.enter_context(emptied(part, withheld))
+            yield kernels.Addition(
+                before,
+                gradient,
+                self._scratch,
+                scale=self._scale(gradient, ranks),
+                momentum=self.momentum,
+                velocity=self.velocity,
+                entering=self._entering,
+                clear=clear,
+            )
 
-    def _enter(self, gradient: Tensor, like: Tensor, ranks: int) -> Tensor:
-        """Return what is added to the residual: the gradient, clipped, or the velocity."""
-        if not self.momentum and self.clip is None:
-            return gradient
-        if self._entering is None or not _alike(self._entering, like):
-            self._entering = torch.empty_like(like)
-        entering = self._entering.copy_(gradient)
-        if self.clip is not None:
-            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-            limit = self.clip * math.sqrt(ranks)
-            if math.isinf(norm):  # no factor scales it down, so the step is void
-                entering.fill_(math.nan)
-            elif norm > limit:
-                entering.mul_(limit / norm)
-        if self.velocity is not None:
-            entering.add_(self.velocity, alpha=self.momentum)
-        for start, stop in self._withheld:
-            entering[start:stop] = 0
-        return entering
+    def _scale(self, gradient: Tensor, ranks: int) -> float:
+        """Return the factor that clips the gradient."""
+        if self.clip is None:
+            return 1.0
+        norm = kernels.norm(gradient)
+        if math.isinf(norm):  # no factor scales it down, so the step is void
+            return math.nan
+        limit = self.clip * math.sqrt(ranks)
+        return limit / norm if norm > limit else 1.0
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -283,5 +281,9 @@ def _saturate(sums: Tensor) -> None:
         sums.clamp_(-largest, largest)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+def _like(vector: Tensor, kept: Tensor | None) -> Tensor:
+    """Return ``kept`` if it is like a vector, else an uninitialised tensor that is."""
+    facts = vector.shape, vector.dtype, vector.device
+    if kept is not None and (kept.shape, kept.dtype, kept.device) == facts:
+        return kept
+    return torch.empty_like(vector)

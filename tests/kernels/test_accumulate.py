@@ -1,5 +1,7 @@
 """The fused accumulate, select and clear."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.kernels import reference
+from sparcel.kernels import Addition, reference
 from tests.kernels.paths import ISAS, KINDS, Case, cases, counts, isas, using
 from tests.strategies import FLOATS, same_bits
 
@@ -18,34 +20,69 @@ def poisoned(like: Tensor) -> Tensor:
     return torch.full_like(like, torch.nan)
 
 
-def check(memory: Tensor, gradient: Tensor, k: int, chunk: int | None) -> None:
+def copy_of(addition: Addition) -> Addition:
+    vectors = {name: part for name, part in vars(addition).items() if isinstance(part, Tensor)}
+    return replace(addition, **{name: part.clone() for name, part in vectors.items()})
+
+
+def check(addition: Addition, k: int, chunk: int | None) -> None:
     """Compare with the reference and with what must hold of any selection."""
-    scratch, expected_scratch = poisoned(memory), poisoned(memory)
-    before = memory.clone(), gradient.clone()
-    indices, values, finite = kernels.accumulate_topk(memory, gradient, scratch, k, chunk)
-    expected = reference.accumulate_topk(memory, gradient, expected_scratch, k, chunk)
-    assert finite is expected[2]
-    assert same_bits(memory, before[0])
-    assert same_bits(gradient, before[1])
+    before, expected = copy_of(addition), copy_of(addition)
+    indices, values, finite = kernels.accumulate_topk(addition, k, chunk)
+    expected_indices, expected_values, expected_finite = reference.accumulate_topk(
+        expected, k, chunk
+    )
+    assert finite is expected_finite
+    assert same_bits(addition.memory, before.memory)
+    if addition.velocity is not None:
+        assert same_bits(addition.velocity, before.velocity)
+    kept = torch.zeros_like(before.gradient) if addition.clear else before.gradient
+    assert same_bits(addition.gradient, kept)
     if not finite:
         return
-    assert same_bits(indices, expected[0])
-    assert same_bits(values, expected[1])
-    assert same_bits(scratch, expected_scratch)
-    kernels.scatter(scratch, indices, values)
-    assert torch.equal(scratch, memory + gradient.to(memory.dtype))
+    assert same_bits(indices, expected_indices)
+    assert same_bits(values, expected_values)
+    assert same_bits(addition.scratch, expected.scratch)
+    addend = before.gradient.to(before.memory.dtype) * addition.scale
+    if addition.velocity is not None:
+        addend += addition.velocity * addition.momentum
+    if addition.entering is not None:
+        assert same_bits(addition.entering, addend)
+    kernels.scatter(addition.scratch, indices, values)
+    assert torch.equal(addition.scratch, addition.memory + addend)
 
 
-@given(st.data(), isas, cases(WIDE), cases(), st.sampled_from([None, None, 1, 16, 100, 512, 5000]))
+@given(
+    st.data(),
+    isas,
+    cases(WIDE),
+    cases(),
+    st.sampled_from([None, None, 1, 16, 100, 512, 5000]),
+    st.sampled_from([1.0, 1.0, 1 / 3]),
+    st.sampled_from([None, 0.9]),
+    st.booleans(),
+)
 def test_accumulate_topk_is_the_reference(
-    data: st.DataObject, isa: str, memory: Case, gradient: Case, chunk: int | None
+    data: st.DataObject,
+    isa: str,
+    memory: Case,
+    gradient: Case,
+    chunk: int | None,
+    scale: float,
+    momentum: float | None,
+    clear: bool,
 ) -> None:
     m = memory.vector()
-    # The two vectors may have different alignments.
-    g = Case(gradient.kind, m.numel(), gradient.dtype, gradient.seed, gradient.misaligned).vector()
+    # The vectors may have different alignments.
+    g = replace(gradient, length=m.numel()).vector()
+    addition = Addition(m, g, poisoned(m), scale, clear=clear)
+    if momentum is not None:
+        velocity = replace(gradient, length=m.numel(), dtype=m.dtype, seed=100).vector()
+        entering = data.draw(st.sampled_from([poisoned(m), None]))
+        addition = replace(addition, momentum=momentum, velocity=velocity, entering=entering)
     k = data.draw(counts(chunk or m.numel()))
     with using(isa):
-        check(m, g, k, chunk)
+        check(addition, k, chunk)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -56,8 +93,18 @@ def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> N
     memory = Case(kind, 2_100_003, torch.float32, 1, misaligned=True).vector()
     gradient = Case("normal", 2_100_003, torch.float32, seed=2).vector()
     with using(isa, threads):
-        check(memory, gradient, 21_000, None)
-        check(memory, gradient.bfloat16(), 5, 512)
+        check(Addition(memory, gradient, poisoned(memory)), 21_000, None)
+        corrected = Addition(
+            memory,
+            gradient.bfloat16(),
+            poisoned(memory),
+            scale=0.3,
+            momentum=0.9,
+            velocity=gradient,
+            entering=poisoned(memory),
+            clear=True,
+        )
+        check(corrected, 5, 512)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -68,33 +115,37 @@ def test_non_finite_entry_is_found_at_any_position(
 ) -> None:
     length = 5003
     memory, gradient = torch.zeros(length), torch.zeros(length, dtype=dtype)
-    scratch = torch.empty(length)
+    addition = Addition(memory, gradient, torch.empty(length))
     with using(isa):
-        assert kernels.accumulate_topk(memory, gradient, scratch, 3, chunk)[2]
+        assert kernels.accumulate_topk(addition, 3, chunk)[2]
         for position in [*range(70), 4095, 4096, *range(4990, length)]:
             for bad in (torch.nan, torch.inf, -torch.inf):
                 gradient[position] = bad
-                assert not kernels.accumulate_topk(memory, gradient, scratch, 3, chunk)[2]
+                assert not kernels.accumulate_topk(addition, 3, chunk)[2]
             gradient[position] = 0
 
 
 def test_overflowing_sum_is_not_finite() -> None:
     huge = torch.full((9,), torch.finfo(torch.float32).max)
-    assert not kernels.accumulate_topk(huge, huge, torch.empty(9), 1)[2]
-    assert kernels.accumulate_topk(huge, torch.zeros(9), torch.empty(9), 1)[2]
+    assert not kernels.accumulate_topk(Addition(huge, huge, torch.empty(9)), 1)[2]
+    assert kernels.accumulate_topk(Addition(huge, torch.zeros(9), torch.empty(9)), 1)[2]
 
 
 def test_k_of_zero_still_adds() -> None:
     scratch = torch.full((3,), torch.nan)
-    indices, _, finite = kernels.accumulate_topk(torch.ones(3), torch.arange(3.0), scratch, 0)
+    addition = Addition(torch.ones(3), torch.arange(3.0), scratch)
+    indices, _, finite = kernels.accumulate_topk(addition, 0)
     assert finite
     assert indices.numel() == 0
     assert scratch.tolist() == [1, 2, 3]
 
 
-def test_lengths_and_dtypes_must_fit() -> None:
-    three, four = torch.ones(3), torch.ones(4)
+@pytest.mark.parametrize("name", ["gradient", "scratch", "velocity", "entering"])
+def test_lengths_and_dtypes_must_fit(name: str) -> None:
+    addition = Addition(torch.ones(3), torch.ones(3), torch.empty(3))
     with pytest.raises(ValueError, match="one length"):
-        kernels.accumulate_topk(three, four, torch.empty(3), 1)
-    with pytest.raises(ValueError, match="one dtype"):
-        kernels.accumulate_topk(three, three, torch.empty(3, dtype=torch.float64), 1)
+        kernels.accumulate_topk(replace(addition, **{name: torch.ones(4)}), 1)
+    if name != "gradient":
+        doubles = torch.ones(3, dtype=torch.float64)
+        with pytest.raises(ValueError, match="the dtype of memory"):
+            kernels.accumulate_topk(replace(addition, **{name: doubles}), 1)

@@ -91,7 +91,7 @@ def test_ranges_set_apart_are_left_out_and_keep_their_memory(name):
     apart = [(0, 9), (100, 131)]
 
     def on_rank(comm):
-        scheme, reference = SCHEMES[name](), SCHEMES[name]()
+        scheme, in_place, reference = SCHEMES[name](), SCHEMES[name](), SCHEMES[name]()
         for step in range(2):
             gradient = normal(comm.rank, step, 300)
             without = gradient.clone()
@@ -100,6 +100,8 @@ def test_ranges_set_apart_are_left_out_and_keep_their_memory(name):
             request = Request(apart=apart)
             update = scheme.step(gradient, comm, request=request)
             assert same_bits(gradient, normal(comm.rank, step, 300))
+            assert same_bits(in_place.step(gradient, comm, gradient[:], request), update)
+            assert same_bits(in_place.memory, scheme.memory)
             if not scheme.sent_whole:
                 assert same_bits(update, reference.step(without, comm))
                 assert same_bits(scheme.memory, reference.memory)

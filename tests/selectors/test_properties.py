@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.kernels import reference
+from sparcel.kernels import Addition, reference
 from sparcel.selectors import SELECTORS, Bucketed, Chunkwise, Selector, selector
 from tests.kernels.paths import KINDS, Case
 from tests.schemes.test_cost import Allocations
@@ -134,7 +134,7 @@ def test_taking_is_adding_selecting_and_clearing(
     memory = finite(x.to(wide))[torch.randperm(x.numel(), generator=generator)]
     scratch = torch.full_like(memory, torch.nan)
     kept = memory.clone(), gradient.clone()
-    taken = variant.fresh().take(memory, gradient, scratch, k, step)
+    taken = variant.fresh().take(Addition(memory, gradient, scratch), k, step)
     assert same_bits(memory, kept[0])
     assert same_bits(gradient, kept[1])
     total = memory + gradient.to(wide)
@@ -154,7 +154,7 @@ def test_taking_is_adding_selecting_and_clearing(
 def test_selection_of_a_non_finite_vector_is_void(name: str, bad: float) -> None:
     gradient, s = torch.randn(1000), selector(name)
     gradient[617] = bad
-    stream = s.take(torch.zeros(1000), gradient, torch.empty(1000), 20)
+    stream = s.take(Addition(torch.zeros(1000), gradient, torch.empty(1000)), 20)
     assert not stream.finite
     assert stream.nnz == 0
     assert s.state_dict() == s.fresh().state_dict()
@@ -177,7 +177,7 @@ def test_selection_allocates_nothing_as_large_as_the_vector(
     )
     with Allocations(size, [memory, scratch, gradient]) as allocations:
         for step in (0, 1):
-            s.take(memory, gradient, scratch, k, step)
+            s.take(Addition(memory, gradient, scratch), k, step)
             s.select(gradient, k, step)
     assert allocations.made == []
 

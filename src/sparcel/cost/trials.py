@@ -172,7 +172,8 @@ def _select(size: int, seed: int) -> Trial:
     memory, scratch = torch.zeros(size), torch.empty(size)
     gradient = torch.randn(size, generator=generator)
     k = -(-size // 1000)
-    return Trial(lambda: kernels.accumulate_topk(memory, gradient, scratch, k))
+    addition = kernels.Addition(memory, gradient, scratch)
+    return Trial(lambda: kernels.accumulate_topk(addition, k))
 
 
 def _merge(entries: int, streams: int, seed: int) -> Trial:

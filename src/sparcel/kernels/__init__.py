@@ -7,6 +7,7 @@ selected. `reference` defines each kernel in plain torch. Tensors on the CPU use
 kernels, tensors on other devices use the reference; callers choose nothing.
 """
 
+from sparcel.kernels.addition import Addition
 from sparcel.kernels.qsgd import dequantize, quantize
 from sparcel.kernels.reduce import (
     add_saturated,
@@ -20,6 +21,7 @@ from sparcel.kernels.reference import index_dtype, magnitude_bits
 from sparcel.kernels.select import (
     accumulate_topk,
     magnitude_histogram,
+    norm,
     threshold_select,
     topk,
     topk_chunked,
@@ -27,6 +29,7 @@ from sparcel.kernels.select import (
 from sparcel.kernels.sets import within, without
 
 __all__ = [
+    "Addition",
     "accumulate_topk",
     "add_saturated",
     "check_indices",
@@ -36,6 +39,7 @@ __all__ = [
     "magnitude_bits",
     "magnitude_histogram",
     "merge",
+    "norm",
     "quantize",
     "scatter",
     "scatter_reduce",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.kernels import reference
+from sparcel.kernels.addition import Addition
 from sparcel.ops import Op
 
 
@@ -23,11 +24,22 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulate_topk(
-    memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int | None = None
+    addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool]:
     """Add, select from the sum, and clear what was selected."""
-    threads = torch.get_num_threads()
-    return _cpu.accumulate_topk(memory, gradient.detach(), scratch, k, chunk or 0, threads)
+    return _cpu.accumulate_topk(
+        addition.memory,
+        addition.gradient.detach(),
+        addition.scratch,
+        addition.scale,
+        addition.momentum,
+        addition.velocity,
+        addition.entering,
+        addition.clear,
+        k,
+        chunk or 0,
+        torch.get_num_threads(),
+    )
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -35,6 +47,11 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     # torch rounds the threshold to the vector's dtype.
     limit = torch.tensor([threshold], dtype=x.dtype)
     return _cpu.threshold_select(x.detach(), limit, torch.get_num_threads())
+
+
+def norm(x: Tensor) -> float:
+    """Compute the Euclidean norm."""
+    return _cpu.norm(x.detach(), torch.get_num_threads())
 
 
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparcel.kernels.addition import Addition
 from sparcel.kernels.philox import uniform
 from sparcel.ops import Op
 
@@ -54,10 +55,18 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulate_topk(
-    memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int | None = None
+    addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool]:
     """Add, select from the sum, and clear what was selected."""
-    torch.add(memory, gradient.to(memory.dtype), out=scratch)
+    memory, scratch = addition.memory, addition.scratch
+    addend = addition.gradient.to(memory.dtype) * addition.scale
+    if addition.velocity is not None:
+        addend += addition.velocity * addition.momentum
+    torch.add(memory, addend, out=scratch)
+    if addition.entering is not None:
+        addition.entering.copy_(addend)
+    if addition.clear:
+        addition.gradient.zero_()
     finite = bool(torch.isfinite(scratch).all())
     indices, values = topk(scratch, k) if chunk is None else topk_chunked(scratch, k, chunk)
     scratch[indices.long()] = 0
@@ -69,6 +78,11 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     limit = magnitude_bits(torch.tensor([threshold], dtype=x.dtype, device=x.device))
     bits = magnitude_bits(x)
     return _gather(x, (bits >= limit) & (bits != 0))
+
+
+def norm(x: Tensor) -> float:
+    """Compute the Euclidean norm."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:

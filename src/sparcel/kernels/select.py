@@ -6,6 +6,7 @@ from torch import Tensor
 
 from sparcel.errors import InputError
 from sparcel.kernels import cpu, reference
+from sparcel.kernels.addition import Addition
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -54,21 +55,16 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulate_topk(
-    memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, chunk: int | None = None
+    addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool]:
-    """Add gradient and memory, select the largest magnitudes, and keep the rest in ``scratch``.
+    """Add, select the largest magnitudes of the sum, and keep the rest in the scratch.
 
-    One pass: ``scratch = memory + gradient``, with 0 where an entry was selected.
+    One pass over the vectors. The scratch is 0 where an entry was selected.
 
     Parameters
     ----------
-    memory
-        ``[n]``, float32 or float64; not changed.
-    gradient
-        ``[n]``, float16, bfloat16, float32 or float64; not changed. It is converted to the dtype of
-        ``memory`` before it is added.
-    scratch
-        ``[n]``, the dtype of ``memory``; overwritten. It must not overlap the other two.
+    addition
+        What to add, and where the sum goes.
     k
         How many to select, at least 0.
     chunk
@@ -77,14 +73,21 @@ def accumulate_topk(
     Returns
     -------
     indices, values
-        The selected entries; values in the dtype of ``memory``.
+        The selected entries; values in the dtype of the memory.
     finite
-        Whether all of ``memory + gradient`` was finite. If not, the selection and ``scratch`` are
-        meaningless.
+        Whether the whole sum was finite. If not, the selection and the scratch are meaningless.
     """
-    if memory.is_cpu:
-        return cpu.accumulate_topk(memory, gradient, scratch, k, chunk)
-    return reference.accumulate_topk(memory, gradient, scratch, k, chunk)
+    if addition.memory.is_cpu:
+        return cpu.accumulate_topk(addition, k, chunk)
+    return reference.accumulate_topk(addition, k, chunk)
+
+
+def norm(x: Tensor) -> float:
+    """Return the Euclidean norm of ``x`` (``[n]``, any float dtype), summed up in float64.
+
+    On the CPU it depends neither on the number of threads nor on the instruction set.
+    """
+    return cpu.norm(x) if x.is_cpu else reference.norm(x)
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

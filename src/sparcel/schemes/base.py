@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite, check_type
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
@@ -62,7 +63,8 @@ class Scheme(ABC):
         Parameters
         ----------
         gradient
-            ``[size]``, contiguous, any float dtype. Left as it was, unless it is also ``out``.
+            ``[size]``, contiguous, any float dtype. Left as it was, unless it is also ``out``: the
+            step then clears it as it reads it, so after an error it may hold anything.
         comm
             A sparcel communicator, a torch process group, an MPI communicator, or None for torch's
             default group; all its ranks call.
@@ -120,6 +122,8 @@ class Scheme(ABC):
         ranks' gradients are compared in the first step only, where an exchange alone would not.
         """
         request = request or Request()
+        if out is not None and out.data_ptr() == gradient.data_ptr():
+            out = gradient
 
         def job() -> SparseStream:
             if not self.steps:
@@ -139,7 +143,7 @@ class Scheme(ABC):
             average = _averaged(total, divisor, gradient.dtype, out)
             self.finite = average.finite
             if out is not None:
-                _write(average, out)
+                _write(average, out, cleared=out is gradient)
         return average
 
     @abstractmethod
@@ -149,7 +153,8 @@ class Scheme(ABC):
         """Exchange, and return a sum, the same on all ranks, with the divisor of the average.
 
         For schemes that are made of other schemes; `commit` follows as after `begin`. The sum may
-        use ``scratch``, a tensor like ``gradient`` and perhaps the same, as its storage.
+        use ``scratch``, a tensor like ``gradient``, as its storage. If ``scratch`` is the gradient
+        itself and the sum is sparse, the gradient is zero afterwards.
         """
 
     def commit(self) -> None:
@@ -224,12 +229,18 @@ def _averaged(
     return average if finite else average.empty_like()
 
 
-def _write(average: SparseStream, update: Tensor) -> None:
-    """Write an average to ``update``, which a dense one shares already; NaN if not finite."""
+def _write(average: SparseStream, update: Tensor, cleared: bool) -> None:
+    """Write an average to ``update``, which a dense one shares already; NaN if not finite.
+
+    ``cleared`` tells that ``update`` is zero already, except where a dense average is written.
+    """
     if not average.finite:
         update.fill_(float("nan"))
     elif average.indices is not None:
-        average.to_dense(out=update)
+        if cleared:
+            kernels.scatter(update, average.indices, average.values)
+        else:
+            average.to_dense(out=update)
 
 
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:

@@ -92,6 +92,8 @@ class Hierarchical(Scheme):
             total, divisor = self.inner.reduce(shard, here.across, of_shard)
             with request.meter.communicating():
                 whole = _gather_shards(total, node, boundaries)
+        if scratch is gradient and whole.indices is not None:
+            gradient.zero_()
         return whole, divisor
 
     def commit(self) -> None:

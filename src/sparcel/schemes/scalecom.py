@@ -53,11 +53,13 @@ class ScaleCom(Sparsifier):
         """See `Sparsifier.filter_at`."""
         return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0
 
-    def _take(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
+    def _take(
+        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
+    ) -> SparseStream:
         """Select, on the leader; the others only learn in the exchange what to take."""
         if comm.rank == self._leader(comm):
-            return super()._take(gradient, comm, request)
-        return self._memory.accumulate(gradient, request.divisor(comm), request.withheld)
+            return super()._take(gradient, comm, request, clear)
+        return self._memory.accumulate(gradient, request.divisor(comm), request.withheld, clear)
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         mine, leader = selection.stream, self._leader(wire)
@@ -92,7 +94,7 @@ def _indices_due(like: SparseStream, most: int) -> Due:
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `ScaleCom` that rank 0 leads."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
-    yield Work("add", problem.size, times=3)  # a copy, an addition, and a check for NaN and Inf
+    yield Work("add", problem.size, times=2)  # reads two vectors and writes a third
     yield Work("largest", k, 1 / ranks)
     yield Work("small", SMALL)
     indices = problem.format.expected_bytes(k, problem.size, 0)

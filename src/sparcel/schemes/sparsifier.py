@@ -123,9 +123,16 @@ class Sparsifier(Scheme):
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
-        add = self._sum_all if self._sends_all(request.layers) else self._sum_selected
+        clear = scratch is gradient
         with emptied(gradient, request.apart):
-            return add(gradient, comm, request), request.divisor(comm)
+            if self._sends_all(request.layers):
+                total = self._sum_all(gradient, comm, request)
+            else:
+                total = self._sum_selected(gradient, comm, request, clear)
+        if clear:
+            for start, stop in request.apart:
+                gradient[start:stop] = 0
+        return total, request.divisor(comm)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -174,14 +181,16 @@ class Sparsifier(Scheme):
         self._memory.take_all()
         return total
 
-    def _sum_selected(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
+    def _sum_selected(
+        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
+    ) -> SparseStream:
         """Take a selection out of memory + gradient, exchange it, and return the sum over ranks."""
         meter = request.meter
         self._shares = self._divided(gradient.numel(), request.layers)
         k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
         meter.asked += k
         with meter.selecting():
-            taken = self._take(gradient, comm, request)
+            taken = self._take(gradient, comm, request, clear)
         with meter.communicating():
             outcome = self._exchange(Selection(taken, k, most), Wire(comm, request.format))
         meter.selected += outcome.sent.nnz
@@ -195,10 +204,13 @@ class Sparsifier(Scheme):
             self._memory.forget_velocity(applied)
         return outcome.total
 
-    def _take(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
+    def _take(
+        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
+    ) -> SparseStream:
         """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
-        divisor = request.divisor(comm)
-        return self._memory.select(gradient, self._shares, self.steps, divisor, request.withheld)
+        return self._memory.select(
+            gradient, self._shares, self.steps, request.divisor(comm), request.withheld, clear
+        )
 
     @abstractmethod
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:

@@ -45,30 +45,23 @@ class Selector(ABC):
         """Return the most coordinates that `select` can return, whatever the vector holds."""
         return min(k, size)
 
-    def take(
-        self, memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, step: int = 0
-    ) -> SparseStream:
-        """Select from memory + gradient, and leave the rest of the sum in ``scratch``.
+    def take(self, addition: kernels.Addition, k: int, step: int = 0) -> SparseStream:
+        """Add, select from the sum, and leave the rest of it in the scratch.
 
         Parameters
         ----------
-        memory
-            ``[size]``, float32 or float64; left as it was.
-        gradient
-            ``[size]``, any float dtype, converted to that of ``memory`` first; left as it was.
-        scratch
-            ``[size]``, the dtype of ``memory``, overwritten: memory + gradient, and 0 where an
-            entry was selected.
+        addition
+            The vectors ``[size]``. The scratch gets their sum, and 0 where an entry was selected.
         k, step
             As for `select`.
 
         Returns
         -------
         SparseStream
-            Not finite, and empty, where memory + gradient is not finite; ``scratch`` then means
-            nothing.
+            Not finite, and empty, where the sum is not finite; the scratch then means nothing.
         """
-        *_, finite = kernels.accumulate_topk(memory, gradient, scratch, 0)
+        scratch = addition.scratch
+        *_, finite = kernels.accumulate_topk(addition, 0)
         if not finite:
             dtype = kernels.index_dtype(scratch.numel())
             nothing = torch.empty(0, dtype=dtype, device=scratch.device)

@@ -39,12 +39,10 @@ class Ranked(Selector):
             return stream_of(*kernels.topk(x, count), x)
         return stream_of(*kernels.topk_chunked(x, count, chunk), x)
 
-    def take(
-        self, memory: Tensor, gradient: Tensor, scratch: Tensor, k: int, step: int = 0
-    ) -> SparseStream:
+    def take(self, addition: kernels.Addition, k: int, step: int = 0) -> SparseStream:
         """Add, select and clear in one pass."""
-        count, chunk = self.rule(k, memory.numel())
-        indices, values, finite = kernels.accumulate_topk(memory, gradient, scratch, count, chunk)
+        count, chunk = self.rule(k, addition.memory.numel())
+        indices, values, finite = kernels.accumulate_topk(addition, count, chunk)
         if not finite:
             indices, values = indices[:0], values[:0]
-        return stream_of(indices, values, scratch, finite)
+        return stream_of(indices, values, addition.scratch, finite)
