@@ -243,7 +243,7 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
         yield Exchange("rotate", sends, (slices[place],) * (here - 1), inside=True)
         yield Work("add", own, times=here - 1)
     across = Problem(
-        own,
+        max(1, own),  # a problem needs a coordinate; an empty shard costs no more
         max(1, min(own, ceil(problem.k / here))),
         nodes,
         itemsize=problem.itemsize,
