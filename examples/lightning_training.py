@@ -1,4 +1,4 @@
-"""Train with Lightning: a callback attaches sparcel, saves its memory and loads it again.
+"""Train with Lightning: a callback attaches sparcel, logs what it costs, and keeps its memory.
 
 torchrun --standalone --nproc-per-node 2 examples/lightning_training.py checkpoints
 
@@ -10,6 +10,7 @@ import sys
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +29,9 @@ class Sparcel(lightning.Callback):
         self.handle = sparcel.attach(trainer.strategy.model, self.scheme, **self.settings)
         if self.loaded is not None:
             self.handle.load_state_dict(self.loaded)
+
+    def on_train_batch_end(self, trainer, pl_module, *batch):
+        pl_module.log_dict(self.handle.stats().as_dict())  # the compression ratio among others
 
     def state_dict(self):  # all ranks call; rank 0 saves
         return self.handle.full_state_dict() if self.handle else {}
@@ -64,7 +68,8 @@ trainer = lightning.Trainer(
     strategy=DDPStrategy(process_group_backend="gloo"),
     callbacks=[exchange, ModelCheckpoint(sys.argv[1], save_top_k=-1)],
     enable_progress_bar=False,
-    logger=False,
+    logger=CSVLogger(sys.argv[1]),
+    log_every_n_steps=5,
 )
 trainer.fit(
     model, DataLoader(data, batch_size=64), ckpt_path=sys.argv[2] if len(sys.argv) > 2 else None

@@ -71,7 +71,7 @@ def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs(
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
         "import sparcel.plan, sparcel.analysis, sparcel.lab, sparcel.bench, sparcel.demo\n"
-        "import sparcel.__main__\n"
+        "import sparcel.__main__; sparcel.__main__.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 1

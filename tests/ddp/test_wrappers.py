@@ -87,6 +87,7 @@ def with_python_reducer(module: nn.Module) -> nn.Module:
 
 
 ddp = DistributedDataParallel
+without_unused = partial(DistributedDataParallel, skip_all_reduce_unused_params=True)
 in_bf16 = partial(DistributedDataParallel, mixed_precision=_MixedPrecision(torch.bfloat16))
 INSTEAD = "wrap the plain module in DistributedDataParallel instead"
 
@@ -120,6 +121,7 @@ WRAPPED: dict[str, tuple[list[Wrap], str]] = {
     "DDP in DataParallel": ([ddp, nn.DataParallel], "wrapped by DataParallel"),
     "optimisers in the backward pass": ([in_backward, ddp], "call its step() after backward()"),
     "mixed precision of DDP": ([in_bf16], "DDP's mixed_precision"),
+    "skipped buckets": ([without_unused], "skip_all_reduce_unused_params leaves buckets out"),
     "Python reducer": ([with_python_reducer], "DDP's Python reducer"),
     "hook": (
         [ddp, hooked],

@@ -147,6 +147,7 @@ def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch
             cost = {name: value - before[name] for name, value in vars(comm.traffic).items()}
             before = vars(comm.traffic).copy()
             reference = comm.run(lambda: plain.begin(gradient, comm)).to_dense()  # noqa: B023
+            plain.commit()
             dense = {name: value - before[name] for name, value in vars(comm.traffic).items()}
             kept.append(None if scheme.memory is None else scheme.memory.clone())
             same = same_bits(update, reference)

@@ -21,7 +21,7 @@ _WORK = {  # seconds a call, seconds a unit
     "add": (5e-6, 0.3e-9),
     "encode": (15e-6, 0.15e-9),
     "decode": (15e-6, 0.5e-9),
-    "without": (50e-6, 40e-9),
+    "without": (20e-6, 5e-9),
     "histogram": (20e-6, 1e-9),
 }
 """Figures of one core of a server of about 2022. They are conservative, like all defaults."""

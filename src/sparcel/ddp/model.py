@@ -75,6 +75,11 @@ def _check_options(model: DistributedDataParallel) -> None:
             "the optimisers of _apply_optimizer_in_backward need DDP's own exchange; make an"
             " optimiser without it, and call its step() after backward()"
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise InputError(
+            "skip_all_reduce_unused_params leaves buckets out, and sparcel waits for all of them;"
+            " wrap the model without it"
+        )
     if model.mixed_precision is not None:
         raise InputError(
             "DDP's mixed_precision casts gradients itself; use torch.autocast instead, which"
