@@ -54,11 +54,16 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
 
 def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -> float | None:
     """Return the predicted seconds of the row ``name``, or None without a prediction."""
-    steps = None if rates is None else _steps(name, rates)
+    steps = None if rates is None else steps_for(name, rates)
     if steps is None:
         return None
+    return predict(steps, problem_of(name, case, ranks_per_node), rates).seconds
+
+
+def problem_of(name: str, case: Case, ranks_per_node: int) -> Problem:
+    """Return the problem that the row ``name`` of a case solves."""
     dense = name in DENSE
-    problem = Problem(
+    return Problem(
         size=case.size,
         k=case.size if dense else case.k,
         ranks=case.ranks,
@@ -66,10 +71,9 @@ def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -
         spread=None if dense else _spread(case),
         clusters=CLUSTERS if case.distribution == "clustered" else 0,
     )
-    return predict(steps, problem, rates).seconds
 
 
-def _steps(name: str, rates: Rates) -> Steps | None:
+def steps_for(name: str, rates: Rates) -> Steps | None:
     """Return the steps of the row ``name``, or None if they are not known."""
     if name in DENSE:
         return engine_steps(DENSE[name].itemsize)
