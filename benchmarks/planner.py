@@ -34,10 +34,10 @@ from sparcel.bench.baselines import Contender
 from sparcel.bench.contenders import STEP, contender, names
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.bench.inputs import Case
-from sparcel.bench.predicted import predicted, problem_of
+from sparcel.bench.predicted import predicted, problem_of, steps_for
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
-from sparcel.cost import Problem, Rates, measure
+from sparcel.cost import Problem, Rates, measure, predict
 from sparcel.ops import MAX
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -102,8 +102,7 @@ def measure_all(settings: dict[str, Any], results: Path) -> None:
             run = [sys.executable, __file__, "rank", job, output]
             lab = ["lab", "run", "--mpi", *here, "--rate", network["rate"], "--", *run]
             begun = perf_counter()
-            command = [sys.executable, "-c", "from sparcel.cli import main; main()", *lab]
-            subprocess.run(list(map(str, command)), check=True)
+            subprocess.run([sys.executable, "-m", "sparcel", *map(str, lab)], check=True)
             print(f"{network['nodes']} nodes: {perf_counter() - begun:.0f} s", flush=True)
             found["networks"].append({**network, **json.loads(output.read_text())})
         results.write_text(json.dumps(found, indent=1) + "\n")
@@ -265,9 +264,6 @@ def judge(results: dict[str, Any], show: bool) -> dict[str, Any]:
 
 def _predicted(row: Row, rates: Rates) -> float:
     """Return the predicted seconds of a row."""
-    from sparcel.bench.predicted import steps_for
-    from sparcel.cost import predict
-
     steps = steps_for(row["row"], rates)
     assert steps is not None, "only rows with a prediction were measured"
     return predict(steps, Problem(**row["problem"]), rates).seconds
