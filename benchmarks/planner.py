@@ -197,11 +197,10 @@ def _rows(
         if made is None:
             continue
         seconds, wrong = _timed(made, comm)
-        assert not wrong, f"{name} returned {wrong} wrong coordinates"
         problem = problem_of(name, case, here)
         asked = {"size": problem.size, "k": problem.k, "ranks": problem.ranks}
         asked |= {"ranks_per_node": here, "spread": problem.spread, "clusters": problem.clusters}
-        rows.append({**drawn, "row": name, "seconds": seconds, "problem": asked})
+        rows.append({**drawn, "row": name, "seconds": seconds, "wrong": wrong, "problem": asked})
     return rows
 
 

@@ -53,7 +53,8 @@ for epoch in range(first, EPOCHS):
         accelerator.backward(cross_entropy(model(batch), labels))
         optimizer.step()
     accelerator.save_state(str(Path(sys.argv[1], str(epoch))))
-    accelerator.print(f"epoch {epoch}: {handle.stats().compression:.1f} times fewer bytes than dense")
+    ratio = handle.stats().compression
+    accelerator.print(f"epoch {epoch}: {ratio:.1f} times fewer bytes than a dense exchange")
 
 weights = sum(p.double().sum() for p in model.parameters()).item()
 accuracy = (model(x).argmax(1) == y).double().mean().item()

@@ -59,3 +59,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that exists
         if not name.startswith("_") and find_spec(f"sparcel.{name}") is not None:
             return import_module(f"sparcel.{name}")
         raise AttributeError(f"module 'sparcel' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        """List the public names, also those not imported yet."""
+        return sorted({*globals(), *__all__})

@@ -144,3 +144,15 @@ def all_finite(values: Tensor) -> bool:
         return True
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def check_like(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise an `InputError` unless ``out`` is contiguous, of this shape, and of ``like``'s kind."""
+    check_type(out, Tensor, "out")
+    if (tuple(out.shape), out.dtype, out.device) != (shape, like.dtype, like.device):
+        raise InputError(
+            f"out must be {like.dtype} of shape {shape} on {like.device}, got {out.dtype} of shape"
+            f" {tuple(out.shape)} on {out.device}"
+        )
+    if not out.is_contiguous():
+        raise InputError(f"out must be contiguous, got strides {out.stride()}")

@@ -52,7 +52,7 @@ class SparcelWarning(UserWarning):
 def warn(message: str) -> None:
     """Give a `SparcelWarning` at the line that called sparcel."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("sparcel."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sparcel."):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, SparcelWarning, stacklevel=level)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel._checks import check_type, number
 from sparcel.errors import InputError
 from sparcel.ops import SUM
 from sparcel.stream import SparseStream
@@ -39,11 +40,10 @@ class SGD(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
-        if not lr >= 0:
-            raise InputError(f"lr must be at least 0, got {lr}")
-        if not 0 <= momentum < 1:
-            raise InputError(f"momentum must lie in [0, 1), got {momentum}")
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+        lr = number(lr, "lr", at_least=0)
+        super().__init__(
+            params, {"lr": lr, "momentum": number(momentum, "momentum", at_least=0, below=1)}
+        )
 
     @torch.no_grad()
     def step(self, updates: Iterable[SparseStream]) -> None:  # type: ignore[override]
@@ -64,12 +64,20 @@ class SGD(torch.optim.Optimizer):
         groups = [(p, group) for group in self.param_groups for p in group["params"]]
         updates = list(updates)
         expected = [p.numel() for p, _ in groups]
+        for update in updates:
+            check_type(update, SparseStream, "an update")
         found = [update.size * (update.width or 1) for update in updates]
         if found != expected:
             raise InputError(
                 f"step needs a stream for each parameter, of sizes {expected}, got {found};"
                 " stream.split(boundaries) cuts the stream of a flat vector into those"
             )
+        for (parameter, _), update in zip(groups, updates, strict=True):
+            if not parameter.is_contiguous() or parameter.device != update.device:
+                raise InputError(
+                    f"parameters must be contiguous and where their updates are, got strides"
+                    f" {parameter.stride()} on {parameter.device}, an update on {update.device}"
+                )
         if not all(update.finite for update in updates):
             return
         for (parameter, group), update in zip(groups, updates, strict=True):

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import check_type, check_values, checked_indices, number, whole_number
+from sparcel._checks import (
+    check_like,
+    check_type,
+    check_values,
+    checked_indices,
+    number,
+    whole_number,
+)
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
 
@@ -151,6 +158,8 @@ class SparseStream:
         not a copy.
         """
         number(fill, "fill")
+        if out is not None:
+            check_like(out, self.values, (self.size, *self.values.shape[1:]))
         if self.indices is None:
             return self.values if out is None else out.copy_(self.values)
         if out is None:

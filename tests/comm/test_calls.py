@@ -55,9 +55,10 @@ def test_calls_inside_calls_have_fingerprints_and_positions_of_their_own() -> No
     fingerprints, places = zip(*seen, strict=True)
     assert len(set(fingerprints)) == 2
     assert [place.position for place in places] == ["/1"] * 3 + ["/2"] * 3
-    histories = ["outer()\n", "outer()\n inner()\n", "outer()\n inner()\n inner()\n"]
+    # The arguments of calls on a split communicator may differ between the ranks of the whole.
+    histories = ["outer()\n", "outer()\n inner()\n", "outer()\n inner()\n"]
     assert [place.history for place in places] == 2 * histories
-    assert places[2].texts == "outer()\ninner()"
+    assert places[1].texts == "outer()\ninner()"
 
 
 @pytest.mark.parametrize(

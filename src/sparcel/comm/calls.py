@@ -46,9 +46,13 @@ class Place(NamedTuple):
     outer
         How many outermost calls that communicator has seen.
     begun
-        The calls that have begun inside the last of them, itself included, with their depths.
+        The calls that have begun on that communicator since the last of them, itself included, with
+        their depths.
     under_way
-        The call and those around it, the outermost first.
+        The call and those around it on that communicator, the outermost first.
+
+    Calls on communicators that were split from it are left out: their arguments may differ between
+    its ranks, as the sizes of shards do. Their messages carry their fingerprints all the same.
     """
 
     label: str
@@ -93,23 +97,23 @@ class Calls:
 
     def within(self, call: Call, label: str, job: Callable[[], T]) -> T:
         """Run ``job`` inside ``call``; ``label`` tells its communicator from others."""
-        around, fingerprint, last = self._under_way, self.fingerprint, self.place
-        self._under_way = (*around, call)
+        around, fingerprint = self._under_way, self.fingerprint
         self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << 32)
-        begun = (len(around), call)
-        if around:
-            assert last is not None, "the outer call set it"
-            self.place = Place(last.label, last.outer, (*last.begun, begun), self._under_way)
-        else:
+        if not around:
             self._outer[label] += 1
-            self.place = Place(label, self._outer[label], (begun,), self._under_way)
+            self.place = Place(label, self._outer[label], ((0, call),), (call,))
+            self._under_way = (call,)
+        elif self.place is not None and label == self.place.label:
+            self._under_way = (*around, call)
+            begun = (*self.place.begun, (len(around), call))
+            self.place = Place(label, self.place.outer, begun, self._under_way)
         try:
             return job()
         finally:
             self._under_way, self.fingerprint = around, fingerprint
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)
 def call_of(
     function: Callable[..., object],
     facts: tuple[tuple[str, object], ...],

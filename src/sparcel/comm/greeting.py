@@ -48,9 +48,12 @@ def greet(connection: socket.socket, key: bytes, me: int, peer: int) -> Greeting
 
 
 def welcome(connection: socket.socket, key: bytes, me: int, due: Collection[int]) -> Greeting:
-    """Greet as rank ``me``, which was dialled; the peer must be one of the ranks that are due."""
+    """Greet as rank ``me``, which was dialled; the peer must be due, and above ``me``.
+
+    Each rank dials those below it.
+    """
     peer, theirs = _HELLO.unpack((yield from _receive(connection, _HELLO.size)))
-    if peer not in due:
+    if peer not in due or peer <= me:
         raise StrangerError(f"rank {peer} is not due")
     mine = os.urandom(_NONCE_BYTES)
     answer = _ANSWER.pack(mine, _proof(key, b"listens", peer, me, theirs, mine))

@@ -94,7 +94,7 @@ class _Meeting:
         while self._due:
             ready = self._selector.select(_left(deadline))
             if time.monotonic() >= deadline:
-                raise TimeoutError("timed out")
+                raise TimeoutError(f"timed out without ranks {sorted(self._due)} of the group")
             for connection in [entry.fileobj for entry, _ in ready]:
                 if connection is self.listener:
                     self._accept()

@@ -59,12 +59,15 @@ def accumulate_topk(
 ) -> tuple[Tensor, Tensor, bool]:
     """Add, select from the sum, and clear what was selected."""
     memory, scratch = addition.memory, addition.scratch
-    addend = addition.gradient.to(memory.dtype) * addition.scale
-    if addition.velocity is not None:
-        addend += addition.velocity * addition.momentum
-    torch.add(memory, addend, out=scratch)
+    scratch.copy_(addition.gradient)  # not converted inside of a sum, which would copy all of it
+    if addition.scale != 1:
+        scratch.mul_(addition.scale)
     if addition.entering is not None:
-        addition.entering.copy_(addend)
+        if addition.velocity is not None:
+            torch.mul(addition.velocity, addition.momentum, out=addition.entering)
+            scratch.add_(addition.entering)
+        addition.entering.copy_(scratch)
+    scratch.add_(memory)
     if addition.clear:
         addition.gradient.zero_()
     finite = bool(torch.isfinite(scratch).all())

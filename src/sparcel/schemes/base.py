@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, all_finite, check_type
+from sparcel._checks import FLOAT_DTYPES, all_finite, check_like, check_type
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.schemes.meter import profiled
@@ -101,8 +101,8 @@ class Scheme(ABC):
         -------
         SparseStream
             The coordinates that came back, in the gradient's dtype; sparse unless their sum became
-            dense. Empty and not ``finite`` if any rank's vector or the
-            average is not finite; the memory then stays as it was.
+            dense. Empty and not ``finite`` if any rank's vector or the average is not finite; the
+            memory then stays as it was.
         """
         ranks = resolve(comm)
         self._check(gradient)
@@ -122,8 +122,6 @@ class Scheme(ABC):
         ranks' gradients are compared in the first step only, where an exchange alone would not.
         """
         request = request or Request()
-        if out is not None and out.data_ptr() == gradient.data_ptr():
-            out = gradient
 
         def job() -> SparseStream:
             if not self.steps:
@@ -135,6 +133,8 @@ class Scheme(ABC):
     def _begin(
         self, gradient: Tensor, comm: Communicator, request: Request, out: Tensor | None
     ) -> SparseStream:
+        if out is not None and out.data_ptr() == gradient.data_ptr():
+            out = gradient  # so that it is cleared as it is read
         total, divisor = self.reduce(gradient, comm, request, out)
         coordinates = total.size if self.sent_whole else request.count(total.size)
         request.meter.coordinates += coordinates
@@ -248,11 +248,5 @@ def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.empty_like(gradient)
     check_type(out, Tensor, "out")
-    if (out.shape, out.dtype, out.device) != (gradient.shape, gradient.dtype, gradient.device):
-        raise InputError(
-            f"out must be like the gradient, {gradient.dtype} of shape {tuple(gradient.shape)} on"
-            f" {gradient.device}, got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
-        )
-    if not out.is_contiguous():
-        raise InputError(f"out must be contiguous, got strides {out.stride()}")
+    check_like(out, gradient, tuple(gradient.shape))
     return out

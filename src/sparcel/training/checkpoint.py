@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from sparcel.comm import Communicator
-from sparcel.errors import InputError
+from sparcel.errors import InputError, warn
 from sparcel.memory import wide_dtype
 from sparcel.training.layout import Layout, Place, fits
 from sparcel.training.residuals import Residuals
@@ -56,7 +55,7 @@ def gather(
     for name, tensor in remembered.items():
         for kind in residuals.kinds:
             part = residuals.of(name).get(kind)
-            own = _zeros(tensor)[:0] if part is None else part.clone()  # nothing stands for zeros
+            own = _nothing(tensor) if part is None else part.clone()  # nothing stands for zeros
             sends = {} if comm.rank == 0 else {0: own.view(torch.uint8)}
             at_most = tensor.numel() * own.element_size()
             arrived = comm.exchange(sends, dict.fromkeys(others, at_most))
@@ -104,10 +103,9 @@ def load(
         raise InputError(faults[0])
     if faults:
         more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
-        warnings.warn(
+        warn(
             f"the memory of {len(remembered) - len(loaded)} of {len(remembered)} tensors starts"
-            f" empty on rank {rank}: {'; '.join(faults[:_NAMED_FAULTS])}{more}",
-            stacklevel=3,
+            f" empty on rank {rank}, or without a part: {'; '.join(faults[:_NAMED_FAULTS])}{more}"
         )
     beta = float(state["filter"]) if "filter" in state else None
     residuals.load(loaded, int(state.get("steps", 0)), beta, _layout(state, remembered))
@@ -154,6 +152,10 @@ def _parsed(key: str) -> tuple[str, int, str]:
     entry = _ENTRY.fullmatch(key)
     assert entry is not None, "_fault refuses other keys"
     return _KINDS[entry[1]], int(entry[2]), entry[3]
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=wide_dtype(tensor.dtype), device=tensor.device)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

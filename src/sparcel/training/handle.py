@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.comm import Call, Communicator, TorchCommunicator
 from sparcel.cost import default_rates
 from sparcel.training import checkpoint
 from sparcel.training.policy import Treatment
@@ -170,7 +170,8 @@ class Handle:
             On all ranks, when one fails.
         """
         comm, remembered = self._comm, self._treatment.remembered
-        return comm.run(lambda: checkpoint.gather(self._residuals, remembered, comm))
+        call = Call.of("full_state_dict", {})
+        return comm.call(call, lambda: checkpoint.gather(self._residuals, remembered, comm))
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
@@ -185,8 +186,8 @@ class Handle:
             Tensors on any device. Those that ``torch.load(..., mmap=True)`` returns are read from
             the file when they are needed, which saves reading the entries of other ranks.
         strict
-            Whether entries that fit no tensor, and missing ones, are errors. If not, this rank's
-            memory of the tensors concerned starts empty, and a warning says so.
+            Whether entries that fit no tensor, and missing ones, are errors. If not, the memory
+            concerned starts empty, or without the parts that are missing, and a warning says so.
 
         Raises
         ------
@@ -206,7 +207,7 @@ class Handle:
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
-        self._comm.run(lambda: self._comm.gather_numbers(0))
+        self._comm.call(Call.of("meet", {}), lambda: self._comm.gather_numbers(0))
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

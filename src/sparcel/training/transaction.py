@@ -130,7 +130,7 @@ class Transaction:
         gradient = gradient.to(wide_dtype(dtype)).coalesce()
         rows = gradient.values().reshape(-1, shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
-        stream.finite = bool(torch.isfinite(rows).all())
+        stream.finite = all_finite(rows)
         total = self._sum(stream, "auto")
         self.meter.dense_bytes += ring_bytes(dense_bytes, self.comm.size)
         self.meter.coordinates += shape.numel()
@@ -163,7 +163,7 @@ class Transaction:
         wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
         stream = SparseStream.unchecked(None, vector, vector.numel())
-        stream.finite = bool(torch.isfinite(vector).all())
+        stream.finite = all_finite(vector)
         total = self._sum(stream, "recursive_doubling" if vector.numel() <= _FEW else "dense")
         self.meter.count_whole(vector.numel())
         parts = total.values.split([place.numel() for place in places])
