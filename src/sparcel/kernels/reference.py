@@ -62,10 +62,9 @@ def accumulate_topk(
     scratch.copy_(addition.gradient)  # not converted inside of a sum, which would copy all of it
     if addition.scale != 1:
         scratch.mul_(addition.scale)
+    if addition.velocity is not None:
+        scratch.add_(torch.mul(addition.velocity, addition.momentum, out=addition.entering))
     if addition.entering is not None:
-        if addition.velocity is not None:
-            torch.mul(addition.velocity, addition.momentum, out=addition.entering)
-            scratch.add_(addition.entering)
         addition.entering.copy_(scratch)
     scratch.add_(memory)
     if addition.clear:
