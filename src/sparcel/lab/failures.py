@@ -79,16 +79,23 @@ class Failures:
 
     def __init__(self) -> None:
         self._errors: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_KEPT_LINES))
+        self._causes: dict[int, str] = {}
         self._found: list[WorkerFailedError] = []
 
     def note(self, event: Line | Ended) -> None:
         """Note a line on standard error, or the end of a rank."""
         if isinstance(event, Ended):
             if event.status != 0 and not event.killed:
-                output = "\n".join(self._errors[event.rank])
+                lines, cause = list(self._errors[event.rank]), self._causes.get(event.rank)
+                if cause is not None and cause not in lines:  # much was written after it
+                    lines.insert(0, cause)
+                output = "\n".join(lines)
                 self._found.append(WorkerFailedError(event.rank, event.status, output))
         elif event.is_error:
-            self._errors[event.rank].append(_TORCHS_PREFIX.sub("", event.text))
+            text = _TORCHS_PREFIX.sub("", event.text)
+            self._errors[event.rank].append(text)
+            if _SURVIVED.search(text):
+                self._causes[event.rank] = text
 
     @property
     def first(self) -> WorkerFailedError | None:

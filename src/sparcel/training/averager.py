@@ -191,7 +191,7 @@ class Averager(Handle):
         ------
         InputError
             For a vector that is not flat and contiguous, places that fit no tensor or overlap, or a
-        tensor that this step has already.
+            tensor that this step has already.
         """
         check_places(vector, places, self._treatment)
         densities = self._treatment.densities

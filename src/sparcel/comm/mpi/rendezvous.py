@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -148,11 +149,16 @@ def _names(comm: MPI.Intracomm) -> list[int]:
     return ranks if MPI.UNDEFINED in world else list(world)
 
 
-def _wait(request: MPI.Request, timeout: float) -> None:
+_abandoned: list[object] = []
+"""Requests that never completed, with their buffers, to which MPI may still write."""
+
+
+def _wait(request: MPI.Request, timeout: float, *used: bytearray) -> None:
     """Wait for a request in which all ranks take part; raises `TimeoutError`."""
     deadline = time.monotonic() + timeout
     while not request.Test():
         if time.monotonic() > deadline:
+            _abandoned.append((request, used))
             raise TimeoutError(f"not within {timeout:g} s")
         time.sleep(_POLL_SECONDS)
 
@@ -162,7 +168,7 @@ def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
     limit, store, answer = timedelta(seconds=timeout), None, bytearray(_ANSWER_BYTES)
     machine = _machine()
     machines = bytearray(len(machine) * comm.size)
-    _wait(comm.Iallgather([machine, MPI.BYTE], [machines, MPI.BYTE]), timeout)
+    _wait(comm.Iallgather([machine, MPI.BYTE], [machines, MPI.BYTE]), timeout, machines)
     if comm.rank == 0:
         try:
             host = _host(one_machine=machines == machine * comm.size)
@@ -171,7 +177,7 @@ def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
         except (OSError, RuntimeError) as error:
             text = f"{_NONE} {error}"
         answer[:] = text.encode()[:_ANSWER_BYTES].ljust(_ANSWER_BYTES)
-    _wait(comm.Ibcast([answer, MPI.BYTE]), timeout)
+    _wait(comm.Ibcast([answer, MPI.BYTE]), timeout, answer)
     host, rest = answer.decode(errors="replace").rstrip().split(" ", 1)
     if host == _NONE:
         raise OSError(rest)
@@ -181,9 +187,12 @@ def _store(comm: MPI.Intracomm, timeout: float) -> TCPStore:
 def _machine() -> bytes:
     """Return what is equal for processes that reach each other over loopback, and for no others."""
     parts = [socket.gethostname()]
-    with suppress(OSError):  # only Linux has these files
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        parts.append(os.readlink("/proc/self/ns/net"))
+    if sys.platform == "linux":
+        try:
+            parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+            parts.append(os.readlink("/proc/self/ns/net"))
+        except OSError:  # containers may share a hostname, so it alone proves nothing
+            return os.urandom(hashlib.sha256().digest_size)
     return hashlib.sha256(" ".join(parts).encode()).digest()
 
 

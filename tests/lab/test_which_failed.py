@@ -1,0 +1,31 @@
+"""Which rank failed first is told from what the ranks wrote, not from the order of their ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparcel.lab.failures import Ended, Failures, Line
+
+SURVIVED = "sparcel.errors.CommunicationError: rank 1 failed: ValueError: bad batch"
+
+
+@pytest.mark.parametrize("lines_after", [0, 100])
+def test_a_survivor_that_ends_first_is_not_named(lines_after: int) -> None:
+    failures = Failures()
+    failures.note(Line(0, f"[rank0]: {SURVIVED}", is_error=True))
+    for number in range(lines_after):
+        failures.note(Line(0, f"tidying up {number}", is_error=True))
+    failures.note(Ended(0, 1))
+    assert failures.first is not None
+    assert str(failures.first) == "rank 1 failed: ValueError: bad batch"
+    failures.note(Line(1, "ValueError: bad batch", is_error=True))
+    failures.note(Ended(1, 3))
+    assert (failures.first.rank, failures.first.status) == (1, 3)
+    assert str(failures.first) == "rank 1 failed (exit status 3): ValueError: bad batch"
+
+
+def test_ranks_that_were_ended_or_ended_well_did_not_fail() -> None:
+    failures = Failures()
+    for ended in (Ended(0, 0), Ended(1, -9, killed=True)):
+        failures.note(ended)
+    assert failures.first is None
