@@ -41,6 +41,7 @@ def refuse(
     ("make", "scheme", "settings", "said"),
     [
         (wrapped, "topkk", {}, "scheme must be one of .* did you mean 'topk'"),
+        (wrapped, "topk", {"optimzer": None}, "an argument of attach .* did you mean 'optimizer'"),
         (wrapped, "topk", {"densty": 0.1}, "did you mean 'density'"),
         (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
         (wrapped, "oktopkk", {}, "did you mean 'oktopk'"),
@@ -50,7 +51,12 @@ def refuse(
         (wrapped, "topk", {"momentum": 1}, "momentum must lie in"),
         (wrapped, "topk", {"algorithm": "rings"}, "did you mean 'ring'"),
         (wrapped, sparcel.scheme("topk"), {"density": 0.1}, "settings go with a scheme's name"),
-        (wrapped, ["topk"], {}, "scheme must be a Scheme, got list; sparcel.scheme makes one"),
+        (
+            wrapped,
+            ["topk"],
+            {},
+            "scheme must be a Scheme, got list; sparcel.scheme('topk')",
+        ),
         (wrapped, "topk", {"density": "0.1"}, "density must be a number, got '0.1'"),
         (wrapped, "topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got list"),
         (wrapped, "topk", {"scaler": 1024.0}, "scaler must be a GradScaler, got 1024.0"),

@@ -269,6 +269,7 @@ BAD = [
     ({"warmup": [0.25], "warmup_steps": 2.5}, r"warmup_steps must be a whole number, got 2.5"),
     ({"momentum": 1}, r"momentum must lie in \[0, 1\), got 1"),
     ({"clip": 0}, r"clip must be more than 0, got 0; None clips nothing"),
+    ({"warmup_steps": 10}, r"warmup_steps=10 needs warmup"),
     ({"warmup": [0.25, 0.1]}, r"needs warmup_steps.*warmup_steps=len\(loader\)"),
     (
         {"warmup": [25], "warmup_steps": 1},

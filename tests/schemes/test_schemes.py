@@ -246,8 +246,8 @@ def test_errors_name_bad_settings_and_the_fix(name, settings, message):
         ),
         (torch.ones(6, dtype=torch.int32), None, r"got torch.int32"),
         (torch.ones(12)[::2], None, r"contiguous .* strides \(2,\)"),
-        (torch.ones(6), torch.ones(7), r"out must be like the gradient, .*got .*\(7,\)"),
-        (torch.ones(6), torch.ones(6).double(), r"out must be like .*got torch.float64"),
+        (torch.ones(6), torch.ones(7), r"out must be torch.float32 of shape \(6,\).*got .*\(7,\)"),
+        (torch.ones(6), torch.ones(6).double(), r"out must be torch.float32 .*got torch.float64"),
     ],
     ids=["rows", "integers", "strided", "out of another size", "out of another dtype"],
 )

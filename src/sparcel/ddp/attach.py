@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from os import PathLike
 from typing import Unpack
@@ -17,7 +18,7 @@ from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import check_model
 from sparcel.ddp.names import model_name, model_patterns
 from sparcel.ddp.optimizer import check_momentum
-from sparcel.errors import InputError
+from sparcel.errors import InputError, known
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, momentum_of, scheme
 from sparcel.training import Averager, Handle, Policy, stays_dense
@@ -101,6 +102,8 @@ def attach(
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
     if densities is not None:
         check_type(densities, Mapping, "densities")
+    for name in settings:
+        known(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
     if isinstance(scheme_or_name, str):
         chosen = scheme(scheme_or_name, **settings)
     elif settings:
@@ -137,6 +140,13 @@ def attach(
             raise
     model.register_comm_hook(None, Hook(model, averager).queue_bucket)
     return averager
+
+
+_OWN_SETTINGS = tuple(
+    name
+    for name, parameter in inspect.signature(attach).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)
 
 
 def _check_ranks(model: DistributedDataParallel, group: Group) -> None:

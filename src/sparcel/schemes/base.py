@@ -196,7 +196,9 @@ class Scheme(ABC):
     def _call(self, gradient: Tensor, comm: Communicator, request: Request) -> Call:
         """Describe a step by the settings that all ranks must share."""
         facts = {"size": gradient.numel(), "dtype": gradient.dtype, "format": request.format}
-        return Call.of(f"{self!r}.step", {**facts, "divisor": request.divisor(comm)})
+        facts["divisor"] = request.divisor(comm)
+        # Ranks that loaded states of different steps, or only some of which loaded one, differ.
+        return Call.of(f"{self!r}.step", {**facts, "step": self.steps})
 
     def _check(self, gradient: Tensor) -> None:
         """Raise `InputError` unless a step can take ``gradient``."""

@@ -26,6 +26,11 @@ def checked_schedule(
             " lasts; for one epoch each pass warmup_steps=len(loader), divided by the batches that"
             " a step accumulates"
         )
+    if steps is not None and not checked:
+        raise InputError(
+            f"warmup_steps={steps} needs warmup, the densities of the first steps; for an"
+            " uncompressed epoch pass warmup=[1], warmup_steps=len(loader)"
+        )
     return checked, steps
 
 

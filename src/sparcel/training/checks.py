@@ -32,7 +32,7 @@ def check_arguments(
     check_type(tensors, Mapping, "tensors", "such as dict(model.named_parameters())")
     for name, tensor in tensors.items():
         check_type(tensor, Tensor, f"tensors[{name!r}]")
-    check_type(scheme, Scheme, "scheme", "sparcel.scheme makes one")
+    check_type(scheme, Scheme, "scheme", "sparcel.scheme('topk') makes one")
     if scaler is not None:
         check_type(scaler, torch.amp.GradScaler, "scaler")
     check_callable(policy, "policy")

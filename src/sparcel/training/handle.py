@@ -57,6 +57,7 @@ class Handle:
         if costs.bytes_sent:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
+            sent += f"; in the last step {self._last.compression:.3g} times"
         return (
             f"<{self._residuals.template} on {self._comm.size} ranks over {self._comm.carrier};"
             f" tensors: {', '.join(tensors)}; steps: {costs.steps}{sent}"
