@@ -28,6 +28,10 @@ _UCX = {
 """Defaults for the variables of MPICH's transport, UCX."""
 
 
+_WAKE_S = 0.5
+"""How often to wake up while waiting for the ranks: a signal does not interrupt a wait that begins
+just after it came."""
+
 GRACE_S = 5.0
 """How long the other ranks may run after one has failed, to raise and print their own errors."""
 
@@ -167,7 +171,10 @@ class Workers:
         """Yield the lines and the ends of the ranks as they come, until all have ended."""
         running = len(self.processes)
         while running:
-            event = self._events.get()
+            try:
+                event = self._events.get(timeout=_WAKE_S)
+            except queue.Empty:  # a signal that came just before the wait is handled now
+                continue
             running -= isinstance(event, Ended)
             yield event
 
