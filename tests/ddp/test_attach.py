@@ -55,7 +55,7 @@ def refuse(
             wrapped,
             ["topk"],
             {},
-            "scheme must be a Scheme, got list; sparcel.scheme('topk')",
+            "scheme must be a Scheme, got list; sparcel.scheme",
         ),
         (wrapped, "topk", {"density": "0.1"}, "density must be a number, got '0.1'"),
         (wrapped, "topk", {"optimizer": [0.1]}, "optimizer must be an Optimizer, got list"),
