@@ -7,7 +7,7 @@ from typing import Annotated
 
 from sparcel import __version__
 from sparcel.errors import CommunicationError, InputError, SparcelError
-from sparcel.lab import WorkerFailedError
+from sparcel.lab import WorkerFailedError, told_by_survivor
 
 try:
     import typer
@@ -58,6 +58,6 @@ def run(speaks: bool = True) -> None:
     except InputError as error:
         sys.exit(f"sparcel: {error}" if speaks else 1)
     except CommunicationError as error:
-        sys.exit(f"sparcel: CommunicationError: {error}")
+        sys.exit(told_by_survivor(error))
     except (SparcelError, OSError) as error:
         sys.exit(f"sparcel: {error}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
-from sparcel.comm.calls import Call, call_of
+from sparcel.comm.calls import Call, call_of, digest
 from sparcel.comm.communicator import Communicator
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid
@@ -36,6 +36,7 @@ __all__ = [
     "TorchCommunicator",
     "Traffic",
     "call_of",
+    "digest",
     "resolve",
     "ring_bytes",
     "simulate",

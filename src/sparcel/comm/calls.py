@@ -17,6 +17,13 @@ import torch
 
 T = TypeVar("T")
 
+_FINGERPRINT_BITS = 32
+
+
+def digest(text: str, bits: int) -> int:
+    """Return a hash of a text, the same in every process; ``bits`` is a multiple of 8."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=bits // 8).digest())
+
 
 class Call(NamedTuple):
     """A function with arguments that are the same on all ranks, such as ``ring(op=sum, size=40)``.
@@ -32,8 +39,7 @@ class Call(NamedTuple):
         """Describe a call of the function ``name``."""
         inside = ", ".join(f"{key}={_said(value)}" for key, value in arguments.items())
         text = f"{name}({inside})"
-        digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-        return cls(text, int.from_bytes(digest))
+        return cls(text, digest(text, _FINGERPRINT_BITS))
 
 
 class Place(NamedTuple):

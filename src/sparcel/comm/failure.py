@@ -19,7 +19,7 @@ from sparcel.errors import CommunicationError, MismatchError
 
 T = TypeVar("T")
 
-_STORE_SECONDS = 2.0
+STORE_SECONDS = 2.0
 """How long the store may take to answer; its host may be the process that failed."""
 
 _POLL_SECONDS = 0.005
@@ -90,31 +90,29 @@ class StoreFailure:
     def publish(self, cause: Cause, patience: float = 0.0) -> Cause:
         """See `Failure.publish`."""
         if self.cause is None:
-            first = bounded(lambda: self._publish(cause, patience), patience + _STORE_SECONDS)
+            first = bounded(lambda: self._publish(cause, patience), patience + STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
     def read(self) -> Cause | None:
         """See `Failure.read`."""
-        return self.cause or bounded(self._read, _STORE_SECONDS)
+        return self.cause or bounded(self._read, STORE_SECONDS)
 
     def compare(self, position: str, rank: int, history: str) -> int | None:
         """See `Failure.compare`."""
-        return bounded(lambda: self._compare(position, rank, history), _STORE_SECONDS)
+        return bounded(lambda: self._compare(position, rank, history), STORE_SECONDS)
 
     def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         """See `Failure.gather_calls`."""
-        calls = bounded(lambda: self._gather(rank, texts, patience), patience + _STORE_SECONDS)
+        calls = bounded(lambda: self._gather(rank, texts, patience), patience + STORE_SECONDS)
         return calls or {rank: texts}
 
     def finish(self, patience: float) -> bool:
         """See `Failure.finish`."""
-        return bool(bounded(lambda: self._finish(patience), patience + _STORE_SECONDS))
+        return bool(bounded(lambda: self._finish(patience), patience + STORE_SECONDS))
 
     def _publish(self, cause: Cause, patience: float) -> Cause:
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and not self._store.check(["cause"]):
-            time.sleep(_POLL_SECONDS)
+        wait_until(lambda: self._store.check(["cause"]), patience)
         first: bytes = self._store.compare_set("cause", "", f"{cause.disagreed:d}{cause.text}")
         return _decoded(first)
 
@@ -135,27 +133,32 @@ class StoreFailure:
         return None if theirs.startswith(history) else int(other)
 
     def _gather(self, rank: int, texts: str, patience: float) -> dict[int, str]:
-        deadline = time.monotonic() + patience
         self._store.set(f"called {self._store.add('calls', 1)}", f"{rank} {texts}")
         keys = [f"called {number}" for number in range(1, self._size + 1)]
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        wait_until(lambda: self._store.check(keys), patience)
         came = [self._store.get(key).decode() for key in keys if self._store.check([key])]
         pairs = (text.split(" ", 1) for text in came)
         return {int(rank): texts for rank, texts in pairs}
 
     def _finish(self, patience: float) -> bool:
-        deadline = time.monotonic() + patience
-        done: int = self._store.add("done", 1)
-        while done < self._size and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-            done = self._store.add("done", 0)
-        return done == self._size
+        self._store.add("done", 1)
+        return wait_until(self._all_done, patience)
+
+    def _all_done(self) -> bool:
+        return bool(self._store.add("done", 0) == self._size)
 
 
 def _decoded(cause: bytes) -> Cause:
     text = cause.decode()
     return Cause(text[1:], text[0] == "1")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
+    """Ask until ``holds`` returns True, for at most ``seconds``; return the last answer."""
+    deadline = time.monotonic() + seconds
+    while not (answer := holds()) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return answer
 
 
 def bounded(ask: Callable[[], T], seconds: float) -> T | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from sparcel.comm.calls import digest
 
 if TYPE_CHECKING:
     from sparcel.comm.communicator import Communicator
@@ -39,8 +40,7 @@ def own_location() -> int:
 
     The local rank is the one that the launcher gave, or -1; it stands in the upper bits.
     """
-    digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=_HOST_BITS // 8)
-    return _local_rank() + 1 << _HOST_BITS | int.from_bytes(digest.digest())
+    return _local_rank() + 1 << _HOST_BITS | digest(socket.gethostname(), _HOST_BITS)
 
 
 def nodes_of(locations: Sequence[int]) -> list[int]:

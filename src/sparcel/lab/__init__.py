@@ -5,7 +5,7 @@ left behind however that process ends. No traffic leaves the machine.
 """
 
 from sparcel.lab.emulated import EmulatedNetwork, LabUnavailableError
-from sparcel.lab.failures import Ended, Line, WorkerFailedError
+from sparcel.lab.failures import Ended, Line, WorkerFailedError, told_by_survivor
 from sparcel.lab.launch import Workers
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
@@ -26,4 +26,5 @@ __all__ = [
     "open_network",
     "parse_rate",
     "run",
+    "told_by_survivor",
 ]

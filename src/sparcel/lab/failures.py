@@ -12,7 +12,7 @@ import re
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from sparcel.errors import SparcelError
+from sparcel.errors import CommunicationError, SparcelError
 
 _KEPT_LINES = 60
 
@@ -101,6 +101,11 @@ class Failures:
     def first(self) -> WorkerFailedError | None:
         """The first failure; that of a survivor only as long as there is no other."""
         return min(self._found, key=lambda failure: failure.survived, default=None)
+
+
+def told_by_survivor(error: CommunicationError) -> str:
+    """Return the line with which a program ends on a rank that survived another rank's failure."""
+    return f"sparcel: CommunicationError: {error}"
 
 
 def _cause(output: str) -> str | None:

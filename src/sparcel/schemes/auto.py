@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -13,7 +12,7 @@ from torch import Tensor
 from sparcel import cost
 from sparcel._checks import flag
 from sparcel.collectives.dense import check_agreement
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError, known
 from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
@@ -177,10 +176,9 @@ class Auto(Sparsifier):
     def _meet(self, gradient: Tensor, comm: Communicator, contest: Contest) -> bool:
         """Compare the ranks' predictions; return whether some rank keeps something back."""
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))
-        facts = repr(contest.predicted).encode()
-        digest = int.from_bytes(hashlib.blake2b(facts, digest_size=7).digest())
-        gathered = comm.gather_numbers(digest << 1 | self._keeps_something())
-        others = [rank for rank, number in enumerate(gathered) if number >> 1 != digest]
+        own = digest(repr(contest.predicted), 56)
+        gathered = comm.gather_numbers(own << 1 | self._keeps_something())
+        others = [rank for rank, number in enumerate(gathered) if number >> 1 != own]
         if others:
             raise MismatchError(
                 f"ranks {others} predict other times than rank {comm.rank}, which has"

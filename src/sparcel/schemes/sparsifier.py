@@ -124,14 +124,14 @@ class Sparsifier(Scheme):
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`."""
         clear = scratch is gradient
-        with emptied(gradient, request.apart):
+        if clear:
+            for start, stop in request.apart:
+                gradient[start:stop] = 0
+        with emptied(gradient, () if clear else request.apart):
             if self._sends_all(request.layers):
                 total = self._sum_all(gradient, comm, request)
             else:
                 total = self._sum_selected(gradient, comm, request, clear)
-        if clear:
-            for start, stop in request.apart:
-                gradient[start:stop] = 0
         return total, request.divisor(comm)
 
     def commit(self) -> None:

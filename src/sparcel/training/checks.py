@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from os import PathLike
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_callable, check_type
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
 from sparcel.rates import Rates
@@ -106,8 +105,7 @@ def check_rates(comm: Communicator) -> None:
 
 def _ranks_with_other(facts: str, comm: Communicator) -> list[int]:
     """Return the ranks whose facts differ from this rank's; all ranks call."""
-    digest = hashlib.blake2b(facts.encode(), digest_size=7).digest()
-    digests = comm.run(lambda: comm.gather_numbers(int.from_bytes(digest)))
+    digests = comm.run(lambda: comm.gather_numbers(digest(facts, 56)))
     return [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
 
 

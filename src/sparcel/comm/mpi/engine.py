@@ -48,7 +48,7 @@ _TYPES = {
     torch.int64: MPI.INT64_T,
 }
 
-_abandoned: list[object] = []
+abandoned: list[object] = []
 """Requests that never completed, with their buffers, to which MPI may still write."""
 
 
@@ -210,7 +210,7 @@ class MpiEngine:
                 else:
                     time.sleep(_SLEEP_SECONDS)
         except BaseException as error:
-            _abandoned.append((requests, used))
+            abandoned.append((requests, used))
             if isinstance(error, MPI.Exception):
                 raise self._explained(error, statuses, peers) from error
             raise

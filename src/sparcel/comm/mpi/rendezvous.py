@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from sparcel.comm.addresses import LOOPBACK, address_of_interface, address_towards, is_loopback
-from sparcel.comm.mpi.engine import MpiEngine
+from sparcel.comm.mpi.engine import MpiEngine, abandoned
 from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.comm.mpi.shutdown import MpiFailure
 from sparcel.comm.rendezvous import connecting
@@ -149,16 +149,12 @@ def _names(comm: MPI.Intracomm) -> list[int]:
     return ranks if MPI.UNDEFINED in world else list(world)
 
 
-_abandoned: list[object] = []
-"""Requests that never completed, with their buffers, to which MPI may still write."""
-
-
 def _wait(request: MPI.Request, timeout: float, *used: bytearray) -> None:
     """Wait for a request in which all ranks take part; raises `TimeoutError`."""
     deadline = time.monotonic() + timeout
     while not request.Test():
         if time.monotonic() > deadline:
-            _abandoned.append((request, used))
+            abandoned.append((request, used))
             raise TimeoutError(f"not within {timeout:g} s")
         time.sleep(_POLL_SECONDS)
 

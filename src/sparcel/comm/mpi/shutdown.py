@@ -17,16 +17,10 @@ from mpi4py import MPI
 from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm.executor import Executor, at_exit
-from sparcel.comm.failure import StoreFailure, bounded
+from sparcel.comm.failure import STORE_SECONDS, StoreFailure, bounded, wait_until
 
 _LINGER_SECONDS = 1.0
 """How long a process that exits after a failure stays, since others may read its store."""
-
-_POLL_SECONDS = 0.005
-"""How often to read from the store while waiting."""
-
-_TELL_SECONDS = 2.0
-"""How long writing to the store may take; the process that hosts it may be gone."""
 
 
 class MpiFailure(StoreFailure):
@@ -81,19 +75,19 @@ class MpiFailure(StoreFailure):
         if self.finished:
             self._acknowledge()
         else:
-            bounded(lambda: self._store.set("failed", ""), _TELL_SECONDS)
+            bounded(lambda: self._store.set("failed", ""), STORE_SECONDS)
         return bool(self.finished)
 
     def _finish(self, patience: float) -> bool:
-        return super()._finish(patience) and not self._store.check(["failed"])
+        return super()._finish(patience) and not self._failed()
 
     def _wait_for_others(self) -> bool:
-        deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline and not self._store.check(["failed"]):
-            if self._store.add("done", 0) == self._size:
-                return True
-            time.sleep(_POLL_SECONDS)
-        return False
+        """Wait until all ranks have finished, or one has failed."""
+        ended = wait_until(lambda: self._failed() or self._all_done(), self._timeout)
+        return ended and not self._failed()
+
+    def _failed(self) -> bool:
+        return bool(self._store.check(["failed"]))
 
     def _acknowledge(self) -> None:
         """Announce that this rank knows that all have finished.
@@ -102,13 +96,12 @@ class MpiFailure(StoreFailure):
         """
 
         def acknowledge() -> None:
-            count = self._store.add("acknowledged", 1)
-            deadline = time.monotonic() + _TELL_SECONDS
-            while self._hosts_store and count < self._size and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                count = self._store.add("acknowledged", 0)
+            self._store.add("acknowledged", 1)
+            if self._hosts_store:
+                everyone = self._size
+                wait_until(lambda: self._store.add("acknowledged", 0) == everyone, STORE_SECONDS)
 
-        bounded(acknowledge, _TELL_SECONDS)
+        bounded(acknowledge, STORE_SECONDS)
 
 
 class _ExitPolicy:
