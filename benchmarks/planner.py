@@ -39,6 +39,8 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.cost import Problem, Rates, measure, predict
 from sparcel.ops import MAX
+from sparcel.schemes import PREDICTED
+from sparcel.schemes.auto import CANDIDATES
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "fit": {
@@ -245,8 +247,12 @@ def judge(results: dict[str, Any], show: bool) -> dict[str, Any]:
                     f" {setting[3]:4} {row['row']:20} measured {1e3 * took:10.3f} ms,"
                     f" predicted {1e3 * told:10.3f} ms, {100 * errors[-1]:+6.1f} %"
                 )
-            if row["row"].startswith(STEP):
-                contests[place, setting, "step"].append((told, took))
+            scheme = row["row"].removeprefix(STEP)
+            if scheme != row["row"]:
+                if scheme in PREDICTED:
+                    contests[place, setting, "step"].append((told, took))
+                if scheme in CANDIDATES:
+                    contests[place, setting, "auto"].append((told, took))
             elif row["row"] in ALGORITHMS:
                 contests[place, setting, "sum"].append((told, took))
     ratios = [min(c)[1] / min(took for _, took in c) for c in contests.values()]

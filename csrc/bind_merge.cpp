@@ -5,7 +5,6 @@
 
 #include "bindings.hpp"
 #include "merge.hpp"
-#include "message.hpp"
 #include "operations.hpp"
 
 namespace sparcel {
@@ -47,53 +46,11 @@ Pair merge_streams(const std::vector<Input>& indices, const std::vector<Input>& 
     });
 }
 
-// Reduces the streams in messages. Returns the indices, the values and whether all are finite, or
-// None if a message is not a plain sparse one of that size and dtype. `dtype` is its code in
-// message headers.
-nb::object merge_messages(const std::vector<Bytes>& messages, uint64_t size, uint8_t dtype,
-                          std::string_view op, int threads) {
-    const auto run = [&]<class Value>(Type<Value>) -> nb::object {
-        std::vector<StreamView<int32_t, Value>> views;
-        bool finite = true;
-        for (const Bytes& message : messages) {
-            const auto view =
-                read_sparse<Value>(message.data(), message.size(), size, dtype, finite);
-            if (!view) return nb::none();
-            views.push_back(*view);
-        }
-        auto merged = with_operation(op, [&]<class Op>(Type<Op>) {
-            nb::gil_scoped_release release;
-            return merge<Op, int32_t, Value>(views, 1, threads);
-        });
-        return nb::make_tuple(give(std::move(merged.indices), merged.count, dtype_of<int32_t>()),
-                              give(std::move(merged.values), merged.count, dtype_of<Value>()),
-                              finite);
-    };
-    switch (dtype) {
-        case 0:
-            return run(Type<Half>());
-        case 1:
-            return run(Type<Brain>());
-        case 2:
-            return run(Type<float>());
-        case 3:
-            return run(Type<double>());
-        case 4:
-            return run(Type<int32_t>());
-        case 5:
-            return run(Type<int64_t>());
-        default:
-            return nb::none();
-    }
-}
-
 }  // namespace
 
 void bind_merge(nb::module_& module) {
     using namespace nb::literals;
     module.def("merge", merge_streams, "indices"_a, "values"_a, "width"_a.none(), "op"_a,
-               "threads"_a);
-    module.def("merge_messages", merge_messages, "messages"_a, "size"_a, "dtype"_a, "op"_a,
                "threads"_a);
 }
 

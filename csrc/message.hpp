@@ -1,5 +1,5 @@
-// Reads plain sparse messages in place. `sparcel.formats.header` and `coo` define their layout; if
-// this file refuses a message, the decoder there says what is wrong with it.
+// Plain messages, read in place. `sparcel.formats.header` and `coo` define their layout; if this
+// file refuses a message, the decoder there says what is wrong with it.
 #pragma once
 
 #include <bit>
@@ -23,6 +23,9 @@ static_assert(sizeof(Header) == 40);
 
 constexpr uint8_t kNonFinite = 2;
 
+// Every part of a message takes a multiple of 8 bytes.
+constexpr uint64_t padded(uint64_t bytes) { return (bytes + 7) / 8 * 8; }
+
 // Returns the stream in a sparse message of scalars with 4-byte indices, of a vector of `size`,
 // that takes up all of `bytes`; returns nothing for any other message.
 template <class Value>
@@ -39,7 +42,6 @@ std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, si
         header.nnz > size) {
         return {};
     }
-    const auto padded = [](uint64_t count) { return (count + 7) / 8 * 8; };
     const uint64_t values = padded(header.nnz * sizeof(Value));
     const uint64_t length = sizeof header + values + padded(header.nnz * sizeof(int32_t));
     if (header.length != length || length != bytes) return {};

@@ -55,7 +55,7 @@ def _choose(
         # With two ranks, nothing is faster than that each sends its stream to the other.
         return "recursive_doubling", max_nnz
     if max_nnz is None:
-        # This takes ⌈log₂P⌉ rounds of 8 bytes; a wrong choice costs more.
+        # A few bytes to everyone; a wrong choice costs more.
         max_nnz = max(wire.comm.gather_numbers(stream.nnz))
     k = min(_rounded(max(1, max_nnz)), stream.size)
     value_bytes = max(1, stream.value_bytes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import formats, patterns
-from sparcel.comm import Communicator, call_of
+from sparcel.comm import DIRECT_RANKS, Communicator, call_of
 from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import COO, Format
 from sparcel.ops import SUM, Op
@@ -22,8 +22,8 @@ from sparcel.stream import SparseStream, concatenate, reduce
 P = ParamSpec("P")
 T = TypeVar("T")
 
-DIRECT_RANKS, DIRECT_BYTES = 8, 256 << 10
-"""Up to so many ranks, messages of up to so many bytes go straight to everyone."""
+DIRECT_BYTES = 256 << 10
+"""Messages of up to so many bytes count as short: see `DIRECT_RANKS`."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,10 @@ class Deltas:
             wide_indices=False,
             length=HEADER_BYTES + content.numel(),
         )
-        return Encoded(torch.cat([header.pack(), content]))
+        message = torch.empty(header.length, dtype=torch.uint8)
+        header.pack_into(message)
+        message[HEADER_BYTES:] = content
+        return Encoded(message)
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         stop = HEADER_BYTES + header.nnz * header.value_bytes

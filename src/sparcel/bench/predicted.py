@@ -83,7 +83,7 @@ def steps_for(name: str, rates: Rates) -> Steps | None:
         return ALGORITHMS[name].steps
     scheme = name.removeprefix(STEP)
     if scheme != name:
-        return steps_of(scheme, rates) if scheme in PREDICTED else None
+        return steps_of(scheme, rates) if scheme in (*PREDICTED, "auto") else None
     return OTHER_STEPS.get(name)
 
 

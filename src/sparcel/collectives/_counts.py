@@ -17,12 +17,12 @@ from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.collectives.recursive_doubling import steps as recursive_doubling_steps
-from sparcel.comm import Communicator
+from sparcel.comm import DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
 from sparcel.schedule import Exchange, Problem, Step, UnionSize, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import DIRECT_RANKS, Wire, gather, gather_steps
+from sparcel.wire import Wire, gather, gather_steps
 
 _FEW_RANKS = 16
 """The most ranks with which counts are summed by recursive doubling. It takes half the rounds of

@@ -34,10 +34,11 @@ from sparcel.collectives._regions import (
 from sparcel.collectives.gtopk import gathered_topk, gathered_topk_steps
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import steps as reduce_steps
+from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
 from sparcel.schedule import Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import DIRECT_RANKS, Wire, collective
+from sparcel.wire import Wire, collective
 
 
 @collective
@@ -188,7 +189,7 @@ def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
         yield from direct_steps(problem, course.winners, course.boundaries)
 
 
-_SMALL = 400
+_SMALL = 1000
 """Small operations on counts: to find boundaries, to share out winners, and to compare costs."""
 
 _BINS = 40

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch.distributed as dist
 
 from sparcel.comm.calls import Call, call_of, digest
-from sparcel.comm.communicator import Communicator
+from sparcel.comm.communicator import DIRECT_RANKS, Communicator
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "DIRECT_RANKS",
     "Call",
     "Communicator",
     "Grid",

@@ -23,6 +23,10 @@ from sparcel.rates import Rates
 
 T = TypeVar("T")
 
+DIRECT_RANKS = 8
+"""Up to so many ranks send short messages straight to everyone: waiting once costs less than fewer
+messages save."""
+
 
 class Communicator(ABC):
     """A group of ranks that exchange messages.
@@ -155,8 +159,15 @@ class Communicator(ABC):
         """Wait for the jobs submitted so far and disconnect; all ranks call."""
 
     def gather_numbers(self, number: int) -> list[int]:
-        """Return the number (64-bit) that each rank gave, by rank, after ⌈log₂P⌉ rounds."""
-        held = torch.tensor([number], device=self.device)  # of this rank and those that follow it
+        """Return the number (64-bit) that each rank gave, by rank.
+
+        Few ranks take one round, more than `DIRECT_RANKS` ⌈log₂P⌉.
+        """
+        held = torch.tensor([number], device=self.device)
+        if self.size <= DIRECT_RANKS:
+            numbers = self.gather(held.view(torch.uint8), held.nbytes)
+            return torch.cat(numbers).view(torch.int64).tolist()
+        # From here on, held has the numbers of this rank and of those that follow it.
         for below, above, _, count in patterns.bruck(self.rank, self.size):
             leaving = held[:count].view(torch.uint8)
             arrived = self.exchange({below: leaving}, {above: leaving.numel()})[above]

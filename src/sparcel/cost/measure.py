@@ -8,7 +8,7 @@ from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 
@@ -17,7 +17,7 @@ from sparcel.comm import Communicator
 from sparcel.cost import trials
 from sparcel.cost.trials import Trial
 from sparcel.errors import InputError
-from sparcel.ops import MAX
+from sparcel.ops import MAX, SUM
 from sparcel.rates import WORK, Curve, Rates
 
 _MESSAGES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -45,9 +45,8 @@ _LONG_SECONDS = 0.15
 _SLOW_SECONDS = 0.6
 """A curve ends at the first amount that takes longer. Times beyond it are extrapolated."""
 
-_LOOP_SECONDS = 4e-3
-"""Work is repeated for this long, several time slices of the scheduler. Ranks that share a core
-then slow each other down as they do in a step."""
+_CROWD, _LOOP_SECONDS = 1 << 16, 12e-3
+"""Entries to merge on all ranks at once, and for how long: several time slices of the scheduler."""
 
 
 def rates_for(comm: Communicator, source: Rates | str | PathLike[str]) -> Rates:
@@ -118,120 +117,121 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
         raise InputError("measuring rates needs at least 2 ranks, got 1")
     here = comm.run(comm.ranks_per_node)
     points = [
-        _Point(name, amount, make, loop_seconds)
-        for name, amounts, make, loop_seconds in _everything(comm, here)
+        _Point(name, amount, make)
+        for name, amounts, make in _everything(comm, here)
         for amount in amounts
     ]
     for _ in range(passes):
         for _, group in groupby(points, key=lambda point: point.name):
             _sample(comm, list(group))
-    alone = _Point("alone", _CROWD, _alone(comm), 3 * _LOOP_SECONDS)
-    together = _Point("together", _CROWD, trials.work(comm.size, 0)["merge"], 3 * _LOOP_SECONDS)
-    for _ in range(2 * passes):
-        _sample(comm, [together, alone])
+    crowding = _crowding(comm, _MOST * passes)
     curves = {
-        name: Curve(tuple((float(point.amount), point.seconds) for point in group if point.samples))
+        name: Curve(
+            tuple((float(point.amount), point.taken(crowding)) for point in group if point.samples)
+        )
         for name, group in groupby(points, key=lambda point: point.name)
     }
-    crowding = max(1.0, together.seconds / alone.seconds)
     description = description or f"measured on {comm.size} ranks"
     return Rates(curves, comm.size, here, crowding, description=description)
 
 
-_CROWD = 1 << 16
-"""Entries to merge, on all ranks at once and then on one rank alone."""
-
-
 @dataclass(eq=False)
 class _Point:
-    """One point of a curve, with its samples: seconds a round, of the slowest rank."""
+    """One point of a curve, with its samples, in seconds a round of the slowest rank.
+
+    A sample has two times: that of the clock, and that of the processor.
+    """
 
     name: str
     amount: int
     make: Callable[[int], Trial]
-    loop_seconds: float
-    repeats: int = 0
-    samples: list[float] = field(default_factory=list)
+    samples: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
-        """The median of the samples."""
-        return median(self.samples)
+        """The median of the samples, by the clock."""
+        return median(clock for clock, _ in self.samples)
+
+    def taken(self, crowding: float) -> float:
+        """Return the seconds that all ranks take, where they share cores.
+
+        Work of less than a time slice has the core for itself, so its own clock does not show that
+        the ranks take turns.
+        """
+        if self.name not in WORK:
+            return self.seconds
+        return max(self.seconds, crowding * median(processor for _, processor in self.samples))
 
 
 def _everything(
     comm: Communicator, here: int
-) -> Iterator[tuple[str, Sequence[int], Callable[[int], Trial], float]]:
-    """Yield each curve's name, amounts, function that makes a trial, and seconds to repeat it."""
+) -> Iterator[tuple[str, Sequence[int], Callable[[int], Trial]]]:
+    """Yield each curve's name, its amounts, and a function that makes a trial."""
     for name, make in trials.exchanges(comm, here):
         to_all = name.endswith(("rotate", "gather"))  # these send P−1 messages at once
-        yield name, _MESSAGES[: -1 if to_all else None], make, 0.0
+        yield name, _MESSAGES[: -1 if to_all else None], make
     for kind in (torch.float32, torch.bfloat16):
         name, make = str(kind).replace("torch", "dense"), trials.engine_sum(comm, kind)
-        yield name, [kind.itemsize * floats for floats in _FLOATS], make, 0.0
+        yield name, [kind.itemsize * floats for floats in _FLOATS], make
     for name, make in trials.work(comm.size, comm.rank).items():
-        yield name, _AMOUNTS.get(WORK[name], _ENTRIES), make, _LOOP_SECONDS
-
-
-def _alone(comm: Communicator) -> Callable[[int], Trial]:
-    """Return a function that makes a trial: rank 0 merges, the other ranks do nothing."""
-    merge = trials.work(comm.size, 0)["merge"]
-    return lambda amount: merge(amount) if comm.rank == 0 else Trial(lambda: None)
+        yield name, _AMOUNTS.get(WORK[name], _ENTRIES), make
 
 
 def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
-    """Add samples to a curve's points, up to the first slow one."""
+    """Add samples to a curve's points, up to the first slow one.
+
+    A barrier comes before each sample, as messages come before all work of an algorithm. The code
+    and the data of the work are then no longer in the caches, and small work takes several times as
+    long as in a loop.
+    """
     for point in curve:
         trial = point.make(point.amount)
-        if point.loop_seconds:
-            trial.run()  # warms up pages and caches
-        pilot = _slowest(comm, trial, 1, 1, until_all=False)[0]
-        if not point.repeats:
-            point.repeats = max(1, min(1000, round(point.loop_seconds / max(pilot, 1e-6))))
-        each = max(pilot * point.repeats, 1e-6)
-        if pilot > _LONG_SECONDS and not point.loop_seconds:
-            seconds = [pilot]
+        if point.name in WORK:
+            trial.run()  # touches new pages
+        pilot, _ = _times(comm, trial, 1)[0]
+        if pilot > _LONG_SECONDS and point.name not in WORK:
+            samples = [(pilot, pilot)]
         else:
-            count = max(1, min(_MOST, round(_BUDGET_SECONDS / each)))
-            seconds = _slowest(comm, trial, point.repeats, count, point.loop_seconds > 0)
-            seconds = [second / point.repeats for second in seconds]
-        point.samples += [second / trial.rounds for second in seconds]
+            count = max(1, min(_MOST, round(_BUDGET_SECONDS / max(pilot, 1e-6))))
+            samples = _times(comm, trial, count)
+        point.samples += [(clock / trial.rounds, used / trial.rounds) for clock, used in samples]
         if point.seconds * trial.rounds > _SLOW_SECONDS:
             return
 
 
-def _slowest(
-    comm: Communicator, trial: Trial, repeats: int, count: int, until_all: bool
-) -> list[float]:
-    """Return the slowest rank's seconds of each of ``count`` runs, the same on all ranks."""
-    own = [_once(comm, trial, repeats, until_all) for _ in range(count)]
-    seconds = torch.tensor(own, dtype=torch.float64)
-    comm.run(lambda: comm.all_reduce(seconds, MAX))
-    slowest: list[float] = seconds.tolist()
-    return slowest
+def _times(comm: Communicator, trial: Trial, count: int) -> list[tuple[float, float]]:
+    """Return the slowest rank's time, and the average processor time, of each of ``count`` runs.
 
-
-def _once(comm: Communicator, trial: Trial, repeats: int, until_all: bool) -> float:
-    """Return the seconds from a barrier until this rank has finished.
-
-    With ``until_all``, return the seconds until all ranks have finished, less the time of a
-    barrier. Ranks that share a core may work one after the other, and a rank's own time does not
-    show that.
+    They are the same on all ranks.
     """
+    own = [_once(comm, trial) for _ in range(count)]
+    clocks, used = (torch.tensor(seconds) for seconds in zip(*own, strict=True))
+    comm.run(lambda: comm.all_reduce(clocks, MAX))
+    comm.run(lambda: comm.all_reduce(used, SUM))
+    return list(zip(clocks.tolist(), (used / comm.size).tolist(), strict=True))
 
-    def barrier() -> None:
-        comm.gather_numbers(0)
 
-    def job() -> None:
+def _once(comm: Communicator, trial: Trial) -> tuple[float, float]:
+    """Return this rank's seconds from a barrier on, by the clock and by the processor."""
+    comm.run(lambda: comm.gather_numbers(0))
+
+    def job() -> tuple[float, float]:
+        start, used = perf_counter(), thread_time()
+        trial.run()
+        return perf_counter() - start, thread_time() - used
+
+    return comm.run(job)
+
+
+def _crowding(comm: Communicator, samples: int) -> float:
+    """Return how many times as long as its processor time a merge takes, if all ranks merge."""
+    merge = trials.work(comm.size, 0)["merge"](_CROWD)
+    _, processor = _times(comm, merge, 2)[1]
+    repeats = max(1, min(1000, round(_LOOP_SECONDS / max(processor, 1e-6))))
+
+    def run() -> None:
         for _ in range(repeats):
-            trial.run()
-        if until_all:
-            barrier()
+            merge.run()
 
-    comm.run(barrier)
-    waited = perf_counter()
-    if until_all:
-        comm.run(barrier)
-    start = perf_counter()
-    comm.run(job)
-    return max(0.0, perf_counter() - start - (start - waited if until_all else 0.0))
+    times = _times(comm, Trial(run), samples)
+    return max(1.0, median(clock / max(processor, 1e-6) for clock, processor in times))

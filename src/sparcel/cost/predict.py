@@ -149,9 +149,14 @@ def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
 
 
 def _engine_seconds(step: EngineSum, rates: Rates) -> float:
-    """Return the seconds of the engine's sum, scaled from the measured to this number of ranks."""
+    """Return the seconds of the engine's sum, scaled from the measured to this number of ranks.
+
+    If it has fewer ranks than were measured, the others sum too, in groups that share the nodes'
+    links.
+    """
     measured = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"](step.nbytes)
     asked, had = step.ranks, rates.ranks
     if asked == had or had == 1:
         return measured
-    return measured * (asked - 1) / asked * had / (had - 1)
+    groups = min(rates.ranks_per_node, max(1, had // asked))
+    return measured * groups * (asked - 1) / asked * had / (had - 1)

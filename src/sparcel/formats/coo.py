@@ -11,13 +11,9 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 from sparcel import _cpu, kernels
 from sparcel.errors import FormatError
 from sparcel.formats.base import Encoded
-from sparcel.formats.header import ALIGNMENT, DTYPE_CODES, HEADER_BYTES, Header, padded
+from sparcel.formats.header import DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.ops import Op
 from sparcel.stream import SparseStream, dense_from
-
-_POOLED_BYTES = 32 << 20
-"""Messages of at least so many bytes take their memory from sparcel's pool. glibc returns such
-memory to the system when it is freed; the page faults of fresh memory take longer than the copy."""
 
 
 class Coo:
@@ -42,12 +38,19 @@ class Coo:
             wide_indices=kernels.index_dtype(stream.size) == torch.int64,
             length=self.max_bytes(nnz, stream.size, stream.value_bytes),
         )
-        parts = [header.pack().to(stream.device), *_aligned(stream.values)]
+        if stream.device.type == "cpu":
+            parts = [stream.values.contiguous()]
+            if stream.indices is not None:
+                parts.append(stream.indices.contiguous())
+            arrays = [to_dlpack(part) for part in parts]
+            return Encoded(_cpu.join_message(header.pack(), arrays))
+        message = torch.zeros(header.length, dtype=torch.uint8, device=stream.device)
+        header.pack_into(message)
+        values, indices = _parts(message, header)
+        values.copy_(stream.values)
         if stream.indices is not None:
-            dtype = torch.int64 if header.wide_indices else torch.int32
-            parts += _aligned(stream.indices.to(dtype))
-        pooled = stream.device.type == "cpu" and header.length >= _POOLED_BYTES
-        return Encoded(torch.cat(parts, out=_cpu.empty(header.length) if pooled else None))
+            indices.copy_(stream.indices)
+        return Encoded(message)
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         """See `Format.decode`."""
@@ -109,16 +112,6 @@ class Coo:
 
 
 COO = Coo()
-
-
-def _aligned(part: Tensor) -> list[Tensor]:
-    """Return the bytes of a tensor, followed by padding if it needs any."""
-    flat = part if part.ndim == 1 else part.reshape(-1)
-    if flat.stride(0) != 1:  # a single entry counts as contiguous whatever its stride
-        flat = flat.new_empty(flat.numel()).copy_(flat)
-    content = flat.view(torch.uint8)
-    padding = -content.numel() % ALIGNMENT
-    return [content, content.new_zeros(padding)] if padding else [content]
 
 
 def _parts(message: Tensor, header: Header) -> tuple[Tensor, Tensor]:

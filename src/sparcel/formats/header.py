@@ -58,15 +58,15 @@ class Header(NamedTuple):
         """Bytes of one coordinate's value, or of its row of values."""
         return self.dtype.itemsize * (1 if self.width is None else self.width)
 
-    def pack(self) -> Tensor:
-        """Return the header's bytes, uint8 ``[HEADER_BYTES]``, in main memory."""
+    def pack(self) -> bytes:
+        """Return the header's bytes, ``HEADER_BYTES`` of them."""
         flags = (
             _DENSE * self.dense
             | _NON_FINITE * (not self.finite)
             | _WIDE_INDICES * self.wide_indices
             | _ROWS * (self.width is not None)
         )
-        packed = _LAYOUT.pack(
+        return _LAYOUT.pack(
             _MAGIC,
             _VERSION,
             self.kind,
@@ -78,11 +78,10 @@ class Header(NamedTuple):
             self.nnz,
             self.length,
         )
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def pack_into(self, message: Tensor) -> None:
         """Write the header to the first bytes of ``message`` (uint8, any device)."""
-        message[:HEADER_BYTES] = self.pack()
+        message[:HEADER_BYTES] = torch.frombuffer(bytearray(self.pack()), dtype=torch.uint8)
 
     @classmethod
     def parse(cls, message: Tensor) -> Self:

@@ -10,6 +10,7 @@ from sparcel.errors import known, warn
 from sparcel.rates import Rates
 from sparcel.schedule import Steps
 from sparcel.schemes.auto import Auto
+from sparcel.schemes.auto import steps_by as auto_steps_by
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_steps
 from sparcel.schemes.dense import steps as dense_steps
@@ -104,11 +105,13 @@ PREDICTED = ("topk", *STEPS)
 
 
 def steps_of(name: str, rates: Rates) -> Steps:
-    """Return the steps of the scheme ``name``, one of `PREDICTED`.
+    """Return the steps of the scheme ``name``, one of `PREDICTED` or ``auto``.
 
-    ``topk`` sums by the algorithm that is the fastest with these rates.
+    ``topk`` sums by the algorithm that is the fastest with these rates, ``auto`` takes the method
+    that is.
     """
-    return topk_steps_by(rates) if name == "topk" else STEPS[name]
+    by_rates = {"topk": topk_steps_by, "auto": auto_steps_by}
+    return by_rates[name](rates) if name in by_rates else STEPS[name]
 
 
 def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:

@@ -48,6 +48,12 @@ def _steps_of(candidate: str, rates: Rates) -> Steps:
     return steps.get(candidate, dense_steps)
 
 
+def steps_by(rates: Rates) -> Steps:
+    """Return the steps of the first step of `Auto` where these are the rates."""
+    candidates = {name: _steps_of(name, rates) for name in CANDIDATES}
+    return lambda problem: candidates[cost.choose(candidates, problem, rates)](problem)
+
+
 @dataclass(eq=False)
 class Auto(Sparsifier):
     """The fastest of several methods, by prediction at first and then by measurement.

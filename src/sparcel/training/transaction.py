@@ -20,9 +20,6 @@ from sparcel.training.residuals import Vector
 from sparcel.training.stats import Costs
 from sparcel.wire import Wire
 
-_FEW = 1 << 16
-"""Up to this many elements of small tensors, saving rounds is worth more than saving bytes."""
-
 
 @dataclass(eq=False)
 class Transaction:
@@ -131,7 +128,7 @@ class Transaction:
         rows = gradient.values().reshape(-1, shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = all_finite(rows)
-        total = self._sum(stream, "auto")
+        total = self._sum(stream)
         self.meter.dense_bytes += ring_bytes(dense_bytes, self.comm.size)
         self.meter.coordinates += shape.numel()
         self.meter.asked += rows.numel()
@@ -164,16 +161,16 @@ class Transaction:
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
         stream = SparseStream.unchecked(None, vector, vector.numel())
         stream.finite = all_finite(vector)
-        total = self._sum(stream, "recursive_doubling" if vector.numel() <= _FEW else "dense")
+        total = self._sum(stream, max_nnz=stream.size)
         self.meter.count_whole(vector.numel())
         parts = total.values.split([place.numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
 
-    def _sum(self, stream: SparseStream, algorithm: str) -> SparseStream:
+    def _sum(self, stream: SparseStream, max_nnz: int | None = None) -> SparseStream:
         """Return the average over ranks of a whole stream, and note whether it is finite."""
         with self.meter.communicating():
-            total = all_reduce(stream, Wire(self.comm), algorithm=algorithm)
+            total = all_reduce(stream, Wire(self.comm), max_nnz=max_nnz)
         average = total.values / self.comm.size
         self.finite &= total.finite and all_finite(average)
         return SparseStream.unchecked(total.indices, average, total.size)
