@@ -39,7 +39,6 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.cost import Problem, Rates, measure, predict
 from sparcel.ops import MAX
-from sparcel.schemes import PREDICTED
 from sparcel.schemes.auto import CANDIDATES
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -68,8 +67,9 @@ NEAR, GOOD = 0.25, 1.15
 """`NEAR` is the largest error of a close prediction, as a share of the measured time. `GOOD` is the
 largest ratio of a good choice's time to the best time."""
 
-BUDGET_SECONDS, LONG_SECONDS, MOST = 1.5, 1.0, 7
-"""Seconds to time a row, above which its first run counts too, and the most runs."""
+BUDGET_SECONDS, LONG_SECONDS, ENOUGH_SECONDS, MOST = 1.5, 1.0, 2.0, 7
+"""Seconds to time a row, above which its first run counts too, above which one run is enough, and
+the most runs."""
 
 Row = dict[str, Any]
 
@@ -224,7 +224,8 @@ def _timed(made: Contender, comm: Communicator) -> tuple[list[float], int]:
     wrong = torch.tensor([made.wrong(held.pop())])
     comm.run(lambda: comm.all_reduce(wrong, MAX))
     seconds = [first] if first > LONG_SECONDS else [once()]
-    runs = max(2, min(MOST, round(BUDGET_SECONDS / max(seconds[0], 1e-6))))
+    fewest = 1 if seconds[0] > ENOUGH_SECONDS else 2
+    runs = max(fewest, min(MOST, round(BUDGET_SECONDS / max(seconds[0], 1e-6))))
     while len(seconds) < runs:
         seconds.append(once())
     return seconds, int(wrong)
@@ -249,7 +250,7 @@ def judge(results: dict[str, Any], show: bool) -> dict[str, Any]:
                 )
             scheme = row["row"].removeprefix(STEP)
             if scheme != row["row"]:
-                if scheme in PREDICTED:
+                if scheme != "auto":
                     contests[place, setting, "step"].append((told, took))
                 if scheme in CANDIDATES:
                     contests[place, setting, "auto"].append((told, took))

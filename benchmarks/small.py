@@ -9,7 +9,7 @@ The floor is one `Sendrecv` with each partner at doubling distances, in a tight 
 as long as those of `recursive_doubling`. Beside it stands MPI's own all-reduce of a vector that
 holds twice as many numbers as a rank's stream. Times are those of all ranks together, from one
 barrier to the next. All rows take turns; a row's figure is the median of its turns. ``cpu_ms`` is
-rank 0's own share of it.
+rank 0's processor time.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def seconds(run: Callable[[], object]) -> tuple[float, float]:
     for _ in range(WARM_UP):
         run()
     WORLD.Barrier()
-    start, used = perf_counter(), process_time()
+    start, processor_start = perf_counter(), process_time()
     for _ in range(CALLS):
         run()
-    used = process_time() - used
+    used = process_time() - processor_start
     WORLD.Barrier()
     return (perf_counter() - start) / CALLS, used / CALLS
 

@@ -12,13 +12,16 @@ namespace {
 // Returns a message: the header, then the bytes of each part, padded with zeros.
 Output join_message(nb::bytes header, const std::vector<Input>& parts) {
     require(header.size() == sizeof(Header), "a header has 40 bytes");
-    uint64_t length = sizeof(Header);
+    Header fields;
+    std::memcpy(&fields, header.c_str(), sizeof fields);
+    uint64_t length = sizeof fields;
     for (const Input& part : parts) length += padded(part.nbytes());
+    require(fields.length == length, "the parts must take up the message");
     Buffer<uint8_t> message(length);
-    std::memcpy(message.data(), header.c_str(), sizeof(Header));
+    std::memcpy(message.data(), &fields, sizeof fields);
     {
         nb::gil_scoped_release release;
-        uint8_t* place = message.data() + sizeof(Header);
+        uint8_t* place = message.data() + sizeof fields;
         for (const Input& part : parts) {
             const size_t bytes = part.nbytes(), slot = padded(bytes);
             if (bytes) std::memcpy(place, part.data(), bytes);

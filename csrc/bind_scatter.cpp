@@ -15,12 +15,14 @@ void with_entries(const InOut& dense, const Input& indices, const Input& values,
     require(values.size() == indices.size() * width, "each index needs its value or row");
     if (width == 0) return;
     with_index(indices.dtype(), [&]<class Index>(Type<Index> index) {
-        for (size_t i = 0; i < indices.size(); ++i) {
-            const auto at = size_t(data<Index>(indices)[i]);
-            if (at >= dense.size() / width) {
-                throw nb::index_error("an index lies outside the dense vector");
-            }
+        const size_t limit = dense.size() / width;
+        bool outside = false;
+        {
+            nb::gil_scoped_release release;
+            const Index* places = data<Index>(indices);
+            for (size_t i = 0; i < indices.size(); ++i) outside |= size_t(places[i]) >= limit;
         }
+        if (outside) throw nb::index_error("an index lies outside the dense vector");
         with_value(dense.dtype(), [&]<class Value>(Type<Value> value) { run(index, value); });
     });
 }

@@ -23,7 +23,7 @@ MAP = re.search(r"## Rooms.*?```\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
-the merge of `COO`'s messages for `formats`."""
+what joins and merges `COO`'s messages for `formats`."""
 COMPILED_FOR = {"kernels", "comm", "formats"}
 
 SUB_ROOMS = {"torch", "mpi", "simulated"}

@@ -40,7 +40,7 @@ def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:
 
 def steps_by(rates: Rates) -> Steps:
     """Return the steps of ``algorithm="auto"`` where these are the rates."""
-    return lambda problem: ALGORITHMS[fastest(problem, rates)].steps(problem)
+    return lambda problem: ALGORITHMS[fastest(problem.foreseen, rates)].steps(problem)
 
 
 def _choose(
@@ -55,7 +55,7 @@ def _choose(
         # With two ranks, nothing is faster than that each sends its stream to the other.
         return "recursive_doubling", max_nnz
     if max_nnz is None:
-        # A few bytes to everyone; a wrong choice costs more.
+        # A few bytes; a wrong choice costs more.
         max_nnz = max(wire.comm.gather_numbers(stream.nnz))
     k = min(_rounded(max(1, max_nnz)), stream.size)
     value_bytes = max(1, stream.value_bytes)

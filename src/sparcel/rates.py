@@ -128,7 +128,7 @@ class Rates:
         How many ranks measured. All measured at once, so the times include the effect of shared
         cores and links.
     crowding
-        How many times longer work takes when all ranks of a node do it than when one does.
+        How many times its processor time a rank needs for work while all ranks work.
     measured
         False for stated rates and for the defaults.
     description
@@ -153,6 +153,17 @@ class Rates:
         number(self.crowding, "crowding", above=0)
         flag(self.measured, "measured")
         object.__setattr__(self, "curves", MappingProxyType(dict(self.curves)))
+
+    def across_nodes(self) -> Rates:
+        """Return the rates of groups with one rank of each node, which all work at the same time.
+
+        Their exchanges are measured so already. Their sums by the engine share the nodes' links.
+        """
+        sums = {
+            name: Curve(tuple((a / self.ranks_per_node, s) for a, s in self.curves[name].points))
+            for name in DENSE
+        }
+        return replace(self, curves={**self.curves, **sums}, ranks_per_node=1)
 
     def __getitem__(self, name: str) -> Curve:
         return self.curves[name]

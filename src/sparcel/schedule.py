@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -72,6 +72,11 @@ class Problem:
     def everyone(self) -> Sequence[int]:
         """All ranks."""
         return range(self.ranks)
+
+    @property
+    def foreseen(self) -> Problem:
+        """The problem as the ranks know it before they exchange anything."""
+        return replace(self, spread=None, clusters=0, union=None)
 
     @property
     def regions(self) -> list[int]:
@@ -229,7 +234,7 @@ class Work:
     kind: str
     amount: float
     busy: float = 1.0
-    times: int = 1
+    times: float = 1
 
 
 Step: TypeAlias = Exchange | EngineSum | Work

@@ -239,8 +239,8 @@ def collective(
 def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
     """Give every rank the message of every rank, by rank; ``at_most`` bounds the bytes of each.
 
-    Few ranks send small messages to each other, all at once: waiting once costs less than sending
-    fewer bytes saves. Otherwise by Bruck's pattern, in ⌈log₂P⌉ rounds.
+    Few ranks send short messages to each other, all at once: see `DIRECT_RANKS`. Otherwise by
+    Bruck's pattern, in ⌈log₂P⌉ rounds.
     """
     if _goes_direct(comm.size, at_most):
         return comm.gather(message, at_most)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import sparcel
 from sparcel.comm import TorchCommunicator
+from sparcel.comm.failure import wait_until
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.strategies import case_of
 from tests.workers import run_apart
@@ -226,3 +227,10 @@ def test_splitting_without_a_rank_is_a_communication_error() -> None:
     ends = [end.result for end in run_apart(WORLD_SIZE, split_without, timeout=TIMEOUT)]
     assert ends.pop(CULPRIT) == ""
     assert all("could not connect to ranks" in text for text in ends)
+
+
+def test_waiting_asks_at_least_once_and_until_the_answer_is_yes() -> None:
+    assert wait_until(lambda: True, 0.0)
+    assert not wait_until(lambda: False, 0.0)
+    answers = iter([False, False, True])
+    assert wait_until(lambda: next(answers), 60.0)

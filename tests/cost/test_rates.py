@@ -1,6 +1,7 @@
 """Rates: curves, JSON, and predictions from them."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel import auto, cost, simulate
+from sparcel import cost, simulate
+from sparcel.bench.predicted import steps_for
 from sparcel.collectives import ALGORITHMS, OTHER_STEPS
 from sparcel.cost import Curve, Problem, Rates, default_rates, measure, predict, stated_rates
 from sparcel.errors import InputError
@@ -33,15 +35,7 @@ names = st.sampled_from([*SUMS, "dense fp32", "dense bf16"])
 def predicted(name, problem, rates=None):
     """Return the prediction for a name of the benchmark's rows."""
     rates = rates or default_rates()
-    steps = {
-        **{algorithm: known.steps for algorithm, known in ALGORITHMS.items()},
-        **OTHER_STEPS,
-        "auto": auto.steps_by(rates),
-        "dense fp32": engine_steps(4),
-        "dense bf16": engine_steps(2),
-        **{f"step:{scheme}": steps_of(scheme, rates) for scheme in PREDICTED},
-    }
-    return predict(steps[name], problem, rates)
+    return predict(steps_for(name, rates), problem, rates)
 
 
 def fastest_step(schemes, problem, rates):
@@ -104,7 +98,7 @@ def test_seconds_are_the_sum_of_the_phases(name, problem):
 
 @given(names, problems, st.integers(2, 50))
 def test_less_bandwidth_never_makes_anything_faster(name, problem, factor):
-    if name == "step:topk":  # the rates decide which sum it uses
+    if name in ("step:topk", "step:auto"):  # the rates decide what it does
         return
     slower = predicted(name, problem, default_rates().slower(factor))
     assert slower.seconds >= predicted(name, problem).seconds * (1 - 1e-9)
@@ -112,7 +106,7 @@ def test_less_bandwidth_never_makes_anything_faster(name, problem, factor):
 
 @given(st.sampled_from(SUMS), st.integers(2, 9), st.integers(1, 3000))
 def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
-    if name in ("auto", "step:topk", "oktopk", "step:oktopk"):  # these change their algorithm
+    if name in ("auto", "step:topk", "step:auto", "oktopk", "step:oktopk"):  # these may change
         return
     if name in ("broadcast", "step:scalecom"):  # down a tree up to 4 KiB, at more bytes in all
         return
@@ -129,6 +123,13 @@ def test_the_choice_is_the_fastest_and_the_first_of_equals(problem):
     assert predicted("auto", problem).seconds == seconds[chosen]
 
 
+@pytest.mark.parametrize("name", ["auto", "step:auto", "step:topk"])
+def test_auto_chooses_without_knowing_the_indices(name):
+    blind = Problem(10**6, 10**5, 8)
+    same = replace(blind, spread=blind.k, clusters=4)  # all ranks send the same coordinates
+    assert predicted(name, same).rounds == predicted(name, blind).rounds
+
+
 def test_dense_wins_where_links_are_fast_and_sparse_where_they_are_slow():
     problem = Problem(1 << 24, 1 << 20, 8)
     fast = stated_rates(bandwidth=1e12, latency_s=1e-7, ranks=8)
@@ -142,6 +143,32 @@ def test_summing_inside_nodes_first_is_predicted_to_be_faster():
     rates = stated_rates(bandwidth=1e8, latency_s=1e-4, ranks=32, ranks_per_node=8)
     problem = Problem(1 << 24, 1 << 17, 32, 8)
     assert fastest_step(("topk", "hitopk", "torus2d"), problem, rates) == "hitopk"
+
+
+def test_sums_of_groups_share_the_links_of_their_nodes():
+    rates = stated_rates(bandwidth=1e8, latency_s=0, ranks=32, ranks_per_node=8)
+    problem = Problem(1 << 24, 1 << 24, 32, 8)
+    across = 2 * 3 / 4 * 4 * problem.size / 1e8  # eight rings of four nodes, an eighth each
+    assert predicted("step:torus2d", problem, rates).exchange > across
+    shard = Problem(problem.size // 8, problem.size // 8, 4)
+    sums = engine_steps(4)
+    assert predict(sums, shard, rates.across_nodes()).exchange == pytest.approx(across)
+    assert predict(sums, shard, rates).exchange == pytest.approx(across / 8)  # alone on the links
+
+
+def test_short_work_takes_turns_on_crowded_cores():
+    module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
+    samples = [(2e-3, 1e-3)]
+    work, message = (module._Point(name, 1, None, samples) for name in ("merge", "pair"))
+    assert (work.seconds(3.5), work.seconds(1.0)) == (3.5e-3, 2e-3)
+    assert message.seconds(3.5) == 2e-3
+
+
+@pytest.mark.parametrize(("clock", "crowding"), [(3e-3, 3.0), (5e-4, 1.0)])
+def test_crowding_is_the_time_for_each_second_of_the_processor(monkeypatch, clock, crowding):
+    module = sys.modules["sparcel.cost.measure"]
+    monkeypatch.setattr(module, "_times", lambda comm, trial, count: [(clock, 1e-3)] * count)
+    assert module._crowding(SimpleNamespace(size=2), 4) == pytest.approx(crowding)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sparcel import SparseStream, _cpu, formats
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
+from sparcel.formats.coo import join
 from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
 from sparcel.schedule import most_bytes
 from tests.strategies import DTYPES, full, make_stream, ops, same_stream, sizes, streams, widths
@@ -69,7 +70,7 @@ def test_values_travel_bit_for_bit(special):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("width", [None, 1, 2])
+@pytest.mark.parametrize("width", [None, 0, 1, 2])
 def test_any_stride_is_encoded(count, width):
     shape = (count,) if width is None else (count, width)
     wide = torch.arange(7.0 * 3 * 8).view(7, 3, 8)
@@ -80,6 +81,18 @@ def test_any_stride_is_encoded(count, width):
     assert decoded.values.shape == shape
     assert torch.equal(decoded.values, values)
     assert torch.equal(decoded.indices, indices)
+
+
+@given(streams())
+def test_other_devices_join_the_same_message(stream):
+    message = encode(stream)
+    assert torch.equal(join(stream, Header.parse(message)), message)
+
+
+def test_indices_of_another_dtype_are_not_sent():
+    stream = SparseStream.unchecked(torch.tensor([3, 5]), torch.tensor([1.0, 2.0]), 40)
+    with pytest.raises(ValueError, match="take up the message"):
+        encode(stream)
 
 
 @given(streams())

@@ -100,3 +100,19 @@ def test_measured_rates_are_the_same_on_all_ranks(run_on: Any) -> None:
     (said, rates), other = run_on(2, measured)
     assert "measured" in said
     assert other == (said, rates)
+
+
+@pytest.mark.parametrize("poison", [0.0, float("nan")])
+def test_small_tensors_are_averaged_alike_by_whatever_algorithm(poison: float) -> None:
+    small = {f"{number}": torch.zeros(1000) for number in range(40)}
+    given = torch.arange(40_000.0).view(40, 1000)
+
+    def on_rank(comm: Communicator, rates: Any) -> torch.Tensor:
+        averager = Averager(small, scheme("topk"), group=comm, rates=rates)
+        gradients = {name: given[int(name)] * comm.rank + poison * comm.rank for name in small}
+        updates = averager.average(gradients)
+        return torch.stack([updates[name] for name in small])
+
+    for rates in (FAST, SLOW):
+        for average in simulate(3, lambda comm, rates=rates: on_rank(comm, rates)).results:
+            assert torch.equal(average, given) if poison == 0 else average.isnan().all()

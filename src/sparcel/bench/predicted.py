@@ -28,6 +28,8 @@ _CLOSE = 0.25
 def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dict[str, Rates]:
     """Return the rates of engines, by name, from a file or measured now; all ranks call.
 
+    They become those of the engines' communicators, so that ``auto`` chooses by them.
+
     Parameters
     ----------
     sources
@@ -49,6 +51,8 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
             rates[engine.name] = measure(engine.comm, engine.name)
         elif source is not None:
             rates[engine.name] = read_rates(source)
+    for engine in engines:
+        engine.comm.rates = rates.get(engine.name)
     return rates
 
 
@@ -83,7 +87,7 @@ def steps_for(name: str, rates: Rates) -> Steps | None:
         return ALGORITHMS[name].steps
     scheme = name.removeprefix(STEP)
     if scheme != name:
-        return steps_of(scheme, rates) if scheme in (*PREDICTED, "auto") else None
+        return steps_of(scheme, rates) if scheme in PREDICTED else None
     return OTHER_STEPS.get(name)
 
 

@@ -43,8 +43,11 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool:
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of `dense`."""
     yield from agreement_steps(problem)
-    yield Work("fill", problem.size)
-    yield Work("scatter", problem.k)
+    if problem.is_dense(problem.k):
+        yield Work("add", problem.size)  # a copy, which reads and writes as much
+    else:
+        yield Work("fill", problem.size)
+        yield Work("scatter", problem.k)
     yield EngineSum(problem.size, problem.itemsize, problem.rank, problem.ranks)
 
 

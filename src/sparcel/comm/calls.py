@@ -104,7 +104,7 @@ class Calls:
     def within(self, call: Call, label: str, job: Callable[[], T]) -> T:
         """Run ``job`` inside ``call``; ``label`` tells its communicator from others."""
         around, fingerprint = self._under_way, self.fingerprint
-        self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << 32)
+        self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << _FINGERPRINT_BITS)
         if not around:
             self._outer[label] += 1
             self.place = Place(label, self._outer[label], ((0, call),), (call,))

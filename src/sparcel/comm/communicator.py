@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Self, TypeVar
 
@@ -161,12 +160,12 @@ class Communicator(ABC):
     def gather_numbers(self, number: int) -> list[int]:
         """Return the number (64-bit) that each rank gave, by rank.
 
-        Few ranks take one round, more than `DIRECT_RANKS` ⌈log₂P⌉.
+        One round up to `DIRECT_RANKS` ranks, ⌈log₂P⌉ beyond.
         """
         held = torch.tensor([number], device=self.device)
         if self.size <= DIRECT_RANKS:
-            numbers = self.gather(held.view(torch.uint8), held.nbytes)
-            return torch.cat(numbers).view(torch.int64).tolist()
+            messages = self.gather(held.view(torch.uint8), held.nbytes)
+            return torch.cat(messages).view(torch.int64).tolist()
         # From here on, held has the numbers of this rank and of those that follow it.
         for below, above, _, count in patterns.bruck(self.rank, self.size):
             leaving = held[:count].view(torch.uint8)
@@ -226,7 +225,7 @@ class Communicator(ABC):
         given, across = self._divided_rates
         if given is not self.rates:
             given = self.rates
-            across = None if given is None else replace(given, ranks_per_node=1)
+            across = None if given is None else given.across_nodes()
             self._divided_rates = given, across
         return across
 

@@ -87,7 +87,7 @@ def read_rates(path: str | PathLike[str]) -> Rates:
 def measure(comm: Communicator, description: str = "", passes: int = _PASSES) -> Rates:
     """Time messages, the engine's all-reduce and the ranks' work; all ranks must call this.
 
-    It takes ten to twenty seconds on eight ranks joined by 1 Gbit/s, and some 300 MB of memory.
+    It takes twenty to thirty seconds on eight ranks joined by 1 Gbit/s, and some 300 MB of memory.
 
     Parameters
     ----------
@@ -100,7 +100,8 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     Returns
     -------
     Rates
-        The same on all ranks: medians of the slowest rank's times.
+        The same on all ranks: medians of the slowest rank's times. Where ranks share cores, short
+        work takes its processor time multiplied by the crowding.
 
     Raises
     ------
@@ -127,7 +128,9 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     crowding = _crowding(comm, _MOST * passes)
     curves = {
         name: Curve(
-            tuple((float(point.amount), point.taken(crowding)) for point in group if point.samples)
+            tuple(
+                (float(point.amount), point.seconds(crowding)) for point in group if point.samples
+            )
         )
         for name, group in groupby(points, key=lambda point: point.name)
     }
@@ -137,9 +140,10 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
 
 @dataclass(eq=False)
 class _Point:
-    """One point of a curve, with its samples, in seconds a round of the slowest rank.
+    """One point of a curve, with its samples, in seconds a round.
 
-    A sample has two times: that of the clock, and that of the processor.
+    A sample has two times: that of the slowest rank by the clock, and the ranks' average processor
+    time.
     """
 
     name: str
@@ -148,19 +152,19 @@ class _Point:
     samples: list[tuple[float, float]] = field(default_factory=list)
 
     @property
-    def seconds(self) -> float:
+    def by_clock(self) -> float:
         """The median of the samples, by the clock."""
         return median(clock for clock, _ in self.samples)
 
-    def taken(self, crowding: float) -> float:
+    def seconds(self, crowding: float) -> float:
         """Return the seconds that all ranks take, where they share cores.
 
         Work of less than a time slice has the core for itself, so its own clock does not show that
         the ranks take turns.
         """
         if self.name not in WORK:
-            return self.seconds
-        return max(self.seconds, crowding * median(processor for _, processor in self.samples))
+            return self.by_clock
+        return max(self.by_clock, crowding * median(processor for _, processor in self.samples))
 
 
 def _everything(
@@ -188,14 +192,13 @@ def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
         trial = point.make(point.amount)
         if point.name in WORK:
             trial.run()  # touches new pages
-        pilot, _ = _times(comm, trial, 1)[0]
-        if pilot > _LONG_SECONDS and point.name not in WORK:
-            samples = [(pilot, pilot)]
-        else:
+        samples = _times(comm, trial, 1)
+        pilot, _ = samples[0]
+        if pilot < _LONG_SECONDS:
             count = max(1, min(_MOST, round(_BUDGET_SECONDS / max(pilot, 1e-6))))
             samples = _times(comm, trial, count)
         point.samples += [(clock / trial.rounds, used / trial.rounds) for clock, used in samples]
-        if point.seconds * trial.rounds > _SLOW_SECONDS:
+        if point.by_clock * trial.rounds > _SLOW_SECONDS:
             return
 
 
@@ -205,7 +208,7 @@ def _times(comm: Communicator, trial: Trial, count: int) -> list[tuple[float, fl
     They are the same on all ranks.
     """
     own = [_once(comm, trial) for _ in range(count)]
-    clocks, used = (torch.tensor(seconds) for seconds in zip(*own, strict=True))
+    clocks, used = (torch.tensor(times, dtype=torch.float64) for times in zip(*own, strict=True))
     comm.run(lambda: comm.all_reduce(clocks, MAX))
     comm.run(lambda: comm.all_reduce(used, SUM))
     return list(zip(clocks.tolist(), (used / comm.size).tolist(), strict=True))

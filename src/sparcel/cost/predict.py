@@ -107,7 +107,7 @@ def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Predi
         if isinstance(step, Exchange):
             phases["exchange"] += step.rounds * _message_seconds(step, problem, rates)
         elif isinstance(step, EngineSum):
-            phases["exchange"] += _engine_seconds(step, rates)
+            phases["exchange"] += _engine_seconds(step, problem, rates)
         else:
             phases[PHASES[step.kind]] += work_seconds(step, rates)
     traffic = count(steps, problem)
@@ -148,15 +148,15 @@ def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
     return max(inner, between(step.nbytes * crossing)) if crossing else inner
 
 
-def _engine_seconds(step: EngineSum, rates: Rates) -> float:
+def _engine_seconds(step: EngineSum, problem: Problem, rates: Rates) -> float:
     """Return the seconds of the engine's sum, scaled from the measured to this number of ranks.
 
-    If it has fewer ranks than were measured, the others sum too, in groups that share the nodes'
-    links.
+    Where it is a sum of one rank of each node, the nodes' other ranks sum at the same time. The
+    links then carry as much as one sum of all their bytes.
     """
-    measured = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"](step.nbytes)
-    asked, had = step.ranks, rates.ranks
+    curve = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"]
+    sums = min(problem.ranks_per_node, problem.ranks // step.ranks)
+    measured, asked, had = curve(sums * step.nbytes), step.ranks, rates.ranks
     if asked == had or had == 1:
         return measured
-    groups = min(rates.ranks_per_node, max(1, had // asked))
-    return measured * groups * (asked - 1) / asked * had / (had - 1)
+    return measured * (asked - 1) / asked * had / (had - 1)

@@ -44,13 +44,7 @@ class Coo:
                 parts.append(stream.indices.contiguous())
             arrays = [to_dlpack(part) for part in parts]
             return Encoded(_cpu.join_message(header.pack(), arrays))
-        message = torch.zeros(header.length, dtype=torch.uint8, device=stream.device)
-        header.pack_into(message)
-        values, indices = _parts(message, header)
-        values.copy_(stream.values)
-        if stream.indices is not None:
-            indices.copy_(stream.indices)
-        return Encoded(message)
+        return Encoded(join(stream, header))
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         """See `Format.decode`."""
@@ -112,6 +106,17 @@ class Coo:
 
 
 COO = Coo()
+
+
+def join(stream: SparseStream, header: Header) -> Tensor:
+    """Return the message that holds ``stream``, on its device, in plain torch."""
+    message = torch.zeros(header.length, dtype=torch.uint8, device=stream.device)
+    header.pack_into(message)
+    values, indices = _parts(message, header)
+    values.copy_(stream.values)
+    if stream.indices is not None:
+        indices.copy_(stream.indices)
+    return message
 
 
 def _parts(message: Tensor, header: Header) -> tuple[Tensor, Tensor]:

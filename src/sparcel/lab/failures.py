@@ -104,7 +104,10 @@ class Failures:
 
 
 def told_by_survivor(error: CommunicationError) -> str:
-    """Return the line with which a program ends on a rank that survived another rank's failure."""
+    """Return the line with which a program ends on a rank that survived another rank's failure.
+
+    `_SURVIVED` recognises it.
+    """
     return f"sparcel: CommunicationError: {error}"
 
 

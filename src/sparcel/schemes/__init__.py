@@ -100,12 +100,12 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
-PREDICTED = ("topk", *STEPS)
+PREDICTED = ("topk", "auto", *STEPS)
 """The schemes whose steps the cost model knows."""
 
 
 def steps_of(name: str, rates: Rates) -> Steps:
-    """Return the steps of the scheme ``name``, one of `PREDICTED` or ``auto``.
+    """Return the steps of the scheme ``name``, one of `PREDICTED`.
 
     ``topk`` sums by the algorithm that is the fastest with these rates, ``auto`` takes the method
     that is.

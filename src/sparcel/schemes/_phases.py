@@ -10,15 +10,13 @@ SMALL = 250
 """Small operations of a step, besides those on its vectors: checks, layers, the transaction."""
 
 
-CHUNKS = 1.8
-"""How many times as long as the k largest of the vector it takes to find those of each chunk, while
-the gradient is added. It is fitted to measured steps."""
+def select_steps(problem: Problem, times: float = 1.0) -> Iterator[Step]:
+    """Yield the steps that add the gradient to the memory and take the k largest out.
 
-
-def select_steps(problem: Problem, times_as_long: float = 1.0) -> Iterator[Step]:
-    """Yield the steps that add the gradient to the memory and take the k largest out."""
+    ``times`` is how many times as long this takes as by the selector `exact`.
+    """
     yield Work("small", SMALL)
-    yield Work("select", times_as_long * problem.size)
+    yield Work("select", problem.size, times=times)
     yield Work("largest", problem.k)
 
 

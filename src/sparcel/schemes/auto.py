@@ -49,9 +49,9 @@ def _steps_of(candidate: str, rates: Rates) -> Steps:
 
 
 def steps_by(rates: Rates) -> Steps:
-    """Return the steps of the first step of `Auto` where these are the rates."""
+    """Return the steps of the method that `Auto` predicts to be the fastest with these rates."""
     candidates = {name: _steps_of(name, rates) for name in CANDIDATES}
-    return lambda problem: candidates[cost.choose(candidates, problem, rates)](problem)
+    return lambda problem: candidates[cost.choose(candidates, problem.foreseen, rates)](problem)
 
 
 @dataclass(eq=False)

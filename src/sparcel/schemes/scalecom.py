@@ -94,8 +94,8 @@ def _indices_due(like: SparseStream, most: int) -> Due:
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `ScaleCom` that rank 0 leads."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
-    yield Work("add", problem.size, times=3)  # reads two vectors and writes two
-    yield Work("select", problem.size, 1 / ranks)
+    yield Work("add", problem.size, times=3)  # fitted to measured steps
+    yield Work("select", problem.size, 1 / ranks)  # by the leader
     yield Work("largest", k, 1 / ranks)
     yield Work("small", SMALL)
     indices = problem.format.expected_bytes(k, problem.size, 0)
