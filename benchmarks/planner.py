@@ -8,7 +8,8 @@
 `sparcel lab run` for each network, which must be alone on the machine: all ranks measure the
 network's rates, as `sparcel plan --measure` does, and then every row of every setting. It skips the
 networks that RESULTS.json holds already. ``judge`` predicts every row from the rates of its network
-and compares; it can be run again after a change of the model.
+and compares; it can be run again after a change of the model. It judges three choices in each
+setting: among the lossless sums, among the schemes, and among what the scheme `auto` chooses from.
 """
 
 from __future__ import annotations
