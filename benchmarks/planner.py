@@ -7,9 +7,8 @@
 ``draw`` draws settings at random: 12 emulated networks, and 5 vectors on each. ``measure`` runs
 `sparcel lab run` for each network, which must be alone on the machine: all ranks measure the
 network's rates, as `sparcel plan --measure` does, and then every row of every setting. It skips the
-networks that RESULTS.json holds already. ``judge`` predicts every row from the rates of its network
-and compares; it can be run again after a change of the model. It judges three choices in each
-setting: among the lossless sums, among the schemes, and among what the scheme `auto` chooses from.
+networks that RESULTS.json holds already. ``judge`` compares the measured times with predictions:
+see `planner_judge`.
 """
 
 from __future__ import annotations
@@ -21,26 +20,23 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from machine import machine
+from planner_judge import judge
 
 from sparcel.bench.baselines import Contender
-from sparcel.bench.contenders import STEP, contender, names
+from sparcel.bench.contenders import contender, names
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.bench.inputs import Case
-from sparcel.bench.predicted import predicted, problem_of, steps_for
-from sparcel.collectives import ALGORITHMS
+from sparcel.bench.predicted import predicted, problem_of
 from sparcel.comm import Communicator
-from sparcel.cost import Problem, Rates, measure, predict
+from sparcel.cost import Rates, measure
 from sparcel.ops import MAX
-from sparcel.schemes.auto import CANDIDATES
 
 GRIDS: dict[str, dict[str, list[Any]]] = {
     "fit": {
@@ -63,10 +59,6 @@ A layout is nodes and ranks per node."""
 
 EACH = 5
 """Vectors drawn for each network."""
-
-NEAR, GOOD = 0.25, 1.15
-"""`NEAR` is the largest error of a close prediction, as a share of the measured time. `GOOD` is the
-largest ratio of a good choice's time to the best time."""
 
 BUDGET_SECONDS, LONG_SECONDS, ENOUGH_SECONDS, MOST = 1.5, 1.0, 2.0, 7
 """Seconds to time a row, above which its first run counts too, above which one run is enough, and
@@ -230,50 +222,6 @@ def _timed(made: Contender, comm: Communicator) -> tuple[list[float], int]:
     while len(seconds) < runs:
         seconds.append(once())
     return seconds, int(wrong)
-
-
-def judge(results: dict[str, Any], show: bool) -> dict[str, Any]:
-    """Compare the predictions of all rows with the measured times."""
-    errors, contests = [], defaultdict(list)
-    for place, network in enumerate(results["networks"]):
-        rates = {name: Rates.from_json(json.dumps(one)) for name, one in network["rates"].items()}
-        for row in network["rows"]:
-            took = median(row["seconds"])
-            told = _predicted(row, rates[row["engine"]])
-            errors.append(told / took - 1)
-            setting = tuple(row[key] for key in ("size", "density", "distribution", "engine"))
-            if show:
-                where = f"{network['nodes']}x{network['ranks_per_node']} {network['rate']:8}"
-                print(
-                    f"{where} {setting[0]:>9} {100 * setting[1]:>5.3g} % {setting[2]:9}"
-                    f" {setting[3]:4} {row['row']:20} measured {1e3 * took:10.3f} ms,"
-                    f" predicted {1e3 * told:10.3f} ms, {100 * errors[-1]:+6.1f} %"
-                )
-            scheme = row["row"].removeprefix(STEP)
-            if scheme != row["row"]:
-                if scheme != "auto":
-                    contests[place, setting, "step"].append((told, took))
-                if scheme in CANDIDATES:
-                    contests[place, setting, "auto"].append((told, took))
-            elif row["row"] in ALGORITHMS:
-                contests[place, setting, "sum"].append((told, took))
-    ratios = [min(c)[1] / min(took for _, took in c) for c in contests.values()]
-    return {
-        "settings": len({key[:2] for key in contests}),
-        "rows": len(errors),
-        "within 25 %": sum(abs(error) <= NEAR for error in errors) / len(errors),
-        "median error": median(errors),
-        "choices": len(ratios),
-        "within 1.15 of the best": sum(ratio <= GOOD for ratio in ratios) / len(ratios),
-        "worst choice": max(ratios),
-    }
-
-
-def _predicted(row: Row, rates: Rates) -> float:
-    """Return the predicted seconds of a row."""
-    steps = steps_for(row["row"], rates)
-    assert steps is not None, "only rows with a prediction were measured"
-    return predict(steps, Problem(**row["problem"]), rates).seconds
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from machine import machine
 from mpi4py import MPI
 
 import sparcel
+from sparcel import patterns
 from sparcel.bench.engines import connected
 from sparcel.formats import COO
 
@@ -39,11 +40,10 @@ WORLD = MPI.COMM_WORLD
 def sendrecv() -> Callable[[], object]:
     """Return a function that exchanges messages with each partner in turn."""
     comm = WORLD.Dup()
-    distances = [1 << power for power in range((comm.size - 1).bit_length())]
     rounds = []
-    for distance in distances:
+    for peer, _, distance, _ in patterns.doubling(comm.rank, comm.size):
         nbytes = COO.max_bytes(distance * K, SIZE, 4)
-        rounds.append((comm.rank ^ distance, bytearray(nbytes), bytearray(nbytes)))
+        rounds.append((peer, bytearray(nbytes), bytearray(nbytes)))
 
     def run() -> None:
         for peer, sent, received in rounds:
