@@ -128,7 +128,7 @@ class Rates:
         How many ranks measured. All measured at once, so the times include the effect of shared
         cores and links.
     crowding
-        How many times its processor time a rank needs for work while all ranks work.
+        The time that work takes while all ranks work, divided by its processor time.
     measured
         False for stated rates and for the defaults.
     description
@@ -157,7 +157,8 @@ class Rates:
     def across_nodes(self) -> Rates:
         """Return the rates of groups with one rank of each node, which all work at the same time.
 
-        Their exchanges are measured so already. Their sums by the engine share the nodes' links.
+        Measured exchanges are those of such groups already. The engine's sums were measured for all
+        ranks together; those of the groups share the nodes' links.
         """
         sums = {
             name: Curve(tuple((a / self.ranks_per_node, s) for a, s in self.curves[name].points))

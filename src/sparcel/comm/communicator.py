@@ -23,8 +23,8 @@ from sparcel.rates import Rates
 T = TypeVar("T")
 
 DIRECT_RANKS = 8
-"""Up to so many ranks send short messages straight to everyone: waiting once costs less than fewer
-messages save."""
+"""Up to so many ranks send short messages straight to all others. That takes one wait; ways with
+fewer messages take several."""
 
 
 class Communicator(ABC):

@@ -100,18 +100,19 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
-PREDICTED = ("topk", "auto", *STEPS)
+_STEPS_BY: dict[str, Callable[[Rates], Steps]] = {"topk": topk_steps_by, "auto": auto_steps_by}
+"""The steps of schemes that choose by rates, by name."""
+
+PREDICTED = (*_STEPS_BY, *STEPS)
 """The schemes whose steps the cost model knows."""
 
 
 def steps_of(name: str, rates: Rates) -> Steps:
     """Return the steps of the scheme ``name``, one of `PREDICTED`.
 
-    ``topk`` sums by the algorithm that is the fastest with these rates, ``auto`` takes the method
-    that is.
+    With these rates ``topk`` takes the fastest algorithm, and ``auto`` the fastest method.
     """
-    by_rates = {"topk": topk_steps_by, "auto": auto_steps_by}
-    return by_rates[name](rates) if name in by_rates else STEPS[name]
+    return _STEPS_BY[name](rates) if name in _STEPS_BY else STEPS[name]
 
 
 def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 
 STEADY_STEPS = 64
-"""Steps between two agreements, in which all ranks tell each other a number."""
+"""Steps between two agreements. In an agreement all ranks tell each other a number."""
 
 TRIAL_STEPS = 3
 STALE_STEPS = 1024

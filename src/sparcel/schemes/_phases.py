@@ -13,7 +13,7 @@ SMALL = 250
 def select_steps(problem: Problem, times: float = 1.0) -> Iterator[Step]:
     """Yield the steps that add the gradient to the memory and take the k largest out.
 
-    ``times`` is how many times as long this takes as by the selector `exact`.
+    ``times`` is the time that the selector takes, divided by that of `exact`.
     """
     yield Work("small", SMALL)
     yield Work("select", problem.size, times=times)

@@ -10,9 +10,9 @@ from sparcel.collectives.split_allgather import quantized_split_allgather, split
 from sparcel.collectives.split_allgather import steps as split_allgather_steps
 from sparcel.formats import Qsgd
 from sparcel.schedule import Problem, Step
-from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.request import Layer
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.topk import steps as topk_steps
 from sparcel.selectors import Selector, selector
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -68,7 +68,5 @@ def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `SparCML`, which selects at least one entry of each bucket."""
     k = selector("bucketed").most(problem.k, problem.size)
     spread = None if problem.spread is None else max(k, problem.spread)
-    problem = replace(problem, k=k, spread=spread)
-    yield from select_steps(problem, _BUCKETED)
-    yield from split_allgather_steps(problem)
-    yield from apply_steps(problem, problem.entries(problem.everyone))
+    selected = replace(problem, k=k, spread=spread)
+    yield from topk_steps(split_allgather_steps, selected, _BUCKETED)
