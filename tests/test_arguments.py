@@ -138,7 +138,7 @@ ON_RANKS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         Averager,
         {"tensors": TENSORS, "scheme": sparcel.scheme("topk")},
-        "tensors scheme group scaler policy densities rates withhold_zeros",
+        "tensors scheme group scaler policy densities rates scope withhold_zeros",
     ),
     (sparcel.scheme("topk").step, {"gradient": X}, "gradient out request"),
     (sparcel.scheme("topk").step_stream, {"gradient": X}, "gradient request"),

@@ -100,6 +100,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {"scheme_or_name": name} for name in ("topk", "gtopk", "sparcml", "oktopk")},
     "scalecom": {"scheme_or_name": "scalecom", "beta": 0.3},
     "hitopk": {"scheme_or_name": "hitopk", "ranks_per_node": 2},
+    "whole model": {"scheme_or_name": "gtopk", "scope": "model"},
     "momentum": {"scheme_or_name": "gtopk", "momentum": 0.9, "clip": 2.0},
     "warm-up": {"scheme_or_name": "oktopk", "warmup": [0.5, 0.2], "warmup_steps": 2},
     "random": {"scheme_or_name": "topk", "selector": "randomk"},

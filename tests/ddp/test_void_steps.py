@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel.comm import Communicator
+from sparcel.training import Scope
 from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, Poison, observe, residuals_of
 
 pytestmark = pytest.mark.processes
@@ -32,6 +33,7 @@ def train_by_two(
     wrap: dict[str, Any],
     micro_steps: int = 1,
     scheme: str = "topk",
+    scope: Scope = "bucket",
 ) -> dict[str, Any]:
     """Train by two optimisers that share a scaler, or have one each, or have none.
 
@@ -40,7 +42,7 @@ def train_by_two(
     """
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
     made = [torch.amp.GradScaler("cpu", 1024.0, growth_interval=2) for _ in range(scalers)]
-    handle = sparcel.attach(ddp, scheme, scaler=made[0] if made else None)
+    handle = sparcel.attach(ddp, scheme, scaler=made[0] if made else None, scope=scope)
     optimisers = [
         torch.optim.SGD([ddp.module.get_parameter(name) for name in names], lr=0.5, momentum=0.5)
         for names in BY_OPTIMISER
@@ -82,24 +84,29 @@ WRAPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("wrap", "scalers", "poison", "micro_steps"),
+    ("wrap", "scalers", "poison", "micro_steps", "scope"),
     [
-        ("copies", 1, ("first", math.inf), 1),
-        ("copies", 2, ("second", math.nan), 2),
-        ("copies", 0, ("bias", math.inf), 1),
-        ("views", 1, ("norm", math.nan), 2),
-        ("views", 0, ("first", math.inf), 1),
-        ("static graph", 1, ("first", math.inf), 1),
-        ("static graph", 2, ("third", -math.inf), 1),
-        ("unused", 2, ("first", math.inf), 1),
-        ("unused", 0, ("norm", math.inf), 2),
+        ("copies", 1, ("first", math.inf), 1, "bucket"),
+        ("copies", 2, ("second", math.nan), 2, "model"),
+        ("copies", 0, ("bias", math.inf), 1, "bucket"),
+        ("views", 1, ("norm", math.nan), 2, "bucket"),
+        ("views", 0, ("first", math.inf), 1, "bucket"),
+        ("static graph", 1, ("first", math.inf), 1, "model"),
+        ("static graph", 2, ("third", -math.inf), 1, "bucket"),
+        ("unused", 2, ("first", math.inf), 1, "bucket"),
+        ("unused", 0, ("norm", math.inf), 2, "bucket"),
     ],
 )
 def test_every_optimiser_skips_a_void_step(
-    run_on: Any, wrap: str, scalers: int, poison: Poison, micro_steps: int
+    run_on: Any, wrap: str, scalers: int, poison: Poison, micro_steps: int, scope: Scope
 ) -> None:
     program = partial(
-        train_by_two, poison=poison, scalers=scalers, wrap=WRAPS[wrap], micro_steps=micro_steps
+        train_by_two,
+        poison=poison,
+        scalers=scalers,
+        wrap=WRAPS[wrap],
+        micro_steps=micro_steps,
+        scope=scope,
     )
     without = run_on(2, partial(program, steps=[0, 1, 3, 4]))
     for mine, theirs in zip(

@@ -1,13 +1,17 @@
 """Named tensors, known gradients for them, and schemes that average them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import get_args
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
+from sparcel.memory import Range
 from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
-from sparcel.training import Averager
+from sparcel.training import Averager, Scope
 
 Named = dict[str, Tensor]
 
@@ -20,6 +24,46 @@ SHAPES = {
 TENSORS = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
 WORDS = {**TENSORS, "words": torch.zeros(60, 4)}
 """With a tensor whose gradient is sparse."""
+
+Layout = Sequence[Sequence[str]]
+"""The tensors of each vector, in order."""
+
+LIKE = {name: tensor.float() for name, tensor in TENSORS.items()}
+"""The same tensors with one dtype."""
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    names = draw(st.permutations(sorted(LIKE)))
+    cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1))))
+    return [names[lo:hi] for lo, hi in pairwise([0, *cuts, len(names)])]
+
+
+def packed(names: Sequence[str], gradients: Named, gap: int) -> tuple[Tensor, dict[str, Range]]:
+    """Return a vector of tensors with ``gap`` zeros behind each, and where they are."""
+    starts = accumulate((LIKE[name].numel() + gap for name in names), initial=0)
+    places = {
+        name: (start, start + LIKE[name].numel())
+        for name, start in zip(names, starts, strict=False)
+    }
+    vector = torch.zeros(sum(LIKE[name].numel() + gap for name in names))
+    for name, (start, stop) in places.items():
+        vector[start:stop] = gradients[name].flatten()
+    return vector, places
+
+
+def queue_step(averager: Averager, layout: Layout, gradients: Named, gap: int) -> Named:
+    """Do a step of vectors that have ``gap`` zeros behind every tensor."""
+    updates = {}
+    for names in layout:
+        vector, places = packed(names, gradients, gap)
+        averager.queue(vector, places)
+        updates |= {name: vector[start:stop] for name, (start, stop) in places.items()}
+    averager.finish()
+    return updates
+
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,

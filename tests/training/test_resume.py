@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -15,39 +14,20 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.schemes import GTopK, Hierarchical, Scheme, TopK
-from sparcel.training import Averager
+from sparcel.training import Averager, Scope
 from tests.strategies import same_bits
-from tests.training.tensors import TENSORS, Named, gradients_of, owed_by, schemes
-
-Layout = Sequence[Sequence[str]]
-
-LIKE = {name: tensor.float() for name, tensor in TENSORS.items()}
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    names = draw(st.permutations(sorted(LIKE)))
-    cuts = sorted(draw(st.sets(st.integers(1, len(names) - 1))))
-    return [names[lo:hi] for lo, hi in pairwise([0, *cuts, len(names)])]
-
-
-def queue_step(averager: Averager, layout: Layout, gradients: Named, gap: int) -> Named:
-    """Do a step of vectors that have ``gap`` zeros behind every tensor."""
-    updates = {}
-    for names in layout:
-        starts = accumulate((LIKE[name].numel() + gap for name in names), initial=0)
-        places = {
-            name: (start, start + LIKE[name].numel())
-            for name, start in zip(names, starts, strict=False)
-        }
-        vector = torch.zeros(sum(LIKE[name].numel() + gap for name in names))
-        for name, (start, stop) in places.items():
-            vector[start:stop] = gradients[name].flatten()
-        averager.queue(vector, places)
-        updates |= {name: vector[start:stop] for name, (start, stop) in places.items()}
-    averager.finish()
-    return updates
-
+from tests.training.tensors import (
+    LIKE,
+    SCOPES,
+    TENSORS,
+    Layout,
+    Named,
+    gradients_of,
+    layouts,
+    owed_by,
+    queue_step,
+    schemes,
+)
 
 SELECTIONS: dict[str, Callable[[], Scheme]] = {
     "exact": lambda: TopK(0.05),
@@ -59,17 +39,22 @@ SELECTIONS: dict[str, Callable[[], Scheme]] = {
 
 @pytest.mark.parametrize("make", SELECTIONS.values(), ids=SELECTIONS)
 @settings(max_examples=8)
-@given(layout=layouts(), first=st.permutations(sorted(LIKE)), gap=st.integers(0, 2))
+@given(
+    layout=layouts(),
+    first=st.permutations(sorted(LIKE)),
+    gap=st.integers(0, 2),
+    scope=st.sampled_from(SCOPES),
+)
 def test_a_driver_that_begins_with_one_vector_resumes_bit_by_bit(
-    make: Callable[[], Scheme], layout: Layout, first: Sequence[str], gap: int
+    make: Callable[[], Scheme], layout: Layout, first: Sequence[str], gap: int, scope: Scope
 ) -> None:
     """As DDP does, which rebuilds its buckets, in another order, after a step or two."""
 
     def on_rank(comm: Communicator) -> None:
-        through = Averager(LIKE, make(), group=comm)
+        through = Averager(LIKE, make(), group=comm, scope=scope)
         for step in range(2):
             queue_step(through, layout, gradients_of(comm.rank, step), gap)
-        resumed = Averager(LIKE, make(), group=comm)
+        resumed = Averager(LIKE, make(), group=comm, scope=scope)
         resumed.load_state_dict(through.state_dict())
         for step, begun in zip(range(2, 5), [[first], [first], layout], strict=True):
             gradients = gradients_of(comm.rank, step)
@@ -80,12 +65,18 @@ def test_a_driver_that_begins_with_one_vector_resumes_bit_by_bit(
     simulate(4, on_rank, ranks_per_node=2)
 
 
-@given(before=layouts(), after=layouts())
-def test_what_is_owed_survives_any_change_of_vectors(before: Layout, after: Layout) -> None:
+@given(
+    before=layouts(),
+    after=layouts(),
+    scopes=st.tuples(st.sampled_from(SCOPES), st.sampled_from(SCOPES)),
+)
+def test_what_is_owed_survives_any_change_of_vectors_and_scope(
+    before: Layout, after: Layout, scopes: tuple[Scope, Scope]
+) -> None:
     def on_rank(comm: Communicator) -> tuple[Named, Named, Named]:
-        first = Averager(LIKE, TopK(0.05), group=comm)
+        first = Averager(LIKE, TopK(0.05), group=comm, scope=scopes[0])
         queue_step(first, before, gradients_of(comm.rank, 0), gap=1)
-        second = Averager(LIKE, TopK(0.05), group=comm)
+        second = Averager(LIKE, TopK(0.05), group=comm, scope=scopes[1])
         second.load_state_dict(first.state_dict())
         updates = queue_step(second, after, gradients_of(comm.rank, 1), gap=0)
         return owed_by(first, comm.rank), updates, owed_by(second, comm.rank)

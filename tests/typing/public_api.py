@@ -57,6 +57,8 @@ def settings(model: DistributedDataParallel, name: str) -> None:
     sparcel.scheme("topk", density="0.01")  # type: ignore[arg-type]
     sparcel.attach(model, "topk", densty=0.01)  # type: ignore[call-arg]
     sparcel.attach(model, "oktopk", threshold=0.5)  # type: ignore[arg-type]
+    sparcel.attach(model, "gtopk", density=0.01, scope="model")
+    sparcel.attach(model, "gtopk", density=0.01, scope="layer")  # type: ignore[arg-type]
 
 
 def named_tensors(gradients: dict[str, torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from sparcel.ddp.optimizer import check_momentum
 from sparcel.errors import InputError, known
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, momentum_of, scheme
-from sparcel.training import Averager, Handle, Policy, stays_dense
+from sparcel.training import Averager, Handle, Policy, Scope, stays_dense
 
 
 def attach(
@@ -34,20 +34,22 @@ def attach(
     policy: Policy = stays_dense,
     densities: Mapping[str, float] | None = None,
     rates: Rates | str | PathLike[str] | None = None,
+    scope: Scope = "bucket",
     **settings: Unpack[Settings],
 ) -> Handle:
     """Let a scheme exchange the model's gradients from now on; all ranks call.
 
-    Gradients are exchanged bucket by bucket while the backward pass goes on. Small tensors are
-    averaged densely, all in one exchange a step; sparse gradients travel as they are.
+    Gradients are exchanged bucket by bucket while the backward pass goes on, or all at its end
+    with ``scope="model"``. Small tensors are averaged densely, all in one exchange a step; sparse
+    gradients travel as they are.
 
     Parameters
     ----------
     model
         Wrapped in DDP, before its first backward pass.
     scheme_or_name
-        A name that `sparcel.scheme` knows, or a scheme that it made. Every bucket gets a fresh
-        scheme with these settings.
+        A name that `sparcel.scheme` knows, or a scheme that it made. Every bucket, or the model,
+        gets a fresh scheme with these settings.
     group
         The ranks that the model was wrapped for: a torch process group, an MPI communicator of
         mpi4py, a sparcel communicator, or None for the model's process group.
@@ -64,6 +66,9 @@ def attach(
         those of the model before it was compiled or wrapped, here as in checkpoints.
     rates
         What the cluster is good for, which ``"auto"`` chooses by: see `sparcel.training.Averager`.
+    scope
+        Over what one selection is made: ``"bucket"``, each bucket of DDP, with k by its size and
+        density; ``"model"``, all gradients, with one k. See docs/training.md for what this costs.
     settings
         Settings of a scheme that is given by name: ``density=0.01``.
 
@@ -79,9 +84,9 @@ def attach(
         DataParallel, a second DDP, torch.compile), has a hook already, runs optimisers in the
         backward pass, or uses DDP's ``mixed_precision`` or the Python reducer; for a scheme or a
         setting that does not exist; for momentum of both scheme and optimiser; for a group of other
-        ranks; for nodes with different numbers of ranks.
+        ranks; for an unknown scope; for nodes with different numbers of ranks.
     MismatchError
-        When the ranks' schemes, settings, policies, densities or parameters differ.
+        When the ranks' schemes, settings, policies, densities, scopes or parameters differ.
 
     Warns
     -----
@@ -127,6 +132,7 @@ def attach(
         policy=policy,
         densities=model_patterns(densities or {}, parameters),
         rates=rates,
+        scope=scope,
         rows=_parameters_with_rows(model.module),
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,

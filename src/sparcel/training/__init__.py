@@ -2,7 +2,7 @@
 
 from sparcel.training.averager import Averager
 from sparcel.training.handle import Handle
-from sparcel.training.policy import Policy, stays_dense
+from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.stats import Costs, Stats
 
-__all__ = ["Averager", "Costs", "Handle", "Policy", "Stats", "stays_dense"]
+__all__ = ["Averager", "Costs", "Handle", "Policy", "Scope", "Stats", "stays_dense"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 from os import PathLike
 
@@ -27,8 +27,8 @@ from sparcel.training.checks import (
     check_rates,
 )
 from sparcel.training.handle import Handle
-from sparcel.training.layout import Piece
-from sparcel.training.policy import Policy, stays_dense, treat
+from sparcel.training.layout import Packed, Piece, joined, zeros_in
+from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.residuals import Residuals
 from sparcel.training.transaction import Transaction
 
@@ -66,6 +66,9 @@ class Averager(Handle):
         them now, in some seconds, or the path of a file from ``sparcel plan --measure --save``.
         None leaves those of ``group``; if it has none, 1 Gbit/s and 100 µs are assumed. Rates that
         are given become those of ``group``. `stats` says what the choices rest on.
+    scope
+        Over what one selection is made, with one k: ``"bucket"``, each queued vector, exchanged
+        while others are computed; ``"model"``, all vectors of a step, exchanged as one in `finish`.
     withhold_zeros
         Whether a tensor whose gradient is all zero on this rank is neither sent nor forgotten by
         this rank: for drivers that throw away the updates of unused parameters.
@@ -74,10 +77,10 @@ class Averager(Handle):
     ------
     InputError
         For densities that fit no tensor, tensors that hold no floats or are on another device than
-        the group's, nodes with different numbers of ranks, a file without rates, or measuring on
-        GPUs.
+        the group's, an unknown scope, nodes with different numbers of ranks, a file without rates,
+        or measuring on GPUs.
     MismatchError
-        When the ranks' schemes, settings, policies, densities, rates or tensors differ.
+        When the ranks' schemes, settings, policies, densities, rates, scopes or tensors differ.
 
     Notes
     -----
@@ -98,12 +101,13 @@ class Averager(Handle):
         densities: Mapping[str, float] | None = None,
         rows: Collection[str] = (),
         rates: Rates | str | PathLike[str] | None = None,
+        scope: Scope = "bucket",
         withhold_zeros: bool = False,
     ) -> None:
         check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
         self._withhold_zeros = flag(withhold_zeros, "withhold_zeros")
         template = scheme.fresh()
-        treatment = treat(tensors, template, policy, densities or {}, rows)
+        treatment = treat(tensors, template, policy, densities or {}, rows, scope)
         comm, owned = _communicator(group)
         try:
             self._device = check_device(tensors, comm)
@@ -119,7 +123,7 @@ class Averager(Handle):
             if owned is not None:
                 owned.close()
             raise
-        super().__init__(comm, owned, Residuals(template), treatment)
+        super().__init__(comm, owned, Residuals(template, treatment.memory_dtype), treatment)
         self._scaler = scaler if template.remembers else None
         self._step: Transaction | None = None
 
@@ -185,7 +189,9 @@ class Averager(Handle):
             ``policy=lambda *_: False``. On a GPU the updates may then still be under way; only
             `finish` makes the current stream wait for them. Until `finish` has returned, the step
             can still become void, by NaN or Inf in another vector or by an error: the memory then
-            still owes these updates, so an update that was applied already has to be undone.
+            still owes these updates, so an update that was applied already has to be undone. With
+            ``scope="model"`` the vector holds its gradients until `finish`: ``wait()`` returns
+            before there are updates, and leave the vector alone meanwhile.
 
         Raises
         ------
@@ -194,11 +200,13 @@ class Averager(Handle):
             tensor that this step has already.
         """
         check_places(vector, places, self._treatment)
-        densities = self._treatment.densities
+        densities, dense = self._treatment.densities, self._treatment.small
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
+        small = [piece for piece in pieces if piece.name in dense]
+        large = [piece for piece in pieces if piece.name not in dense]
         step = self._open(places)
         step.updates.append(vector)
-        return step.queue(lambda: self._exchange(step, pieces, vector))
+        return step.queue(lambda: self._take(step, Packed(vector, small, large)))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
@@ -224,6 +232,8 @@ class Averager(Handle):
         step, self._step = self._step, None
         if step is None:
             raise InputError("the step has no tensors; call queue() before finish()")
+        if self._treatment.scope == "model":
+            step.queue(lambda: self._exchange_held(step))
         step.end()
         if step.finite:
             for vector in step.vectors:
@@ -240,33 +250,37 @@ class Averager(Handle):
         self._step.include(names)
         return self._step
 
-    def _exchange(self, step: Transaction, pieces: Sequence[Piece], vector: Tensor) -> None:
+    def _take(self, step: Transaction, packed: Packed) -> None:
+        """Exchange a vector, or hold it if one selection is made over all vectors."""
+        step.meter.dense_bytes += ring_bytes(packed.vector.nbytes, self._comm.size)
+        if self._treatment.scope == "model" and packed.large:
+            step.held.append(packed)
+        else:
+            self._exchange(step, packed)
+
+    def _exchange_held(self, step: Transaction) -> None:
+        """Exchange the vectors that were held as one."""
+        if step.held:
+            whole, step.copies = joined(step.held)
+            self._exchange(step, whole)
+
+    def _exchange(self, step: Transaction, packed: Packed) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait."""
-        step.meter.dense_bytes += ring_bytes(vector.nbytes, self._comm.size)
-        small = [piece for piece in pieces if piece.name in self._treatment.small]
-        large = tuple(piece for piece in pieces if piece.name not in self._treatment.small)
+        vector, small, large = packed.vector, packed.small, tuple(packed.large)
         places = [vector[piece.start : piece.stop] for piece in small]
         gradients = [place.clone() for place in places]
         sent_whole = False
         for served, flat in self._residuals.vectors(large, vector) if large else ():
             # A vector in another layout has no small tensors.
             apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
-            request = Request(
-                served.layers, self._zeros(served.pieces, flat), apart, meter=step.meter
-            )
+            withheld = zeros_in(flat, served.pieces) if self._withhold_zeros else []
+            request = Request(served.layers, withheld, apart, meter=step.meter)
             # Asked here and not while computing, which would have to wait for a GPU to answer.
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             step.exchange_vector(served, flat, request, scale)
             sent_whole = flat is vector and served.scheme.sent_whole
         if not sent_whole:
             step.take_small(places, gradients)
-
-    def _zeros(self, pieces: Sequence[Piece], vector: Tensor) -> list[Range]:
-        """Return the ranges of the tensors to withhold in this step."""
-        if not self._withhold_zeros:
-            return []
-        ranges = [(piece.start, piece.stop) for piece in pieces]
-        return [(start, stop) for start, stop in ranges if not vector[start:stop].any()]
 
 
 def _communicator(group: Group) -> tuple[Communicator, TorchCommunicator | None]:

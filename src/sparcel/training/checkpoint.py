@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
-from sparcel.memory import wide_dtype
 from sparcel.training.layout import Layout, Place, fits
 from sparcel.training.residuals import Residuals
 
@@ -35,10 +34,12 @@ def collect(
     state = _common(residuals, remembered, saved_by)
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, tensor in remembered.items():
+            dtype = residuals.dtype_of(tensor)
             parts = residuals.of(name) if old_rank == rank else {}
             for kind in residuals.kinds:
                 part = parts.get(kind)
-                state[_key(kind, old_rank, name)] = _zeros(tensor) if part is None else part.clone()
+                owed = _zeros(tensor, dtype) if part is None else part.clone()
+                state[_key(kind, old_rank, name)] = owed
     return state
 
 
@@ -53,16 +54,17 @@ def gather(
     state = _common(residuals, remembered, comm.size) if comm.rank == 0 else {}
     others = range(1, comm.size) if comm.rank == 0 else ()
     for name, tensor in remembered.items():
+        dtype = residuals.dtype_of(tensor)
         for kind in residuals.kinds:
-            part = residuals.of(name).get(kind)
-            own = _nothing(tensor) if part is None else part.clone()  # nothing stands for zeros
+            part = residuals.of(name).get(kind, tensor.new_empty(0, dtype=dtype))
+            own = part.clone()  # nothing stands for zeros
             sends = {} if comm.rank == 0 else {0: own.view(torch.uint8)}
             at_most = tensor.numel() * own.element_size()
             arrived = comm.exchange(sends, dict.fromkeys(others, at_most))
             if comm.rank == 0:
                 parts = [own, *(arrived[rank].view(own.dtype) for rank in others)]
                 for rank, whole in enumerate(parts):
-                    found = whole if whole.numel() else _zeros(tensor)
+                    found = whole if whole.numel() else _zeros(tensor, dtype)
                     state[_key(kind, rank, name)] = found.cpu()
     return state
 
@@ -94,7 +96,8 @@ def load(
             if old_rank in inherited:
                 if kind == "memory":
                     found.add((old_rank, name))
-                part = part.detach().to(remembered[name].device, wide_dtype(remembered[name].dtype))
+                like = remembered[name]
+                part = part.detach().to(like.device, residuals.dtype_of(like))
                 parts = loaded.setdefault(name, {})
                 parts[kind] = parts[kind] + part if kind in parts else part.clone()
     loaded = {name: parts for name, parts in loaded.items() if "memory" in parts}
@@ -154,13 +157,9 @@ def _parsed(key: str) -> tuple[str, int, str]:
     return _KINDS[entry[1]], int(entry[2]), entry[3]
 
 
-def _nothing(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=wide_dtype(tensor.dtype), device=tensor.device)
-
-
-def _zeros(tensor: Tensor) -> Tensor:
+def _zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a rank remembers of a tensor before its first step."""
-    return torch.zeros_like(tensor, dtype=wide_dtype(tensor.dtype)).flatten()
+    return torch.zeros_like(tensor, dtype=dtype).flatten()
 
 
 def _fault(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> str:

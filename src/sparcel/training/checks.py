@@ -84,13 +84,14 @@ def check_alike(
         (name, tensor.shape, tensor.dtype, name in treatment.small, name in treatment.rows)
         for name, tensor in treatment.tensors.items()
     ]
-    facts = repr((scheme, scaled, rated, layout, sorted(treatment.densities.items())))
+    densities = sorted(treatment.densities.items())
+    facts = repr((scheme, scaled, rated, layout, densities, treatment.scope))
     if others := _ranks_with_other(facts, comm):
         raise MismatchError(
             f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"
-            f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small; give every"
-            " rank the same scheme, settings, policy, densities and tensors, and a scaler and rates"
-            " to all or to none"
+            f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and scope"
+            f" {treatment.scope!r}; give every rank the same scheme, settings, policy, densities,"
+            " scope and tensors, and a scaler and rates to all or to none"
         )
 
 

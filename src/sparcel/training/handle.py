@@ -58,8 +58,11 @@ class Handle:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
             sent += f"; in the last step {self._last.compression:.3g} times"
+        method = f"{self._residuals.template}"
+        if treatment.scope == "model":
+            method += " over the whole model"
         return (
-            f"<{self._residuals.template} on {self._comm.size} ranks over {self._comm.carrier};"
+            f"<{method} on {self._comm.size} ranks over {self._comm.carrier};"
             f" tensors: {', '.join(tensors)}; steps: {costs.steps}{sent}"
             f"{'; closed' if self.closed else ''}>"
         )

@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparcel.schemes import Layer
@@ -24,6 +25,15 @@ class Piece:
     start: int
     stop: int
     density: float | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A flat vector and its tensors: those that stay dense, and those that are made sparse."""
+
+    vector: Tensor
+    small: list[Piece]
+    large: list[Piece]
 
 
 class Place(NamedTuple):
@@ -91,17 +101,59 @@ def copy_pieces(
 def layers_of(pieces: Sequence[Piece], size: int) -> list[Layer]:
     """Return the layers of a vector, none if no tensor has a density of its own.
 
-    Small tensors between two pieces are exchanged separately. Their slots are zero here and count
-    as part of the preceding piece.
+    Neighbours without a density of their own form one layer. Small tensors between two pieces are
+    exchanged separately. Their slots are zero here and count as part of the preceding piece.
     """
     if all(piece.density is None for piece in pieces):
         return []
     ordered = sorted(pieces, key=lambda piece: piece.start)
     starts = [0, *(piece.start for piece in ordered[1:]), size]
-    return [
-        (start, stop, piece.density)
-        for piece, (start, stop) in zip(ordered, pairwise(starts), strict=True)
+    layers: list[Layer] = []
+    for piece, (start, stop) in zip(ordered, pairwise(starts), strict=True):
+        if layers and layers[-1][2] is None and piece.density is None:
+            start = layers.pop()[0]
+        layers.append((start, stop, piece.density))
+    return layers
+
+
+def joined(parts: Sequence[Packed]) -> tuple[Packed, list[tuple[Tensor, Tensor]]]:
+    """Join vectors to one of the widest dtype.
+
+    Tensors with a density of their own go to the end, so that the others form one layer.
+
+    Returns
+    -------
+    Packed
+        The vector that holds all others; one vector alone, if its other tensors are one layer.
+    list
+        Where its values belong: ranges of the given vectors, each with that range of the joined
+        one. Empty for one vector alone.
+    """
+    cuts = [
+        (part, start, stop, own is not None)
+        for part in parts
+        for start, stop, own in layers_of(part.large, len(part.vector))
+        or [(0, len(part.vector), None)]
     ]
+    if len(parts) == 1 and sum(not own for *_, own in cuts) <= 1:
+        return parts[0], []
+    cuts.sort(key=itemgetter(3))  # stable: otherwise they stay in the order of queueing
+    ranges = [part.vector[start:stop] for part, start, stop, _ in cuts]
+    vector = torch.cat(ranges)
+    whole, end = Packed(vector, [], []), 0
+    for part, start, stop, _ in cuts:
+        for pieces, moved in ((part.small, whole.small), (part.large, whole.large)):
+            inside = (piece for piece in pieces if start <= piece.start < stop)
+            moved.extend(_moved(piece, piece.start - start + end) for piece in inside)
+        end += stop - start
+    places = vector.split([len(values) for values in ranges])
+    return whole, list(zip(ranges, places, strict=True))
+
+
+def zeros_in(vector: Tensor, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Return the ranges of the tensors that are zero."""
+    ranges = [(piece.start, piece.stop) for piece in pieces]
+    return [(start, stop) for start, stop in ranges if not vector[start:stop].any()]
 
 
 def _moved(piece: Piece, start: int) -> Piece:

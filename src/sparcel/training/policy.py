@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError
+from sparcel.errors import InputError, known
+from sparcel.memory import wide_dtype
 from sparcel.schemes import Scheme, checked_density
 
 Policy = Callable[[str, Tensor], bool]
 """``(name, tensor) -> whether its gradient stays dense``; the same on all ranks."""
+
+Scope = Literal["bucket", "model"]
+"""Over what one selection is made: each queued vector, or all vectors of a step."""
 
 
 def stays_dense(name: str, tensor: Tensor) -> bool:
@@ -25,16 +31,25 @@ def stays_dense(name: str, tensor: Tensor) -> bool:
 class Treatment:
     """How each tensor is exchanged; the same on all ranks.
 
-    ``small`` names the tensors that are averaged densely, ``rows`` those whose gradients are
-    sparse. ``remembered`` are the tensors that the scheme selects from, ``densities`` the densities
-    that some of them have of their own.
+    ``scope`` tells over what one selection is made. ``small`` names the tensors that are averaged
+    densely, ``rows`` those whose gradients are sparse. ``remembered`` are the tensors that the
+    scheme selects from, ``densities`` the densities that some of them have of their own.
     """
 
+    scope: Scope
     tensors: Mapping[str, Tensor]
     small: frozenset[str]
     rows: frozenset[str]
     remembered: Mapping[str, Tensor]
     densities: Mapping[str, float]
+
+    @property
+    def memory_dtype(self) -> torch.dtype | None:
+        """The dtype of the one memory of all tensors; None if each vector has its own."""
+        if self.scope == "bucket":
+            return None
+        dtypes = {wide_dtype(tensor.dtype) for tensor in self.remembered.values()}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def treat(
@@ -43,14 +58,17 @@ def treat(
     policy: Policy,
     patterns: Mapping[str, float],
     rows: Collection[str],
+    scope: Scope,
 ) -> Treatment:
     """Decide how each tensor is exchanged.
 
     Raises
     ------
     InputError
-        When a density is out of range, fits no tensor, or is given for a scheme that sends all.
+        When a density is out of range, fits no tensor, or is given for a scheme that sends all; for
+        an unknown scope.
     """
+    known(scope, get_args(Scope), "scope")
     densities = own_densities(patterns, tensors)
     # A dense scheme serves small tensors as well as large ones, and remembers nothing.
     selects = bool(scheme.remembers)
@@ -67,7 +85,7 @@ def treat(
         for name, tensor in tensors.items()
         if selects and name not in small and name not in rows
     }
-    return Treatment(tensors, small, frozenset(rows), remembered, densities)
+    return Treatment(scope, tensors, small, frozenset(rows), remembered, densities)
 
 
 def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
@@ -33,13 +34,16 @@ class Residuals:
     ----------
     template
         The scheme whose settings every vector's scheme gets.
+    joined
+        The dtype of the memory if one selection is made over all tensors of a step, which are then
+        in one vector. None if a step has several vectors, each with memory of its own dtype.
 
     What is remembered of a tensor has a name and one value per element: the memory, and whatever
     else `Scheme.remembers`.
     """
 
-    def __init__(self, template: Scheme) -> None:
-        self.template = template
+    def __init__(self, template: Scheme, joined: torch.dtype | None = None) -> None:
+        self.template, self._joined = template, joined
         self._vectors: dict[str, tuple[Vector, Piece]] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._loaded_layout: Layout = {}
@@ -56,6 +60,10 @@ class Residuals:
         """The names of what is remembered of every tensor."""
         return self.template.remembers
 
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """Return the dtype of the memory of a tensor."""
+        return self._joined or wide_dtype(tensor.dtype)
+
     def vectors(
         self, pieces: tuple[Piece, ...], gradient: Tensor
     ) -> Iterator[tuple[Vector, Tensor]]:
@@ -64,11 +72,14 @@ class Residuals:
         As a rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
         selected depends on a tensor's neighbours, and after a checkpoint a driver may begin with
         others. The first steps therefore select from copies in the loaded layout; what they become
-        is copied to ``gradient`` when the iteration goes on.
+        is copied to ``gradient`` when the iteration goes on. A layout of several vectors is not
+        used if one selection is made over all tensors.
         """
         others: list[tuple[tuple[Piece, ...], int]] = []
         if self.steps < self._layout_ends:
             others = rearranged(self._loaded_layout, pieces, gradient.numel())
+        if self._joined is not None and len(others) > 1:
+            others = []
         if not others:
             yield self.vector(pieces, gradient), gradient
         for moved, size in others:

@@ -16,6 +16,7 @@ from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request, profiled
 from sparcel.stream import SparseStream
+from sparcel.training.layout import Packed
 from sparcel.training.residuals import Vector
 from sparcel.training.stats import Costs
 from sparcel.wire import Wire
@@ -25,9 +26,10 @@ from sparcel.wire import Wire
 class Transaction:
     """What one step has queued so far.
 
-    Each vector is exchanged in a job of its own, in the order of queueing. The last job exchanges
-    the small tensors of all vectors together. If any tensor of any rank was not finite, it then
-    replaces all updates by NaN: no vector will commit, so none of the updates may be applied.
+    Each vector is exchanged in a job of its own, in the order of queueing, or all that were held in
+    one job. The last job exchanges the small tensors of all vectors together. If any tensor of any
+    rank was not finite, it then replaces all updates by NaN: no vector will commit, so none of the
+    updates may be applied.
     """
 
     comm: Communicator
@@ -41,6 +43,10 @@ class Transaction:
     """The vectors whose schemes have to commit."""
     updates: list[Tensor] = field(default_factory=list)
     """The flat tensors that were queued, which hold the updates at the end."""
+    held: list[Packed] = field(default_factory=list)
+    """The vectors of which one selection will be made, when the step ends."""
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Ranges of queued vectors, each with the tensor that gets its updates."""
     _names: set[str] = field(default_factory=set)
     _jobs: list[Job[None]] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -143,6 +149,10 @@ class Transaction:
     def _finish(self) -> None:
         if self._small:
             self._exchange_small()
+        for place, update in self.copies:
+            place.copy_(update)
+            # A sum that fits the widest dtype may overflow a narrower one.
+            self.finite &= place.dtype == update.dtype or all_finite(place)
         if not self.finite:
             self._void()
         if self.device.type == "cuda":
