@@ -12,6 +12,7 @@ from sparcel.collectives.broadcast import broadcast, message_steps
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.comm import Communicator
+from sparcel.errors import InputError
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import SMALL, apply_steps
 from sparcel.schemes.request import Request
@@ -34,6 +35,7 @@ class ScaleCom(Sparsifier):
         batches.
     beta_steps
         The step from which β is 1, as in the late part of the paper's training; None: never.
+        Refused if ``beta`` is 1.
 
     The others are those of `Sparsifier`.
     Source: ScaleCom, Algorithm 1 and section 4.
@@ -46,7 +48,12 @@ class ScaleCom(Sparsifier):
     def __post_init__(self) -> None:
         self.beta = number(self.beta, "beta", above=0, at_most=1, hint="1 filters nothing")
         if self.beta_steps is not None:
-            self.beta_steps = whole_number(self.beta_steps, "beta_steps", at_least=0)
+            self.beta_steps = whole_number(self.beta_steps, "beta_steps", at_least=1)
+            if self.beta == 1:
+                raise InputError(
+                    f"beta_steps={self.beta_steps} ends the filter, but beta=1 filters nothing;"
+                    " pass beta below 1, or leave out beta_steps"
+                )
         super().__post_init__()
 
     def filter_at(self, step: int) -> float:
