@@ -42,6 +42,8 @@ def test_a_density_of_1_gets_the_hint_of_percentages(name: str, density: float) 
         ("oktopk", {"threshold": "exact", "boundary_steps": 8}, "leave out boundary_steps"),
         ("scalecom", {"beta_steps": 9}, "beta_steps=9 ends the filter, but beta=1 filters nothing"),
         ("scalecom", {"beta": 0.1, "beta_steps": 0}, "beta_steps must be at least 1, got 0"),
+        ("scalecom", {"beta": 0.1, "beta_switch": "memory"}, "and needs beta_steps"),
+        ("scalecom", {"beta_switch": "owed"}, "beta_switch='owed' says what stays the same"),
         ("sparcml", {"seed": 0}, "seed=0 decides the rounding to few bits, and needs bits"),
     ],
 )
@@ -56,6 +58,7 @@ def test_a_setting_that_changes_nothing_is_refused(
     ("name", "settings", "explicit"),
     [
         ("oktopk", {"threshold": "reuse"}, {"threshold_steps": 32, "boundary_steps": 64}),
+        ("scalecom", {"beta": 0.1, "beta_steps": 9}, {"beta_switch": "owed"}),
         ("sparcml", {"bits": 4}, {"seed": 0}),
     ],
 )

@@ -17,6 +17,7 @@ class Settings(TypedDict, total=False):
     algorithm: str
     beta: float
     beta_steps: int | None
+    beta_switch: str | None
     bits: int | None
     boundary_steps: int | None
     candidates: Sequence[str]

@@ -119,6 +119,10 @@ class Sparsifier(Scheme):
         """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
         return 1.0
 
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
+        return after / before
+
     def reduce(
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
@@ -138,7 +142,8 @@ class Sparsifier(Scheme):
         """See `Scheme.commit`."""
         super().commit()
         if self.finite:
-            self._memory.commit(self.filter_at(self.steps))
+            beta = self.filter_at(self.steps)
+            self._memory.commit(beta, self.factor_at_switch(self._memory.beta, beta))
 
     def fresh(self) -> Self:
         """See `Scheme.fresh`."""
@@ -157,8 +162,8 @@ class Sparsifier(Scheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Scheme.load_state_dict`."""
         super().load_state_dict(state)
-        self._memory.beta = self.filter_at(self.steps)
-        self._memory.load(state)
+        self._memory.beta = beta = self.filter_at(self.steps)
+        self._memory.load(state, self.factor_at_switch(state.get("beta", beta), beta))
         self._shares, self._loaded = [], state.get("selectors", [])
 
     def _check(self, gradient: Tensor) -> None:
