@@ -1,4 +1,4 @@
-"""SparCML's Quantized TopK SGD: bucketed selection, and DSAR with quantised dense regions."""
+"""SparCML's Quantized TopK SGD: bucketed selection, and a sum of values in few bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from sparcel.schemes.request import Layer
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import steps as topk_steps
 from sparcel.selectors import Selector, selector
-from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 
@@ -26,11 +25,13 @@ class SparCML(Sparsifier):
     Parameters
     ----------
     bits
-        8, 4 or 2: QSGD for regions that became dense. The region's owner keeps the rounding error
-        in its memory; the paper drops it. None: full precision.
+        8, 4 or 2: values travel in so many bits, with one scale for 512 of them (`Qsgd`): those
+        that each rank selected, and their sum. Who rounds keeps the rounding error in its memory;
+        the paper drops it. Uncompressed steps are rounded too. With 2 bits the errors exceed the
+        values, and the memory grows to many times its size: prefer 4. None: full precision.
     seed
-        Decides the random rounding, with the step and the coordinate; the same on all ranks. By
-        default 0; refused without ``bits``.
+        Decides the random rounding, with the step, the rank and the value's position; the same on
+        all ranks. By default 0; refused without ``bits``.
 
     The others are those of `Sparsifier`.
     Source: SparCML, Algorithm 1 and sections 6 and 8.3.
@@ -64,10 +65,7 @@ class SparCML(Sparsifier):
         seed = self._quantizer.seed + (self.steps << 32)
         quantizer = replace(self._quantizer, seed=seed)
         outcome = quantized_split_allgather(sent, wire, quantizer, most)
-        if outcome.error is None:
-            return Exchanged(outcome.total, sent)
-        error = SparseStream.unchecked(None, outcome.error, outcome.error.numel())
-        return Exchanged(outcome.total, sent, error, outcome.start)
+        return Exchanged(outcome.total, sent, outcome.lost)
 
 
 _BUCKETED = 1.8

@@ -39,15 +39,13 @@ class Selection:
 class Exchanged:
     """The result of an exchange of the ranks' selections.
 
-    ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept``,
-    whose first coordinate is ``start``, goes back to this rank's memory. ``complete`` tells that
-    ``total`` has all coordinates of ``sent``.
+    ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept`` goes
+    back to this rank's memory. ``complete`` tells that ``total`` has all coordinates of ``sent``.
     """
 
     total: SparseStream
     sent: SparseStream
     kept: SparseStream | None = None
-    start: int = 0
     complete: bool = True
 
     @property
@@ -202,7 +200,7 @@ class Sparsifier(Scheme):
         meter.magnitude += _magnitude(outcome.sent)
         if outcome.kept is not None:
             meter.magnitude -= _magnitude(outcome.kept)
-            self._memory.give_back(outcome.kept, outcome.start)
+            self._memory.give_back(outcome.kept)
         if self.momentum:
             applied = outcome.applied.indices
             assert applied is not None, "what a rank sends is sparse"
