@@ -174,4 +174,5 @@ def test_integers_of_numpy_and_torch_are_whole_numbers(given: Any) -> None:
     assert sparcel.topk(X, given).nnz == 3
     stream = SparseStream(None, X[:3], given)
     assert type(stream.size) is int and stream.size == 3
-    assert repr(sparcel.scheme("sparcml", seed=given)) == repr(sparcel.scheme("sparcml", seed=3))
+    three = sparcel.scheme("sparcml", bits=4, seed=3)
+    assert repr(sparcel.scheme("sparcml", bits=4, seed=given)) == repr(three)

@@ -46,7 +46,7 @@ class Memory:
     ----------
     beta
         The low-pass filter: residual' = (1−β)·residual + β·scratch. What is owed is residual/β.
-        Source: ScaleCom, Algorithm 1.
+        A change of β may rescale the residual: see `commit`. Source: ScaleCom, Algorithm 1.
     momentum
         Unless it is 0, the velocity ``momentum·velocity + gradient`` enters the memory instead of
         the gradient. It is reset to 0 at coordinates that were applied.
@@ -132,29 +132,28 @@ class Memory:
         assert self._scratch is not None, "take_all follows accumulate"
         self._scratch.zero_()
 
-    def give_back(self, stream: SparseStream, start: int = 0) -> None:
-        """Add a stream, whose first coordinate is ``start``, to what the step keeps back.
+    def give_back(self, stream: SparseStream) -> None:
+        """Add a stream to what the step keeps back.
 
         Sums are limited to the largest finite number, because Inf may not enter memory and the
         other ranks have finished the step already.
         """
         assert self._scratch is not None, "give_back follows select"
-        region = self._scratch[start : start + stream.size]
         if stream.indices is None:
-            _saturate(region.add_(stream.values))
+            _saturate(self._scratch.add_(stream.values))
         else:
-            kernels.add_saturated(region, stream.indices, stream.values)
+            kernels.add_saturated(self._scratch, stream.indices, stream.values)
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""
         assert self._entering is not None, "what enters under momentum is a velocity"
         kernels.scatter(self._entering, indices, self._entering.new_zeros(indices.numel()))
 
-    def commit(self, next_beta: float = 1.0) -> None:
-        """Make what the step keeps back the residual.
+    def commit(self, next_beta: float = 1.0, factor: float = 1.0) -> None:
+        """Make what the step keeps back, times ``factor``, the residual.
 
-        ``next_beta`` is the filter of the next step. If it differs from this step's, the residual
-        is rescaled, so that residual/β stays the same.
+        ``next_beta`` is the filter of the next step. What is owed stays the same where the factor
+        is ``next_beta / beta``.
         """
         scratch, before, entering = self._scratch, self._before, self._entering
         assert scratch is not None and before is not None, "commit follows select"
@@ -164,9 +163,9 @@ class Memory:
                 entering[start:stop] = self.velocity[start:stop]
         if self.beta != 1:
             scratch.mul_(self.beta).add_(before, alpha=1 - self.beta)
-        if next_beta != self.beta:
-            _saturate(scratch.mul_(next_beta / self.beta))
-            self.beta = next_beta
+        if factor != 1:
+            _saturate(scratch.mul_(factor))
+        self.beta = next_beta
         self.residual, self._scratch = scratch, before
         if self.momentum:
             self.velocity, self._entering = entering, self.velocity
@@ -176,16 +175,15 @@ class Memory:
         parts = {"memory": self.residual, "velocity": self.velocity}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], factor: float = 1.0) -> None:
         """Take over copies of what `coordinates` returned; forget what is missing or None.
 
-        ``state["beta"]`` is the filter that the memory was saved under, by default the present one.
+        The residual is multiplied by ``factor``, which another filter than the saved one may need.
         """
         memory, velocity = state.get("memory"), state.get("velocity")
         self.residual = None if memory is None else memory.clone()
-        if self.residual is not None and "beta" in state and state["beta"] != self.beta:
-            # residual/β, which is owed, stays the same under another filter.
-            _saturate(self.residual.mul_(self.beta / state["beta"]))
+        if self.residual is not None and factor != 1:
+            _saturate(self.residual.mul_(factor))
         self.velocity = None if velocity is None else velocity.clone()
         self._scratch = self._before = self._entering = None
 

@@ -189,33 +189,69 @@ def run_quantized(case, bits, seed=1, max_nnz=None):
     st.sampled_from([2, 4, 8]),
     st.booleans(),
 )
-def test_quantised_sum_plus_owners_errors_is_the_exact_sum(
+def test_quantised_sum_plus_all_that_was_lost_is_the_exact_sum(
     layout, world, size, dtype, bits, bounded
 ):
     case = case_of(layout, world, size, dtype, count=max(1, size // 2))
     results = run_quantized(case, bits, max_nnz=case.max_nnz if bounded else None)
     total = full(results[0].total).double()
     assert all(same_stream(outcome.total, results[0].total) for outcome in results)
-    for rank, outcome in enumerate(results):
-        assert outcome.start == rank * size // world
-        if outcome.error is not None:
-            total[outcome.start : outcome.start + outcome.error.numel()] += outcome.error
+    for outcome in results:
+        total += full(outcome.lost)
     exact = dense_reference(case.streams, SUM).double()
     torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
 
 
-def test_sparse_regions_are_not_quantised():
-    case = case_of("identical", 4, 400, count=20)
-    for outcome in run_quantized(case, 2):
-        assert outcome.error is None
-        assert torch.equal(full(outcome.total), dense_reference(case.streams, SUM))
+def test_sparse_values_are_rounded_where_they_travel_and_stay_sparse():
+    """A rank loses nothing of its own values in its own region, and the owner rounds the sum."""
+    world, size, indices = 4, 4000, torch.arange(0, 4000, 25)
+    draw = torch.Generator().manual_seed(1)
+    streams = [SparseStream(indices, torch.randn(160, generator=draw), size) for _ in range(world)]
+
+    def on_rank(comm):
+        return quantized_split_allgather(streams[comm.rank], Wire(comm), Qsgd(2))
+
+    results = simulate(world, on_rank).results
+    for rank, outcome in enumerate(results):
+        assert torch.equal(outcome.total.indices, indices)
+        assert torch.equal(outcome.lost.indices, indices)
+        scales = {
+            float(part.values.abs().max()) for part in outcome.total.split(range(0, 4001, 1000))
+        }
+        assert set(outcome.total.values.abs().tolist()) <= {0.0, *scales}
+        for owner, (lost, sent) in enumerate(
+            zip(
+                *(s.split(range(0, 4001, 1000)) for s in (outcome.lost, streams[rank])), strict=True
+            )
+        ):
+            largest = sent.values.abs().max()
+            shares = (sent.values - lost.values).abs() / largest
+            assert (set(shares.round(decimals=5).tolist()) <= {0.0, 1.0}) == (owner != rank)
+
+
+def test_ranks_with_the_same_values_round_them_each_in_another_way():
+    stream = SparseStream(None, torch.linspace(0.01, 1, 600), 600)
+    first, second, third = simulate(
+        3, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4)).lost
+    ).results
+    assert not torch.equal(full(first)[400:], full(second)[400:])
+    assert not torch.equal(full(second)[:200], full(third)[:200])
+
+
+def test_numbers_beyond_float32_are_summed_exactly():
+    stream = SparseStream(None, torch.full((24,), 2e300, dtype=torch.float64), 24)
+    for outcome in simulate(
+        3, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4))
+    ).results:
+        assert torch.equal(full(outcome.total), 3 * stream.values)
+        assert not full(outcome.lost).any()
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_overflowing_quantised_sum_is_not_finite_and_has_no_error(world):
+def test_overflowing_quantised_sum_is_not_finite_and_loses_finite_values(world):
     stream = SparseStream(None, torch.full((24,), 3e38), 24)
     results = simulate(
         world, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4))
     ).results
-    assert not any(outcome.total.finite for outcome in results)
-    assert all(outcome.error is None for outcome in results)
+    assert all(full(outcome.total).isinf().all() for outcome in results)
+    assert all(full(outcome.lost).isfinite().all() for outcome in results)

@@ -70,6 +70,9 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
     def dense(n):
         return 40 + up(value_bytes * n)
 
+    def quantized(n):
+        return 40 + up(4 * ceil(n / 512)) + up(ceil(n * bits / 8))
+
     def spread(nbytes):
         lg = ceil(log2(ranks))
         if ranks <= 2 or nbytes <= 4096:
@@ -94,7 +97,8 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "i": 4,
         "sparse": sparse,
         "dense": dense,
-        "quantized": lambda n: 40 + up(4 * ceil(n / 1024)) + up(ceil(n * bits / 8)),
+        "quantized": quantized,
+        "thin": lambda k, n: min(sparse(k), dense(n), quantized(n), quantized(k) + up(4 * k)),
         "most": lambda k, n: min(sparse(k), dense(n) + 8),
         "long": ranks > 2 and sparse(count) > 4096,
         "spread": spread,
@@ -160,8 +164,9 @@ def test_rounds_messages_and_bytes_equal_the_page(name, layout, ranks):
 
 @pytest.mark.parametrize("ranks", [rank for rank in WORLDS if 3 <= rank <= 32])
 @pytest.mark.parametrize("phase", ["plain", "quantized"])
-def test_dense_second_phase_costs_what_the_page_says(phase, ranks):
-    region = 2 * ranks
+@pytest.mark.parametrize("each", [2, 40])
+def test_dense_second_phase_costs_what_the_page_says(each, phase, ranks):
+    region = each * ranks
     streams = [
         make_stream(indices, rank, ranks * region)
         for rank, indices in enumerate(evenly("disjoint", ranks, region, ranks))

@@ -21,10 +21,12 @@ from sparcel.collectives import (
     gtopk,
     oktopk,
     oktopk_reuse,
+    quantized_split_allgather,
     reduce_scatter,
 )
 from sparcel.collectives.oktopk import topk_by_regions
-from sparcel.cost import Problem, count
+from sparcel.cost import Problem
+from sparcel.cost import count as count_of
 from sparcel.errors import InputError
 from sparcel.formats import COO, Qsgd, decode
 from sparcel.ops import MAX, SUM
@@ -104,7 +106,7 @@ def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> N
         traffic = run(call, streams_at(indices, SIZE), Deltas()).traffic
         problem = Problem(SIZE, K, ranks, format=Deltas(), union=union_of(indices, SIZE))
         for rank in range(ranks):
-            told = count(PREDICTED[name], replace(problem, rank=rank))
+            told = count_of(PREDICTED[name], replace(problem, rank=rank))
             assert (told.bytes_sent, told.bytes_received) == (
                 traffic[rank].bytes_sent,
                 traffic[rank].bytes_received,
@@ -169,7 +171,29 @@ def test_lossy_format_returns_its_error() -> None:
     stream = SparseStream(None, torch.randn(100, generator=torch.Generator().manual_seed(1)), 100)
     message, error = Qsgd(bits=4).encode(stream)
     assert error is not None
-    assert torch.allclose(decode(message).values + error, stream.values, rtol=0, atol=1e-6)
-    assert error.count_nonzero() > 50
+    assert torch.allclose(decode(message).values + error.values, stream.values, rtol=0, atol=1e-6)
+    assert error.values.count_nonzero() > 50
     sparse = stream.largest(10)
-    assert Qsgd(bits=4).encode(sparse).error is None
+    assert torch.equal(Qsgd(bits=4).encode(sparse).error.indices, sparse.indices)
+    assert Qsgd(bits=4).encode(stream.largest(3)).error is None  # it saves nothing
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["identical", "disjoint"])
+@pytest.mark.parametrize("count", [30, K, 3000])
+def test_quantised_bytes_are_those_that_the_format_tells(count, layout, bits) -> None:
+    """Of both phases, on every rank, sparse or dense; none is longer than an exact message."""
+    for ranks in WORLDS:
+        count = min(count, SIZE // ranks)
+        indices, quantizer = evenly(layout, ranks, SIZE, count), Qsgd(bits)
+        given, call = streams_at(indices, SIZE), ALGORITHMS["split_allgather"]
+        narrow = run(lambda s, wire: quantized_split_allgather(s, wire, quantizer), given, COO)  # noqa: B023
+        plain = run(lambda s, wire: call.reduce(s, wire, SUM, None), given, COO).traffic  # noqa: B023
+        problem = Problem(SIZE, count, ranks, format=quantizer, union=union_of(indices, SIZE))
+        for rank, traffic in enumerate(narrow.traffic):
+            told = count_of(call.steps, replace(problem, rank=rank))
+            assert (told.bytes_sent, told.bytes_received) == (
+                traffic.bytes_sent,
+                traffic.bytes_received,
+            )
+            assert traffic.volume < plain[rank].volume or count // ranks <= 3 or ranks == 1

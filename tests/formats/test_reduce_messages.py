@@ -95,6 +95,11 @@ def test_messages_that_need_decoding_are_left_to_the_caller():
     assert COO.reduce_messages([message, message], sparse, OPS["circle"]) is None
     quantized = Qsgd(bits=4).encode(dense).message
     assert COO.reduce_messages([message, quantized], sparse, SUM) is None
+    many = Qsgd(bits=4).encode(make_stream(range(1, 40, 2), 0, 40)).message
+    assert Qsgd(bits=4).reduce_messages([message, many], sparse, SUM) is None
+    assert same_stream(
+        Qsgd(bits=4).reduce_messages([message, message], sparse, SUM), reduce([sparse, sparse])
+    )
     unaligned = torch.cat((torch.zeros(1, dtype=torch.uint8), message))[1:]
     assert COO.reduce_messages([message, unaligned], sparse, SUM) is None
     assert message.numel() == HEADER_BYTES + 16

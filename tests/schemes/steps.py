@@ -16,6 +16,7 @@ SCHEMES = {
     "topk split": partial(sparcel.scheme, "topk", density=0.4, algorithm="split_allgather"),
     "sparcml": partial(sparcel.scheme, "sparcml", density=0.02),
     "sparcml 4 bits": partial(sparcel.scheme, "sparcml", density=0.4, bits=4),
+    "sparcml 8 bits": partial(sparcel.scheme, "sparcml", density=0.02, bits=8),
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
     "oktopk": partial(sparcel.scheme, "oktopk", density=0.1),

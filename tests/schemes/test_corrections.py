@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel.errors import InputError
-from sparcel.schemes import Meter, Request
+from sparcel.schemes import Hierarchical, Meter, Request
 from tests.schemes.steps import (
     INTEGERS,
     SPARSE,
@@ -174,26 +174,61 @@ def test_layers_lose_nothing(name):
     torch.testing.assert_close(came_out, went_in, rtol=0, atol=1e-4 if "bits" in name else 0)
 
 
-@given(st.floats(0.01, 1), st.integers(1, 100), st.integers(1, 5))
-def test_filter_equals_scalecoms_rule(beta, size, steps):
-    """m' = (1−β)·m + β·(m + g − sent), and a change of β leaves m/β."""
+@given(
+    st.floats(0.01, 1, exclude_max=True),
+    st.integers(1, 100),
+    st.integers(1, 5),
+    st.sampled_from(["owed", "memory"]),
+)
+def test_filter_equals_scalecoms_rule(beta, size, steps, switch):
+    """m' = (1−β)·m + β·(m + g − sent), and a change of β leaves m/β or, as in the paper, m."""
+    settings = {"density": 0.2, "beta": beta, "beta_steps": 3, "beta_switch": switch}
     updates, memories = run(
-        lambda: sparcel.scheme("scalecom", density=0.2, beta=beta, beta_steps=3),
-        *(1, steps, size, normal),
+        lambda: sparcel.scheme("scalecom", **settings), *(1, steps, size, normal)
     )
     m = torch.zeros(size)
     for step in range(steps):
         now = beta if step < 3 else 1.0
         kept = m + normal(0, step, size) - updates[0][step]
         m = (1 - now) * m + now * kept
-        if step == 2:
+        if step == 2 and switch == "owed":
             m = m / beta
         torch.testing.assert_close(memories[0][step], m, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("nodes", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_papers_switch_leaves_the_memory_and_multiplies_what_is_owed(world, nodes):
+    """Over the steps at and after the switch, Σ owed + P·update = Σ β·owed(before) + gradients."""
+
+    def after(steps, **settings):
+        def make():
+            scheme = sparcel.scheme("scalecom", density=0.1, beta=0.5, **settings)
+            return Hierarchical(scheme, 1) if nodes else scheme
+
+        updates, memories = run(make, world, steps, 300)
+        owed = run(make, world, steps, 300, kept=owed_by)[1]
+        return total(updates[0]), [m[-1] for m in memories], total(o[-1] for o in owed)
+
+    unswitched, before, owed_before = after(2)
+    switched, at_switch, owed_at_switch = after(2, beta_steps=2, beta_switch="memory")
+    assert torch.equal(switched, unswitched)
+    assert all(map(same_bits, at_switch, before))
+    assert torch.equal(owed_at_switch, 0.5 * owed_before)
+
+    came_out, _, owed = after(4, beta_steps=2, beta_switch="memory")
+    went_in = total(integers(rank, step, 300) for rank in range(world) for step in (2, 3))
+    assert torch.equal(owed + world * (came_out - switched), owed_at_switch + went_in)
+    lossless = after(2, beta_steps=2)
+    assert torch.equal(lossless[2], owed_before)
 
 
 RESUMED = {
     "momentum": partial(sparcel.scheme, "gtopk", density=0.05, momentum=0.9, clip=3.0),
     "filter": partial(sparcel.scheme, "scalecom", density=0.05, beta=0.3, beta_steps=4),
+    "paper's filter": partial(
+        *(sparcel.scheme, "scalecom"), density=0.05, beta=0.3, beta_steps=3, beta_switch="memory"
+    ),
     "warm-up": partial(sparcel.scheme, "topk", density=0.05, warmup=[0.5, 0.2], warmup_steps=2),
     "reuse": partial(sparcel.scheme, "oktopk", density=0.05, threshold="reuse"),
     "local reuse": partial(sparcel.scheme, "topk", density=0.05, selector="reuse"),
@@ -220,16 +255,33 @@ def test_state_holds_everything_that_the_next_steps_need(make, world):
     simulate_nodes(world, on_rank)
 
 
-def test_loading_a_state_with_another_filter_keeps_what_is_owed():
-    def on_rank(comm):
-        scheme = sparcel.scheme("scalecom", density=0.05, beta=0.25)
-        scheme.step(integers(comm.rank, 0, 400), comm)
-        other = sparcel.scheme("scalecom", density=0.05)
-        other.load_state_dict(scheme.state_dict())
-        assert torch.equal(other.owed, scheme.owed)
-        assert torch.equal(other.memory, 4 * scheme.memory)
+@pytest.mark.parametrize("nodes", [False, True])
+def test_loading_a_state_with_another_filter_follows_the_loading_schemes_rule(nodes):
+    def make(**settings):
+        scheme = sparcel.scheme("scalecom", density=0.05, **settings)
+        return Hierarchical(scheme, 1) if nodes else scheme
 
-    simulate_nodes(4, on_rank)
+    def on_rank(comm):
+        scheme = make(beta=0.25)
+        for step in range(2):
+            scheme.step(integers(comm.rank, step, 400), comm)
+        outcomes = []
+        for settings, owed in (
+            ({}, scheme.owed),
+            ({"beta": 0.5, "beta_steps": 1}, scheme.owed),
+            ({"beta": 0.5, "beta_steps": 1, "beta_switch": "memory"}, scheme.memory),
+        ):
+            other = make(**settings)
+            other.load_state_dict(scheme.state_dict())
+            assert torch.equal(other.owed, owed)
+            update = other.step(torch.zeros(400), comm)
+            assert torch.equal(other.memory, other.owed)
+            outcomes.append((owed, update, other.owed))
+        return outcomes
+
+    for ranks in zip(*simulate_nodes(4, on_rank).results, strict=True):
+        came_out = 4 * ranks[0][1].double() + total(after for *_, after in ranks)
+        assert torch.equal(came_out, total(before for before, *_ in ranks))
 
 
 def test_layers_change_nothing_of_an_uncompressed_warm_up():

@@ -22,6 +22,7 @@ SETTINGS = {
     "gtopk": ("gtopk", {"density": 0.01}),
     "sparcml": ("sparcml", {"density": 0.01}),
     "sparcml 4 bits": ("sparcml", {"density": 0.4, "bits": 4}),
+    "sparcml 8 bits": ("sparcml", {"density": 0.01, "bits": 8}),
 }
 
 

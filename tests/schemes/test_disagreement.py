@@ -10,7 +10,6 @@ import pytest
 
 from sparcel.comm import Communicator
 from sparcel.errors import MismatchError, SparcelError
-from sparcel.formats import Qsgd
 from sparcel.schemes import (
     Auto,
     Dense,
@@ -23,6 +22,7 @@ from sparcel.schemes import (
     SparCML,
     TopK,
 )
+from tests.formats.toys import Deltas
 from tests.schemes.steps import integers, simulate_nodes
 from tests.workers import on_engines_in_turn
 
@@ -97,7 +97,7 @@ def test_no_rank_returns_an_update(what: str) -> None:
             assert_all_are_told(outcomes, odd)
 
 
-@pytest.mark.parametrize("other", [Request(ranks=7), Request(format=Qsgd(8))])
+@pytest.mark.parametrize("other", [Request(ranks=7), Request(format=Deltas())])
 def test_requests_that_differ_are_told(other: Request) -> None:
     def on_rank(comm: Communicator) -> None:
         request = other if comm.rank == 1 else Request()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.schemes import GTopK, Hierarchical, Scheme, TopK
+from sparcel.schemes import GTopK, Hierarchical, ScaleCom, Scheme, TopK
 from sparcel.training import Averager, Scope
 from tests.strategies import same_bits
 from tests.training.tensors import (
@@ -117,6 +117,26 @@ def test_the_full_state_is_that_of_all_ranks(make: Callable[[], Scheme], steps: 
     assert others == [{}, {}, {}]
     remembered = [key for key in states[0] if key.startswith("rank0.")]
     assert messages == (0, *[len(remembered)] * 3)  # one tensor at a time
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+@pytest.mark.parametrize(("switch", "share"), [("owed", 1.0), ("memory", 0.5)])
+def test_a_state_of_another_filter_follows_the_rule_of_the_switch(
+    switch: str, share: float, nodes: int | None
+) -> None:
+    def on_rank(comm: Communicator) -> None:
+        def placed(scheme: Scheme) -> Scheme:
+            return scheme if nodes is None else Hierarchical(scheme, nodes)
+
+        saved = trained(comm, placed(ScaleCom(0.05, beta=0.5)))
+        later = placed(ScaleCom(0.05, beta=0.5, beta_steps=2, beta_switch=switch))
+        loaded = trained(comm, later, 0)
+        loaded.load_state_dict(saved.state_dict())
+        before, after = owed_by(saved, comm.rank), owed_by(loaded, comm.rank)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], share * before[name]) for name in before)
+
+    simulate(2, on_rank)
 
 
 @pytest.mark.parametrize("now", [1, 2, 3, 5])

@@ -9,7 +9,6 @@ from itertools import pairwise
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel._checks import all_finite
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.collectives.reduce_scatter import steps as reduce_scatter_steps
 from sparcel.formats import Qsgd
@@ -21,15 +20,14 @@ from sparcel.wire import Due, Wire, collective, gather_steps
 
 @dataclass(frozen=True)
 class Quantized:
-    """The result of a quantised all-reduce: the sum, the same on all ranks, and its error.
+    """The result of a quantised all-reduce: the sum, the same on all ranks, and what it lacks.
 
-    ``error`` is the exact minus the quantised sum of this rank's region, dense. The region begins
-    at coordinate ``start``. ``error`` is None if the region was not quantised.
+    ``lost`` is what this rank rounded away, over the whole vector: of its values in the regions of
+    other ranks, and of the sum in its own region. The sum plus all ranks' ``lost`` is exact.
     """
 
     total: SparseStream
-    start: int
-    error: Tensor | None
+    lost: SparseStream
 
 
 @collective
@@ -53,20 +51,42 @@ def split_allgather(
 def quantized_split_allgather(
     stream: SparseStream, wire: Wire, quantizer: Qsgd, max_nnz: int | None = None
 ) -> Quantized:
-    """Sum over all ranks; the second phase quantises regions that became dense.
+    """Sum over all ranks; both phases quantise what they send, sparse or dense.
 
-    Pass a ``quantizer`` with a new seed for every call.
+    Pass a ``quantizer`` with a new seed for every call. A rank's values in its own region do not
+    travel and are not rounded before they are summed. Each rank rounds by random numbers of its
+    own, so that the ranks' errors do not add up.
 
-    Source: SparCML, section 6 (quantisation in DSAR's dense phase alone).
+    Source: SparCML, Algorithm 1 (the values of each rank, as in section 8.3) and section 6 (the
+    sum).
     """
-    region = reduce_scatter(stream, wire, SUM, max_nnz)
+    narrow = Wire(wire.comm, quantizer)
+    region, lost = _reduce_quantized(stream, narrow, quantizer, max_nnz)
     start = patterns.regions(stream.size, wire.size)[wire.rank]
     message, error = quantizer.encode(region, start)
-    if error is not None and not all_finite(error):  # an overflowed sum must not enter memory
-        region.finite = False
-        message, error = quantizer.encode(region, start)
-    regions = _gather_regions(message, stream, Wire(wire.comm, quantizer), max_nnz)
-    return Quantized(wire.concatenate(regions), start, error)
+    lost[wire.rank] = error or region.empty_like()
+    regions = _gather_regions(message, stream, narrow, max_nnz)
+    return Quantized(wire.concatenate(regions), wire.concatenate(lost))
+
+
+def _reduce_quantized(
+    stream: SparseStream, wire: Wire, quantizer: Qsgd, max_nnz: int | None
+) -> tuple[SparseStream, list[SparseStream]]:
+    """Return this rank's region of the sum, and what rounding took from its part of each region."""
+    boundaries = patterns.regions(stream.size, wire.size)
+    parts = [wire.compact(part) for part in stream.split(boundaries)]
+    own, lost = parts[wire.rank], [part.empty_like() for part in parts]
+    rounds, sends = patterns.rotation(wire.rank, wire.size), {}
+    first = (1 + wire.rank) * stream.size  # the numbers up to `size` round the sums
+    for owner, *_ in rounds:
+        sends[owner], error = quantizer.encode(parts[owner], first + boundaries[owner])
+        lost[owner] = error or lost[owner]
+    due = Due.like(own, max_nnz)
+    receives = {source: wire.most_bytes(due) for _, source, *_ in rounds}
+    messages = wire.comm.exchange(sends, receives)
+    streams = {rank: wire.decode(rank, message, due) for rank, message in messages.items()}
+    streams[wire.rank] = own
+    return wire.reduce([streams[rank] for rank in range(wire.size)]), lost
 
 
 def _gather_regions(

@@ -15,12 +15,12 @@ from sparcel.stream import SparseStream
 class Encoded(NamedTuple):
     """A message, and its encoding error.
 
-    ``message`` is uint8 ``[nbytes]``. ``error`` is the stream minus the decoded message, dense,
-    ``[size]``; None if the message holds the stream exactly.
+    ``message`` is uint8 ``[nbytes]``. ``error`` is the stream minus the decoded message, at the
+    stream's coordinates; None if the message holds the stream exactly.
     """
 
     message: Tensor
-    error: Tensor | None = None
+    error: SparseStream | None = None
 
 
 class Format(Protocol):

@@ -63,12 +63,7 @@ class Coo:
         values, indices = _parts(message, header)
         if header.dense:
             return SparseStream.unchecked(None, values, header.size, header.finite)
-        position = kernels.check_indices(indices, header.size)
-        if position >= 0:
-            raise FormatError(
-                f"corrupt message: index {int(indices[position])} at position {position} is out of"
-                f" order or outside [0, {header.size})"
-            )
+        check_indices(indices, header.size)
         return SparseStream.unchecked(indices, values, header.size, header.finite)
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
@@ -106,6 +101,16 @@ class Coo:
 
 
 COO = Coo()
+
+
+def check_indices(indices: Tensor, size: int) -> None:
+    """Raise `FormatError` unless a message's indices are sorted, unique and in ``[0, size)``."""
+    position = kernels.check_indices(indices, size)
+    if position >= 0:
+        raise FormatError(
+            f"corrupt message: index {int(indices[position])} at position {position} is out of"
+            f" order or outside [0, {size})"
+        )
 
 
 def join(stream: SparseStream, header: Header) -> Tensor:

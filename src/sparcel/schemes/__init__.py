@@ -17,7 +17,13 @@ from sparcel.schemes.dense import steps as dense_steps
 from sparcel.schemes.density import checked_density
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import steps as gtopk_steps
-from sparcel.schemes.hierarchical import Hierarchical, connect_nodes, filter_of, momentum_of
+from sparcel.schemes.hierarchical import (
+    Hierarchical,
+    connect_nodes,
+    factor_at_switch,
+    filter_of,
+    momentum_of,
+)
 from sparcel.schemes.meter import Meter, profiled
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import steps as oktopk_steps
@@ -60,6 +66,7 @@ __all__ = [
     "checked_density",
     "connect_nodes",
     "engine_steps",
+    "factor_at_switch",
     "filter_of",
     "momentum_of",
     "profiled",

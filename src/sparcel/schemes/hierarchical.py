@@ -68,6 +68,8 @@ class Hierarchical(Scheme):
     def owed(self) -> Tensor | None:
         """See `Scheme.owed`."""
         beta = filter_of(self, self.steps)
+        if self._loaded is not None:  # the next step may rescale it
+            beta /= factor_at_switch(self, self._loaded.get("beta", beta), beta)
         return self.memory if self.memory is None or beta == 1 else self.memory / beta
 
     @property
@@ -211,6 +213,13 @@ def filter_of(scheme: Scheme, step: int) -> float:
     if isinstance(scheme, Hierarchical):
         return filter_of(scheme.inner, step)
     return scheme.filter_at(step) if isinstance(scheme, Sparsifier) else 1.0
+
+
+def factor_at_switch(scheme: Scheme, before: float, after: float) -> float:
+    """Return what a scheme's memory is multiplied by when its filter β changes."""
+    if isinstance(scheme, Hierarchical):
+        return factor_at_switch(scheme.inner, before, after)
+    return scheme.factor_at_switch(before, after) if isinstance(scheme, Sparsifier) else 1.0
 
 
 def _stream(gradient: Tensor) -> SparseStream:

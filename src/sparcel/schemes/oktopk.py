@@ -10,7 +10,7 @@ from sparcel._checks import whole_number
 from sparcel.collectives.oktopk import oktopk
 from sparcel.collectives.oktopk import steps as oktopk_steps
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
-from sparcel.errors import known
+from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
@@ -35,29 +35,31 @@ class OkTopK(Sparsifier):
         ``"exact"``: the k largest, in every step. ``"reuse"``: the paper's estimates, boundaries
         and thresholds of earlier steps. These include local thresholds unless a selector is given.
     threshold_steps, boundary_steps
-        With ``"reuse"``, how many steps an estimate serves: the paper's τ′ and τ.
+        With ``"reuse"``, how many steps an estimate serves: the paper's τ′ and τ, by default its 32
+        and 64. With ``"exact"`` they are refused.
 
     The others are those of `Sparsifier`.
     Source: Ok-Topk, Algorithms 1 and 2.
     """
 
     threshold: str = "exact"
-    threshold_steps: int = 32
-    boundary_steps: int = 64
+    threshold_steps: int | None = None
+    boundary_steps: int | None = None
     _estimates: Estimates = field(init=False, repr=False)
     _estimated: Estimates = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         known(self.threshold, ["exact", "reuse"], "threshold")
-        self.threshold_steps = whole_number(self.threshold_steps, "threshold_steps", at_least=1)
-        self.boundary_steps = whole_number(self.boundary_steps, "boundary_steps", at_least=1)
-        if self.threshold == "reuse" and self.selector == "exact":
+        reuses = self.threshold == "reuse"
+        self.threshold_steps = _checked_steps(self.threshold_steps, "threshold_steps", reuses, 32)
+        self.boundary_steps = _checked_steps(self.boundary_steps, "boundary_steps", reuses, 64)
+        if reuses and self.selector == "exact":
             self.selector = selector("reuse", period=self.threshold_steps)
         super().__post_init__()
         self._estimates = self._estimated = Estimates()
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        if self.threshold == "exact":
+        if self.threshold_steps is None or self.boundary_steps is None:  # nothing is reused
             return exchange_oktopk(selection, wire)
         total, self._estimated = oktopk_reuse(
             selection.stream,
@@ -87,6 +89,19 @@ class OkTopK(Sparsifier):
         if estimates.get("boundaries") is not None:  # some formats of checkpoints know lists only
             estimates["boundaries"] = tuple(estimates["boundaries"])
         self._estimates = self._estimated = Estimates(**estimates)
+
+
+def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> int | None:
+    """Return how many steps an estimate serves, None if nothing is reused."""
+    if steps is None:
+        return default if reuses else None
+    steps = whole_number(steps, name, at_least=1)
+    if not reuses:
+        raise InputError(
+            f'{name}={steps} needs threshold="reuse"; with threshold="exact" nothing is reused, so'
+            f" leave out {name}"
+        )
+    return steps
 
 
 def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:

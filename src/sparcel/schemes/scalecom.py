@@ -12,6 +12,7 @@ from sparcel.collectives.broadcast import broadcast, message_steps
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.comm import Communicator
+from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import SMALL, apply_steps
 from sparcel.schemes.request import Request
@@ -34,6 +35,12 @@ class ScaleCom(Sparsifier):
         batches.
     beta_steps
         The step from which β is 1, as in the late part of the paper's training; None: never.
+        Refused if ``beta`` is 1.
+    beta_switch
+        What stays the same when β changes. ``"owed"``, the default: memory/β is owed before and
+        after, and the memory is rescaled. ``"memory"``: the memory itself, as in the paper; what is
+        owed is multiplied by β. The same holds for memory loaded from a state with another β.
+        Refused without ``beta_steps``.
 
     The others are those of `Sparsifier`.
     Source: ScaleCom, Algorithm 1 and section 4.
@@ -42,16 +49,37 @@ class ScaleCom(Sparsifier):
     selector: str | Selector = "chunkwise"
     beta: float = 1.0
     beta_steps: int | None = None
+    beta_switch: str | None = None
 
     def __post_init__(self) -> None:
         self.beta = number(self.beta, "beta", above=0, at_most=1, hint="1 filters nothing")
         if self.beta_steps is not None:
-            self.beta_steps = whole_number(self.beta_steps, "beta_steps", at_least=0)
+            self.beta_steps = whole_number(self.beta_steps, "beta_steps", at_least=1)
+            if self.beta == 1:
+                raise InputError(
+                    f"beta_steps={self.beta_steps} ends the filter, but beta=1 filters nothing;"
+                    " pass beta below 1, or leave out beta_steps"
+                )
+            if self.beta_switch is None:
+                self.beta_switch = "owed"
+        if self.beta_switch is not None:
+            known(self.beta_switch, ["owed", "memory"], "beta_switch")
+            if self.beta_steps is None:
+                raise InputError(
+                    f"beta_switch={self.beta_switch!r} says what stays the same when beta becomes"
+                    " 1, and needs beta_steps; pass beta below 1 and beta_steps, or leave out"
+                    " beta_switch"
+                )
         super().__post_init__()
 
     def filter_at(self, step: int) -> float:
         """See `Sparsifier.filter_at`."""
         return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0
+
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """See `Sparsifier.factor_at_switch`."""
+        keeps_memory = self.beta_switch == "memory"
+        return 1.0 if keeps_memory else super().factor_at_switch(before, after)
 
     def _take(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool

@@ -17,8 +17,9 @@ class Settings(TypedDict, total=False):
     algorithm: str
     beta: float
     beta_steps: int | None
+    beta_switch: str | None
     bits: int | None
-    boundary_steps: int
+    boundary_steps: int | None
     candidates: Sequence[str]
     clip: float | None
     corrected: bool
@@ -26,10 +27,10 @@ class Settings(TypedDict, total=False):
     momentum: float
     put_back: str
     ranks_per_node: int | None
-    seed: int
+    seed: int | None
     selector: str | Selector
     threshold: str
-    threshold_steps: int
+    threshold_steps: int | None
     warmup: Sequence[float]
     warmup_steps: int | None
     wire: str | None

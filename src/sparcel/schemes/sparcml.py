@@ -1,4 +1,4 @@
-"""SparCML's Quantized TopK SGD: bucketed selection, and DSAR with quantised dense regions."""
+"""SparCML's Quantized TopK SGD: bucketed selection, and a sum of values in few bits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from sparcel._checks import whole_number
 from sparcel.collectives.split_allgather import quantized_split_allgather, split_allgather
 from sparcel.collectives.split_allgather import steps as split_allgather_steps
+from sparcel.errors import InputError
 from sparcel.formats import Qsgd
 from sparcel.schedule import Problem, Step
 from sparcel.schemes.request import Layer
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import steps as topk_steps
 from sparcel.selectors import Selector, selector
-from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 
@@ -25,10 +25,13 @@ class SparCML(Sparsifier):
     Parameters
     ----------
     bits
-        8, 4 or 2: QSGD for regions that became dense. The region's owner keeps the rounding error
-        in its memory; the paper drops it. None: full precision.
+        8, 4 or 2: values travel in so many bits, with one scale for 512 of them (`Qsgd`): those
+        that each rank selected, and their sum. Who rounds keeps the rounding error in its memory;
+        the paper drops it. Uncompressed steps are rounded too. With 2 bits the errors exceed the
+        values, and the memory grows to many times its size: prefer 4. None: full precision.
     seed
-        Decides the random rounding, with the step and the coordinate; the same on all ranks.
+        Decides the random rounding, with the step, the rank and the value's position; the same on
+        all ranks. By default 0; refused without ``bits``.
 
     The others are those of `Sparsifier`.
     Source: SparCML, Algorithm 1 and sections 6 and 8.3.
@@ -36,14 +39,21 @@ class SparCML(Sparsifier):
 
     selector: str | Selector = "bucketed"
     bits: int | None = None
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.seed = whole_number(self.seed, "seed")
+        if self.seed is not None:
+            self.seed = whole_number(self.seed, "seed")
+        self._quantizer: Qsgd | None = None
         if self.bits is not None:
-            self.bits = whole_number(self.bits, "bits")
-        self._quantizer = None if self.bits is None else Qsgd(self.bits)
+            self.bits, self.seed = whole_number(self.bits, "bits"), self.seed or 0
+            self._quantizer = Qsgd(self.bits, seed=self.seed)
+        elif self.seed is not None:
+            raise InputError(
+                f"seed={self.seed} decides the rounding to few bits, and needs bits; pass bits=8, 4"
+                " or 2, or leave out seed"
+            )
 
     def _sends_all(self, layers: Sequence[Layer]) -> bool:
         return self._quantizer is None and super()._sends_all(layers)
@@ -52,12 +62,10 @@ class SparCML(Sparsifier):
         sent, most = selection.stream, selection.most
         if self._quantizer is None:
             return Exchanged(split_allgather(sent, wire, max_nnz=most), sent)
-        quantizer = replace(self._quantizer, seed=self.seed + (self.steps << 32))
+        seed = self._quantizer.seed + (self.steps << 32)
+        quantizer = replace(self._quantizer, seed=seed)
         outcome = quantized_split_allgather(sent, wire, quantizer, most)
-        if outcome.error is None:
-            return Exchanged(outcome.total, sent)
-        error = SparseStream.unchecked(None, outcome.error, outcome.error.numel())
-        return Exchanged(outcome.total, sent, error, outcome.start)
+        return Exchanged(outcome.total, sent, outcome.lost)
 
 
 _BUCKETED = 1.8

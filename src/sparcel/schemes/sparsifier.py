@@ -39,15 +39,13 @@ class Selection:
 class Exchanged:
     """The result of an exchange of the ranks' selections.
 
-    ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept``,
-    whose first coordinate is ``start``, goes back to this rank's memory. ``complete`` tells that
-    ``total`` has all coordinates of ``sent``.
+    ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept`` goes
+    back to this rank's memory. ``complete`` tells that ``total`` has all coordinates of ``sent``.
     """
 
     total: SparseStream
     sent: SparseStream
     kept: SparseStream | None = None
-    start: int = 0
     complete: bool = True
 
     @property
@@ -119,6 +117,10 @@ class Sparsifier(Scheme):
         """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
         return 1.0
 
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
+        return after / before
+
     def reduce(
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
@@ -138,7 +140,8 @@ class Sparsifier(Scheme):
         """See `Scheme.commit`."""
         super().commit()
         if self.finite:
-            self._memory.commit(self.filter_at(self.steps))
+            beta = self.filter_at(self.steps)
+            self._memory.commit(beta, self.factor_at_switch(self._memory.beta, beta))
 
     def fresh(self) -> Self:
         """See `Scheme.fresh`."""
@@ -157,8 +160,8 @@ class Sparsifier(Scheme):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Scheme.load_state_dict`."""
         super().load_state_dict(state)
-        self._memory.beta = self.filter_at(self.steps)
-        self._memory.load(state)
+        self._memory.beta = beta = self.filter_at(self.steps)
+        self._memory.load(state, self.factor_at_switch(state.get("beta", beta), beta))
         self._shares, self._loaded = [], state.get("selectors", [])
 
     def _check(self, gradient: Tensor) -> None:
@@ -197,7 +200,7 @@ class Sparsifier(Scheme):
         meter.magnitude += _magnitude(outcome.sent)
         if outcome.kept is not None:
             meter.magnitude -= _magnitude(outcome.kept)
-            self._memory.give_back(outcome.kept, outcome.start)
+            self._memory.give_back(outcome.kept)
         if self.momentum:
             applied = outcome.applied.indices
             assert applied is not None, "what a rank sends is sparse"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Auto, Layer, Scheme, filter_of
+from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of
 from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
@@ -149,9 +149,10 @@ class Residuals:
         }
         self._loaded_layout, self._layout_ends = layout or {}, steps + _FIRST_STEPS
         self.steps = steps
-        if beta is not None and beta != self.filter:  # memory/β, which is owed, stays the same
+        if beta is not None and beta != self.filter:
+            factor = factor_at_switch(self.template, beta, self.filter)
             for parts in self._loaded.values():
-                parts["memory"] = parts["memory"] * (self.filter / beta)
+                parts["memory"] = parts["memory"] * factor
 
     def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> dict[str, Tensor]:
         """Lay out what is remembered of the pieces as the gradient is laid out."""
