@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from models import small_cnn
 from torch import Tensor, nn
 
 import sparcel
@@ -21,7 +22,6 @@ from sparcel.schemes import Meter, Request, Scheme
 from sparcel.schemes.density import count_for
 from sparcel.training import stays_dense
 
-PIXELS = 28
 MOMENTUM = 0.9
 
 
@@ -74,19 +74,6 @@ class Method:
     def has_xi(self) -> bool:
         """Whether each rank selects from its own memory + gradient, as ξ assumes."""
         return self.scheme not in ("dense", "torus2d", "hitopk", "dgc")
-
-
-def network() -> nn.Module:
-    """Return a CNN of 162 966 parameters."""
-    layers = (
-        nn.Unflatten(1, (1, PIXELS, PIXELS)),
-        *(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(32 * (PIXELS // 4) ** 2, 100), nn.ReLU(), nn.Linear(100, 10)),
-    )
-    model = nn.Sequential(*layers)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in its stub
-    return model
 
 
 class Tally:
@@ -164,7 +151,7 @@ class Trainer:
     """
 
     def __init__(self, plan: Plan, method: Method, warmup_steps: int) -> None:
-        self.plan, self.method, self.model = plan, method, network()
+        self.plan, self.method, self.model = plan, method, small_cnn()
         self.warmup_steps = warmup_steps
         named = list(self.model.named_parameters())
         self.small = [parameter for name, parameter in named if stays_dense(name, parameter)]

@@ -50,7 +50,9 @@ class Training:
             bucket_cap_mb=4 * width * width / 2**20,
             gradient_as_bucket_view=True,
         )
-        self.handle = sparcel.attach(self.model, scheme, density=arguments.density, scope=scope)
+        self.handle = sparcel.attach(
+            self.model, scheme, density=arguments.density, scope=scope, frontload=False
+        )
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(arguments.batch, width, generator=generator)
         self.steps: list[Figures] = []

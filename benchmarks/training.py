@@ -26,7 +26,8 @@ from statistics import mean
 from typing import Any
 
 import torch
-from cluster_training import Method, Plan, dataset, network, train
+from cluster_training import Method, Plan, dataset, train
+from models import small_cnn
 from rich.console import Console
 from rich.table import Table
 
@@ -154,7 +155,7 @@ def provenance(plan: Plan, name: str) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "plan": {**asdict(plan), "data": name},
-        "parameters": sum(parameter.numel() for parameter in network().parameters()),
+        "parameters": sum(parameter.numel() for parameter in small_cnn().parameters()),
     }
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel._checks import check_type
+from sparcel._checks import check_type, flag
 from sparcel.comm import Group, resolve
+from sparcel.ddp.ahead import AheadPasses, as_in_buckets
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import check_model
 from sparcel.ddp.names import model_name, model_patterns
@@ -35,6 +36,8 @@ def attach(
     densities: Mapping[str, float] | None = None,
     rates: Rates | str | PathLike[str] | None = None,
     scope: Scope = "bucket",
+    ahead: bool = True,
+    frontload: bool = True,
     **settings: Unpack[Settings],
 ) -> Handle:
     """Let a scheme exchange the model's gradients from now on; all ranks call.
@@ -56,8 +59,9 @@ def attach(
     scaler
         The GradScaler in use, if any: memory must not change when its scale does.
     optimizer
-        The optimiser in use. If the scheme corrects momentum (``momentum=``, and ``"dgc"`` without
-        being asked), it must have none for the parameters in ``handle.sparse``.
+        The optimiser in use. Pass it to resume bit by bit with ``ahead``: otherwise the first pass
+        after a checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
+        ``"dgc"`` without being asked), it must have none for the parameters in ``handle.sparse``.
     policy
         ``(name, parameter) -> bool``: True for a gradient that stays dense.
     densities
@@ -69,6 +73,14 @@ def attach(
     scope
         Over what one selection is made: ``"bucket"``, each bucket of DDP, with k by its size and
         density; ``"model"``, all gradients, with one k. See docs/training.md for what this costs.
+    ahead
+        Whether each rank computes its gradients where its own memory is applied (step-ahead), see
+        `sparcel.training.Ahead`: what makes training at low densities as good as dense training.
+        The parameters are moved at the start of a forward pass in training mode, and moved back
+        when its backward pass ends. ``optimizer`` is found at its first step if it is not given.
+    frontload
+        Whether more is sent in the first steps of a training than the density asks for, unless the
+        scheme has a ``warmup``: see `sparcel.schemes.front_loaded`.
     settings
         Settings of a scheme that is given by name: ``density=0.01``.
 
@@ -133,6 +145,7 @@ def attach(
         densities=model_patterns(densities or {}, parameters),
         rates=rates,
         scope=scope,
+        frontload=frontload,
         rows=_parameters_with_rows(model.module),
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
@@ -144,7 +157,13 @@ def attach(
         except Exception:  # a warning may be made an error
             averager.close()
             raise
-    model.register_comm_hook(None, Hook(model, averager).queue_bucket)
+    passes = None
+    if flag(ahead, "ahead") and averager.sparse:
+        sparse = {name: parameters[name] for name in averager.sparse}
+        passes = AheadPasses(model, averager, averager.ahead(sparse, arrange=as_in_buckets))
+        if optimizer is not None:
+            passes.follow(optimizer)
+    model.register_comm_hook(None, Hook(model, averager, passes).queue_bucket)
     return averager
 
 

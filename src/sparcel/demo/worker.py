@@ -72,7 +72,8 @@ class Training:
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.handle: Handle | None = None
         if method.scheme is not None:
-            self.handle = attach(self.model, method.scheme, **method.options)
+            # The demo shows what a step costs after the first ones, in which more would be sent.
+            self.handle = attach(self.model, method.scheme, frontload=False, **method.options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         self.order = batch_order(
             len(dataset.y_train), BATCH_PER_RANK * self.world, settings.steps, settings.seed

@@ -14,7 +14,7 @@ from sparcel.schemes.auto import steps_by as auto_steps_by
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_steps
 from sparcel.schemes.dense import steps as dense_steps
-from sparcel.schemes.density import checked_density
+from sparcel.schemes.density import checked_density, front_loaded
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import steps as gtopk_steps
 from sparcel.schemes.hierarchical import (
@@ -68,6 +68,7 @@ __all__ = [
     "engine_steps",
     "factor_at_switch",
     "filter_of",
+    "front_loaded",
     "momentum_of",
     "profiled",
     "scheme",

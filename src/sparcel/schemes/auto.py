@@ -25,7 +25,7 @@ from sparcel.schemes.gtopk import exchange_gtopk
 from sparcel.schemes.gtopk import steps as gtopk_steps
 from sparcel.schemes.oktopk import exchange_oktopk
 from sparcel.schemes.oktopk import steps as oktopk_steps
-from sparcel.schemes.request import Layer, Request
+from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import exchange_topk
 from sparcel.schemes.topk import steps_by as topk_steps_by
@@ -148,7 +148,7 @@ class Auto(Sparsifier):
     def _choose(self, gradient: Tensor, comm: Communicator, request: Request) -> Contest:
         """Return the contest, whose choice for this step is the same on all ranks."""
         size = gradient.numel()
-        layers = self._densities(size, request.layers)
+        layers = self._densities(size, request)
         k = sum(count_for(density, stop - start) for start, stop, density in layers)
         terms = (size, gradient.dtype, k, comm, comm.rates)
         contest = self._contest
@@ -171,7 +171,7 @@ class Auto(Sparsifier):
         here = min(comm.size, rates.ranks_per_node)
         wide = wide_dtype(gradient.dtype).itemsize
         own = wide if self._alters else gradient.element_size()
-        names = ("dense",) if super()._sends_all(request.layers) else self.candidates
+        names = ("dense",) if super()._sends_all(request) else self.candidates
         size, predicted = max(1, gradient.numel()), {}
         for name in names:
             itemsize = own if name == "dense" else wide
@@ -212,7 +212,7 @@ class Auto(Sparsifier):
         """Whether a velocity or a clipped gradient enters the memory instead of the gradient."""
         return self.momentum != 0 or self.clip is not None
 
-    def _sends_all(self, layers: Sequence[Layer]) -> bool:
+    def _sends_all(self, request: Request) -> bool:
         return self.chosen == "dense"
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:

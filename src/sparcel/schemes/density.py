@@ -41,6 +41,23 @@ def checked_density(density: float, name: str = "density") -> float:
     return number(density, name, above=0, at_most=1, hint=hint)
 
 
+FRONT = 7.0
+"""What a training sends in front is as much again as at constant density once each coordinate was
+sent about ``4·FRONT·1.2²`` = 40 times; see `front_loaded`."""
+
+
+def front_loaded(density: float, step: int) -> float:
+    """Return a density that is higher in the first steps of a training, and falls to ``density``.
+
+    ``density·(1 + √(7 / (density·s)))``, where ``s`` is the step counted from 1, rounded down to a
+    power of two. At ``density=0.01``: 27 % in the first step, 4 % after a hundred, 2 % after a
+    thousand. Over a training of T steps its mean is at most ``1 + 2.5·√(7 / (density·T))`` times
+    the density: 3 times if the training sends each coordinate 10 times, 1.7 times at a hundred.
+    """
+    begun = 1 << ((step + 1).bit_length() - 1)
+    return min(1.0, density * (1 + math.sqrt(FRONT / (density * begun))))
+
+
 def count_for(density: float, size: int) -> int:
     """Return how many of ``size`` coordinates a density asks for: max(1, ⌈density·n⌉)."""
     return max(1, math.ceil(density * size))

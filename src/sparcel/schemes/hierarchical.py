@@ -182,6 +182,7 @@ class Hierarchical(Scheme):
             withheld=[(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()],
             apart=[(lo, hi) for lo, hi in apart if lo < hi],
             ranks=request.divisor(comm),
+            front_loaded=request.front_loaded,
             format=request.format,
             meter=request.meter,
         )

@@ -35,6 +35,9 @@ class Request:
     ranks
         How many ranks the average is over, if the gradient is already a sum of several ranks'
         gradients. None: the size of the communicator.
+    front_loaded
+        Whether the scheme sends more in its first steps, unless it has a ``warmup`` of its own: see
+        `sparcel.schemes.density.front_loaded`.
     format
         How streams travel; the same on all ranks.
     meter
@@ -45,6 +48,7 @@ class Request:
     withheld: Sequence[Range] = ()
     apart: Sequence[Range] = ()
     ranks: int | None = None
+    front_loaded: bool = False
     format: Format = COO
     meter: Meter = field(default_factory=Meter)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sparcel._checks import whole_number
@@ -11,7 +11,7 @@ from sparcel.collectives.split_allgather import steps as split_allgather_steps
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
 from sparcel.schedule import Problem, Step
-from sparcel.schemes.request import Layer
+from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import steps as topk_steps
 from sparcel.selectors import Selector, selector
@@ -55,8 +55,8 @@ class SparCML(Sparsifier):
                 " or 2, or leave out seed"
             )
 
-    def _sends_all(self, layers: Sequence[Layer]) -> bool:
-        return self._quantizer is None and super()._sends_all(layers)
+    def _sends_all(self, request: Request) -> bool:
+        return self._quantizer is None and super()._sends_all(request)
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         sent, most = selection.stream, selection.most

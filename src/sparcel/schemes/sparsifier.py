@@ -14,8 +14,8 @@ from sparcel.collectives.dense import dense
 from sparcel.comm import Communicator
 from sparcel.memory import Memory, Share, emptied
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.density import checked_density, checked_schedule, count_for
-from sparcel.schemes.request import Layer, Request
+from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
+from sparcel.schemes.request import Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
@@ -130,7 +130,7 @@ class Sparsifier(Scheme):
             for start, stop in request.apart:
                 gradient[start:stop] = 0
         with emptied(gradient, () if clear else request.apart):
-            if self._sends_all(request.layers):
+            if self._sends_all(request):
                 total = self._sum_all(gradient, comm, request)
             else:
                 total = self._sum_selected(gradient, comm, request, clear)
@@ -168,9 +168,9 @@ class Sparsifier(Scheme):
         super()._check(gradient)
         self._memory.check(gradient)
 
-    def _sends_all(self, layers: Sequence[Layer]) -> bool:
+    def _sends_all(self, request: Request) -> bool:
         """Tell whether this step is uncompressed."""
-        return all(density == 1 for *_, density in self._densities(0, layers))
+        return all(density == 1 for *_, density in self._densities(0, request))
 
     def _sum_all(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
         """Send all of memory + gradient, as training without a scheme does."""
@@ -189,7 +189,7 @@ class Sparsifier(Scheme):
     ) -> SparseStream:
         """Take a selection out of memory + gradient, exchange it, and return the sum over ranks."""
         meter = request.meter
-        self._shares = self._divided(gradient.numel(), request.layers)
+        self._shares = self._divided(gradient.numel(), request)
         k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
         meter.asked += k
         with meter.selecting():
@@ -219,9 +219,9 @@ class Sparsifier(Scheme):
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         """Exchange the ranks' selections; this is where the methods differ."""
 
-    def _divided(self, size: int, layers: Sequence[Layer]) -> list[Share]:
+    def _divided(self, size: int, request: Request) -> list[Share]:
         """Return the ranges of this step, with the number of coordinates to select from each."""
-        ranges = self._densities(size, layers)
+        ranges = self._densities(size, request)
         selectors = [share.selector for share in self._shares]
         if len(selectors) != len(ranges):
             assert isinstance(self.selector, Selector), "__post_init__ made one"
@@ -233,18 +233,21 @@ class Sparsifier(Scheme):
             for (start, stop, density), selector in zip(ranges, selectors, strict=True)
         ]
 
-    def _densities(self, size: int, layers: Sequence[Layer]) -> list[tuple[int, int, float]]:
+    def _densities(self, size: int, request: Request) -> list[tuple[int, int, float]]:
         """Return the layers, or the whole vector, with their densities in this step."""
-        density = self._density_at(self.steps)
-        least = density if self.steps < len(self.warmup) * (self.warmup_steps or 0) else 0.0
         return [
-            (start, stop, max(own or density, least))
-            for start, stop, own in layers or [(0, size, None)]
+            (start, stop, self._density_now(own, request))
+            for start, stop, own in request.layers or [(0, size, None)]
         ]
 
-    def _density_at(self, step: int) -> float:
-        entry = step // (self.warmup_steps or 1)
-        return self.warmup[entry] if entry < len(self.warmup) else self.density
+    def _density_now(self, own: float | None, request: Request) -> float:
+        """Return the density of a layer in this step; ``own`` is its own, if it has one."""
+        entry = self.steps // (self.warmup_steps or 1)
+        if entry < len(self.warmup):
+            return max(own or 0.0, self.warmup[entry])
+        density = own or self.density
+        in_front = request.front_loaded and not self.warmup
+        return front_loaded(density, self.steps) if in_front else density
 
 
 def _magnitude(stream: SparseStream) -> float:

@@ -69,6 +69,9 @@ class Averager(Handle):
     scope
         Over what one selection is made, with one k: ``"bucket"``, each queued vector, exchanged
         while others are computed; ``"model"``, all vectors of a step, exchanged as one in `finish`.
+    frontload
+        Whether more is sent in the first steps of a training than the density asks for, unless the
+        scheme has a ``warmup``: see `sparcel.schemes.front_loaded`.
     withhold_zeros
         Whether a tensor whose gradient is all zero on this rank is neither sent nor forgotten by
         this rank: for drivers that throw away the updates of unused parameters.
@@ -102,10 +105,12 @@ class Averager(Handle):
         rows: Collection[str] = (),
         rates: Rates | str | PathLike[str] | None = None,
         scope: Scope = "bucket",
+        frontload: bool = True,
         withhold_zeros: bool = False,
     ) -> None:
         check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
         self._withhold_zeros = flag(withhold_zeros, "withhold_zeros")
+        self._frontload = flag(frontload, "frontload")
         template = scheme.fresh()
         treatment = treat(tensors, template, policy, densities or {}, rows, scope)
         comm, owned = _communicator(group)
@@ -274,7 +279,9 @@ class Averager(Handle):
             # A vector in another layout has no small tensors.
             apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
             withheld = zeros_in(flat, served.pieces) if self._withhold_zeros else []
-            request = Request(served.layers, withheld, apart, meter=step.meter)
+            request = Request(
+                served.layers, withheld, apart, front_loaded=self._frontload, meter=step.meter
+            )
             # Asked here and not while computing, which would have to wait for a GPU to answer.
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             step.exchange_vector(served, flat, request, scale)

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparcel.comm import Call, Communicator, TorchCommunicator
 from sparcel.cost import default_rates
 from sparcel.training import checkpoint
+from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
 from sparcel.training.stats import Costs, Stats
@@ -131,6 +133,36 @@ class Handle:
             self._taken = step.magnitude
         else:
             self._void_steps += 1
+
+    def ahead(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: Optimizer | None = None,
+        arrange: Arrange = in_order,
+    ) -> Ahead:
+        """Return a block in which parameters are where this rank's memory would bring them.
+
+        Compute gradients inside it, ``with ahead:``, and leave it before the optimiser's step. The
+        one object serves the whole training. See `Ahead` for what it does and why.
+
+        Parameters
+        ----------
+        parameters
+            The tensors to move, by the names that the averager has for them.
+        optimizer
+            What updates them; None if `Ahead.follow` will tell.
+        arrange
+            How the driver lays out what it queues.
+
+        Warns
+        -----
+        SparcelWarning
+            For an optimiser of another kind than SGD and Adam, whose parameters stay in place.
+        """
+        ahead = Ahead(parameters, self._residuals, arrange)
+        if optimizer is not None:
+            ahead.follow(optimizer)
+        return ahead
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
         """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.

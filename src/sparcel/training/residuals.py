@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of
+from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
 from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
@@ -54,6 +54,11 @@ class Residuals:
     def filter(self) -> float:
         """The memory's low-pass filter β; 1 is none."""
         return filter_of(self.template, self.steps)
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that the scheme corrects; what is remembered is then a sum of velocities."""
+        return momentum_of(self.template)
 
     @property
     def kinds(self) -> tuple[str, ...]:

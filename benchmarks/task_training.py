@@ -1,0 +1,146 @@
+"""Training on a simulated cluster: one run of one method on one task, and its measurements.
+
+Every rank computes the gradients of its part of the batch and averages them as `sparcel.attach`
+does. The selections, the exchanges and the bytes are real, the network is not. The ranks share one
+model, because their updates are equal; that is checked in every step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tasks import TASKS, Split, Task, batches, loss_of
+from torch import Tensor, nn
+
+import sparcel
+from sparcel.comm import Communicator
+from sparcel.schemes import momentum_of
+from sparcel.training import Averager, stays_dense
+
+
+@dataclass(frozen=True)
+class Method:
+    """A scheme with settings, under a label; ``ahead`` and ``frontload`` as in `sparcel.attach`."""
+
+    label: str
+    scheme: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ahead: bool = True
+    frontload: bool = True
+
+    def make(self) -> sparcel.Scheme:
+        return sparcel.scheme(self.scheme, **self.settings)
+
+
+def train(
+    data: Path, task_name: str, method: Method, seed: int, ranks: int = 8, lr: float | None = None
+) -> dict[str, Any]:
+    """Train once and return the row of results."""
+    torch.set_num_threads(1)
+    start, task = time.perf_counter(), TASKS[task_name]
+    task = replace(task, lr=lr or task.lr)
+    split = task.read(data / task.folder, seed)
+    torch.manual_seed(seed)
+    run = Run(task, split, method, seed, task.model(split))
+    report = sparcel.simulate(ranks, run.rank)
+    volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
+    return {
+        "task": task.name,
+        "method": method.label,
+        "scheme": method.scheme,
+        "settings": dict(method.settings),
+        "ahead": method.ahead,
+        "frontload": method.frontload,
+        "seed": seed,
+        "ranks": ranks,
+        "batch": task.batch,
+        "steps": task.steps,
+        "lr": task.lr,
+        **evaluate(run.model, split),
+        "train_losses": run.smoothed(),
+        "density_before": report.results[0].density_before,
+        "density_after": report.results[0].density_after,
+        "dense_steps": run.dense_steps,
+        "bytes_a_step": max(volumes) / task.steps,
+        "minutes": round((time.perf_counter() - start) / 60, 2),
+    }
+
+
+class Run:
+    """One training; `rank` is what each rank does."""
+
+    def __init__(
+        self, task: Task, split: Split, method: Method, seed: int, model: nn.Module
+    ) -> None:
+        self.task, self.split, self.method, self.seed, self.model = task, split, method, seed, model
+        self.named = dict(model.named_parameters())
+        self.scheme = method.make()
+        if task.adamw and momentum_of(self.scheme):  # there is no correction of Adam's momentum
+            self.scheme = replace(self.scheme, momentum=0.0)
+        corrected = [name for name, p in self.named.items() if not stays_dense(name, p)]
+        self.optimizer = task.optimizer(model, corrected if momentum_of(self.scheme) else ())
+        self.losses = [0.0] * task.steps
+        self.dense_steps = 0
+        self._updates: dict[str, Tensor] = {}
+
+    def rank(self, comm: Communicator) -> sparcel.training.Stats:
+        method = self.method
+        averager = Averager(self.named, self.scheme, group=comm, frontload=method.frontload)
+        block = averager.ahead(self.named, self.optimizer) if method.ahead else nullcontext()
+        samples, task = len(self.split.y_train), self.task
+        for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
+            part = batch.chunk(comm.size)[comm.rank]
+            with block:
+                loss = loss_of(self.model, self.split.x_train[part], self.split.y_train[part])
+                found = torch.autograd.grad(loss, list(self.named.values()))
+            self.losses[step] += loss.item() / comm.size
+            updates = averager.average(dict(zip(self.named, found, strict=True)))
+            if comm.rank == 0:
+                self._updates = updates
+                self.dense_steps += averager.stats().last.density_before > 0.99
+            comm.gather_numbers(0)  # rank 0's updates are there
+            for name, update in updates.items():
+                assert same_bits(update, self._updates[name]), "ranks parted"
+            comm.gather_numbers(0)  # all have compared
+            if comm.rank == 0:
+                self._apply(updates, step)
+            comm.gather_numbers(0)  # the model has changed
+        return averager.stats()
+
+    def _apply(self, updates: Mapping[str, Tensor], step: int) -> None:
+        for name, parameter in self.named.items():
+            parameter.grad = updates[name]
+        if self.task.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.lr_at(step)
+        self.optimizer.step()
+
+    def smoothed(self, points: int = 50) -> list[float | None]:
+        """Return the training loss as the means of equal parts of the training; None for NaN."""
+        parts = torch.tensor(self.losses).tensor_split(points)
+        means = [float(part.mean()) for part in parts]
+        return [round(one, 4) if math.isfinite(one) else None for one in means]
+
+
+def evaluate(model: nn.Module, split: Split) -> dict[str, Any]:
+    """Return the loss (None if it is not finite) and the accuracy on what is held out."""
+    loss, right, count = 0.0, 0, split.y_test.numel()
+    with torch.no_grad():
+        for x, y in zip(split.x_test.split(500), split.y_test.split(500), strict=True):
+            logits, targets = model(x).flatten(0, -2), y.flatten()
+            loss += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            right += int((logits.argmax(1) == targets).sum())
+    return {"loss": loss / count if math.isfinite(loss) else None, "accuracy": right / count}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare two float32 tensors, NaN included."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
