@@ -114,6 +114,8 @@ VARIANTS: dict[str, Rule] = {
     "k, ahead by 3": replace(_K, ahead=3.0),
     "k, ahead by 10": replace(_K, ahead=10.0),
     "scalecom, ahead": replace(_SCALECOM, ahead=1.0),
+    "scalecom β=0.1, ahead": replace(_SCALECOM, beta=0.1, ahead=1.0),
+    "scalecom β=0.1, ahead by 10": replace(_SCALECOM, beta=0.1, ahead=10.0),
     "topk, both": replace(_TOPK, ahead=1.0, front=True),
     "sparcml, both": replace(_SPARCML, ahead=1.0, front=True),
     "k, both": replace(_K, ahead=1.0, front=True),

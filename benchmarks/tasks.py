@@ -223,7 +223,7 @@ TASKS = {
     task.name: task
     for task in (
         Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
-        Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.1),
+        Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
         Task(
             "characters",
             "tinyshakespeare",
@@ -241,7 +241,7 @@ TASKS = {
             lambda _: Words(VOCABULARY, 32),
             16,
             2000,
-            3e-3,
+            4e-3,
             adamw=True,
             clip=1.0,
         ),

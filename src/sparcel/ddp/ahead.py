@@ -72,6 +72,10 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(before_any_step)
 
 
+# What `torch.compiler.disable` sets, without importing the compiler, which takes seconds.
+setattr(AheadPasses._before_forward, "_torchdynamo_disable", True)  # noqa: B010
+
+
 def as_in_buckets(memory: Tensor, parameter: Tensor) -> Tensor:
     """Arrange memory that lies as DDP lays gradients: in the parameter's own order of memory."""
     if _is_dense(parameter):

@@ -73,9 +73,8 @@ def verdict(plan: Plan) -> str:
 def _caution(row: PlannedStep) -> str:
     """Return what must be checked before training with a method that keeps coordinates back."""
     return (
-        f"{row.method} changes training: coordinates are applied later than in dense training."
-        " Begin with an uncompressed epoch, warmup=[1.0], and compare the accuracy with dense"
-        " training."
+        f"{row.method} changes training: coordinates are applied later than in dense training, and"
+        " the first steps send more. Compare the accuracy with dense training."
     )
 
 

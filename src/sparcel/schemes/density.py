@@ -42,8 +42,7 @@ def checked_density(density: float, name: str = "density") -> float:
 
 
 FRONT = 7.0
-"""What a training sends in front is as much again as at constant density once each coordinate was
-sent about ``4·FRONT·1.2²`` = 40 times; see `front_loaded`."""
+"""With it, `front_loaded` sends three times as much if each coordinate would be sent ten times."""
 
 
 def front_loaded(density: float, step: int) -> float:
