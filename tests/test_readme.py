@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -53,8 +54,11 @@ def run(script: str, folder: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_the_first_example_begins_with_an_uncompressed_epoch() -> None:
-    assert "warmup=[1.0], warmup_steps=len(loader)" in SCRIPT
+def test_the_first_example_trains_with_all_that_protects_training() -> None:
+    (arguments,) = re.findall(r"sparcel\.attach\(model, (.*)\)$", SCRIPT, re.MULTILINE)
+    assert arguments == '"topk", density=0.01, optimizer=optimizer'
+    defaults = signature(sparcel.attach).parameters
+    assert defaults["ahead"].default is defaults["frontload"].default is True
 
 
 @pytest.mark.slow

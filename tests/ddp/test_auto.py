@@ -97,7 +97,7 @@ def traffic_of_a_step(comm: Communicator, scheme: Any, **settings: Any) -> tuple
 
 def both(comm: Communicator) -> list[tuple[int, int]]:
     auto = Auto(candidates=["dense"])
-    return [traffic_of_a_step(comm, scheme) for scheme in (auto, "dense")]
+    return [traffic_of_a_step(comm, scheme, frontload=False) for scheme in (auto, "dense")]
 
 
 def test_dense_steps_send_what_dense_sends_small_tensors_included(run_on: Any) -> None:

@@ -23,21 +23,31 @@ Residuals = dict[str, Tensor]
 
 
 class Training:
-    """A model with momentum; its gradients depend on its weights and are not integers."""
+    """A model with momentum; its gradients depend on its weights and are not integers.
+
+    The optimiser is told to attach if ``method`` names one.
+    """
 
     def __init__(self, comm: Communicator, method: dict[str, Any], **wrap: Any) -> None:
+        method = dict(method)
+        make = method.pop("optimizer", None)
         torch.manual_seed(1)
         layers = nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Linear(60, 40), nn.LayerNorm(40))
         self.rank = comm.rank
         self.ddp = DistributedDataParallel(layers, **wrap)
+        self.optimizer = (make or BY_SGD)(self.ddp.parameters())
+        if make is not None:
+            method["optimizer"] = self.optimizer
         self.handle = sparcel.attach(self.ddp, density=0.05, **method)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
+        self.first_lr = self.optimizer.param_groups[0]["lr"]
 
     def train(self, steps: range) -> None:
         for step in steps:
             data = torch.randn(
                 8, 30, generator=torch.Generator().manual_seed(10 * step + self.rank)
             )
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.first_lr / (1 + step)
             self.optimizer.zero_grad()
             (self.ddp(data) - data.sum()).square().mean().backward()
             self.optimizer.step()
@@ -90,6 +100,9 @@ def interrupt(
     return [through.end(), second.end()]
 
 
+BY_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+BY_ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
 WRAPS: dict[str, dict[str, Any]] = {
     "one bucket": {},
     "rebuilt buckets": MANY_BUCKETS,
@@ -104,6 +117,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "momentum": {"scheme_or_name": "gtopk", "momentum": 0.9, "clip": 2.0},
     "warm-up": {"scheme_or_name": "oktopk", "warmup": [0.5, 0.2], "warmup_steps": 2},
     "random": {"scheme_or_name": "topk", "selector": "randomk"},
+    "known SGD": {"scheme_or_name": "topk", "optimizer": BY_SGD},
+    "known AdamW": {"scheme_or_name": "topk", "optimizer": BY_ADAMW},
 }
 
 

@@ -96,7 +96,7 @@ def test_velocity_is_kept_if_one_rank_of_a_node_does_not_use_a_parameter(run_on:
 def momentum_of_one_bucket(comm: Communicator, steps: int) -> list[tuple[Named, Named, Named]]:
     """Return updates, residuals and velocities of steps without rebuilt buckets."""
     ddp = DistributedDataParallel(Linear(), find_unused_parameters=True)
-    handle = sparcel.attach(ddp, "topk", density=0.02, momentum=0.5)
+    handle = sparcel.attach(ddp, "topk", density=0.02, momentum=0.5, frontload=False)
     seen = []
     for step in range(steps):
         ddp.zero_grad()
@@ -179,7 +179,7 @@ def selected(comm: Communicator, densities: dict[str, float]) -> dict[str, int]:
     """Return by name the number of coordinates of one rank's first update."""
     shapes = {"first": (40, 64), "second": (30, 100), "third": (50, 50)}
     ddp = DistributedDataParallel(Linear(shapes))
-    handle = sparcel.attach(ddp, "topk", density=0.01, densities=densities)
+    handle = sparcel.attach(ddp, "topk", density=0.01, densities=densities, frontload=False)
     ddp(comm.rank, 0).backward()
     counts = {name: int(update.count_nonzero()) for name, update in observe(ddp).items()}
     handle.close()

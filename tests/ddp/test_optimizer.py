@@ -47,14 +47,17 @@ def for_small(module: torch.nn.Module) -> Optimizer:
 
 
 def attach(comm: Communicator, make: Make | None, scheme: Any, **settings: Any) -> list[str]:
-    """Return the warnings or the error, and check that an error leaves no thread behind."""
+    """Return the warnings or the error, and check that an error leaves no thread behind.
+
+    Nothing moves ahead here, which knows fewer optimisers than momentum does.
+    """
     threads = threading.active_count()
     ddp = DistributedDataParallel(Linear())
     optimizer = None if make is None else make(ddp.module)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:
-            sparcel.attach(ddp, scheme, optimizer=optimizer, **settings).close()
+            sparcel.attach(ddp, scheme, optimizer=optimizer, ahead=False, **settings).close()
         except InputError as error:
             assert threading.active_count() == threads
             return [f"refused: {error}"]

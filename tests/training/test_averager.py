@@ -62,7 +62,7 @@ def test_ranks_agree_and_nothing_is_lost(make: Callable[[], Scheme], world: int)
 
 def test_small_tensors_are_averaged_in_full_and_large_ones_are_not() -> None:
     def on_rank(comm: Communicator) -> tuple[Named, frozenset[str]]:
-        averager = Averager(TENSORS, TopK(0.01), group=comm)
+        averager = Averager(TENSORS, TopK(0.01), group=comm, frontload=False)
         return averager.average(gradients_of(comm.rank, 0)), averager.sparse
 
     for updates, sparse in simulate(4, on_rank).results:
@@ -77,7 +77,8 @@ def test_small_tensors_are_averaged_in_full_and_large_ones_are_not() -> None:
 def test_densities_go_by_pattern() -> None:
     def on_rank(comm: Communicator) -> Named:
         densities = {"sec*": 0.5, "third": 1}
-        averager = Averager(TENSORS, TopK(0.01), group=comm, densities=densities)
+        settings: dict[str, Any] = {"densities": densities, "frontload": False}
+        averager = Averager(TENSORS, TopK(0.01), group=comm, **settings)
         assert averager.sparse == {"first", "second"}
         return averager.average({name: torch.ones_like(p) for name, p in TENSORS.items()})
 
@@ -234,6 +235,7 @@ def test_a_queued_vector_holds_its_updates_before_the_step_ends() -> None:
             TopK(0.25),
             group=comm,
             policy=lambda *_: False,
+            frontload=False,
         )
         vector = torch.arange(64.0) * (1 + comm.rank)
         averager.queue(vector, {"weight": (0, 64)}).wait()

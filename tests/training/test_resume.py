@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -88,8 +89,8 @@ def test_what_is_owed_survives_any_change_of_vectors_and_scope(
         assert torch.equal(2 * results[0][1][name] + kept, owed + went_in)
 
 
-def trained(comm: Communicator, scheme: Scheme, steps: int = 2) -> Averager:
-    averager = Averager(TENSORS, scheme, group=comm)
+def trained(comm: Communicator, scheme: Scheme, steps: int = 2, **settings: Any) -> Averager:
+    averager = Averager(TENSORS, scheme, group=comm, **settings)
     for step in range(steps):
         averager.average(gradients_of(comm.rank, step))
     return averager
@@ -184,7 +185,10 @@ def state_without(what: str, state: Named) -> Named:
 def test_a_state_in_part_is_refused_unless_asked_for(
     what: str, said: str, empty: list[str] | None
 ) -> None:
-    full = simulate(2, lambda comm: trained(comm, TopK(0.05)).full_state_dict()).results[0]
+    def saved(comm: Communicator) -> Named:
+        return trained(comm, TopK(0.05), frontload=False).full_state_dict()  # all memory has some
+
+    full = simulate(2, saved).results[0]
     part = state_without(what, full)
 
     def on_rank(comm: Communicator) -> None:

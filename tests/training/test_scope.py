@@ -93,7 +93,8 @@ def test_a_step_equals_the_scheme_s_step_on_all_vectors_end_to_end(
             updates = queue_step(averager, layout, gradients, gap)
             vector, places = packed(names, gradients, gap)
             small = [places[name] for name in places if name == "bias" and scheme.remembers]
-            expected = scheme.step(vector, comm, request=Request(apart=small))
+            request = Request(apart=small, front_loaded=True)
+            expected = scheme.step(vector, comm, request=request)
             for name in LARGE:
                 start, stop = places[name]
                 assert same_bits(updates[name], expected[start:stop]), name
@@ -110,7 +111,7 @@ def test_layers_with_large_gradients_get_more(layout: Layout) -> None:
     layout = [[name for name in names if name != "bias"] for names in layout]
 
     def on_rank(comm: Communicator) -> dict[str, int]:
-        averager = whole(comm, TopK(0.01), densities={"second": 0.1})
+        averager = whole(comm, TopK(0.01), densities={"second": 0.1}, frontload=False)
         gradients = {name: torch.ones(like.shape) for name, like in LIKE.items()}
         gradients["third"] *= 2
         updates = queue_step(averager, [names for names in layout if names], gradients, gap=0)
@@ -209,7 +210,8 @@ def test_an_update_that_overflows_its_narrower_dtype_makes_the_step_void() -> No
     like = {"half": torch.zeros(4, dtype=torch.float16), "single": torch.zeros(4)}
 
     def on_rank(comm: Communicator) -> tuple[bool, bool, int]:
-        averager = Averager(like, TopK(0.125), group=comm, policy=lambda *_: False, scope="model")
+        settings: dict[str, Any] = {"policy": lambda *_: False, "frontload": False}
+        averager = Averager(like, TopK(0.125), group=comm, scope="model", **settings)
         half = torch.tensor([60000.0, 0, 0, 0], dtype=torch.float16)
         first = averager.average({"half": half, "single": torch.tensor([1e6, 0, 0, 0])})
         second = averager.average({"half": half, "single": torch.zeros(4)})  # 60000 twice

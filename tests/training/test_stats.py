@@ -26,7 +26,7 @@ def poisoned(rank: int, step: int) -> dict[str, Tensor]:
 
 def train(comm: Communicator, steps: int, method: str = "topk", **settings: Any) -> list[Stats]:
     """Return the statistics after each step."""
-    averager = Averager(TENSORS, scheme(method, **settings), group=comm)
+    averager = Averager(TENSORS, scheme(method, **settings), group=comm, frontload=False)
     seen = []
     for step in range(steps):
         averager.average(gradients_of(comm.rank, step))
@@ -156,7 +156,7 @@ def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
 
     def on_rank(comm: Communicator) -> tuple[float, float]:
         vector = {"weight": torch.ones(64, 32)}
-        averager = Averager(vector, scheme(method, **settings), group=comm)
+        averager = Averager(vector, scheme(method, **settings), group=comm, frontload=False)
         at_first = averager.memory_age()
         for _ in range(4 * period):
             averager.average(vector)

@@ -28,7 +28,10 @@ class AheadPasses:
         self._averager, self._ahead = averager, ahead
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         model.register_forward_pre_hook(self._before_forward)
-        model.module.register_state_dict_pre_hook(self._before_state_dict)
+        back = _Back(self)
+        model.module.register_forward_pre_hook(back.before_forward)
+        model.module.register_state_dict_pre_hook(back)
+        model.module.register_load_state_dict_pre_hook(back)
         _watch_optimizers()
         _ATTACHED.add(self)
 
@@ -43,7 +46,8 @@ class AheadPasses:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Move the parameters back before an optimiser's step, and follow it if it is new."""
-        self._ahead.back()
+        if self._ahead.concerns(optimizer):
+            self._ahead.back()
         if optimizer not in self._known:
             self.follow(optimizer)
 
@@ -53,8 +57,28 @@ class AheadPasses:
         else:
             self._ahead.back()
 
-    def _before_state_dict(self, *_: object) -> None:
-        self._ahead.back()
+
+class _Back:
+    """A hook of the wrapped module, which moves its parameters back; a copy of it does nothing.
+
+    The module may outlive its training, be copied (as averages of weights are), and be saved whole.
+    """
+
+    def __init__(self, passes: AheadPasses | None = None) -> None:
+        self._passes = None if passes is None else weakref.ref(passes)
+
+    def __reduce__(self) -> tuple[type[_Back], tuple[()]]:
+        return _Back, ()
+
+    def __call__(self, *_: object) -> None:
+        passes = None if self._passes is None else self._passes()
+        if passes is not None:
+            passes.end()
+
+    def before_forward(self, module: nn.Module, arguments: Any) -> None:
+        """Move back if the module is called without DDP, to evaluate it."""
+        if not (torch.is_grad_enabled() and module.training):
+            self()
 
 
 _ATTACHED: weakref.WeakSet[AheadPasses] = weakref.WeakSet()
@@ -73,7 +97,8 @@ def _watch_optimizers() -> None:
 
 
 # What `torch.compiler.disable` sets, without importing the compiler, which takes seconds.
-setattr(AheadPasses._before_forward, "_torchdynamo_disable", True)  # noqa: B010
+for _hook in (AheadPasses._before_forward, _Back.before_forward):
+    setattr(_hook, "_torchdynamo_disable", True)  # noqa: B010
 
 
 def as_in_buckets(memory: Tensor, parameter: Tensor) -> Tensor:

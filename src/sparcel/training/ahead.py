@@ -50,7 +50,7 @@ class Ahead:
     ) -> None:
         self._parameters, self._residuals, self._arrange = parameters, residuals, arrange
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._rules: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+        self._rules: dict[str, tuple[torch.optim.Optimizer, int]] = {}
         self._saved: dict[str, Tensor] = {}
         self._moved: list[str] = []
 
@@ -63,12 +63,17 @@ class Ahead:
             When the rule is none of those above; its parameters then stay in place.
         """
         mine = [
-            (self._names[id(parameter)], group)
-            for group in optimizer.param_groups
+            (self._names[id(parameter)], number)
+            for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if id(parameter) in self._names
         ]
-        unknown = [name for name, group in mine if not (_is_adam(group) or _is_sgd(group))]
+        groups = optimizer.param_groups
+        unknown = [
+            name
+            for name, number in mine
+            if not (_is_adam(groups[number]) or _is_sgd(groups[number]))
+        ]
         if unknown:
             warn(
                 "step-ahead knows how SGD, Adam and AdamW move a parameter, and"
@@ -76,7 +81,15 @@ class Ahead:
                 " without it, which costs accuracy at low densities"
             )
             return
-        self._rules |= {name: (optimizer, group) for name, group in mine}
+        self._rules |= {name: (optimizer, number) for name, number in mine}
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimiser updates any of the parameters."""
+        return any(
+            id(parameter) in self._names
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def __enter__(self) -> Self:
         """See `move`."""
@@ -93,33 +106,34 @@ class Ahead:
         if self._moved:
             return
         share = 1.0 - self._residuals.momentum
-        for name, (optimizer, group) in self._rules.items():
+        for name, (optimizer, number) in self._rules.items():
             memory = self._residuals.of(name).get("memory")
             if memory is None:
                 continue
-            parameter = self._parameters[name].detach()
+            # Not detach(), which counts changes: a graph that is still needed would refuse them.
+            parameter = self._parameters[name].data
             if name not in self._saved:
                 self._saved[name] = torch.empty_like(parameter)
             self._saved[name].copy_(parameter)
             self._moved.append(name)
             owed = self._arrange(memory, parameter)
             state = optimizer.state.get(self._parameters[name], {})
-            _advance(parameter, owed, share, group, state)
+            _advance(parameter, owed, share, optimizer.param_groups[number], state)
 
     @torch.no_grad()
     def back(self) -> None:
         """Move the parameters back, unless they are where they belong."""
         for name in self._moved:
-            self._parameters[name].detach().copy_(self._saved[name])
+            self._parameters[name].data.copy_(self._saved[name])
         self._moved.clear()
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:
-    return {"lr", "betas", "eps"} <= group.keys()
+    return {"lr", "betas", "eps", "amsgrad"} <= group.keys()  # NAdam and others have no amsgrad
 
 
 def _is_sgd(group: Mapping[str, Any]) -> bool:
-    return {"lr", "momentum"} <= group.keys() and "alpha" not in group  # RMSprop has an alpha
+    return {"lr", "momentum", "dampening"} <= group.keys()  # RMSprop and Muon have no dampening
 
 
 def _advance(
@@ -136,6 +150,8 @@ def _advance(
     elif "exp_avg_sq" in state:
         (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1
         squares = (beta2 * state["exp_avg_sq"]).addcmul_(memory, memory, value=1 - beta2)
+        if "max_exp_avg_sq" in state:  # amsgrad
+            squares = torch.maximum(squares, state["max_exp_avg_sq"])
         scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
         rate = lr * (1 - beta1) / (1 - beta1**step)
         parameter.sub_((memory / scale).to(parameter.dtype), alpha=rate)
