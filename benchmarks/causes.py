@@ -16,7 +16,9 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -267,21 +269,15 @@ def train(data: Path, label: str, seed: int) -> dict[str, Any]:
     }
 
 
-class moved:  # noqa: N801 - a context manager
-    """Subtracts a vector from parameters inside the block."""
-
-    def __init__(self, parameters: list[nn.Parameter], by: Tensor) -> None:
-        self.parameters, self.by = parameters, by
-
-    def __enter__(self) -> None:
-        self.saved = [p.data for p in self.parameters]
-        parts = self.by.split([p.numel() for p in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.data = parameter.data - part.view(parameter.shape)
-
-    def __exit__(self, *_: object) -> None:
-        for parameter, data in zip(self.parameters, self.saved, strict=True):
-            parameter.data = data
+@contextmanager
+def moved(parameters: list[nn.Parameter], by: Tensor) -> Iterator[None]:
+    """Subtract a vector from parameters inside the block."""
+    saved = [parameter.data for parameter in parameters]
+    for parameter, part in zip(parameters, by.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = parameter.data - part.view(parameter.shape)
+    yield
+    for parameter, data in zip(parameters, saved, strict=True):
+        parameter.data = data
 
 
 def flat(tensors: tuple[Tensor, ...]) -> Tensor:

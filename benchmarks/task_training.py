@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cluster_training import same_bits
 from tasks import TASKS, Split, Task, batches, loss_of
 from torch import Tensor, nn
 
@@ -139,8 +140,3 @@ def evaluate(model: nn.Module, split: Split) -> dict[str, Any]:
             loss += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
             right += int((logits.argmax(1) == targets).sum())
     return {"loss": loss / count if math.isfinite(loss) else None, "accuracy": right / count}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare two float32 tensors, NaN included."""
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))

@@ -1,5 +1,6 @@
 """The figures of docs/experiments.md equal the recorded ones."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,13 @@ def test_exact_selection_is_exact() -> None:
     exact = {one["method"]: one for one in summary if one["method"] in ("gtopk", "oktopk")}
     for one in exact.values():
         assert one["selected"]["deviation_largest"] == one["result"]["deviation_largest"] == 0
+
+
+def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report: Any = importlib.import_module("convergence_report")
+    suite = recorded("convergence")["rows"]
+    lines = list(report.causes_table(recorded("causes")["rows"]))
+    for task in {row["task"] for row in suite}:
+        lines += report.suite_table(suite, task)
+    assert set(lines) <= set(PAGE.splitlines())
