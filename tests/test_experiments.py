@@ -74,6 +74,6 @@ def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> 
     report: Any = importlib.import_module("convergence_report")
     suite = recorded("convergence")["rows"]
     lines = list(report.causes_table(recorded("causes")["rows"]))
-    for task in {row["task"] for row in suite}:
+    for task in {row["task"] for row in suite if row["method"] != "dense"}:
         lines += report.suite_table(suite, task)
     assert set(lines) <= set(PAGE.splitlines())

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSpr
 
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.errors import SparcelWarning
+from sparcel.errors import InputError, MismatchError, SparcelWarning
 from sparcel.schemes import Dense, Hierarchical, OkTopK, Scheme, TopK
 from sparcel.training import Ahead, Averager
 from tests.strategies import same_bits
@@ -293,7 +293,7 @@ def test_settings_and_state_are_those_that_the_optimiser_has_at_that_moment() ->
 def test_an_optimiser_can_be_told_later_and_others_do_not_matter() -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
-        ahead: Ahead = training.averager.ahead(training.parameters)
+        ahead = Ahead(training.parameters, training.averager._residuals)
         before = training.now()
         ahead.follow(SGD([torch.zeros(3, requires_grad=True)], lr=0.1))
         ahead.follow(RMSprop([torch.zeros(3, requires_grad=True)]))  # no warning
@@ -348,3 +348,36 @@ def test_a_graph_that_is_still_needed_survives_a_move() -> None:
         assert all(same_bits(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
     simulate(1, on_rank)
+
+
+def test_an_exchange_has_one_block_of_tensors_that_it_knows() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager({"weight": torch.zeros(40, 50)}, TopK(0.05), group=comm)
+        with pytest.raises(InputError, match="the name of a tensor to move ahead must be"):
+            averager.ahead({"module.weight": torch.zeros(40, 50)})
+        averager.ahead({"weight": torch.zeros(40, 50)})
+        with pytest.raises(InputError, match="moved ahead already"):
+            averager.ahead({"weight": torch.zeros(40, 50)})
+
+    simulate(1, on_rank)
+
+
+def test_closing_moves_back_what_a_failed_pass_left_ahead() -> None:
+    def on_rank(comm: Communicator) -> None:
+        training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
+        before = training.now()
+        training.ahead.move()
+        assert any(not same_bits(one, before[name]) for name, one in training.now().items())
+        training.averager.close()
+        assert all(same_bits(one, before[name]) for name, one in training.now().items())
+
+    simulate(1, on_rank)
+
+
+def test_ranks_that_front_load_and_ranks_that_do_not_are_refused() -> None:
+    def on_rank(comm: Communicator) -> None:
+        like = {"weight": torch.zeros(40, 50)}
+        Averager(like, TopK(0.05), group=comm, frontload=comm.rank > 0)
+
+    with pytest.raises(MismatchError, match="average something else"):
+        simulate(2, on_rank)

@@ -26,7 +26,8 @@ class AheadPasses:
 
     def __init__(self, model: DistributedDataParallel, averager: Averager, ahead: Ahead) -> None:
         self._averager, self._ahead = averager, ahead
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many groups the optimisers have that are followed."""
         model.register_forward_pre_hook(self._before_forward)
         back = _Back(self)
         model.module.register_forward_pre_hook(back.before_forward)
@@ -37,7 +38,7 @@ class AheadPasses:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Move the parameters of this optimiser by its rule, as those that have done a step."""
-        self._known.add(optimizer)
+        self._groups[optimizer] = len(optimizer.param_groups)
         self._ahead.follow(optimizer)
 
     def end(self) -> None:
@@ -48,7 +49,7 @@ class AheadPasses:
         """Move the parameters back before an optimiser's step, and follow it if it is new."""
         if self._ahead.concerns(optimizer):
             self._ahead.back()
-        if optimizer not in self._known:
+        if self._groups.get(optimizer) != len(optimizer.param_groups):
             self.follow(optimizer)
 
     def _before_forward(self, model: nn.Module, arguments: Any) -> None:

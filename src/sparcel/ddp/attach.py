@@ -75,7 +75,7 @@ def attach(
         density; ``"model"``, all gradients, with one k. See docs/training.md for what this costs.
     ahead
         Whether each rank computes its gradients where its own memory is applied (step-ahead), see
-        `sparcel.training.Ahead`: what makes training at low densities as good as dense training.
+        `sparcel.training.Ahead`: what brings training at low densities closer to dense training.
         The parameters are moved at the start of a forward pass in training mode, and moved back
         when its backward pass ends. ``optimizer`` is found at its first step if it is not given.
     frontload
@@ -115,6 +115,7 @@ def attach(
     ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
     """
     check_model(model)
+    flag(ahead, "ahead")
     if optimizer is not None:
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
     if densities is not None:
@@ -150,19 +151,18 @@ def attach(
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
     )
-    momentum = momentum_of(chosen)
-    if momentum and averager.sparse:
-        try:
-            check_momentum(optimizer, momentum, {n: parameters[n] for n in averager.sparse})
-        except Exception:  # a warning may be made an error
-            averager.close()
-            raise
-    passes = None
-    if flag(ahead, "ahead") and averager.sparse:
-        sparse = {name: parameters[name] for name in averager.sparse}
-        passes = AheadPasses(model, averager, averager.ahead(sparse, arrange=as_in_buckets))
-        if optimizer is not None:
-            passes.follow(optimizer)
+    momentum, passes = momentum_of(chosen), None
+    sparse = {name: parameters[name] for name in averager.sparse}
+    try:  # a warning may be made an error
+        if momentum and sparse:
+            check_momentum(optimizer, momentum, sparse)
+        if ahead and sparse:
+            passes = AheadPasses(model, averager, averager.ahead(sparse, arrange=as_in_buckets))
+            if optimizer is not None:
+                passes.follow(optimizer)
+    except Exception:
+        averager.close()
+        raise
     model.register_comm_hook(None, Hook(model, averager, passes).queue_bucket)
     return averager
 

@@ -15,6 +15,9 @@ Arrange = Callable[[Tensor, Tensor], Tensor]
 """``(memory, parameter) -> memory in the parameter's shape``."""
 
 
+_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
 def in_order(memory: Tensor, parameter: Tensor) -> Tensor:
     """Arrange the memory of gradients that were flattened in logical order."""
     return memory.view(parameter.shape)
@@ -62,26 +65,24 @@ class Ahead:
         SparcelWarning
             When the rule is none of those above; its parameters then stay in place.
         """
-        mine = [
-            (self._names[id(parameter)], number)
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
+        names = {
+            self._names[id(parameter)]: number
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if id(parameter) in self._names
-        ]
-        groups = optimizer.param_groups
-        unknown = [
-            name
-            for name, number in mine
-            if not (_is_adam(groups[number]) or _is_sgd(groups[number]))
-        ]
-        if unknown:
+        }
+        if isinstance(optimizer, _KNOWN):
+            self._rules |= {name: (optimizer, number) for name, number in names.items()}
+            return
+        for name in names:
+            self._rules.pop(name, None)
+        if names:
             warn(
                 "step-ahead knows how SGD, Adam and AdamW move a parameter, and"
-                f" {type(optimizer).__name__} updates {unknown[0]!r}; gradients are computed"
+                f" {type(optimizer).__name__} updates {next(iter(names))!r}; gradients are computed"
                 " without it, which costs accuracy at low densities"
             )
-            return
-        self._rules |= {name: (optimizer, number) for name, number in mine}
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimiser updates any of the parameters."""
@@ -116,9 +117,9 @@ class Ahead:
                 self._saved[name] = torch.empty_like(parameter)
             self._saved[name].copy_(parameter)
             self._moved.append(name)
-            owed = self._arrange(memory, parameter)
+            arranged = self._arrange(memory, parameter)
             state = optimizer.state.get(self._parameters[name], {})
-            _advance(parameter, owed, share, optimizer.param_groups[number], state)
+            _advance(parameter, arranged, share, optimizer.param_groups[number], state)
 
     @torch.no_grad()
     def back(self) -> None:
@@ -126,14 +127,6 @@ class Ahead:
         for name in self._moved:
             self._parameters[name].data.copy_(self._saved[name])
         self._moved.clear()
-
-
-def _is_adam(group: Mapping[str, Any]) -> bool:
-    return {"lr", "betas", "eps", "amsgrad"} <= group.keys()  # NAdam and others have no amsgrad
-
-
-def _is_sgd(group: Mapping[str, Any]) -> bool:
-    return {"lr", "momentum", "dampening"} <= group.keys()  # RMSprop and Muon have no dampening
 
 
 def _advance(
@@ -145,7 +138,7 @@ def _advance(
 ) -> None:
     """Move a parameter in place by the step that its optimiser would take with the memory."""
     lr = float(group["lr"]) * share * (-1 if group.get("maximize") else 1)
-    if not _is_adam(group):
+    if "betas" not in group:
         parameter.sub_(memory.to(parameter.dtype), alpha=lr)
     elif "exp_avg_sq" in state:
         (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1

@@ -119,7 +119,7 @@ class Averager(Handle):
             if rates == "measure" and comm.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
-            check_alike(comm, template, scaler is not None, given, treatment)
+            check_alike(comm, template, scaler is not None, given, self._frontload, treatment)
             if rates is not None:
                 comm.rates = cost.rates_for(comm, rates)
                 check_rates(comm)

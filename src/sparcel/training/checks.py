@@ -71,7 +71,12 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
 
 
 def check_alike(
-    comm: Communicator, scheme: Scheme, scaled: bool, rated: bool | str, treatment: Treatment
+    comm: Communicator,
+    scheme: Scheme,
+    scaled: bool,
+    rated: bool | str,
+    frontload: bool,
+    treatment: Treatment,
 ) -> None:
     """Compare what the ranks average, because ranks that differ would hang or misread each other.
 
@@ -85,7 +90,7 @@ def check_alike(
         for name, tensor in treatment.tensors.items()
     ]
     densities = sorted(treatment.densities.items())
-    facts = repr((scheme, scaled, rated, layout, densities, treatment.scope))
+    facts = repr((scheme, scaled, rated, layout, densities, treatment.scope, frontload))
     if others := _ranks_with_other(facts, comm):
         raise MismatchError(
             f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"

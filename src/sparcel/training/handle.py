@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from sparcel.comm import Call, Communicator, TorchCommunicator
 from sparcel.cost import default_rates
+from sparcel.errors import InputError, known
 from sparcel.training import checkpoint
 from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.policy import Treatment
@@ -37,6 +38,7 @@ class Handle:
         self._taken = 0.0
         """The magnitude that the last effective step took out of memory."""
         self.closed = False
+        self._ahead: Ahead | None = None
 
     def __repr__(self) -> str:
         treatment, costs = self._treatment, self._total
@@ -154,15 +156,25 @@ class Handle:
         arrange
             How the driver lays out what it queues.
 
+        Raises
+        ------
+        InputError
+            For a name that the averager does not have, or if there is such a block already, as
+            `sparcel.attach` makes one.
+
         Warns
         -----
         SparcelWarning
             For an optimiser of another kind than SGD and Adam, whose parameters stay in place.
         """
-        ahead = Ahead(parameters, self._residuals, arrange)
+        if self._ahead is not None:
+            raise InputError("the parameters of this exchange are moved ahead already")
+        for name in parameters:
+            known(name, self._treatment.tensors, "the name of a tensor to move ahead")
+        self._ahead = Ahead(parameters, self._residuals, arrange)
         if optimizer is not None:
-            ahead.follow(optimizer)
-        return ahead
+            self._ahead.follow(optimizer)
+        return self._ahead
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
         """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.
@@ -252,5 +264,7 @@ class Handle:
         Nothing can be exchanged after that. A communicator that was passed as ``group`` stays open.
         """
         self.closed = True
+        if self._ahead is not None:
+            self._ahead.back()  # a pass that failed may have left the parameters ahead
         if self._owned is not None:
             self._owned.close()
