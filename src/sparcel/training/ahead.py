@@ -54,8 +54,10 @@ class Ahead:
         self._parameters, self._residuals, self._arrange = parameters, residuals, arrange
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._rules: dict[str, tuple[torch.optim.Optimizer, int]] = {}
-        self._saved: dict[str, Tensor] = {}
-        self._moved: list[str] = []
+        self._places: dict[str, Tensor] = {}
+        """Where each parameter's values lie while it is ahead."""
+        self._homes: dict[str, Tensor] = {}
+        """Where the values of those that are ahead lie otherwise."""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the parameters that this optimiser updates by its rule, from now on.
@@ -104,47 +106,44 @@ class Ahead:
     @torch.no_grad()
     def move(self) -> None:
         """Move the parameters, unless they are moved already."""
-        if self._moved:
+        if self._homes:
             return
         share = 1.0 - self._residuals.momentum
         for name, (optimizer, number) in self._rules.items():
             memory = self._residuals.of(name).get("memory")
             if memory is None:
                 continue
-            # Not detach(), which counts changes: a graph that is still needed would refuse them.
-            parameter = self._parameters[name].data
-            if name not in self._saved:
-                self._saved[name] = torch.empty_like(parameter)
-            self._saved[name].copy_(parameter)
-            self._moved.append(name)
-            arranged = self._arrange(memory, parameter)
-            state = optimizer.state.get(self._parameters[name], {})
-            _advance(parameter, arranged, share, optimizer.param_groups[number], state)
+            parameter = self._parameters[name]
+            home, group = parameter.data, optimizer.param_groups[number]
+            state = optimizer.state.get(parameter, {})
+            lr, direction = _step(self._arrange(memory, home), share, group, state)
+            place = self._places.get(name)
+            if place is None:
+                place = self._places[name] = torch.empty_like(home)
+            torch.sub(home, direction.to(home.dtype), alpha=lr, out=place)
+            # Values elsewhere, not other values in place: putting them back is free and exact, and
+            # a graph that is still needed keeps its own.
+            self._homes[name], parameter.data = home, place
 
-    @torch.no_grad()
     def back(self) -> None:
         """Move the parameters back, unless they are where they belong."""
-        for name in self._moved:
-            self._parameters[name].data.copy_(self._saved[name])
-        self._moved.clear()
+        for name, home in self._homes.items():
+            self._parameters[name].data = home
+        self._homes.clear()
 
 
-def _advance(
-    parameter: Tensor,
-    memory: Tensor,
-    share: float,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-) -> None:
-    """Move a parameter in place by the step that its optimiser would take with the memory."""
+def _step(
+    memory: Tensor, share: float, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[float, Tensor]:
+    """Return the step that an optimiser would take with the memory, as a rate and a direction."""
     lr = float(group["lr"]) * share * (-1 if group.get("maximize") else 1)
     if "betas" not in group:
-        parameter.sub_(memory.to(parameter.dtype), alpha=lr)
-    elif "exp_avg_sq" in state:
-        (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1
-        squares = (beta2 * state["exp_avg_sq"]).addcmul_(memory, memory, value=1 - beta2)
-        if "max_exp_avg_sq" in state:  # amsgrad
-            squares = torch.maximum(squares, state["max_exp_avg_sq"])
-        scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-        rate = lr * (1 - beta1) / (1 - beta1**step)
-        parameter.sub_((memory / scale).to(parameter.dtype), alpha=rate)
+        return lr, memory
+    if "exp_avg_sq" not in state:  # before its first step
+        return 0.0, memory
+    (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1
+    squares = (beta2 * state["exp_avg_sq"]).addcmul_(memory, memory, value=1 - beta2)
+    if "max_exp_avg_sq" in state:  # amsgrad
+        squares = torch.maximum(squares, state["max_exp_avg_sq"])
+    scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+    return lr * (1 - beta1) / (1 - beta1**step), memory / scale
