@@ -111,7 +111,8 @@ def attach(
     holds NaN or Inf, all gradients of all ranks become NaN, and no memory changes in that step.
     ``backward()`` raises errors of the exchange on every rank. Memory is then as it was before the
     step, and the DDP object cannot be used any more, as after any exception that ends a backward
-    pass: wrap the module anew, attach, and give the new handle the old one's ``state_dict()``.
+    pass: ``close()`` the handle, which puts the parameters back, wrap the module anew, attach, and
+    give the new handle the old one's ``state_dict()``.
     ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
     """
     check_model(model)
