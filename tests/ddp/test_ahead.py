@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,88 +11,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim import AdamW, RMSprop
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.errors import SparcelWarning
 from sparcel.schemes import scheme
 from sparcel.training import Averager
+from tests.ddp.ahead import (
+    LINEAR,
+    OPTIMIZERS,
+    Make,
+    Named,
+    Seen,
+    are,
+    attached,
+    convolution,
+    data_of,
+    functional,
+    linear,
+    now,
+    pass_by,
+)
 from tests.ddp.models import MANY_BUCKETS, residuals_of
 from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
-
-Named = dict[str, Tensor]
-Make = Callable[[Iterable[Tensor]], Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {
-    "SGD": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "AdamW": partial(AdamW, lr=0.01, weight_decay=0.1),
-}
-LINEAR = {"0.weight", "3.weight"}
-
-
-def linear() -> nn.Module:
-    """Return a model whose weights are sparse and whose biases are not; its inputs are images."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Flatten(), nn.Linear(240, 10))
-
-
-def convolution() -> nn.Module:
-    """Return a model with weights in other orders of memory."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(4, 40, (2, 7)), nn.Tanh(), nn.Flatten(), nn.LazyLinear(10))
-    model(torch.zeros(1, 4, 4, 30))
-    model = model.to(memory_format=torch.channels_last)
-    model[3].weight = nn.Parameter(model[3].weight.detach().t().contiguous().t())
-    assert not any(model[place].weight.is_contiguous() for place in (0, 3))
-    return model
-
-
-def data_of(rank: int, step: int, model: nn.Module) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    shape = (6, 4, 30) if isinstance(model[0], nn.Linear) else (6, 4, 4, 30)
-    return torch.randn(shape, generator=generator)
-
-
-def loss_of(output: Tensor, data: Tensor) -> Tensor:
-    return (output - data.flatten(1)[:, :10]).square().mean()
-
-
-def now(model: nn.Module) -> Named:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def are(model: nn.Module, expected: Named) -> bool:
-    return all(same_bits(one, expected[name]) for name, one in now(model).items())
-
-
-def pass_by(model: nn.Module, rank: int, step: int) -> None:
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    data = data_of(rank, step, inner)
-    loss_of(model(data), data).backward()
-
-
-def attached(
-    comm: Communicator, make: Make, known: bool = False, steps: int = 0, **settings: Any
-) -> tuple[DistributedDataParallel, sparcel.ddp.Handle, Optimizer]:
-    """Return a model after some steps."""
-    ddp = DistributedDataParallel(settings.pop("model", linear)(), **settings.pop("wrap", {}))
-    optimizer = make(ddp.parameters())
-    optional = {"optimizer": optimizer} if known else {}
-    settings = {"scheme_or_name": "topk", "density": 0.02, **settings}
-    handle = sparcel.attach(ddp, **optional, **settings)
-    for step in range(steps):
-        optimizer.zero_grad()
-        pass_by(ddp, comm.rank, step)
-        optimizer.step()
-    return ddp, handle, optimizer
-
-
-Seen = list[tuple[Named, Named]]
-"""The parameters and the memory after each step."""
 
 
 def by_attach(comm: Communicator, make: Make, passes: int, **settings: Any) -> Seen:
@@ -164,11 +103,11 @@ def test_training_equals_a_loop_by_hand_and_differs_from_one_without(
     run_on: Any, case: dict[str, Any]
 ) -> None:
     ranks = run_on(2, four_ways, case)
-    for attached, hand, without in ranks:
-        shapes = {name: p.shape for name, p in attached[0][0].items()}
-        large = attached[0][1].keys()
+    for hooked, hand, without in ranks:
+        shapes = {name: p.shape for name, p in hooked[0][0].items()}
+        large = hooked[0][1].keys()
         assert len(large) == 2
-        for step, ((mine, owed), (theirs, kept)) in enumerate(zip(attached, hand, strict=True)):
+        for step, ((mine, owed), (theirs, kept)) in enumerate(zip(hooked, hand, strict=True)):
             for name in shapes:
                 torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
             for name in large:
@@ -238,10 +177,6 @@ def places(comm: Communicator, by: str) -> None:
 
 def fail(gradient: Tensor) -> None:
     raise LookupError
-
-
-def functional(module: nn.Module, parameters: Named, data: Tensor) -> Tensor:
-    return torch.func.functional_call(module, parameters, (data,)).detach()
 
 
 @pytest.mark.parametrize("by", OPTIMIZERS)
@@ -322,84 +257,3 @@ def adversaries(comm: Communicator) -> tuple[bool, bool]:
 
 def test_steps_of_other_optimisers_may_come_between_the_passes(run_on: Any) -> None:
     assert run_on(2, adversaries) == [(True, True)] * 2
-
-
-INTERRUPTIONS: dict[str, Callable[[DistributedDataParallel, Tensor], Any]] = {
-    "a forward pass without gradients": lambda ddp, data: torch.no_grad()(ddp)(data),
-    "a checkpoint": lambda ddp, data: ddp.state_dict(),
-}
-
-
-def interrupted(comm: Communicator, what: str) -> bool:
-    """Return whether the parameters are where they belong after an interrupted pass."""
-    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    home, data = now(ddp.module), data_of(comm.rank, 7, ddp.module)
-    output = ddp(data)
-    INTERRUPTIONS[what](ddp, data)
-    loss_of(output, data).backward()
-    handle.close()
-    return are(ddp.module, home)
-
-
-@pytest.mark.parametrize("what", INTERRUPTIONS)
-def test_a_pass_survives_what_comes_between_its_halves(run_on: Any, what: str) -> None:
-    assert run_on(2, interrupted, what) == [True] * 2
-
-
-def replaced(comm: Communicator) -> list[bool]:
-    """Return whether weights that are loaded stay, and whether the bare module is where it was."""
-    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    home, data = now(ddp.module), data_of(comm.rank, 7, ddp.module)
-    ddp(data)
-    ddp.eval()
-    with torch.no_grad():
-        evaluated = same_bits(ddp.module(data), functional(ddp.module, home, data))
-    ddp.train()
-    ddp(data)
-    best = {name: 2 * one for name, one in home.items()}
-    ddp.module.load_state_dict(best)
-    ddp.eval()(data)
-    handle.close()
-    return [evaluated, are(ddp.module, best)]
-
-
-def test_weights_that_are_loaded_stay_and_the_bare_module_evaluates_at_home(run_on: Any) -> None:
-    assert run_on(2, replaced) == [[True, True]] * 2
-
-
-def copied(comm: Communicator) -> list[bool]:
-    """Return whether copies of the module have its weights, and live apart from its training."""
-    ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    home, saved = now(ddp.module), io.BytesIO()
-    average = torch.optim.swa_utils.AveragedModel(ddp.module).module
-    torch.save(ddp.module, saved)
-    saved.seek(0)
-    copies = [copy.deepcopy(ddp.module), average, torch.load(saved, weights_only=False)]
-    pass_by(ddp, comm.rank, 2)
-    optimizer.step()
-    for one in copies:
-        one(data_of(comm.rank, 7, one))
-        one.load_state_dict(one.state_dict())
-    handle.close()
-    return [are(one, home) for one in copies]
-
-
-def test_the_module_can_be_copied_and_saved_whole(run_on: Any) -> None:
-    assert run_on(2, copied) == [[True] * 3] * 2
-
-
-def outlived(comm: Communicator) -> bool:
-    """Return whether the exchange ends with DDP, even if the module itself is needed longer."""
-    ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    module, watched = ddp.module, weakref.ref(handle)
-    del ddp, handle
-    optimizer.zero_grad()
-    gc.collect()
-    module(data_of(comm.rank, 7, module))
-    module.state_dict()
-    optimizer.step()
-    return watched() is None
-
-
-def test_a_module_that_outlives_its_training_leaves_nothing_behind(run_on: Any) -> None:
-    assert run_on(2, outlived) == [True] * 2

@@ -98,12 +98,14 @@ def attach(
         setting that does not exist; for momentum of both scheme and optimiser; for a group of other
         ranks; for an unknown scope; for nodes with different numbers of ranks.
     MismatchError
-        When the ranks' schemes, settings, policies, densities, scopes or parameters differ.
+        When the ranks' schemes, settings, policies, densities, scopes, front-loading or
+        parameters differ.
 
     Warns
     -----
     SparcelWarning
-        For a scheme with momentum if ``optimizer`` is not given; for ``density=1``.
+        For a scheme with momentum if ``optimizer`` is not given; for ``density=1``; with ``ahead``,
+        for an optimiser of another kind than SGD and Adam, now or at its first step.
 
     Notes
     -----
@@ -112,8 +114,8 @@ def attach(
     ``backward()`` raises errors of the exchange on every rank. Memory is then as it was before the
     step, and the DDP object cannot be used any more, as after any exception that ends a backward
     pass: ``close()`` the handle, which puts the parameters back, wrap the module anew, attach, and
-    give the new handle the old one's ``state_dict()``.
-    ``no_sync()``, ``join()`` and reentrant checkpointing work as with DDP alone.
+    give the new handle the old one's ``state_dict()``. ``no_sync()``, ``join()`` and reentrant
+    checkpointing work as with DDP alone.
     """
     check_model(model)
     flag(ahead, "ahead")

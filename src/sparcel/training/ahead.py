@@ -68,12 +68,7 @@ class Ahead:
             When the rule is none of those above; its parameters then stay in place.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
-        names = {
-            self._names[id(parameter)]: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in self._names
-        }
+        names = self._groups_of(optimizer)
         if isinstance(optimizer, _KNOWN):
             self._rules |= {name: (optimizer, number) for name, number in names.items()}
             return
@@ -88,11 +83,16 @@ class Ahead:
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimiser updates any of the parameters."""
-        return any(
-            id(parameter) in self._names
-            for group in optimizer.param_groups
+        return bool(self._groups_of(optimizer))
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        """Return the number of the optimiser's group that each parameter is in, by name."""
+        return {
+            self._names[id(parameter)]: number
+            for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
-        )
+            if id(parameter) in self._names
+        }
 
     def __enter__(self) -> Self:
         """See `move`."""

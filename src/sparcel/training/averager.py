@@ -83,7 +83,8 @@ class Averager(Handle):
         the group's, an unknown scope, nodes with different numbers of ranks, a file without rates,
         or measuring on GPUs.
     MismatchError
-        When the ranks' schemes, settings, policies, densities, rates, scopes or tensors differ.
+        When the ranks' schemes, settings, policies, densities, rates, scopes, front-loading or
+        tensors differ.
 
     Notes
     -----

@@ -1,0 +1,180 @@
+"""Rules from gradients to an update, for `causes.py`: what can be switched, and the variants."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+
+import torch
+from tasks import MOMENTUM
+from torch import Tensor, nn
+
+from sparcel.schemes import front_loaded
+from sparcel.selectors import topk
+
+RANKS = 8
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens between gradients and update.
+
+    Attributes
+    ----------
+    result
+        ``"dense"``; ``"union"``: all that some rank selects is applied (topk, sparcml); ``"k"``:
+        the k largest sums of that (gtopk, oktopk); ``"leader"``: what one rank selects (scalecom).
+    per
+        From what a rank selects: ``"vector"``, ``"layer"``, or runs of that many coordinates.
+    density, front, dense_first, dense_last
+        Share that is selected; whether `front_loaded`; how many steps are dense at either end.
+    delay
+        How many steps later a dense gradient is applied.
+    memory, decay, beta
+        Whether there is one; what it is multiplied by in each step; its low-pass filter.
+    correction, masked
+        Momentum before the memory instead of after it; whether what was sent loses its velocity.
+    cap
+        The largest release, in mean magnitudes of the ranks' gradients; the rest waits on.
+    momentum
+        The optimiser's.
+    ahead
+        Gradients are computed where ``ahead·lr·memory`` is applied.
+    """
+
+    result: str = "k"
+    per: str = "vector"
+    density: float = 0.01
+    front: bool = False
+    dense_first: int = 0
+    dense_last: int = 0
+    delay: int = 0
+    memory: bool = True
+    decay: float = 1.0
+    beta: float = 1.0
+    correction: float = 0.0
+    masked: bool = True
+    cap: float | None = None
+    momentum: float = MOMENTUM
+    ahead: float = 0.0
+
+
+_DENSE, _K = Rule("dense"), Rule()
+_TOPK, _SPARCML, _SCALECOM = Rule("union"), Rule("union", "512"), Rule("leader", "100")
+
+VARIANTS: dict[str, Rule] = {
+    "dense": _DENSE,
+    "dense, 4 steps late": replace(_DENSE, delay=4),
+    "dense, 16 steps late": replace(_DENSE, delay=16),
+    "dense, without momentum": replace(_DENSE, momentum=0.0),
+    "topk": _TOPK,
+    "sparcml": _SPARCML,
+    "k": _K,
+    "scalecom": _SCALECOM,
+    "k, without memory": replace(_K, memory=False),
+    "k, memory decays by 0.95": replace(_K, decay=0.95),
+    "k, momentum before memory": replace(_K, correction=MOMENTUM, masked=False),
+    "k, momentum before memory, masked": replace(_K, correction=MOMENTUM),
+    "k, without momentum": replace(_K, momentum=0.0),
+    "k, releases capped at 8": replace(_K, cap=8.0),
+    "k, by layer": replace(_K, per="layer"),
+    "k, by bucket of 512": replace(_K, per="512"),
+    "k, by chunk of 100": replace(_K, per="100"),
+    "scalecom, over the vector": replace(_SCALECOM, per="vector"),
+    "scalecom, β=0.1": replace(_SCALECOM, beta=0.1),
+    "k, first 5 % dense": replace(_K, dense_first=94),
+    "k, last 25 % dense": replace(_K, dense_last=468),
+    "k, density 3 %": replace(_K, density=0.03),
+    "k, front-loaded": replace(_K, front=True),
+    "topk, ahead": replace(_TOPK, ahead=1.0),
+    "sparcml, ahead": replace(_SPARCML, ahead=1.0),
+    "k, ahead": replace(_K, ahead=1.0),
+    "k, ahead by 3": replace(_K, ahead=3.0),
+    "k, ahead by 10": replace(_K, ahead=10.0),
+    "scalecom, ahead": replace(_SCALECOM, ahead=1.0),
+    "scalecom β=0.1, ahead": replace(_SCALECOM, beta=0.1, ahead=1.0),
+    "scalecom β=0.1, ahead by 10": replace(_SCALECOM, beta=0.1, ahead=10.0),
+    "topk, both": replace(_TOPK, ahead=1.0, front=True),
+    "sparcml, both": replace(_SPARCML, ahead=1.0, front=True),
+    "k, both": replace(_K, ahead=1.0, front=True),
+    "scalecom, both": replace(_SCALECOM, ahead=1.0, front=True),
+}
+"""``both``: ahead and front-loaded, which is what `sparcel.attach` does."""
+
+
+class Exchange:
+    """The memories of all ranks, a row each, and what a step makes of them."""
+
+    def __init__(self, rule: Rule, sizes: list[int], steps: int) -> None:
+        self.rule, self.sizes, self.steps = rule, sizes, steps
+        size = sum(sizes)
+        self.memory, self.velocity = torch.zeros(RANKS, size), torch.zeros(RANKS, size)
+        self.late: deque[Tensor] = deque()
+        self.step, self.sent = 0, 0.0
+
+    def update(self, gradients: Tensor) -> Tensor:
+        """Return the update of gradients ``[ranks, size]``."""
+        rule, step = self.rule, self.step
+        self.step += 1
+        if rule.result == "dense":
+            self.sent += 1
+            self.late.append(gradients.mean(0))
+            return torch.zeros_like(self.late[0]) if step < rule.delay else self.late.popleft()
+        entering = gradients
+        if rule.correction:
+            entering = self.velocity.mul_(rule.correction).add_(gradients)
+        before = self.memory
+        waiting = entering + rule.decay * before if rule.memory else entering.clone()
+        chosen = self._applied(waiting)
+        update = (waiting * chosen).mean(0)
+        kept = waiting.masked_fill(chosen, 0)
+        if rule.cap is not None:
+            share = (rule.cap * entering.abs().mean(0) / update.abs().clamp_min(1e-20)).clamp_max(1)
+            kept += waiting * chosen * (1 - share)
+            update = update * share
+        self.memory = kept if rule.beta == 1 else torch.lerp(before, kept, rule.beta)
+        if rule.correction and rule.masked:
+            self.velocity.masked_fill_(chosen, 0)
+        return update
+
+    def _applied(self, waiting: Tensor) -> Tensor:
+        """Return which coordinates of each rank are applied, ``[ranks, size]``."""
+        density = self._density()
+        self.sent += density
+        if density == 1:
+            return torch.ones_like(waiting, dtype=torch.bool)
+        if self.rule.result == "leader":
+            leader = waiting[(self.step - 1) % RANKS]
+            return self._selected(leader, density).expand(RANKS, -1)
+        selected = torch.stack([self._selected(rank, density) for rank in waiting])
+        if self.rule.result == "union":
+            return selected
+        sums = (waiting * selected).sum(0)
+        return selected & _largest(sums, math.ceil(density * len(sums)))
+
+    def _density(self) -> float:
+        rule, step = self.rule, self.step - 1
+        if step < rule.dense_first or step >= self.steps - rule.dense_last:
+            return 1.0
+        return front_loaded(rule.density, step) if rule.front else rule.density
+
+    def _selected(self, vector: Tensor, density: float) -> Tensor:
+        if self.rule.per == "vector":
+            return _largest(vector, math.ceil(density * len(vector)))
+        if self.rule.per == "layer":
+            parts = vector.split(self.sizes)
+            return torch.cat([_largest(one, math.ceil(density * len(one))) for one in parts])
+        width = int(self.rule.per)
+        rows = nn.functional.pad(vector.abs(), (0, -len(vector) % width)).view(-1, width)
+        highest = rows.topk(max(1, round(density * width)), 1)
+        chosen = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, highest.indices, True)
+        return chosen.flatten()[: len(vector)] & (vector != 0)
+
+
+def _largest(vector: Tensor, k: int) -> Tensor:
+    chosen = torch.zeros_like(vector, dtype=torch.bool)
+    indices = topk(vector, k).indices
+    assert indices is not None, "selections are sparse"
+    chosen[indices.long()] = True
+    return chosen

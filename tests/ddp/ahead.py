@@ -1,0 +1,90 @@
+"""Models that are attached and trained ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import sparcel
+from sparcel.comm import Communicator
+from tests.strategies import same_bits
+
+Named = dict[str, Tensor]
+Make = Callable[[Iterable[Tensor]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "AdamW": partial(AdamW, lr=0.01, weight_decay=0.1),
+}
+LINEAR = {"0.weight", "3.weight"}
+
+
+def linear() -> nn.Module:
+    """Return a model whose weights are sparse and whose biases are not; its inputs are images."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Flatten(), nn.Linear(240, 10))
+
+
+def convolution() -> nn.Module:
+    """Return a model with weights in other orders of memory."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(4, 40, (2, 7)), nn.Tanh(), nn.Flatten(), nn.LazyLinear(10))
+    model(torch.zeros(1, 4, 4, 30))
+    model = model.to(memory_format=torch.channels_last)
+    model[3].weight = nn.Parameter(model[3].weight.detach().t().contiguous().t())
+    assert not any(model[place].weight.is_contiguous() for place in (0, 3))
+    return model
+
+
+def data_of(rank: int, step: int, model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shape = (6, 4, 30) if isinstance(model[0], nn.Linear) else (6, 4, 4, 30)
+    return torch.randn(shape, generator=generator)
+
+
+def loss_of(output: Tensor, data: Tensor) -> Tensor:
+    return (output - data.flatten(1)[:, :10]).square().mean()
+
+
+def now(model: nn.Module) -> Named:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def are(model: nn.Module, expected: Named) -> bool:
+    return all(same_bits(one, expected[name]) for name, one in now(model).items())
+
+
+def pass_by(model: nn.Module, rank: int, step: int) -> None:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    data = data_of(rank, step, inner)
+    loss_of(model(data), data).backward()
+
+
+def attached(
+    comm: Communicator, make: Make, known: bool = False, steps: int = 0, **settings: Any
+) -> tuple[DistributedDataParallel, sparcel.ddp.Handle, Optimizer]:
+    """Return a model after some steps."""
+    ddp = DistributedDataParallel(settings.pop("model", linear)(), **settings.pop("wrap", {}))
+    optimizer = make(ddp.parameters())
+    optional = {"optimizer": optimizer} if known else {}
+    settings = {"scheme_or_name": "topk", "density": 0.02, **settings}
+    handle = sparcel.attach(ddp, **optional, **settings)
+    for step in range(steps):
+        optimizer.zero_grad()
+        pass_by(ddp, comm.rank, step)
+        optimizer.step()
+    return ddp, handle, optimizer
+
+
+Seen = list[tuple[Named, Named]]
+"""The parameters and the memory after each step."""
+
+
+def functional(module: nn.Module, parameters: Named, data: Tensor) -> Tensor:
+    return torch.func.functional_call(module, parameters, (data,)).detach()
