@@ -23,6 +23,7 @@ VARIANTS: list[Selector] = [
     selector("chunkwise", m=4),
     selector("mstopk", samplings=3),
     selector("gaussiank", factor=0.5),
+    selector("gaussiank", factor=None),
     selector("dgc", sample=0.3, seed=7),
     selector("reuse", period=2),
     selector("randomk", seed=-3),
@@ -68,6 +69,8 @@ def bounds(s: Selector, x: Tensor, k: int) -> tuple[int, int]:
             exactly = sum(min(count, there) for there in each)
             return exactly, exactly
     match name_of(s):
+        case "gaussiank" if getattr(s, "factor", 0) is None:
+            return 0, nnz
         case "gaussiank":
             return min(nnz, 3 * k // 4 + 1), min(nnz, -(-4 * k // 3))
         case "dgc":

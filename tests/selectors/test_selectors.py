@@ -130,6 +130,9 @@ def test_gaussiank_lowers_its_threshold_for_heavy_tails_and_caps_light_ones() ->
     assert 750 < selector("gaussiank").select(heavy, 1000).nnz <= 1334
     light = torch.ones(100_000)
     assert selector("gaussiank").select(light, 1000).nnz == 1334
+    estimate = selector("gaussiank", factor=None)
+    assert estimate.select(heavy, 1000).nnz < 100
+    assert estimate.select(light, 1000).nnz == 100_000
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -27,30 +27,33 @@ class GaussianK(Selector):
     Parameters
     ----------
     factor
-        What the threshold is multiplied with when too few pass, in [0, 0.99].
+        What the threshold is multiplied with when too few pass, in [0, 0.99]. None leaves the
+        threshold as it is, for comparisons: any number of coordinates may then reach it.
 
     Source: Shi et al. 2019a; the scaling up to 3k/4 is Ok-Topk's, section 5.4. Deviation: the cap.
     Shi et al. raise the threshold if more than 4k/3 pass, but only a few times, so nothing is
     bounded.
     """
 
-    factor: float = 0.9
+    factor: float | None = 0.9
 
     def __post_init__(self) -> None:
-        self.factor = number(self.factor, "factor", at_least=0, at_most=0.99)
+        if self.factor is not None:
+            self.factor = number(self.factor, "factor", at_least=0, at_most=0.99)
 
     def most(self, k: int, size: int) -> int:
-        """Return ⌈4k/3⌉, or the size."""
-        return min(-(-4 * k // 3), size)
+        """Return ⌈4k/3⌉, or the size; always the size if ``factor`` is None."""
+        return size if self.factor is None else min(-(-4 * k // 3), size)
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Estimate the threshold, lower it until enough pass, and select."""
+        if self.factor is None:
+            indices, values = kernels.threshold_select(x, _estimate(x, k, nth_largest(x, 1)))
+            return stream_of(indices.to(kernels.index_dtype(x.numel())), values, x)
         indices, values = kernels.topk(x, self.most(k, x.numel()))
         if values.numel() == 0:
             return stream_of(indices, values, x)
-        mean, deviation = mean_and_deviation(x, float(values.abs().max()))
-        z = -NormalDist().inv_cdf(min(k / x.numel(), 1) / 2)
-        threshold = abs(mean) + z * deviation
+        threshold = _estimate(x, k, float(values.abs().max()))
         # More than 3k/4 pass if this magnitude does.
         last = nth_largest(values, 3 * k // 4 + 1)
         if last == 0:
@@ -59,3 +62,12 @@ class GaussianK(Selector):
             # The product may round back to the same number if that is very small.
             threshold = min(threshold * self.factor, math.nextafter(threshold, 0))
         return stream_of(*reaching(indices, values, threshold), x)
+
+
+def _estimate(x: Tensor, k: int, peak: float) -> float:
+    """Return the threshold for ``k`` of normally distributed values; ``peak`` is the largest."""
+    if peak == 0:
+        return 0.0
+    mean, deviation = mean_and_deviation(x, peak)
+    z = -NormalDist().inv_cdf(min(k / x.numel(), 1) / 2)
+    return abs(mean) + z * deviation
