@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_training import same_bits
 from tasks import TASKS, Split, Task, batches, loss_of
 from torch import Tensor, nn
 
@@ -47,9 +46,7 @@ def train(
     torch.set_num_threads(1)
     start, task = time.perf_counter(), TASKS[task_name]
     task = replace(task, lr=lr or task.lr)
-    split = task.read(data / task.folder, seed)
-    torch.manual_seed(seed)
-    run = Run(task, split, method, seed, task.model(split))
+    run = Run(data, task, method, seed)
     report = sparcel.simulate(ranks, run.rank)
     volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
     return {
@@ -64,7 +61,7 @@ def train(
         "batch": task.batch,
         "steps": task.steps,
         "lr": task.lr,
-        **evaluate(run.model, split),
+        **evaluate(run.model, run.split),
         "train_losses": run.smoothed(),
         "density_before": report.results[0].density_before,
         "density_after": report.results[0].density_after,
@@ -77,16 +74,17 @@ def train(
 class Run:
     """One training; `rank` is what each rank does."""
 
-    def __init__(
-        self, task: Task, split: Split, method: Method, seed: int, model: nn.Module
-    ) -> None:
-        self.task, self.split, self.method, self.seed, self.model = task, split, method, seed, model
-        self.named = dict(model.named_parameters())
+    def __init__(self, data: Path, task: Task, method: Method, seed: int) -> None:
+        self.task, self.method, self.seed = task, method, seed
+        self.split = task.read(data / task.folder, seed)
+        torch.manual_seed(seed)
+        self.model = task.model(self.split)
+        self.named = dict(self.model.named_parameters())
         self.scheme = method.make()
         if task.adamw and momentum_of(self.scheme):  # there is no correction of Adam's momentum
             self.scheme = replace(self.scheme, momentum=0.0)
         corrected = [name for name, p in self.named.items() if not stays_dense(name, p)]
-        self.optimizer = task.optimizer(model, corrected if momentum_of(self.scheme) else ())
+        self.optimizer = task.optimizer(self.model, corrected if momentum_of(self.scheme) else ())
         self.losses = [0.0] * task.steps
         self.dense_steps = 0
         self._updates: dict[str, Tensor] = {}
@@ -102,7 +100,9 @@ class Run:
                 loss = loss_of(self.model, self.split.x_train[part], self.split.y_train[part])
                 found = torch.autograd.grad(loss, list(self.named.values()))
             self.losses[step] += loss.item() / comm.size
-            updates = averager.average(dict(zip(self.named, found, strict=True)))
+            gradients = dict(zip(self.named, found, strict=True))
+            self.observe(comm, step, gradients, averager)
+            updates = averager.average(gradients)
             if comm.rank == 0:
                 self._updates = updates
                 self.dense_steps += averager.stats().last.density_before > 0.99
@@ -114,6 +114,11 @@ class Run:
                 self._apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
         return averager.stats()
+
+    def observe(
+        self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
+    ) -> None:
+        """Look at a rank's gradients before they are averaged; for subclasses."""
 
     def _apply(self, updates: Mapping[str, Tensor], step: int) -> None:
         for name, parameter in self.named.items():
@@ -129,6 +134,11 @@ class Run:
         parts = torch.tensor(self.losses).tensor_split(points)
         means = [float(part.mean()) for part in parts]
         return [round(one, 4) if math.isfinite(one) else None for one in means]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare two float32 tensors, NaN included."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def evaluate(model: nn.Module, split: Split) -> dict[str, Any]:

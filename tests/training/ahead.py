@@ -60,7 +60,10 @@ def trained(comm: Communicator, make: Make, scheme: Scheme, **settings: Any) -> 
 
 
 def moved_by_torch(training: Training, share: float) -> Named:
-    """Return what a copy of the optimiser, without momentum, makes of the memory as gradients."""
+    """Return where a copy of the optimiser, without momentum, goes with the memory as gradients.
+
+    It goes further by its momentum, or by that which the scheme corrects.
+    """
     parameters = {name: nn.Parameter(start) for name, start in training.now().items()}
     theirs = training.optimizer
     mine = type(theirs)([{"params": [one]} for one in parameters.values()], lr=1.0)
@@ -83,8 +86,11 @@ def moved_by_torch(training: Training, share: float) -> Named:
             parameter.grad = owed[name].view(parameter.shape).to(parameter.dtype)
     starts = training.now()
     mine.step()
+    defaults = theirs.defaults
+    corrected = 1 - share
+    momentum = defaults["betas"][0] if "betas" in defaults else corrected or defaults["momentum"]
     return {
-        name: starts[name] + share * (parameter.detach() - starts[name])
+        name: starts[name] + (1 + momentum) * share * (parameter.detach() - starts[name])
         for name, parameter in parameters.items()
     }
 

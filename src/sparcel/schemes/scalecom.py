@@ -43,10 +43,11 @@ class ScaleCom(Sparsifier):
         Refused without ``beta_steps``.
 
     The others are those of `Sparsifier`.
-    Source: ScaleCom, Algorithm 1 and section 4.
+    Source: ScaleCom, Algorithm 1 and section 4. Deviation: the leader selects the largest of the
+    whole vector; ``selector="chunkwise"`` is the paper's, which takes one from each chunk.
     """
 
-    selector: str | Selector = "chunkwise"
+    selector: str | Selector = "exact"
     beta: float = 1.0
     beta_steps: int | None = None
     beta_switch: str | None = None

@@ -28,9 +28,10 @@ class Ahead:
 
     What a rank keeps back is missing from the model, so gradients would not see it: they would ask
     for the same change again and again, and the sum of all that overshoots once it is applied.
-    Inside ``with ahead:`` each parameter is moved by the step that its optimiser would take with
-    the memory as its gradient, without the optimiser's momentum: ``lr·memory`` for SGD, and
-    ``lr·(1−β₁)·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with Adam's bias corrections, for Adam.
+    Inside ``with ahead:`` each parameter is moved to where its optimiser would bring it in two steps
+    if the first one had the memory as its gradient, and no other gradient ever came: by
+    ``(1 + momentum)·lr·memory`` for SGD, and for Adam by
+    ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections.
     Nothing is sent for it, and the memory stays as it is, so conservation holds unchanged.
 
     Parameters
@@ -45,7 +46,10 @@ class Ahead:
     Notes
     -----
     Source: Xu, Huo and Huang, "Step-Ahead Error Feedback for Distributed Training with Compressed
-    Gradient", AAAI 2021; without their averaging of errors. The rule for Adam is ours.
+    Gradient", AAAI 2021, whose SGD has no momentum; without their averaging of errors. Ours are the
+    second step and the rule for Adam. In the long run momentum would move a parameter 1/(1 −
+    momentum) times as far as one step does. But a rank's memory is a noisy guess of the mean of all
+    ranks' memories, which is what will be applied; so going further is worse.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class Ahead:
         """Move the parameters, unless they are moved already."""
         if self._homes:
             return
-        share = 1.0 - self._residuals.momentum
+        corrected = self._residuals.momentum
         for name, (optimizer, number) in self._rules.items():
             memory = self._residuals.of(name).get("memory")
             if memory is None:
@@ -116,11 +120,11 @@ class Ahead:
             parameter = self._parameters[name]
             home, group = parameter.data, optimizer.param_groups[number]
             state = optimizer.state.get(parameter, {})
-            lr, direction = _step(self._arrange(memory, home), share, group, state)
+            rate, direction = _two_steps(self._arrange(memory, home), corrected, group, state)
             place = self._places.get(name)
             if place is None:
                 place = self._places[name] = torch.empty_like(home)
-            torch.sub(home, direction.to(home.dtype), alpha=lr, out=place)
+            torch.sub(home, direction.to(home.dtype), alpha=rate, out=place)
             # Values elsewhere, not other values in place: putting them back is free and exact, and
             # a graph that is still needed keeps its own.
             self._homes[name], parameter.data = home, place
@@ -132,13 +136,17 @@ class Ahead:
         self._homes.clear()
 
 
-def _step(
-    memory: Tensor, share: float, group: Mapping[str, Any], state: Mapping[str, Any]
+def _two_steps(
+    memory: Tensor, corrected: float, group: Mapping[str, Any], state: Mapping[str, Any]
 ) -> tuple[float, Tensor]:
-    """Return the step that an optimiser would take with the memory, as a rate and a direction."""
-    lr = float(group["lr"]) * share * (-1 if group.get("maximize") else 1)
+    """Return how far two steps with this memory go, as a rate and a direction.
+
+    ``corrected`` is the momentum that the scheme corrects, and the optimiser lacks: the memory is
+    then a sum of velocities, 1/(1 − momentum) times as long as one of gradients.
+    """
+    lr = float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1)
     if "betas" not in group:
-        return lr, memory
+        return lr * (1 + (corrected or group["momentum"])), memory
     if "exp_avg_sq" not in state:  # before its first step
         return 0.0, memory
     (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1
@@ -146,4 +154,4 @@ def _step(
     if "max_exp_avg_sq" in state:  # amsgrad
         squares = torch.maximum(squares, state["max_exp_avg_sq"])
     scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-    return lr * (1 - beta1) / (1 - beta1**step), memory / scale
+    return lr * (1 - beta1**2) / (1 - beta1**step), memory / scale

@@ -1,0 +1,243 @@
+"""What the papers assume of gradients and observe in training, looked at in the suite's trainings.
+
+    python benchmarks/signals.py DATA [--tasks images]
+
+Trains with each of `METHODS` at a constant 1 %, with step-ahead. Every 40 steps all that concerns
+one step is computed from the memories and gradients of all ranks; the coordinates that rank 0 sent
+and that the update had are counted in every step. Three times it is counted how the sum of up to 64
+ranks fills in. ``DATA`` is as for ``convergence.py``. Runs that the record has are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import combinations
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from machine import machine
+from rich.console import Console
+from task_training import Method, Run, evaluate
+from tasks import TASKS, loss_of
+from torch import Tensor
+
+import sparcel
+from sparcel.analysis import (
+    contraction,
+    cosine_similarities,
+    fill_in,
+    normalized_hamming_distance,
+    quantile_agreement,
+    spearman,
+    xi,
+)
+from sparcel.comm import Communicator
+from sparcel.schemes.density import count_for
+from sparcel.selectors import selector, topk
+from sparcel.training import Averager, stays_dense
+
+OUTPUT = Path(__file__).parent / "results" / "signals.json"
+RANKS, DENSITY, EVERY = 8, 0.01, 40
+MANY, DENSITIES = 64, (0.001, 0.01, 0.05, 0.1)
+"""Ranks and densities for which the fill-in of sums is counted."""
+
+METHODS = (
+    Method("topk", "topk", frontload=False),
+    Method("oktopk", "oktopk", frontload=False),
+    Method("oktopk reuse", "oktopk", {"threshold": "reuse"}, frontload=False),
+    Method(
+        "gaussiank, as estimated",
+        "topk",
+        {"selector": selector("gaussiank", factor=None), "algorithm": "allgather"},
+        frontload=False,
+    ),
+    Method("scalecom", "scalecom", frontload=False),
+)
+
+
+class Watched(Run):
+    """A training that looks at all ranks' memories and gradients.
+
+    Attributes
+    ----------
+    looks
+        A dict of figures for every step that was looked at.
+    counts
+        For every step: coordinates that rank 0 sent and that the update had, over those asked for.
+    growth
+        The density of a sum over 1, 2, 4 … ranks, by step and density.
+    """
+
+    def __init__(self, data: Path, task_name: str, method: Method, seed: int) -> None:
+        super().__init__(data, TASKS[task_name], method, seed)
+        self.large = [name for name, p in self.named.items() if not stays_dense(name, p)]
+        self.sizes = [self.named[name].numel() for name in self.large]
+        self.looks: list[dict[str, float | None]] = []
+        self.counts: list[tuple[float, float]] = []
+        self.growth: dict[int, dict[str, list[float]]] = {}
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def observe(
+        self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
+    ) -> None:
+        if comm.rank == 0 and step > 0:
+            self._count(averager)
+        # Memory begins in the first step.
+        if step == 0 or step % EVERY:
+            return
+        memory = averager.state_dict()
+        of_rank = {name: memory[f"rank{comm.rank}.{name}"] for name in self.large}
+        self._seen[comm.rank] = (self._flat(gradients), self._flat(of_rank))
+        comm.gather_numbers(0)  # all ranks' are there
+        if comm.rank == 0:
+            found = [self._seen[rank] for rank in range(comm.size)]
+            self.looks.append({"step": step, **look(found, step % comm.size)})
+            if step // EVERY in (1, self.task.steps // EVERY // 2, self.task.steps // EVERY - 1):
+                self.growth[step] = self._growth(step)
+        comm.gather_numbers(0)  # the model may change
+
+    def _count(self, averager: Averager) -> None:
+        last, small = averager.stats().last, sum(map(Tensor.numel, self.named.values()))
+        small -= sum(self.sizes)
+        asked = last.asked - small
+        self.counts.append(((last.selected - small) / asked, (last.reduced - small) / asked))
+
+    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[name].flatten() for name in self.large])
+
+    def _growth(self, step: int) -> dict[str, list[float]]:
+        """Count the sum of the gradients of 64 ranks, without memory."""
+        each = self.task.batch // RANKS
+        draws = torch.Generator().manual_seed(step)
+        chosen = torch.randint(len(self.split.y_train), (MANY, each), generator=draws)
+        grown = fill_in(map(self._gradient, chosen), DENSITIES, ("exact",))
+        powers = [2**p - 1 for p in range(MANY.bit_length())]
+        return {
+            f"{density:g}": [round(one.density[place], 5) for place in powers]
+            for (density, _), one in grown.items()
+        }
+
+    def _gradient(self, samples: Tensor) -> Tensor:
+        loss = loss_of(self.model, self.split.x_train[samples], self.split.y_train[samples])
+        found = torch.autograd.grad(loss, [self.named[name] for name in self.large])
+        return torch.cat([gradient.flatten() for gradient in found])
+
+
+def look(found: Sequence[tuple[Tensor, Tensor]], leader: int) -> dict[str, float | None]:
+    """Return the figures of a step from each rank's gradient and memory, ``[size]`` each.
+
+    ``xi`` is Ok-Topk's ξ, ``xi_sum`` that of SparCML's Assumption C.2. ``hamming``, ``spearman``
+    and the contractions compare one rank's memory + gradient with the mean of all ranks'.
+    """
+    gradients, memories = (list(part) for part in zip(*found, strict=True))
+    accumulated = [gradient + memory for gradient, memory in found]
+    k = count_for(DENSITY, gradients[0].numel())
+    true, mine = torch.stack(accumulated).mean(0), accumulated[leader]
+    chosen = topk(mine, k)
+    chunked = selector("chunkwise").select(mine, k)
+    cosine = cosine_similarities(accumulated)
+    own = mean(contraction(one, chunked) for one in accumulated)
+    norms = [float(one.norm()) for one in memories]
+    figures = {
+        "xi": xi(accumulated, gradients, k),
+        "xi_sum": xi_sum(accumulated, gradients, k),
+        "memory_cosine": _pairwise(cosine_similarities(memories)),
+        "gradient_cosine": _pairwise(cosine_similarities(gradients)),
+        "accumulated_cosine": _pairwise(cosine),
+        "hamming": normalized_hamming_distance(chosen, topk(true, k)),
+        "spearman": spearman(mine, true),
+        "memory_quantiles": quantile_agreement(memories[0], memories[1]),
+        "gradient_quantiles": quantile_agreement(gradients[0], gradients[1]),
+        "accumulated_quantiles": quantile_agreement(mine, true),
+        "contraction_own": own,
+        "contraction_true": contraction(true, chunked),
+        "contraction_best": contraction(true, topk(true, k)),
+        "cosine_needed": (RANKS * own - 1) / (RANKS - 1),
+        "memory_over_gradient": mean(norms) / mean(float(one.norm()) for one in gradients),
+    }
+    return {name: round(x, 5) if math.isfinite(x) else None for name, x in figures.items()}
+
+
+def xi_sum(accumulated: Sequence[Tensor], gradients: Sequence[Tensor], k: int) -> float:
+    """Return the ξ of SparCML's Assumption C.2, where the sum of the selections stays whole."""
+    whole = topk(torch.stack(list(accumulated)).mean(0), k).to_dense()
+    sums = torch.stack([topk(one, k).to_dense() for one in accumulated]).mean(0)
+    return float((whole - sums).norm() / torch.stack(list(gradients)).mean(0).norm())
+
+
+def _pairwise(cosines: Tensor) -> float:
+    return mean(float(cosines[a, b]) for a, b in combinations(range(len(cosines)), 2))
+
+
+def watch(data: Path, task: str, method: Method, seed: int) -> dict[str, Any]:
+    """Train once and return the row."""
+    torch.set_num_threads(1)
+    start, run = time.perf_counter(), Watched(data, task, method, seed)
+    sparcel.simulate(RANKS, run.rank)
+    return {
+        "task": task,
+        "method": method.label,
+        "seed": seed,
+        "ranks": RANKS,
+        "steps": run.task.steps,
+        **evaluate(run.model, run.split),
+        "selected": _in_parts([sent for sent, _ in run.counts]),
+        "result": _in_parts([result for _, result in run.counts]),
+        "selected_deviation": mean(abs(sent - 1) for sent, _ in run.counts),
+        "result_deviation": mean(abs(result - 1) for _, result in run.counts),
+        "growth": run.growth,
+        "looks": run.looks,
+        "minutes": round((time.perf_counter() - start) / 60, 2),
+    }
+
+
+def _in_parts(values: Sequence[float], parts: int = 20) -> list[float]:
+    """Return the means of equal parts."""
+    return [round(float(p.mean()), 4) for p in torch.tensor(values).tensor_split(parts)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images", "characters"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    arguments = parser.parse_args()
+    output, console, data = arguments.output, Console(highlight=False), arguments.data.resolve()
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    done = {(row["task"], row["method"], row["seed"]) for row in rows}
+    for row in _run(data, [j for j in _jobs(arguments) if j not in done], arguments.processes):
+        rows.append(row)
+        document = {**machine(), "rows": rows}
+        output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        console.print(f"{row['task']}, {row['method']}: {row['minutes']} minutes")
+
+
+def _jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    for task in arguments.tasks:
+        for method in METHODS:
+            yield task, method.label, arguments.seed
+
+
+def _run(
+    data: Path, jobs: Sequence[tuple[str, str, int]], processes: int
+) -> Iterator[dict[str, Any]]:
+    by_label = {method.label: method for method in METHODS}
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        runs = [pool.submit(watch, data, task, by_label[m], seed) for task, m, seed in jobs]
+        for run in as_completed(runs):
+            yield run.result()
+
+
+if __name__ == "__main__":
+    main()
