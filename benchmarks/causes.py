@@ -11,29 +11,22 @@ repeated.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from multiprocessing import get_context
+from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 from causes_rules import RANKS, VARIANTS, Exchange
-from machine import machine
-from rich.console import Console
+from record import RESULTS, Row, extend
 from tasks import TASKS, batches, loss_of
 from torch import Tensor, nn
 
 from sparcel.training import stays_dense
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def tiny_cnn() -> nn.Sequential:
@@ -45,10 +38,10 @@ def tiny_cnn() -> nn.Sequential:
     )
 
 
-def train(data: Path, label: str, seed: int) -> dict[str, Any]:
+def train(data: Path, variant: str, seed: int) -> Row:
     """Train once with a variant and return its row."""
     torch.set_num_threads(1)
-    start, rule, task = time.perf_counter(), VARIANTS[label], TASKS["clothes"]
+    start, rule, task = time.perf_counter(), VARIANTS[variant], TASKS["clothes"]
     split = task.read(data / task.folder, seed)
     samples = len(split.y_train)
     task = replace(task, steps=2 * (samples // task.batch))
@@ -87,7 +80,7 @@ def train(data: Path, label: str, seed: int) -> dict[str, Any]:
         hidden = model[:-1](split.x_test)
     loss = float(nn.functional.cross_entropy(logits, split.y_test))
     return {
-        "variant": label,
+        "variant": variant,
         "rule": asdict(rule),
         "seed": seed,
         "steps": task.steps,
@@ -133,23 +126,15 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder that holds fashion-mnist")
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0 on")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results/causes.json"
-    )
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
+    parser.add_argument("--output", type=Path, default=RESULTS / "causes.json")
     arguments = parser.parse_args()
-    output, console, data = arguments.output, Console(highlight=False), arguments.data.resolve()
-    rows = json.loads(output.read_text())["rows"] if output.exists() else []
-    done = {(row["variant"], row["seed"]) for row in rows}
-    wanted = [(one, seed) for seed in range(arguments.seeds) for one in arguments.variants]
-    with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
-        runs = [pool.submit(train, data, *one) for one in wanted if one not in done]
-        for run in as_completed(runs):
-            rows.append(run.result())
-            document = {**machine(), "rows": rows}
-            output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-            row = rows[-1]
-            console.print(f"{row['variant']}, seed {row['seed']}: {row['accuracy']:.2%}")
+    jobs = (
+        {"variant": variant, "seed": seed}
+        for seed, variant in product(range(arguments.seeds), arguments.variants)
+    )
+    for row in extend(arguments.output, train, arguments.data, jobs, arguments.processes):
+        print(f"{row['variant']}, seed {row['seed']}: {row['accuracy']:.2%}", flush=True)
 
 
 if __name__ == "__main__":

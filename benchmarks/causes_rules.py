@@ -95,12 +95,18 @@ VARIANTS: dict[str, Rule] = {
     "scalecom, ahead": replace(_SCALECOM, ahead=1.0),
     "scalecom β=0.1, ahead": replace(_SCALECOM, beta=0.1, ahead=1.0),
     "scalecom β=0.1, ahead by 10": replace(_SCALECOM, beta=0.1, ahead=10.0),
-    "topk, both": replace(_TOPK, ahead=1.0, front=True),
-    "sparcml, both": replace(_SPARCML, ahead=1.0, front=True),
-    "k, both": replace(_K, ahead=1.0, front=True),
-    "scalecom, both": replace(_SCALECOM, ahead=1.0, front=True),
+    "topk, ahead and front-loaded": replace(_TOPK, ahead=1.0, front=True),
+    "sparcml, ahead and front-loaded": replace(_SPARCML, ahead=1.0, front=True),
+    "k, ahead and front-loaded": replace(_K, ahead=1.0, front=True),
+    "scalecom, ahead and front-loaded": replace(_SCALECOM, ahead=1.0, front=True),
+    "k, ahead, density 2.4 %": replace(_K, ahead=1.0, density=0.024),
+    "topk, both": replace(_TOPK, ahead=1.9, front=True),
+    "sparcml, both": replace(_SPARCML, ahead=1.9, front=True),
+    "k, both": replace(_K, ahead=1.9, front=True),
+    "scalecom, both": replace(_SCALECOM, ahead=1.9, front=True),
+    "scalecom, over the vector, both": replace(_SCALECOM, per="vector", ahead=1.9, front=True),
 }
-"""``both``: ahead and front-loaded, which is what `sparcel.attach` does."""
+"""``both``: ahead by 1 + momentum, and front-loaded, which is what `sparcel.attach` does."""
 
 
 class Exchange:

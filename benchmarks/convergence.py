@@ -6,28 +6,27 @@
 the collectives and the bytes are real, the network is not. Runs that the record has already are not
 repeated, so the suite can be stopped and started again. ``--tune`` trains densely with several
 learning rates instead, by which those in `tasks.TASKS` were chosen; ``--causes`` switches off one
-protection at a time.
+protection at a time. ``--density``, ``--batch`` and ``--ranks`` replace what the suite has, and
+write to a record of their own. With another batch as many samples are seen, in other numbers of
+steps, and the learning rate grows with the root of the batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from machine import machine
-from rich.console import Console
+from record import RESULTS, Row, extend
 from task_training import Method, train
 from tasks import TASKS
 
-RESULTS = Path(__file__).parent / "results"
 NODES = {"ranks_per_node": 4}
+RANKS, DENSITY = 8, 0.01
 
 METHODS = (
     Method("dense", "dense"),
@@ -61,38 +60,28 @@ CAUSES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run; ``lr`` replaces the task's learning rate."""
+BY_LABEL = {method.label: method for method in (*METHODS, *CAUSES)}
 
-    task: str
-    method: Method
-    seed: int
-    lr: float | None = None
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.task, self.method.label, self.seed, self.lr or TASKS[self.task].lr
+def trained(data: Path, method: str, density: float, **run: Any) -> Row:
+    """Train once with a method at a density, and return its row."""
+    chosen = BY_LABEL[method]
+    if chosen.scheme != "dense":
+        chosen = replace(chosen, settings={**chosen.settings, "density": density})
+    return {**train(data, method=chosen, **run), "density": density}
 
 
 def main() -> None:
     arguments = _arguments()
-    name = "convergence_tuning" if arguments.tune else "convergence"
+    sweep = arguments.density or arguments.batch or arguments.ranks != RANKS
+    name = "convergence" + ("_tuning" if arguments.tune else "_sweeps" if sweep else "")
     output = arguments.output or RESULTS / f"{name}.json"
-    rows = json.loads(output.read_text())["rows"] if output.exists() else []
-    done = {(row["task"], row["method"], row["seed"], row["lr"]) for row in rows}
-    jobs = [job for job in _jobs(arguments) if job.key not in done]
-    console = Console(highlight=False)
-    console.print(f"{len(jobs)} runs to do, {len(rows)} recorded")
-    origin = machine()
-    for row in _run(arguments.data.resolve(), jobs, arguments.processes):
-        rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
-        document = {**origin, "rows": rows}
-        output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    for row in extend(output, trained, arguments.data, _jobs(arguments), arguments.processes):
         loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
-        console.print(
+        print(
             f"{row['task']}, {row['method']}, lr {row['lr']:g}, seed {row['seed']}:"
-            f" {row['accuracy']:.2%}, {loss}, {row['minutes']} minutes"
+            f" {row['accuracy']:.2%}, {loss}, {row['minutes']} minutes",
+            flush=True,
         )
 
 
@@ -100,33 +89,37 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--methods", nargs="+", metavar="LABEL", help="default: all")
+    parser.add_argument("--methods", nargs="+", choices=BY_LABEL, metavar="LABEL")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
     parser.add_argument("--tune", nargs="+", type=float, metavar="LR", help="train densely")
     parser.add_argument("--causes", action="store_true", help="one protection switched off")
+    parser.add_argument("--density", type=float, help="instead of 1 %%")
+    parser.add_argument("--batch", type=int, help="instead of the task's")
+    parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
-def _jobs(arguments: argparse.Namespace) -> Iterator[Job]:
+def _jobs(arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the runs, one seed of everything before the next."""
-    methods: Sequence[Method] = CAUSES if arguments.causes else METHODS
-    if arguments.tune:
-        methods = METHODS[:1]
-    for seed in range(arguments.seeds):
-        for method in methods:
-            if arguments.methods is None or method.label in arguments.methods:
-                for task in arguments.tasks:
-                    for lr in arguments.tune or [None]:
-                        yield Job(task, method, seed, lr)
-
-
-def _run(data: Path, jobs: Sequence[Job], processes: int) -> Iterator[dict[str, Any]]:
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        runs = [pool.submit(train, data, j.task, j.method, j.seed, lr=j.lr) for j in jobs]
-        for run in as_completed(runs):
-            yield run.result()
+    labels = [method.label for method in (CAUSES if arguments.causes else METHODS)]
+    labels = ["dense"] if arguments.tune else arguments.methods or labels
+    for seed, label, task in product(range(arguments.seeds), labels, arguments.tasks):
+        method, usual = BY_LABEL[label], TASKS[task]
+        batch = arguments.batch or usual.batch
+        for lr in arguments.tune or [usual.lr * math.sqrt(batch / usual.batch)]:
+            yield {
+                "task": task,
+                "method": label,
+                "seed": seed,
+                "ranks": arguments.ranks,
+                "batch": batch,
+                "lr": lr,
+                "density": 1.0
+                if method.scheme == "dense"
+                else arguments.density or method.settings.get("density", DENSITY),
+            }
 
 
 if __name__ == "__main__":

@@ -1,30 +1,22 @@
-"""Tables and plots of docs/experiments.md, from the records of `causes.py` and `convergence.py`.
+"""Tables and plots of docs/experiments.md, from the records of `causes.py`, `convergence.py`
+and `lab_training.py`.
 
     python benchmarks/convergence_report.py
 
-prints the tables as Markdown and draws ``docs/figures/convergence_TASK.svg``.
+prints the tables as Markdown and draws ``docs/figures/convergence_TASK.svg`` and ``lab_TASK.svg``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
+from record import RESULTS, Row, rows_of
 from scipy.stats import t as student
 
-Row = dict[str, Any]
-
-ROOT = Path(__file__).parents[1]
-RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
-
-
-def rows_of(name: str) -> list[Row]:
-    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return rows
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 
 
 def causes_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -68,6 +60,89 @@ def suite_table(rows: Sequence[Row], task: str) -> Iterator[str]:
             f"{volume:.1%}",
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def sweeps_table(sweeps: Sequence[Row], suite: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the runs with other densities, batches and numbers of ranks."""
+    dense = {_setting(row): row for row in (*suite, *sweeps) if row["method"] == "dense"}
+    yield (
+        "| task | method | ranks | batch | steps | asked | sent | accuracy | over dense"
+        " | loss | over dense |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for row in sorted(sweeps, key=lambda row: (_setting(row), row["density_before"])):
+        if row["method"] == "dense":
+            continue
+        base = dense[_setting(row)]
+        task, ranks, batch, _ = _setting(row)
+        cells = (
+            task,
+            row["method"],
+            str(ranks),
+            str(batch),
+            str(row["steps"]),
+            f"{row['settings'].get('density', 0.01):.1%}",
+            f"{row['density_before']:.1%}",
+            f"{row['accuracy']:.2%}",
+            f"{100 * (row['accuracy'] - base['accuracy']):+.2f}",
+            f"{row['loss']:.4f}",
+            f"{row['loss'] - base['loss']:+.4f}",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _setting(row: Row) -> tuple[str, int, int, int]:
+    return row["task"], row["ranks"], row["batch"], row["seed"]
+
+
+def lab_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of the trainings over a network, beside DDP alone."""
+    yield (
+        "| task | network | method | ms a step | minutes | to DDP's half-way loss"
+        " | accuracy | over DDP | loss | over DDP | fewer bytes |"
+    )
+    yield "|---" * 11 + "|"
+    for row in rows:
+        base = next(
+            one for one in rows if one["method"] == "DDP" and _network(one) == _network(row)
+        )
+        wanted = base["train_losses"][len(base["train_losses"]) // 2]
+        seconds = row["train_seconds"]
+        reached = zip(row["train_losses"], seconds, strict=True)
+        cells = (
+            *_network(row),
+            row["method"],
+            f"{1e3 * seconds[-1] / row['steps']:.0f}",
+            f"{seconds[-1] / 60:.1f}",
+            f"{next(second for loss, second in reached if loss <= wanted) / 60:.1f}",
+            f"{row['accuracy']:.2%}",
+            f"{100 * (row['accuracy'] - base['accuracy']):+.2f}",
+            f"{row['loss']:.4f}",
+            f"{row['loss'] - base['loss']:+.4f}",
+            f"{row['compression']:.1f}×",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _network(row: Row) -> tuple[str, str]:
+    return row["task"], row["network"]
+
+
+def draw_lab(rows: Sequence[Row], task: str) -> None:
+    """Draw the training loss of each method against time."""
+    from matplotlib import pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "sparcel"
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for row in rows:
+        if row["task"] == task:
+            width = 2.0 if row["method"] == "DDP" else 1.0
+            minutes = [second / 60 for second in row["train_seconds"]]
+            axes.plot(minutes, row["train_losses"], label=row["method"], linewidth=width)
+    axes.set(xlabel="minutes", ylabel="training loss", title=task, yscale="log")
+    axes.legend(fontsize="small")
+    figure.savefig(FIGURES / f"lab_{task}.svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 def draw(rows: Sequence[Row], task: str) -> None:
@@ -116,12 +191,17 @@ def _interval(differences: Sequence[float], digits: int) -> str:
 
 
 def main() -> None:
-    print("\n".join(causes_table(rows_of("causes"))), end="\n\n")
-    rows = rows_of("convergence")
+    print("\n".join(causes_table(rows_of(RESULTS / "causes.json"))), end="\n\n")
+    rows = rows_of(RESULTS / "convergence.json")
     for task, _ in _grouped((row for row in rows if row["method"] != "dense"), "task"):
         print(f"### {task}\n")
         print("\n".join(suite_table(rows, task)), end="\n\n")
         draw(rows, task)
+    print("\n".join(sweeps_table(rows_of(RESULTS / "convergence_sweeps.json"), rows)), end="\n\n")
+    lab = rows_of(RESULTS / "lab_training.json")
+    print("\n".join(lab_table(lab)))
+    for task in {row["task"] for row in lab}:
+        draw_lab(lab, task)
 
 
 if __name__ == "__main__":

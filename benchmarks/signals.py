@@ -11,23 +11,17 @@ ranks fills in. ``DATA`` is as for ``convergence.py``. Runs that the record has 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import combinations
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
-from machine import machine
-from rich.console import Console
+from record import RESULTS, Row, extend
 from task_training import Method, Run, evaluate
-from tasks import TASKS, loss_of
+from tasks import TASKS, Task, loss_of
 from torch import Tensor
 
 import sparcel
@@ -45,12 +39,11 @@ from sparcel.schemes.density import count_for
 from sparcel.selectors import selector, topk
 from sparcel.training import Averager, stays_dense
 
-OUTPUT = Path(__file__).parent / "results" / "signals.json"
 RANKS, DENSITY, EVERY = 8, 0.01, 40
 MANY, DENSITIES = 64, (0.001, 0.01, 0.05, 0.1)
 """Ranks and densities for which the fill-in of sums is counted."""
 
-METHODS = (
+_METHODS = (
     Method("topk", "topk", frontload=False),
     Method("oktopk", "oktopk", frontload=False),
     Method("oktopk reuse", "oktopk", {"threshold": "reuse"}, frontload=False),
@@ -62,6 +55,7 @@ METHODS = (
     ),
     Method("scalecom", "scalecom", frontload=False),
 )
+METHODS = {method.label: method for method in _METHODS}
 
 
 class Watched(Run):
@@ -77,8 +71,8 @@ class Watched(Run):
         The density of a sum over 1, 2, 4 … ranks, by step and density.
     """
 
-    def __init__(self, data: Path, task_name: str, method: Method, seed: int) -> None:
-        super().__init__(data, TASKS[task_name], method, seed)
+    def __init__(self, data: Path, task: Task, method: Method, seed: int) -> None:
+        super().__init__(data, task, method, seed)
         self.large = [name for name, p in self.named.items() if not stays_dense(name, p)]
         self.sizes = [self.named[name].numel() for name in self.large]
         self.looks: list[dict[str, float | None]] = []
@@ -160,6 +154,7 @@ def look(found: Sequence[tuple[Tensor, Tensor]], leader: int) -> dict[str, float
         "accumulated_quantiles": quantile_agreement(mine, true),
         "contraction_own": own,
         "contraction_true": contraction(true, chunked),
+        "contraction_leader": contraction(true, chosen),
         "contraction_best": contraction(true, topk(true, k)),
         "cosine_needed": (RANKS * own - 1) / (RANKS - 1),
         "memory_over_gradient": mean(norms) / mean(float(one.norm()) for one in gradients),
@@ -178,14 +173,14 @@ def _pairwise(cosines: Tensor) -> float:
     return mean(float(cosines[a, b]) for a, b in combinations(range(len(cosines)), 2))
 
 
-def watch(data: Path, task: str, method: Method, seed: int) -> dict[str, Any]:
+def watch(data: Path, task: str, method: str, seed: int) -> Row:
     """Train once and return the row."""
     torch.set_num_threads(1)
-    start, run = time.perf_counter(), Watched(data, task, method, seed)
+    start, run = time.perf_counter(), Watched(data, TASKS[task], METHODS[method], seed)
     sparcel.simulate(RANKS, run.rank)
     return {
         "task": task,
-        "method": method.label,
+        "method": method,
         "seed": seed,
         "ranks": RANKS,
         "steps": run.task.steps,
@@ -210,33 +205,15 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images", "characters"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
+    parser.add_argument("--output", type=Path, default=RESULTS / "signals.json")
     arguments = parser.parse_args()
-    output, console, data = arguments.output, Console(highlight=False), arguments.data.resolve()
-    rows = json.loads(output.read_text())["rows"] if output.exists() else []
-    done = {(row["task"], row["method"], row["seed"]) for row in rows}
-    for row in _run(data, [j for j in _jobs(arguments) if j not in done], arguments.processes):
-        rows.append(row)
-        document = {**machine(), "rows": rows}
-        output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        console.print(f"{row['task']}, {row['method']}: {row['minutes']} minutes")
-
-
-def _jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    for task in arguments.tasks:
-        for method in METHODS:
-            yield task, method.label, arguments.seed
-
-
-def _run(
-    data: Path, jobs: Sequence[tuple[str, str, int]], processes: int
-) -> Iterator[dict[str, Any]]:
-    by_label = {method.label: method for method in METHODS}
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        runs = [pool.submit(watch, data, task, by_label[m], seed) for task, m, seed in jobs]
-        for run in as_completed(runs):
-            yield run.result()
+    jobs = (
+        {"task": task, "method": label, "seed": arguments.seed}
+        for task, label in product(arguments.tasks, METHODS)
+    )
+    for row in extend(arguments.output, watch, arguments.data, jobs, arguments.processes):
+        print(f"{row['task']}, {row['method']}: {row['minutes']} minutes", flush=True)
 
 
 if __name__ == "__main__":

@@ -40,17 +40,17 @@ class Method:
 
 
 def train(
-    data: Path, task_name: str, method: Method, seed: int, ranks: int = 8, lr: float | None = None
+    data: Path, task: str, method: Method, seed: int, ranks: int, batch: int, lr: float
 ) -> dict[str, Any]:
-    """Train once and return the row of results."""
+    """Train once, on as many samples with any batch, and return the row of results."""
     torch.set_num_threads(1)
-    start, task = time.perf_counter(), TASKS[task_name]
-    task = replace(task, lr=lr or task.lr)
-    run = Run(data, task, method, seed)
+    start, usual = time.perf_counter(), TASKS[task]
+    steps = usual.steps * usual.batch // batch
+    run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed)
     report = sparcel.simulate(ranks, run.rank)
     volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
     return {
-        "task": task.name,
+        "task": task,
         "method": method.label,
         "scheme": method.scheme,
         "settings": dict(method.settings),
@@ -58,15 +58,16 @@ def train(
         "frontload": method.frontload,
         "seed": seed,
         "ranks": ranks,
-        "batch": task.batch,
-        "steps": task.steps,
-        "lr": task.lr,
+        "batch": batch,
+        "steps": steps,
+        "lr": lr,
         **evaluate(run.model, run.split),
         "train_losses": run.smoothed(),
         "density_before": report.results[0].density_before,
         "density_after": report.results[0].density_after,
         "dense_steps": run.dense_steps,
-        "bytes_a_step": max(volumes) / task.steps,
+        "clipped_steps": run.clipped_steps,
+        "bytes_a_step": max(volumes) / steps,
         "minutes": round((time.perf_counter() - start) / 60, 2),
     }
 
@@ -86,7 +87,7 @@ class Run:
         corrected = [name for name, p in self.named.items() if not stays_dense(name, p)]
         self.optimizer = task.optimizer(self.model, corrected if momentum_of(self.scheme) else ())
         self.losses = [0.0] * task.steps
-        self.dense_steps = 0
+        self.dense_steps = self.clipped_steps = 0
         self._updates: dict[str, Tensor] = {}
 
     def rank(self, comm: Communicator) -> sparcel.training.Stats:
@@ -123,8 +124,13 @@ class Run:
     def _apply(self, updates: Mapping[str, Tensor], step: int) -> None:
         for name, parameter in self.named.items():
             parameter.grad = updates[name]
+        self.update(step)
+
+    def update(self, step: int) -> None:
+        """Let the optimiser change the model by its ``.grad``, which are the averages."""
         if self.task.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+            self.clipped_steps += bool(norm > self.task.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.lr_at(step)
         self.optimizer.step()

@@ -28,8 +28,8 @@ class Ahead:
 
     What a rank keeps back is missing from the model, so gradients would not see it: they would ask
     for the same change again and again, and the sum of all that overshoots once it is applied.
-    Inside ``with ahead:`` each parameter is moved to where its optimiser would bring it in two steps
-    if the first one had the memory as its gradient, and no other gradient ever came: by
+    Inside ``with ahead:`` each parameter is moved to where its optimiser would bring it in two
+    steps if the first one had the memory as its gradient, and no other gradient ever came: by
     ``(1 + momentum)·lr·memory`` for SGD, and for Adam by
     ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections.
     Nothing is sent for it, and the memory stays as it is, so conservation holds unchanged.

@@ -1,0 +1,112 @@
+"""How far ahead a rank should look: training with the step of step-ahead multiplied.
+
+    python benchmarks/ahead_factor.py DATA --tasks characters --factors 1 2 4
+
+A factor of 1 moves a parameter by ``lr·memory``; `sparcel.attach` takes 1 + momentum. ``common``
+is the share of the ranks' memories (and of their gradients) that lies in their mean: ‖mean‖² over
+the mean of ‖·‖², from 1/8 if eight ranks have nothing in common to 1 if they are equal. Runs that
+the record has are not repeated. ``DATA`` is as for ``convergence.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from record import RESULTS, Row, extend
+from task_training import Method, Run, evaluate
+from tasks import MOMENTUM, TASKS
+from torch import Tensor
+
+import sparcel
+from sparcel.comm import Communicator
+from sparcel.training import Averager, ahead, stays_dense
+
+RANKS, EVERY = 8, 100
+
+METHODS = {
+    method.label: method
+    for method in (
+        Method("gtopk", "gtopk"),
+        Method("scalecom", "scalecom"),
+        Method("scalecom, chunks", "scalecom", {"selector": "chunkwise"}),
+    )
+}
+
+
+class Watched(Run):
+    """A training that measures what the ranks' memories and gradients have in common."""
+
+    common: list[tuple[float, float]]
+
+    def observe(
+        self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
+    ) -> None:
+        if step == 0:
+            self.common, self._seen = [], {}
+        if step == 0 or step % EVERY:
+            return
+        large = [name for name, p in self.named.items() if not stays_dense(name, p)]
+        memory = averager.state_dict()
+        mine = [memory[f"rank{comm.rank}.{name}"].flatten() for name in large]
+        self._seen[comm.rank] = torch.cat(mine), torch.cat([gradients[n].flatten() for n in large])
+        comm.gather_numbers(0)  # all ranks' are there
+        if comm.rank == 0:
+            memories, found = (torch.stack(one) for one in zip(*self._seen.values(), strict=True))
+            self.common.append((_common(memories), _common(found)))
+        comm.gather_numbers(0)  # the next may come
+
+
+def _common(ranks: Tensor) -> float:
+    """Return ‖mean‖² over the mean of ‖·‖² of vectors ``[ranks, size]``."""
+    return round(float(ranks.mean(0).square().sum() / ranks.square().sum(1).mean()), 3)
+
+
+def train(data: Path, task: str, method: str, factor: float, seed: int) -> Row:
+    """Train once with the step ahead multiplied, and return the row."""
+    torch.set_num_threads(1)
+    two_steps = ahead._two_steps
+
+    def multiplied(*arguments: Any) -> tuple[float, Tensor]:
+        rate, direction = two_steps(*arguments)
+        return rate * factor / (1 + MOMENTUM), direction
+
+    with patch.object(ahead, "_two_steps", multiplied):
+        run = Watched(data, TASKS[task], METHODS[method], seed)
+        report = sparcel.simulate(RANKS, run.rank)
+    return {
+        "task": task,
+        "method": method,
+        "factor": factor,
+        "seed": seed,
+        **evaluate(run.model, run.split),
+        "density_before": report.results[0].density_before,
+        "common": run.common,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["clothes", "characters"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--factors", nargs="+", type=float, default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
+    arguments = parser.parse_args()
+    jobs = (
+        {"task": task, "method": label, "factor": factor, "seed": arguments.seed}
+        for task, label, factor in product(arguments.tasks, arguments.methods, arguments.factors)
+    )
+    output = RESULTS / "ahead_factor.json"
+    for row in extend(output, train, arguments.data, jobs, arguments.processes):
+        print(f"{row['task']}, {row['method']}, {row['factor']:g}: {row['loss']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
