@@ -59,7 +59,7 @@ def oktopk(own: SparseStream, wire: Wire, k: int, regions: str, blocks: str) -> 
     boundaries = REGIONS[regions](own, wire)
     region = reduce_regions(own, boundaries, wire)
     winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
-    return gather_winners(region, winners.counts, boundaries, wire, BLOCKS[blocks])
+    return gather_winners(region, winners.counts, boundaries, wire, BLOCKS[blocks]).total
 
 
 def accumulated(rank: int, words: int, steps: int, length: int = 32) -> Tensor:

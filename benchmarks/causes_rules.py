@@ -67,6 +67,7 @@ VARIANTS: dict[str, Rule] = {
     "dense": _DENSE,
     "dense, 4 steps late": replace(_DENSE, delay=4),
     "dense, 16 steps late": replace(_DENSE, delay=16),
+    "dense, 77 steps late": replace(_DENSE, delay=77),
     "dense, without momentum": replace(_DENSE, momentum=0.0),
     "topk": _TOPK,
     "sparcml": _SPARCML,

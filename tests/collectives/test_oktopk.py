@@ -77,10 +77,14 @@ def streams_of(layout, kind, world, size, count, dtype=torch.float32, seed=0):
     return streams
 
 
-def run(streams, k, max_nnz=None, call=topk_by_regions):
+def outcomes(streams, k, max_nnz=None, call=topk_by_regions):
     return simulate(
         len(streams), lambda comm: call(streams[comm.rank], Wire(comm), k, max_nnz)
     ).results
+
+
+def run(streams, k, max_nnz=None, call=topk_by_regions):
+    return [outcome.total for outcome in outcomes(streams, k, max_nnz, call)]
 
 
 def oracle(streams, k):
@@ -131,6 +135,21 @@ def test_oktopk_takes_dense_streams_of_small_integers(layout, world, size, k, dt
     expected = oracle(case.streams, k)
     for result in run(case.streams, k, call=oktopk):
         assert same_stream(result, expected)
+
+
+@given(layouts, st.integers(1, 17), st.integers(0, 70), st.integers(1, 80), floats)
+def test_total_and_what_ranks_drop_are_the_sum(layout, world, size, k, dtype):
+    case = case_of(layout, world, size, dtype)
+    every = sum(full(stream) for stream in case.streams)
+    for call in (oktopk, topk_by_regions, gathered_topk):
+        streams = case.streams
+        if call is topk_by_regions:  # takes sparse ones
+            streams = [stream.largest(size) for stream in streams]
+        found = outcomes(streams, k, call=call)
+        dropped = [outcome.dropped for outcome in found]
+        assert torch.equal(full(found[0].total) + sum(map(full, dropped)), every)
+        left = sum(int((one.values != 0).sum()) for one in dropped)
+        assert left == max(int((every != 0).sum()) - k, 0)
 
 
 def test_oracle_is_the_topk_of_the_sum():
@@ -213,7 +232,8 @@ def reuse(streams, k, estimates, boundaries=False, threshold=False, max_nnz=None
         stream = streams[comm.rank]
         return oktopk_reuse(stream, Wire(comm), k, estimates, boundaries, threshold, max_nnz)
 
-    results = simulate(len(streams), on_rank).results
+    found = simulate(len(streams), on_rank).results
+    results = [(outcome.total, learnt) for outcome, learnt in found]
     assert all(same_stream(total, results[0][0]) for total, _ in results)
     assert all(learnt == results[0][1] for _, learnt in results)
     return results[0]

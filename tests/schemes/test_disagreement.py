@@ -41,6 +41,7 @@ DIFFERENT: dict[str, tuple[Make, Make]] = {
     "clip": (partial(GTopK, 0.1), partial(GTopK, 0.1, clip=1.0)),
     "algorithm": (partial(TopK, 0.1), partial(TopK, 0.1, algorithm="ring")),
     "put_back": (GTopK, partial(GTopK, put_back="own")),
+    "put_back of regions": (OkTopK, partial(OkTopK, put_back="own")),
     "threshold": (OkTopK, partial(OkTopK, threshold="reuse")),
     "bits": (partial(SparCML, 0.4), partial(SparCML, 0.4, bits=4)),
     "seed": (partial(SparCML, 0.4, bits=4), partial(SparCML, 0.4, bits=4, seed=1)),

@@ -124,8 +124,9 @@ def test_conserving_rule_keeps_a_sum_dropped_on_one_branch():
 
 
 @pytest.mark.parametrize("density", [0.1, 0.9])
-def test_papers_rule_takes_back_values_that_did_not_win(density):
-    make = lambda: sparcel.scheme("gtopk", density=density, put_back="own")  # noqa: E731
+@pytest.mark.parametrize("name", ["gtopk", "oktopk"])
+def test_papers_rule_takes_back_values_that_did_not_win(name, density):
+    make = lambda: sparcel.scheme(name, density=density, put_back="own")  # noqa: E731
     gradients = [integers(rank, 0, 50) for rank in range(2)]
     update, memories, _ = step_once(make, 2, gradients)
     for gradient, memory in zip(gradients, memories, strict=True):
@@ -270,6 +271,7 @@ BAD = [
     ("topk", {"algorithm": "rign"}, r"algorithm must be one of .*did you mean 'ring'\?"),
     ("topk", {"algorithm": "gtopk"}, r"not an all_reduce.*train with the scheme 'gtopk'"),
     ("gtopk", {"put_back": "drop"}, r"put_back must be one of .*did you mean 'dropped'\?"),
+    ("oktopk", {"put_back": "owner"}, r"put_back must be one of .*did you mean 'own'\?"),
     ("sparcml", {"bits": 3}, r"bits must be 8, 4 or 2, got 3"),
 ]
 

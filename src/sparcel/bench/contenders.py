@@ -75,7 +75,7 @@ def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -
         )
     if name == "oktopk":
         return Contender(
-            lambda: comm.run(lambda: oktopk(own, Wire(comm), k, k)),
+            lambda: comm.run(lambda: oktopk(own, Wire(comm), k, k)).total,
             lambda result: oracle.count_wrong(result, case.total.largest(k)),
         )
     return Contender(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sparcel import patterns
 from sparcel._checks import all_finite
+from sparcel.collectives._blocks import placed
 from sparcel.collectives.allgather import allgather
 from sparcel.collectives.allgather import steps as allgather_steps
 from sparcel.collectives.broadcast import tree_broadcast, tree_steps
@@ -17,11 +18,11 @@ from sparcel.wire import Due, Wire, collective
 
 @dataclass(frozen=True)
 class GlobalTopk:
-    """The result of `gtopk`.
+    """The largest coordinates of a sum over all ranks, and this rank's part of the others.
 
-    ``total`` is sparse, holds at most k coordinates, and is the same on all ranks. ``dropped``
-    holds the partial sums that this rank dropped. ``total`` plus all ranks' ``dropped`` is the sum
-    of all inputs. If a partial sum overflowed, neither is finite.
+    ``total`` is sparse and the same on all ranks. ``dropped`` holds the sums, or partial sums,
+    that this rank dropped. ``total`` plus all ranks' ``dropped`` is the sum of all inputs. If an
+    input or a sum is not finite, neither is ``total``.
     """
 
     total: SparseStream
@@ -63,20 +64,23 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
 @collective
 def gathered_topk(
     stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None
-) -> SparseStream:
+) -> GlobalTopk:
     """Gather every rank's stream, sum in the order of the ranks, and keep the k largest.
 
-    The result is sparse, and is the exact global top-k; `oktopk` finds the same without gathering.
-    If an input or the sum is not finite, it is empty and not ``finite``. ``max_nnz`` bounds every
-    rank's entries.
+    The total is the exact global top-k; `oktopk` finds the same without gathering. If an input or
+    the sum is not finite, it is empty and not ``finite``. Rank r drops what lies in
+    ``[r·n // P, (r+1)·n // P)``. ``max_nnz`` bounds every rank's entries.
 
     Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.
     """
     total = allgather(stream, wire, max_nnz=max_nnz)
     if not (total.finite and all_finite(total.values)):
-        return stream.void_like()
-    return total.largest(k)
+        return GlobalTopk(stream.void_like(), stream.void_like())
+    winners = total.largest(k)
+    start, stop = patterns.regions(stream.size, wire.size)[wire.rank : wire.rank + 2]
+    region = placed(total.slice(start, stop), start, stream.size)
+    return GlobalTopk(winners, region.without(winners))
 
 
 def steps(problem: Problem) -> Iterator[Step]:
@@ -105,4 +109,6 @@ def steps(problem: Problem) -> Iterator[Step]:
 def gathered_topk_steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of `gathered_topk`."""
     yield from allgather_steps(problem)
-    yield Work("largest", problem.entries(problem.everyone))
+    total = problem.entries(problem.everyone)
+    yield Work("largest", total)
+    yield Work("without", total / problem.ranks)

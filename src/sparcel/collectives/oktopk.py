@@ -31,7 +31,7 @@ from sparcel.collectives._regions import (
     balanced_boundaries,
     counters_for,
 )
-from sparcel.collectives.gtopk import gathered_topk, gathered_topk_steps
+from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_steps
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.comm import DIRECT_RANKS
@@ -42,7 +42,7 @@ from sparcel.wire import Wire, collective
 
 
 @collective
-def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None) -> SparseStream:
+def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None) -> GlobalTopk:
     """Sum over all ranks and keep the k largest magnitudes, exactly.
 
     Parameters
@@ -55,8 +55,9 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
 
     Returns
     -------
-    SparseStream
-        Sparse, the same on all ranks. Empty and not ``finite`` if an input or a sum is not finite.
+    GlobalTopk
+        The total is empty and not ``finite`` if an input or a sum is not finite. A rank drops what
+        it has summed, in its own region, and does not win.
 
     If gathering every stream takes no more bytes, as with two ranks or little data, this calls
     `gathered_topk`, which takes fewer rounds and returns the same bits. Otherwise it calls
@@ -71,7 +72,7 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
 
 def topk_by_regions(
     own: SparseStream, wire: Wire, k: int, max_nnz: int | None = None
-) -> SparseStream:
+) -> GlobalTopk:
     """Sum over all ranks and keep the k largest, like `oktopk`; ``own`` is sparse.
 
     Rounds: P−1 for the split, at most P−1 for the balancing, ⌈log₂P⌉ for each of two gathers, and
@@ -79,11 +80,11 @@ def topk_by_regions(
     """
     boundaries, finite = balanced_boundaries(own, wire.comm, max_nnz)
     if not finite:
-        return own.void_like()
+        return GlobalTopk(own.void_like(), own.void_like())
     region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
     winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
-        return own.void_like()
+        return GlobalTopk(own.void_like(), own.void_like())
     evened = _evening_pays(_problem(own, wire), winners.counts, boundaries)
     return gather_winners(region, winners.counts, boundaries, wire, evened)
 
@@ -123,12 +124,15 @@ def gather_winners(
     boundaries: Sequence[int],
     wire: Wire,
     evened: bool,
-) -> SparseStream:
+) -> GlobalTopk:
     """Give every rank the ``counts[rank]`` largest of every rank's region."""
-    block = region.largest(counts[wire.rank])
-    if not evened:
-        return gather_direct(block, counts, boundaries, wire)
-    return gather_evened(placed(block, boundaries[wire.rank], boundaries[-1]), counts, wire)
+    start, size = boundaries[wire.rank], boundaries[-1]
+    block, rest = selectable(region).topk(counts[wire.rank])
+    if evened:
+        total = gather_evened(placed(block, start, size), counts, wire)
+    else:
+        total = gather_direct(block, counts, boundaries, wire)
+    return GlobalTopk(total, placed(rest, start, size))
 
 
 def selectable(stream: SparseStream) -> SparseStream:
@@ -183,6 +187,7 @@ def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
         yield from sum_steps(problem, counted, problem.size)
     yield from gather_number_steps(problem, course.listed, max(course.listed), 4)
     yield Work("largest", reduced)
+    yield Work("without", reduced)
     if _evening_pays(problem, course.winners, course.boundaries):
         yield from evened_steps(problem, course.winners)
     else:

@@ -13,6 +13,7 @@ from sparcel._checks import all_finite
 from sparcel.collectives._counts import gather_numbers
 from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives._regions import average_boundaries
+from sparcel.collectives.gtopk import GlobalTopk
 from sparcel.collectives.oktopk import gather_winners, selectable
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.stream import SparseStream
@@ -41,7 +42,7 @@ def oktopk_reuse(
     renew_boundaries: bool,
     renew_threshold: bool,
     max_nnz: int | None = None,
-) -> tuple[SparseStream, Estimates]:
+) -> tuple[GlobalTopk, Estimates]:
     """Sum over all ranks and keep about k magnitudes, by the paper's own rules.
 
     Parameters
@@ -57,7 +58,7 @@ def oktopk_reuse(
     Returns
     -------
     The sum, as from `oktopk`, and the estimates for the next call. If the threshold was renewed,
-    the sum holds k coordinates. Otherwise it holds all magnitudes from the threshold on; if these
+    the total holds k coordinates. Otherwise it holds all magnitudes from the threshold on; if these
     are more than ⌈4k/3⌉, each region keeps its largest, in proportion. If the sum is not finite,
     the estimates are returned unchanged.
 
@@ -77,7 +78,7 @@ def oktopk_reuse(
         counts, finite = _count_from(threshold, region, wire)
         counts = _capped(counts, -(-4 * k // 3))
     if not finite:
-        return own.void_like(), estimates
+        return GlobalTopk(own.void_like(), own.void_like()), estimates
     evened = wire.size * max(counts) > 4 * sum(counts)
     return gather_winners(region, counts, boundaries, wire, evened), Estimates(
         boundaries, threshold, k

@@ -10,19 +10,15 @@ from sparcel.collectives.gtopk import steps as gtopk_steps
 from sparcel.errors import known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
+from sparcel.schemes._put_back import RULES, exchanged
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.wire import Wire
 
 
 def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
-    """Find the tree's top-k of the ranks' selections; dropped sums go back to memory."""
+    """Find the tree's top-k of the ranks' selections; see `GTopK` for ``put_back``."""
     sent = selection.stream
-    outcome = gtopk(sent, wire, selection.k)
-    total = outcome.total
-    if not total.finite:
-        return Exchanged(total, sent)
-    kept = sent.without(total) if put_back == "own" else outcome.dropped
-    return Exchanged(total, sent, kept, complete=False)
+    return exchanged(gtopk(sent, wire, selection.k), sent, put_back)
 
 
 @dataclass(eq=False)
@@ -45,7 +41,7 @@ class GTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known(self.put_back, ["dropped", "own"], "put_back")
+        known(self.put_back, RULES, "put_back")
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         return exchange_gtopk(selection, wire, self.put_back)

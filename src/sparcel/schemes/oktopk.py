@@ -13,16 +13,16 @@ from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
+from sparcel.schemes._put_back import RULES, exchanged
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
-from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 
-def exchange_oktopk(selection: Selection, wire: Wire) -> Exchanged:
-    """Find the exact top-k of the sum; sent coordinates that lose go back to memory."""
+def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
+    """Find the exact top-k of the sum; see `OkTopK` for ``put_back``."""
     sent = selection.stream
-    return _with_losers(oktopk(sent, wire, selection.k, selection.most), sent)
+    return exchanged(oktopk(sent, wire, selection.k, selection.most), sent, put_back)
 
 
 @dataclass(eq=False)
@@ -37,6 +37,10 @@ class OkTopK(Sparsifier):
     threshold_steps, boundary_steps
         With ``"reuse"``, how many steps an estimate serves: the paper's τ′ and τ, by default its 32
         and 64. With ``"exact"`` they are refused.
+    put_back
+        ``"dropped"``: a sum that does not win goes to the memory of the rank that summed it, so
+        that its parts meet there, and are selected by what they are together. ``"own"``: the
+        paper's rule, each rank takes back its own values.
 
     The others are those of `Sparsifier`.
     Source: Ok-Topk, Algorithms 1 and 2.
@@ -45,11 +49,13 @@ class OkTopK(Sparsifier):
     threshold: str = "exact"
     threshold_steps: int | None = None
     boundary_steps: int | None = None
+    put_back: str = "dropped"
     _estimates: Estimates = field(init=False, repr=False)
     _estimated: Estimates = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         known(self.threshold, ["exact", "reuse"], "threshold")
+        known(self.put_back, RULES, "put_back")
         reuses = self.threshold == "reuse"
         self.threshold_steps = _checked_steps(self.threshold_steps, "threshold_steps", reuses, 32)
         self.boundary_steps = _checked_steps(self.boundary_steps, "boundary_steps", reuses, 64)
@@ -60,8 +66,8 @@ class OkTopK(Sparsifier):
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         if self.threshold_steps is None or self.boundary_steps is None:  # nothing is reused
-            return exchange_oktopk(selection, wire)
-        total, self._estimated = oktopk_reuse(
+            return exchange_oktopk(selection, wire, self.put_back)
+        outcome, self._estimated = oktopk_reuse(
             selection.stream,
             wire,
             selection.k,
@@ -70,7 +76,7 @@ class OkTopK(Sparsifier):
             renew_threshold=self.steps % self.threshold_steps == 0,
             max_nnz=selection.most,
         )
-        return _with_losers(total, selection.stream)
+        return exchanged(outcome, selection.stream, self.put_back)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -104,20 +110,9 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
     return steps
 
 
-def _with_losers(total: SparseStream, sent: SparseStream) -> Exchanged:
-    """Return the exchange whose kept part is every sent coordinate that is not in the total.
-
-    A region's owner sums the values of all ranks for a coordinate, so either all of them are
-    applied or none.
-    """
-    kept = sent.without(total) if total.finite else None
-    return Exchanged(total, sent, kept, complete=False)
-
-
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `OkTopK`."""
     yield from select_steps(problem)
     yield from oktopk_steps(problem)
-    yield Work("without", problem.k)
     yield Work("scatter", problem.k)
     yield from apply_steps(problem, problem.k)
