@@ -41,6 +41,9 @@ class Rule:
         The optimiser's.
     ahead
         Gradients are computed where ``ahead·lr·memory`` is applied.
+    owners
+        What the owner of a region does, for ``"k"``: nothing, ``"keep"`` the sums that do not win,
+        or ``"add"`` as well all that it has of its region, while it selects k others to send.
     """
 
     result: str = "k"
@@ -58,6 +61,7 @@ class Rule:
     cap: float | None = None
     momentum: float = MOMENTUM
     ahead: float = 0.0
+    owners: str = ""
 
 
 _DENSE, _K = Rule("dense"), Rule()
@@ -104,6 +108,8 @@ VARIANTS: dict[str, Rule] = {
     "topk, both": replace(_TOPK, ahead=1.9, front=True),
     "sparcml, both": replace(_SPARCML, ahead=1.9, front=True),
     "k, both": replace(_K, ahead=1.9, front=True),
+    "k, both, owners keep": replace(_K, ahead=1.9, front=True, owners="keep"),
+    "k, both, owners add": replace(_K, ahead=1.9, front=True, owners="add"),
     "scalecom, both": replace(_SCALECOM, ahead=1.9, front=True),
     "scalecom, over the vector, both": replace(_SCALECOM, per="vector", ahead=1.9, front=True),
 }
@@ -117,6 +123,7 @@ class Exchange:
         self.rule, self.sizes, self.steps = rule, sizes, steps
         size = sum(sizes)
         self.memory, self.velocity = torch.zeros(RANKS, size), torch.zeros(RANKS, size)
+        self.owned = torch.arange(size) * RANKS // size == torch.arange(RANKS)[:, None]
         self.late: deque[Tensor] = deque()
         self.step, self.sent = 0, 0.0
 
@@ -133,9 +140,12 @@ class Exchange:
             entering = self.velocity.mul_(rule.correction).add_(gradients)
         before = self.memory
         waiting = entering + rule.decay * before if rule.memory else entering.clone()
-        chosen = self._applied(waiting)
+        selected, chosen = self._applied(waiting)
         update = (waiting * chosen).mean(0)
         kept = waiting.masked_fill(chosen, 0)
+        if rule.owners:
+            lost = (kept * selected).sum(0)
+            kept = kept.masked_fill(selected, 0) + lost * self.owned
         if rule.cap is not None:
             share = (rule.cap * entering.abs().mean(0) / update.abs().clamp_min(1e-20)).clamp_max(1)
             kept += waiting * chosen * (1 - share)
@@ -145,20 +155,26 @@ class Exchange:
             self.velocity.masked_fill_(chosen, 0)
         return update
 
-    def _applied(self, waiting: Tensor) -> Tensor:
-        """Return which coordinates of each rank are applied, ``[ranks, size]``."""
+    def _applied(self, waiting: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which coordinates of each rank are summed, and applied, ``[ranks, size]`` each."""
         density = self._density()
         self.sent += density
         if density == 1:
-            return torch.ones_like(waiting, dtype=torch.bool)
+            everything = torch.ones_like(waiting, dtype=torch.bool)
+            return everything, everything
         if self.rule.result == "leader":
             leader = waiting[(self.step - 1) % RANKS]
-            return self._selected(leader, density).expand(RANKS, -1)
-        selected = torch.stack([self._selected(rank, density) for rank in waiting])
+            leading = self._selected(leader, density).expand(RANKS, -1)
+            return leading, leading
+        adds = self.rule.owners == "add"
+        sendable = waiting.masked_fill(self.owned, 0) if adds else waiting
+        selected = torch.stack([self._selected(rank, density) for rank in sendable])
+        if adds:
+            selected |= self.owned
         if self.rule.result == "union":
-            return selected
+            return selected, selected
         sums = (waiting * selected).sum(0)
-        return selected & _largest(sums, math.ceil(density * len(sums)))
+        return selected, selected & _largest(sums, math.ceil(density * len(sums)))
 
     def _density(self) -> float:
         rule, step = self.rule, self.step - 1

@@ -39,6 +39,8 @@ METHODS = (
     Method("mstopk", "mstopk"),
     Method("gaussiank", "gaussiank"),
     Method("dgc", "dgc", {"density": 0.01}),
+    Method("gtopk put_back=own", "gtopk", {"put_back": "own"}),
+    Method("oktopk put_back=own", "oktopk", {"put_back": "own"}),
     Method("oktopk reuse", "oktopk", {"threshold": "reuse"}),
     Method("scalecom β=0.1", "scalecom", {"beta": 0.1}),
     Method("sparcml 4 bits", "sparcml", {"bits": 4}),

@@ -62,6 +62,20 @@ def suite_table(rows: Sequence[Row], task: str) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+PUT_BACK = ("dense", "gtopk put_back=own", "gtopk", "oktopk put_back=own", "oktopk")
+
+
+def put_back_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of a table by whose memory keeps what does not win, of seed 0."""
+    yield f"| task | {' | '.join(PUT_BACK)} |"
+    yield "|---" * (1 + len(PUT_BACK)) + "|"
+    found = {(row["task"], row["method"]): row for row in rows if row["seed"] == 0}
+    for task, _ in _grouped((row for row in rows if row["method"] == PUT_BACK[1]), "task"):
+        runs = [found[task, method] for method in PUT_BACK]
+        cells = [f"{run['accuracy']:.2%}, loss {run['loss']:.4f}" for run in runs]
+        yield f"| {task} | {' | '.join(cells)} |"
+
+
 def sweeps_table(sweeps: Sequence[Row], suite: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of the runs with other densities, batches and numbers of ranks."""
     dense = {_setting(row): row for row in (*suite, *sweeps) if row["method"] == "dense"}
@@ -193,6 +207,7 @@ def _interval(differences: Sequence[float], digits: int) -> str:
 def main() -> None:
     print("\n".join(causes_table(rows_of(RESULTS / "causes.json"))), end="\n\n")
     rows = rows_of(RESULTS / "convergence.json")
+    print("\n".join(put_back_table(rows)), end="\n\n")
     for task, _ in _grouped((row for row in rows if row["method"] != "dense"), "task"):
         print(f"### {task}\n")
         print("\n".join(suite_table(rows, task)), end="\n\n")
