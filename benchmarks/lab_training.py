@@ -101,11 +101,13 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = rows_of(arguments.output)
-    done = {(row["task"], row["method"], row["network"]) for row in rows}
+    done = [(row["task"], row["network"], row["seed"], row["steps"], row["method"]) for row in rows]
+    steps = arguments.steps or TASKS[arguments.task].steps
+    training = arguments.task, arguments.network, arguments.seed, steps
     dist.barrier()  # all have read what rank 0 will write
     for method in METHODS:
         wanted = arguments.methods is None or method.label in arguments.methods
-        if not wanted or (arguments.task, method.label, arguments.network) in done:
+        if not wanted or (*training, method.label) in done:
             continue
         rows.append(trained(arguments, method))
         if dist.get_rank() == 0:

@@ -41,7 +41,7 @@ def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
     """Exchange as a step of ScaleCom does: rank 0's indices, then all ranks' values there."""
     wire, rows = Wire(comm), stream.values.new_empty(stream.nnz, 0)
     indices = SparseStream.unchecked(stream.indices, rows, stream.size)
-    chosen = broadcast(indices, wire, 0, Due(stream.size, stream.dtype, 0, k, sparse=True))
+    chosen = broadcast(indices, wire, 0, Due(stream.size, stream.dtype, 0, k, stays_sparse=True))
     ones = SparseStream(None, torch.ones(chosen.nnz), chosen.nnz)
     sums = halving_doubling(ones, wire)
     return SparseStream.unchecked(chosen.indices, sums.values, stream.size)
@@ -59,7 +59,7 @@ def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
 
 SELECTING = {
     "gtopk": lambda stream, comm, k: gtopk(stream, Wire(comm), k).total,
-    "oktopk": lambda stream, comm, k: oktopk(stream, Wire(comm), k, k),
+    "oktopk": lambda stream, comm, k: oktopk(stream, Wire(comm), k, k).total,
     "scalecom": scalecom,
     "hitopk": two_levels(lambda density: TopK(density, algorithm="allgather")),
     "torus2d": two_levels(lambda density: Dense()),

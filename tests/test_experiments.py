@@ -16,15 +16,23 @@ def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> 
     gtopk_paper: Any = importlib.import_module("gtopk_paper")
     rows = {
         name: report.rows_of(report.RESULTS / f"{name}.json")
-        for name in ("causes", "convergence", "lab_training")
+        for name in ("causes", "convergence", "convergence_sweeps", "lab_training")
     }
     suite = rows["convergence"]
     lines = [
         *report.causes_table(rows["causes"]),
         *report.put_back_table(suite),
+        *report.sweeps_table(rows["convergence_sweeps"], suite),
         *report.lab_table(rows["lab_training"]),
         *gtopk_paper.table(),
     ]
     for task in {row["task"] for row in suite if row["method"] != "dense"}:
         lines += report.suite_table(suite, task)
     assert set(lines) <= set(PAGE.splitlines())
+
+
+def test_scale_measures_every_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    scale: Any = importlib.import_module("scale")
+    for name in scale.NAMES:
+        assert scale.measure(name, 4, 1000, 10)["ranks"] == 4

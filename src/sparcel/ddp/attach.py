@@ -74,8 +74,9 @@ def attach(
         Over what one selection is made: ``"bucket"``, each bucket of DDP, with k by its size and
         density; ``"model"``, all gradients, with one k. See docs/training.md for what this costs.
     ahead
-        Whether each rank computes its gradients where its own memory is applied (step-ahead), see
-        `sparcel.training.Ahead`: what brings training at low densities closer to dense training.
+        Whether each rank computes its gradients where its own memory would bring the parameters
+        (step-ahead), see `sparcel.training.Ahead`: what brings training at low densities closer to
+        dense training.
         The parameters are moved at the start of a forward pass in training mode, and moved back
         when its backward pass ends. ``optimizer`` is found at its first step if it is not given.
     frontload

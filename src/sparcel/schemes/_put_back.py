@@ -6,10 +6,10 @@ from sparcel.collectives.gtopk import GlobalTopk
 from sparcel.schemes.sparsifier import Exchanged
 from sparcel.stream import SparseStream
 
-RULES = ("dropped", "own")
+PUT_BACK = ("dropped", "own")
 
 
-def exchanged(outcome: GlobalTopk, sent: SparseStream, put_back: str) -> Exchanged:
+def settled(outcome: GlobalTopk, sent: SparseStream, put_back: str) -> Exchanged:
     """Return the exchange after which each rank keeps what it dropped, or what it sent in vain."""
     if not outcome.total.finite:
         return Exchanged(outcome.total, sent)

@@ -10,7 +10,7 @@ from sparcel.collectives.gtopk import steps as gtopk_steps
 from sparcel.errors import known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
-from sparcel.schemes._put_back import RULES, exchanged
+from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.wire import Wire
 
@@ -18,7 +18,7 @@ from sparcel.wire import Wire
 def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the tree's top-k of the ranks' selections; see `GTopK` for ``put_back``."""
     sent = selection.stream
-    return exchanged(gtopk(sent, wire, selection.k), sent, put_back)
+    return settled(gtopk(sent, wire, selection.k), sent, put_back)
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class GTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known(self.put_back, RULES, "put_back")
+        known(self.put_back, PUT_BACK, "put_back")
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         return exchange_gtopk(selection, wire, self.put_back)

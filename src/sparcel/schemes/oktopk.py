@@ -13,7 +13,7 @@ from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
-from sparcel.schemes._put_back import RULES, exchanged
+from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
 from sparcel.wire import Wire
@@ -22,7 +22,7 @@ from sparcel.wire import Wire
 def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the exact top-k of the sum; see `OkTopK` for ``put_back``."""
     sent = selection.stream
-    return exchanged(oktopk(sent, wire, selection.k, selection.most), sent, put_back)
+    return settled(oktopk(sent, wire, selection.k, selection.most), sent, put_back)
 
 
 @dataclass(eq=False)
@@ -55,7 +55,7 @@ class OkTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         known(self.threshold, ["exact", "reuse"], "threshold")
-        known(self.put_back, RULES, "put_back")
+        known(self.put_back, PUT_BACK, "put_back")
         reuses = self.threshold == "reuse"
         self.threshold_steps = _checked_steps(self.threshold_steps, "threshold_steps", reuses, 32)
         self.boundary_steps = _checked_steps(self.boundary_steps, "boundary_steps", reuses, 64)
@@ -76,7 +76,7 @@ class OkTopK(Sparsifier):
             renew_threshold=self.steps % self.threshold_steps == 0,
             max_nnz=selection.most,
         )
-        return exchanged(outcome, selection.stream, self.put_back)
+        return settled(outcome, selection.stream, self.put_back)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""

@@ -19,10 +19,10 @@ from sparcel.stream import SparseStream
 class GaussianK(Selector):
     """More than 3k/4 and at most ⌈4k/3⌉ coordinates, those of largest magnitude.
 
-    If there are fewer nonzeros, all of them. The threshold is ``|mean| + z·std``, where a share of
-    k/size of a standard normal distribution lies outside of ±z. It is multiplied by ``factor``
-    until more than 3k/4 pass. If more than ⌈4k/3⌉ pass, the largest are taken, ties to the lowest
-    index.
+    That is so unless ``factor`` is None. If there are fewer nonzeros, all of them. The threshold is
+    ``|mean| + z·std``, where a share of k/size of a standard normal distribution lies outside of
+    ±z. It is multiplied by ``factor`` until more than 3k/4 pass. If more than ⌈4k/3⌉ pass, the
+    largest are taken, ties to the lowest index.
 
     Parameters
     ----------

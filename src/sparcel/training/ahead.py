@@ -1,4 +1,4 @@
-"""Step-ahead: a rank computes its gradient where its own memory is applied already."""
+"""Step-ahead: a rank computes its gradient where its own memory would bring the parameters."""
 
 from __future__ import annotations
 
@@ -45,11 +45,13 @@ class Ahead:
 
     Notes
     -----
+    Nesterov momentum, dampening, weight decay and the velocity that is there already are left out.
     Source: Xu, Huo and Huang, "Step-Ahead Error Feedback for Distributed Training with Compressed
     Gradient", AAAI 2021, whose SGD has no momentum; without their averaging of errors. Ours are the
     second step and the rule for Adam. In the long run momentum would move a parameter 1/(1 −
     momentum) times as far as one step does. But a rank's memory is a noisy guess of the mean of all
-    ranks' memories, which is what will be applied; so going further is worse.
+    ranks' memories, which is what will be applied; docs/experiments.md shows what other distances
+    were worth.
     """
 
     def __init__(

@@ -112,8 +112,9 @@ class Handle:
         law (waiting = arrivals · time): the sum of |memory| over the sum of |x| that the last
         effective step took out of it. 0 if nothing is kept back; NaN if something is, and the last
         step took nothing out. The law is about a steady state: while memory fills, in the first
-        1/density steps, the result is too large. Under ``gtopk`` a rank also keeps what others have
-        sent, and one rank's figure says little.
+        1/density steps, the result is too large. Under ``gtopk`` and ``oktopk`` a rank also keeps
+        what others have sent. One rank's figure then says little, and is NaN if the rank kept more
+        than it sent.
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
