@@ -47,12 +47,12 @@ REDUCTIONS = {
 }
 SELECTIONS = {
     "gtopk": lambda stream, wire: gtopk(stream, wire, K).total,
-    "gathered_topk": lambda stream, wire: gathered_topk(stream, wire, K, K),
-    "oktopk": lambda stream, wire: oktopk(stream, wire, K, K),
-    "by regions": lambda stream, wire: topk_by_regions(stream, wire, K, K),
-    "oktopk_reuse": lambda stream, wire: oktopk_reuse(stream, wire, K, Estimates(), True, True, K)[
-        0
-    ],
+    "gathered_topk": lambda stream, wire: gathered_topk(stream, wire, K, K).total,
+    "oktopk": lambda stream, wire: oktopk(stream, wire, K, K).total,
+    "by regions": lambda stream, wire: topk_by_regions(stream, wire, K, K).total,
+    "oktopk_reuse": lambda stream, wire: (
+        oktopk_reuse(stream, wire, K, Estimates(), True, True, K)[0].total
+    ),
 }
 OTHERS = {
     "reduce_scatter": lambda stream, wire: reduce_scatter(stream, wire, SUM, K),
