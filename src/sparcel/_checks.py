@@ -50,8 +50,9 @@ def number(
         raise _refusal(name, "be a number", given, hint)
     found = float(given)
     low, high = (at_least if above is None else above), (at_most if below is None else below)
-    high_enough = low is None or (found >= low if above is None else found > low)
-    low_enough = high is None or (found <= high if below is None else found < high)
+    exact: Any = given  # as a float, a large whole number may round beyond its limit
+    high_enough = low is None or (exact >= low if above is None else exact > low)
+    low_enough = high is None or (exact <= high if below is None else exact < high)
     if high_enough and low_enough:
         return found
     if high is None:

@@ -112,6 +112,11 @@ def test_expected_nnz_is_bounded_and_grows_with_ranks_and_k(
     assert 0 <= nnz_variance(size, k, p) <= expected * roundings
 
 
+def test_all_of_a_size_that_is_no_float_may_be_selected() -> None:
+    size = 2**53 + 3
+    assert expected_nnz(size, size, 2) == float(size)
+
+
 @pytest.mark.parametrize(
     ("size", "k", "ranks"),
     [(10**12, 1, 10**6), (10**12, 1, 2), (10**12, 10**12 - 1, 2), (7, 6, 50), (10**9, 10**6, 4096)],
