@@ -2,16 +2,13 @@
 
     python benchmarks/ahead_factor.py DATA --tasks characters --factors 1 2 4
 
-A factor of 1 moves a parameter by ``lr·memory``; `sparcel.attach` takes 1 + momentum. ``common``
-is the share of the ranks' memories (and of their gradients) that lies in their mean: ‖mean‖² over
-the mean of ‖·‖², from 1/8 if eight ranks have nothing in common to 1 if they are equal. Runs that
-the record has are not repeated. ``DATA`` is as for ``convergence.py``.
+A factor of 1 moves a parameter by ``lr·memory``; `sparcel.attach` takes 1 + momentum. Runs that the
+record has are not repeated. ``DATA`` is as for ``convergence.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,9 @@ from tasks import MOMENTUM, TASKS
 from torch import Tensor
 
 import sparcel
-from sparcel.comm import Communicator
-from sparcel.training import Averager, ahead, stays_dense
+from sparcel.training import ahead
 
-RANKS, EVERY = 8, 100
+RANKS = 8
 
 METHODS = {
     method.label: method
@@ -37,34 +33,6 @@ METHODS = {
         Method("scalecom, chunks", "scalecom", {"selector": "chunkwise"}),
     )
 }
-
-
-class Watched(Run):
-    """A training that measures what the ranks' memories and gradients have in common."""
-
-    common: list[tuple[float, float]]
-
-    def observe(
-        self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
-    ) -> None:
-        if step == 0:
-            self.common, self._seen = [], {}
-        if step == 0 or step % EVERY:
-            return
-        large = [name for name, p in self.named.items() if not stays_dense(name, p)]
-        memory = averager.state_dict()
-        mine = [memory[f"rank{comm.rank}.{name}"].flatten() for name in large]
-        self._seen[comm.rank] = torch.cat(mine), torch.cat([gradients[n].flatten() for n in large])
-        comm.gather_numbers(0)  # all ranks' are there
-        if comm.rank == 0:
-            memories, found = (torch.stack(one) for one in zip(*self._seen.values(), strict=True))
-            self.common.append((_common(memories), _common(found)))
-        comm.gather_numbers(0)  # the next may come
-
-
-def _common(ranks: Tensor) -> float:
-    """Return ‖mean‖² over the mean of ‖·‖² of vectors ``[ranks, size]``."""
-    return round(float(ranks.mean(0).square().sum() / ranks.square().sum(1).mean()), 3)
 
 
 def train(data: Path, task: str, method: str, factor: float, seed: int) -> Row:
@@ -77,7 +45,7 @@ def train(data: Path, task: str, method: str, factor: float, seed: int) -> Row:
         return rate * factor / (1 + MOMENTUM), direction
 
     with patch.object(ahead, "_two_steps", multiplied):
-        run = Watched(data, TASKS[task], METHODS[method], seed)
+        run = Run(data, TASKS[task], METHODS[method], seed)
         report = sparcel.simulate(RANKS, run.rank)
     return {
         "task": task,
@@ -86,7 +54,6 @@ def train(data: Path, task: str, method: str, factor: float, seed: int) -> Row:
         "seed": seed,
         **evaluate(run.model, run.split),
         "density_before": report.results[0].density_before,
-        "common": run.common,
     }
 
 

@@ -14,6 +14,8 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
+from pages import table
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 PAGE = ROOT / "docs" / "algorithms.md"
@@ -91,12 +93,12 @@ def page_table(results: dict[str, Any]) -> str:
     ]
     parts = []
     for title, cell in tables:
-        lines = [f"{title}:", "", "| | " + " | ".join(f"P = {p}" for p in ranks) + " |"]
-        lines.append("|---" * (len(ranks) + 1) + "|")
-        for name in order:
-            cells = [cell(name, p) if p in by_name[name] else "" for p in ranks]
-            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-        parts.append("\n".join(lines) + "\n")
+        cells = (
+            (f"`{name}`", *(cell(name, p) if p in by_name[name] else "" for p in ranks))
+            for name in order
+        )
+        lines = table(("", *(f"P = {p}" for p in ranks)), cells)
+        parts.append("\n".join([f"{title}:", "", *lines]) + "\n")
     return "\n".join(parts)
 
 

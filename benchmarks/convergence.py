@@ -48,12 +48,12 @@ METHODS = (
     Method("oktopk 0.1 %", "oktopk", {"density": 0.001}),
 )
 
-_JUDGED = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
+JUDGED = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
 
 CAUSES = tuple(
     replace(method, label=f"{method.label}, {label}", ahead=ahead, frontload=frontload)
     for method in METHODS
-    if method.label in _JUDGED
+    if method.label in JUDGED
     for label, ahead, frontload in (
         ("constant density", True, False),
         ("not ahead", False, True),

@@ -8,101 +8,110 @@ prints the tables as Markdown and draws ``docs/figures/convergence_TASK.svg`` an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from statistics import mean, stdev
 
+from pages import save, table
 from record import RESULTS, Row, rows_of
 from scipy.stats import t as student
 
-FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+CAUSES = "variant", "seeds", "accuracy", "loss", "dead units", "early update", "wait", "density"
+SUITE = "method", "seeds", "accuracy", "over dense", "loss", "over dense", "sent", "bytes"
+PUT_BACK = "dense", "gtopk put_back=own", "gtopk", "oktopk put_back=own", "oktopk"
+SWEEPS = (
+    *("task", "method", "ranks", "batch", "steps", "asked", "sent"),
+    *("accuracy", "over dense", "loss", "over dense"),
+)
+LAB = (
+    *("task", "network", "method", "ms a step", "minutes", "seconds to a 20th of the loss"),
+    *("accuracy", "over DDP", "loss", "over DDP", "fewer bytes"),
+)
 
 
 def causes_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a table with the means over seeds of each variant."""
-    yield "| variant | seeds | accuracy | loss | dead units | early update | wait | density |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for variant, runs in _grouped(rows, "variant"):
-        cells = (
-            variant,
-            str(len(runs)),
-            _mean(runs, "accuracy", "{:.2%}"),
-            _mean(runs, "loss", "{:.4f}"),
-            _mean(runs, "dead_units", "{:.0%}"),
-            _mean(runs, "update_norm_first_tenth", "{:.2f}"),
-            _mean(runs, "wait_steps", "{:.0f}"),
-            _mean(runs, "mean_density", "{:.1%}"),
-        )
-        yield f"| {' | '.join(cells)} |"
+    """Return the lines of a table with the means over seeds of each variant."""
+    return table(
+        CAUSES,
+        (
+            (
+                variant,
+                str(len(runs)),
+                _mean(runs, "accuracy", "{:.2%}"),
+                _mean(runs, "loss", "{:.4f}"),
+                _mean(runs, "dead_units", "{:.0%}"),
+                _mean(runs, "update_norm_first_tenth", "{:.2f}"),
+                _mean(runs, "wait_steps", "{:.0f}"),
+                _mean(runs, "mean_density", "{:.1%}"),
+            )
+            for variant, runs in _grouped(rows, "variant")
+        ),
+    )
 
 
 def suite_table(rows: Sequence[Row], task: str) -> Iterator[str]:
-    """Yield the lines of a task's table: each method beside dense training with the same seed."""
+    """Return the lines of a task's table: each method beside dense training with the same seed."""
     of_task = [row for row in rows if row["task"] == task]
     dense = {row["seed"]: row for row in of_task if row["method"] == "dense"}
-    yield "| method | seeds | accuracy | over dense | loss | over dense | sent | bytes |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for method, runs in _grouped(of_task, "method"):
-        pairs = [(run, dense[run["seed"]]) for run in runs if run["seed"] in dense]
-        points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
-        losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
-        volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
-        others = method != "dense"
-        cells = (
-            method,
-            str(len(runs)),
-            _mean(runs, "accuracy", "{:.2%}"),
-            _interval(points, 2) if others else "",
-            _mean(runs, "loss", "{:.4f}"),
-            _interval(losses, 4) if others and len(losses) == len(pairs) else "",
-            _mean(runs, "density_before", "{:.1%}"),
-            f"{volume:.1%}",
-        )
-        yield f"| {' | '.join(cells)} |"
+    return table(
+        SUITE, (_suite_cells(method, runs, dense) for method, runs in _grouped(of_task, "method"))
+    )
 
 
-PUT_BACK = ("dense", "gtopk put_back=own", "gtopk", "oktopk put_back=own", "oktopk")
+def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> Sequence[str]:
+    pairs = [(run, dense[run["seed"]]) for run in runs if run["seed"] in dense]
+    points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
+    losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
+    volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
+    others = method != "dense"
+    return (
+        method,
+        str(len(runs)),
+        _mean(runs, "accuracy", "{:.2%}"),
+        _interval(points, 2) if others else "",
+        _mean(runs, "loss", "{:.4f}"),
+        _interval(losses, 4) if others and len(losses) == len(pairs) else "",
+        _mean(runs, "density_before", "{:.1%}"),
+        f"{volume:.1%}",
+    )
 
 
 def put_back_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a table by whose memory keeps what does not win, of seed 0."""
-    yield f"| task | {' | '.join(PUT_BACK)} |"
-    yield "|---" * (1 + len(PUT_BACK)) + "|"
+    """Return the lines of a table by whose memory keeps what does not win, of seed 0."""
     found = {(row["task"], row["method"]): row for row in rows if row["seed"] == 0}
-    for task, _ in _grouped((row for row in rows if row["method"] == PUT_BACK[3]), "task"):
-        runs = [found.get((task, method)) for method in PUT_BACK]
-        cells = [f"{run['accuracy']:.2%}, loss {run['loss']:.4f}" if run else "" for run in runs]
-        yield f"| {task} | {' | '.join(cells)} |"
+    tasks = dict.fromkeys(row["task"] for row in rows if row["method"] == PUT_BACK[3])
+
+    def cell(run: Row | None) -> str:
+        return f"{run['accuracy']:.2%}, loss {run['loss']:.4f}" if run else ""
+
+    return table(
+        ("task", *PUT_BACK),
+        ((task, *(cell(found.get((task, method))) for method in PUT_BACK)) for task in tasks),
+    )
 
 
 def sweeps_table(sweeps: Sequence[Row], suite: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of the runs with other densities, batches and numbers of ranks."""
+    """Return the lines of the runs with other densities, batches and numbers of ranks."""
     dense = {_setting(row): row for row in (*suite, *sweeps) if row["method"] == "dense"}
-    yield (
-        "| task | method | ranks | batch | steps | asked | sent | accuracy | over dense"
-        " | loss | over dense |"
+    others = [row for row in sweeps if row["method"] != "dense"]
+    others.sort(key=lambda row: (_setting(row), row["density_before"]))
+    return table(
+        SWEEPS,
+        (
+            (
+                row["task"],
+                row["method"],
+                str(row["ranks"]),
+                str(row["batch"]),
+                str(row["steps"]),
+                f"{row['density']:.1%}",
+                f"{row['density_before']:.1%}",
+                *_beside(row, dense[_setting(row)]),
+            )
+            for row in others
+        ),
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
-    for row in sorted(sweeps, key=lambda row: (_setting(row), row["density_before"])):
-        if row["method"] == "dense":
-            continue
-        base = dense[_setting(row)]
-        task, ranks, batch, _ = _setting(row)
-        cells = (
-            task,
-            row["method"],
-            str(ranks),
-            str(batch),
-            str(row["steps"]),
-            f"{row['settings'].get('density', 0.01):.1%}",
-            f"{row['density_before']:.1%}",
-            f"{row['accuracy']:.2%}",
-            f"{100 * (row['accuracy'] - base['accuracy']):+.2f}",
-            f"{row['loss']:.4f}",
-            f"{row['loss'] - base['loss']:+.4f}",
-        )
-        yield f"| {' | '.join(cells)} |"
 
 
 def _setting(row: Row) -> tuple[str, int, int, int]:
@@ -110,72 +119,73 @@ def _setting(row: Row) -> tuple[str, int, int, int]:
 
 
 def lab_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of the trainings over a network, beside DDP alone."""
-    yield (
-        "| task | network | method | ms a step | minutes | seconds to a 20th of the loss"
-        " | accuracy | over DDP | loss | over DDP | fewer bytes |"
+    """Return the lines of the trainings over a network, beside DDP alone."""
+    base = {_network(row): row for row in rows if row["method"] == "DDP"}
+    return table(LAB, (_lab_cells(row, base[_network(row)]) for row in rows))
+
+
+def _lab_cells(row: Row, base: Row) -> Sequence[str]:
+    wanted, seconds = base["train_losses"][0] / 20, row["train_seconds"]
+    reached = zip(row["train_losses"], seconds, strict=True)
+    return (
+        *_network(row),
+        row["method"],
+        f"{1e3 * seconds[-1] / row['steps']:.0f}",
+        f"{seconds[-1] / 60:.1f}",
+        f"{next(second for loss, second in reached if loss <= wanted):.0f}",
+        *_beside(row, base),
+        f"{row['compression']:.1f}×",
     )
-    yield "|---" * 11 + "|"
-    for row in rows:
-        base = next(
-            one for one in rows if one["method"] == "DDP" and _network(one) == _network(row)
-        )
-        wanted = base["train_losses"][0] / 20
-        seconds = row["train_seconds"]
-        reached = zip(row["train_losses"], seconds, strict=True)
-        cells = (
-            *_network(row),
-            row["method"],
-            f"{1e3 * seconds[-1] / row['steps']:.0f}",
-            f"{seconds[-1] / 60:.1f}",
-            f"{next(second for loss, second in reached if loss <= wanted):.0f}",
-            f"{row['accuracy']:.2%}",
-            f"{100 * (row['accuracy'] - base['accuracy']):+.2f}",
-            f"{row['loss']:.4f}",
-            f"{row['loss'] - base['loss']:+.4f}",
-            f"{row['compression']:.1f}×",
-        )
-        yield f"| {' | '.join(cells)} |"
 
 
 def _network(row: Row) -> tuple[str, str]:
     return row["task"], row["network"]
 
 
-def draw_lab(rows: Sequence[Row], task: str) -> None:
-    """Draw the training loss of each method against time."""
-    from matplotlib import pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "sparcel"
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for row in rows:
-        if row["task"] == task:
-            width = 2.0 if row["method"] == "DDP" else 1.0
-            minutes = [second / 60 for second in row["train_seconds"]]
-            axes.plot(minutes, row["train_losses"], label=row["method"], linewidth=width)
-    axes.set(xlabel="minutes", ylabel="training loss", title=task, yscale="log")
-    axes.legend(fontsize="small")
-    figure.savefig(FIGURES / f"lab_{task}.svg", metadata={"Date": None})
-    plt.close(figure)
+def _beside(row: Row, base: Row) -> Sequence[str]:
+    """Return the accuracy and the loss of a run, each followed by its difference."""
+    return (
+        f"{row['accuracy']:.2%}",
+        f"{100 * (row['accuracy'] - base['accuracy']):+.2f}",
+        f"{row['loss']:.4f}",
+        f"{row['loss'] - base['loss']:+.4f}",
+    )
 
 
 def draw(rows: Sequence[Row], task: str) -> None:
-    """Draw the training loss of each method with seed 0."""
+    """Draw the training loss of each method with seed 0 against the steps."""
+
+    def steps(row: Row) -> list[float]:
+        count = len(row["train_losses"])
+        return [row["steps"] * (place + 0.5) / count for place in range(count)]
+
+    shown = [row for row in rows if row["task"] == task and row["seed"] == 0]
+    shown = [row for row in shown if ", " not in row["method"]]
+    _draw_losses(shown, steps, "step", f"convergence_{task}")
+
+
+def draw_lab(rows: Sequence[Row], task: str) -> None:
+    """Draw the training loss of each method against time."""
+    shown = [row for row in rows if row["task"] == task]
+    minutes: Places = lambda row: [second / 60 for second in row["train_seconds"]]  # noqa: E731
+    _draw_losses(shown, minutes, "minutes", f"lab_{task}")
+
+
+Places = Callable[[Row], list[float]]
+
+
+def _draw_losses(rows: Sequence[Row], places: Places, label: str, name: str) -> None:
+    """Draw losses at their places, with the baseline in bold."""
     from matplotlib import pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "sparcel"
     figure, axes = plt.subplots(figsize=(7, 4))
     for row in rows:
-        if row["task"] == task and row["seed"] == 0 and ", " not in row["method"]:
-            losses = row["train_losses"]
-            steps = [row["steps"] * (place + 0.5) / len(losses) for place in range(len(losses))]
-            width = 2.0 if row["method"] == "dense" else 1.0
-            values = [float("nan") if loss is None else loss for loss in losses]
-            axes.plot(steps, values, label=row["method"], linewidth=width)
-    axes.set(xlabel="step", ylabel="training loss", title=task, yscale="log")
+        losses = [math.nan if loss is None else loss for loss in row["train_losses"]]
+        width = 2.0 if row["method"] in ("dense", "DDP") else 1.0
+        axes.plot(places(row), losses, label=row["method"], linewidth=width)
+    axes.set(xlabel=label, ylabel="training loss", title=rows[0]["task"], yscale="log")
     axes.legend(fontsize="small")
-    figure.savefig(FIGURES / f"convergence_{task}.svg", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, name)
 
 
 def _grouped(rows: Iterable[Row], key: str) -> Iterator[tuple[str, list[Row]]]:

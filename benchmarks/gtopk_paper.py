@@ -9,8 +9,10 @@ of it, and serves as such. Nothing overlaps, as in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from pages import table
 
 from sparcel.cost import stated_rates
 from sparcel.plan import Model, plan
@@ -47,13 +49,14 @@ CASES = (
 )
 
 
-def table() -> Iterator[str]:
-    """Yield the lines of a table: seconds, and efficiency by equation (4)."""
-    yield (
-        "| model | dense | top-k | gTop-k | dense exchange | top-k | gTop-k | g/d, paper"
-        " | g/d, model | e, dense | e, gTop-k |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+COLUMNS = (
+    *("model", "dense", "top-k", "gTop-k", "dense exchange", "top-k", "gTop-k"),
+    *("g/d, paper", "g/d, model", "e, dense", "e, gTop-k"),
+)
+
+
+def rows() -> Iterator[Sequence[str]]:
+    """Yield the cells of each row: seconds, and efficiency by equation (4)."""
     rates = stated_rates(bandwidth=GIGABIT, latency_s=LATENCY_S, ranks=RANKS)
     for case in CASES:
         steps = [case.step(one) for one in (case.dense, case.topk, case.gtopk)]
@@ -62,7 +65,7 @@ def table() -> Iterator[str]:
         by_method = {row.method: row.step for row in planned.rows}
         exchanges = [by_method[name] for name in ("dense fp32", "topk", "gtopk")]
         dense, _, gtopk = (compute + exchange for exchange in exchanges)
-        cells = (
+        yield (
             case.model.name,
             *(f"{step:.2f} s" for step in steps),
             *(f"{exchange:.2f} s" for exchange in exchanges),
@@ -71,8 +74,7 @@ def table() -> Iterator[str]:
             f"{compute / dense:.0%}",
             f"{compute / gtopk:.0%}",
         )
-        yield f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(table(COLUMNS, rows())))

@@ -8,22 +8,21 @@ Run it in each rank of an emulated cluster:
 ``DATA`` holds the folders of the tasks. The methods train one after the other, from the same start
 and on the same batches. ``DDP`` is DistributedDataParallel alone; the others are attached to it
 with nothing but a density. The time of a step contains all that a user waits for: the batch, both
-passes, the exchange and the optimiser. Methods that the output has for this task and network are
-not repeated.
+passes, the exchange and the optimiser. Trainings that the output has are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
+from convergence import JUDGED, METHODS
 from machine import machine
-from record import Row, rows_of
+from record import Row, rows_of, write
 from task_training import Method, Run, evaluate
 from tasks import TASKS, batches, loss_of
 from torch.nn.parallel import DistributedDataParallel
@@ -32,14 +31,10 @@ import sparcel
 
 POINTS = 50
 DDP = Method("DDP", "dense")
-METHODS = (
+TRAINED = (
     DDP,
     Method("dense bf16", "dense", {"wire": "bfloat16"}),
-    Method("topk", "topk"),
-    Method("sparcml", "sparcml"),
-    Method("gtopk", "gtopk"),
-    Method("oktopk", "oktopk"),
-    Method("scalecom", "scalecom"),
+    *(method for method in METHODS if method.label in JUDGED),
 )
 
 
@@ -105,7 +100,7 @@ def main() -> None:
     steps = arguments.steps or TASKS[arguments.task].steps
     training = arguments.task, arguments.network, arguments.seed, steps
     dist.barrier()  # all have read what rank 0 will write
-    for method in METHODS:
+    for method in TRAINED:
         wanted = arguments.methods is None or method.label in arguments.methods
         if not wanted or (*training, method.label) in done:
             continue
@@ -117,8 +112,7 @@ def main() -> None:
                 f" {row['accuracy']:.2%}, loss {row['loss']:.4f}",
                 flush=True,
             )
-            document = {**machine(), "rows": rows}
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            write(arguments.output, machine(), rows)
     dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,12 @@ def rows_of(path: Path) -> list[Row]:
     return rows
 
 
+def write(path: Path, origin: Row, rows: list[Row]) -> None:
+    """Write a record; ``origin`` is what `machine` returned."""
+    document = {**origin, "rows": rows}
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
 def extend(
     path: Path, work: Callable[..., Row], data: Path, jobs: Iterable[Row], processes: int | None
 ) -> Iterator[Row]:
@@ -35,9 +40,8 @@ def extend(
     left = [job for job in jobs if not any(job.items() <= row.items() for row in rows)]
     print(f"{len(left)} runs to do, {len(rows)} recorded", flush=True)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        runs = [pool.submit(partial(work, data.resolve(), **job)) for job in left]
+        runs = [pool.submit(work, data.resolve(), **job) for job in left]
         for run in as_completed(runs):
             rows.append({**run.result(), "commit": origin["commit"], "date": origin["date"]})
-            document = {**origin, "rows": rows}
-            path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+            write(path, origin, rows)
             yield rows[-1]

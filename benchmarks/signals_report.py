@@ -1,4 +1,4 @@
-"""Tables and plots of docs/experiments.md from the record of `signals.py`.
+"""Tables and plots from the record of `signals.py`.
 
     python benchmarks/signals_report.py
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from convergence_report import FIGURES
+from pages import save, table
 from record import RESULTS, Row, rows_of
 
 from sparcel.analysis import expected_nnz
@@ -28,88 +28,92 @@ SIMILARITIES = {
 }
 
 
+COUNTS = "task", "method", "sent", "from – to", "deviation", "result", "deviation", "ξ", "ξ of C.2"
+CONTRACTIONS = (
+    *("task", "method", "best γ", "γ, leader's k", "own γ, chunks", "γ, chunks"),
+    *("cosine", "needed", "β from", "to"),
+)
+
+
 def counts_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of the counts of coordinates, over those asked for, and of both ξ."""
-    yield "| task | method | sent | from – to | deviation | result | deviation | ξ | ξ of C.2 |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        sent = row["selected"]
-        cells = (
-            row["task"],
-            row["method"],
-            f"{mean(sent):.2f}",
-            f"{min(sent):.2f} – {max(sent):.2f}",
-            f"{row['selected_deviation']:.1%}",
-            f"{mean(row['result']):.2f}",
-            f"{row['result_deviation']:.1%}",
-            _over(row, "xi"),
-            _over(row, "xi_sum"),
-        )
-        yield f"| {' | '.join(cells)} |"
+    """Return the lines of the counts of coordinates, over those asked for, and of both ξ."""
+    return table(
+        COUNTS,
+        (
+            (
+                row["task"],
+                row["method"],
+                f"{mean(row['selected']):.2f}",
+                f"{min(row['selected']):.2f} – {max(row['selected']):.2f}",
+                f"{row['selected_deviation']:.1%}",
+                f"{mean(row['result']):.2f}",
+                f"{row['result_deviation']:.1%}",
+                *_means(row, "xi", "xi_sum"),
+            )
+            for row in rows
+        ),
+    )
 
 
 def similarity_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of ScaleCom's figures: means over the steps that were looked at."""
-    yield f"| task | method | {' | '.join(SIMILARITIES)} |"
-    yield "|---" * (2 + len(SIMILARITIES)) + "|"
-    for row in rows:
-        cells = (row["task"], row["method"], *(_over(row, key) for key in SIMILARITIES.values()))
-        yield f"| {' | '.join(cells)} |"
+    """Return the lines of ScaleCom's figures: means over the steps that were looked at."""
+    return table(
+        ("task", "method", *SIMILARITIES),
+        ((row["task"], row["method"], *_means(row, *SIMILARITIES.values())) for row in rows),
+    )
 
 
 def contraction_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of Lemma 1 to 3: contractions, the cosine that is needed, β's interval."""
-    yield (
-        "| task | method | best γ | γ, leader's k | own γ, chunks | γ, chunks | cosine"
-        " | needed | β from | to |"
+    """Return the lines of Lemma 1 to 3: contractions, the cosine that is needed, β's interval."""
+    keys = (
+        *("contraction_best", "contraction_leader", "contraction_own", "contraction_true"),
+        *("accumulated_cosine", "cosine_needed"),
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        gamma = _mean(row, "contraction_true")
-        root = math.sqrt(1 - gamma * gamma)
-        ends = ((1 + gamma + sign * root) / (2 * (1 + gamma)) for sign in (-1, 1))
-        keys = ("contraction_best", "contraction_leader", "contraction_own", "contraction_true")
-        cells = (
-            row["task"],
-            row["method"],
-            *(_over(row, key) for key in keys),
-            _over(row, "accumulated_cosine"),
-            _over(row, "cosine_needed"),
-            *(f"{end:.2f}" for end in ends),
-        )
-        yield f"| {' | '.join(cells)} |"
+    return table(
+        CONTRACTIONS,
+        ((row["task"], row["method"], *_means(row, *keys), *_betas(row)) for row in rows),
+    )
+
+
+def _betas(row: Row) -> Sequence[str]:
+    """Return the ends of Lemma 3's interval of β."""
+    gamma = _mean(row, "contraction_true")
+    root = math.sqrt(1 - gamma * gamma)
+    return [f"{(1 + gamma + sign * root) / (2 * (1 + gamma)):.2f}" for sign in (-1, 1)]
 
 
 def growth_table(row: Row) -> Iterator[str]:
-    """Yield the lines of the density of a sum, by step, density and number of ranks."""
+    """Return the lines of the density of a sum, by step, density and number of ranks."""
     (first, *_) = row["growth"].values()
     powers = [2**p for p in range(len(next(iter(first.values()))))]
-    yield f"| step | density | {' | '.join(map(str, powers))} |"
-    yield "|---" * (2 + len(powers)) + "|"
-    for step, grown in row["growth"].items():
-        for density, values in grown.items():
-            cells = (step, f"{float(density):.1%}", *(f"{value:.1%}" for value in values))
-            yield f"| {' | '.join(cells)} |"
-    for density in first:
-        size, k = 10**6, round(1e6 * float(density))
+    lines = [
+        (step, f"{float(density):.1%}", *(f"{value:.1%}" for value in values))
+        for step, grown in row["growth"].items()
+        for density, values in grown.items()
+    ]
+    for density in map(float, first):
+        size, k = 10**6, round(1e6 * density)
         uniform = (f"{expected_nnz(size, k, ranks) / size:.1%}" for ranks in powers)
-        yield f"| at random | {float(density):.1%} | {' | '.join(uniform)} |"
+        lines.append(("at random", f"{density:.1%}", *uniform))
+    return table(("step", "density", *map(str, powers)), lines)
 
 
 def uniform_table(size: int = 512) -> Iterator[str]:
-    """Yield the lines of SparCML's Figure 7: the expected nnz of a sum of random selections."""
+    """Return the lines of SparCML's Figure 7: the expected nnz of a sum of random selections."""
     worlds = [2**p for p in range(1, 8)]
-    yield f"| k of {size} | {' | '.join(f'P = {ranks}' for ranks in worlds)} |"
-    yield "|---" * (1 + len(worlds)) + "|"
-    for k in (1, 4, 16, 64, 128):
-        yield f"| {k} | {' | '.join(f'{expected_nnz(size, k, ranks):.0f}' for ranks in worlds)} |"
+    return table(
+        (f"k of {size}", *(f"P = {ranks}" for ranks in worlds)),
+        (
+            (str(k), *(f"{expected_nnz(size, k, ranks):.0f}" for ranks in worlds))
+            for k in (1, 4, 16, 64, 128)
+        ),
+    )
 
 
 def draw(rows: Sequence[Row], task: str) -> None:
     """Draw ξ, the coordinates sent, and the similarity of memories over the steps."""
     from matplotlib import pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "sparcel"
     figure, (xis, counts, cosines) = plt.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
     for row in rows:
         if row["task"] != task:
@@ -125,16 +129,15 @@ def draw(rows: Sequence[Row], task: str) -> None:
     counts.set(xlabel="step", ylabel="sent / asked", yscale="log")
     cosines.set(xlabel="step", ylabel="cosine of two ranks' memories")
     xis.legend(fontsize="small")
-    figure.savefig(FIGURES / f"signals_{task}.svg", metadata={"Date": None})
-    plt.close(figure)
+    save(figure, f"signals_{task}")
 
 
 def _mean(row: Row, key: str) -> float:
     return mean(look[key] for look in row["looks"] if look[key] is not None)
 
 
-def _over(row: Row, key: str) -> str:
-    return f"{_mean(row, key):.2f}"
+def _means(row: Row, *keys: str) -> Iterator[str]:
+    return (f"{_mean(row, key):.2f}" for key in keys)
 
 
 def tables(rows: Sequence[Row]) -> Iterator[str]:

@@ -24,7 +24,7 @@ def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> 
         *report.put_back_table(suite),
         *report.sweeps_table(rows["convergence_sweeps"], suite),
         *report.lab_table(rows["lab_training"]),
-        *gtopk_paper.table(),
+        *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
     ]
     for task in {row["task"] for row in suite if row["method"] != "dense"}:
         lines += report.suite_table(suite, task)

@@ -95,4 +95,4 @@ def test_the_pages_example_trains_all_ranks_alike() -> None:
     variables: dict[str, list[float]] = {}
     exec(example, variables)
     assert len(set(variables["norms"])) == 1
-    assert variables["norms"][0] < 310  # they began at about 316, the root of the size
+    assert variables["norms"][0] < 300  # they began at about 316, the root of the size

@@ -22,11 +22,16 @@ class GlobalTopk:
 
     ``total`` is sparse and the same on all ranks. ``dropped`` holds the sums, or partial sums,
     that this rank dropped. ``total`` plus all ranks' ``dropped`` is the sum of all inputs. If an
-    input or a sum is not finite, neither is ``total``.
+    input or a sum is not finite, ``total`` is not finite either.
     """
 
     total: SparseStream
     dropped: SparseStream
+
+    @classmethod
+    def void(cls, like: SparseStream) -> GlobalTopk:
+        """Return the result where the sum is not finite: nothing wins, nothing is dropped."""
+        return cls(like.void_like(), like.void_like())
 
 
 @collective
@@ -68,15 +73,15 @@ def gathered_topk(
     """Gather every rank's stream, sum in the order of the ranks, and keep the k largest.
 
     The total is the exact global top-k; `oktopk` finds the same without gathering. If an input or
-    the sum is not finite, it is empty and not ``finite``. Rank r drops what lies in
-    ``[r·n // P, (r+1)·n // P)``. ``max_nnz`` bounds every rank's entries.
+    the sum is not finite, it is empty and not ``finite``. Rank r drops the sums in
+    ``[r·n // P, (r+1)·n // P)`` that do not win. ``max_nnz`` bounds every rank's entries.
 
     Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.
     """
     total = allgather(stream, wire, max_nnz=max_nnz)
     if not (total.finite and all_finite(total.values)):
-        return GlobalTopk(stream.void_like(), stream.void_like())
+        return GlobalTopk.void(stream)
     winners = total.largest(k)
     start, stop = patterns.regions(stream.size, wire.size)[wire.rank : wire.rank + 2]
     region = placed(total.slice(start, stop), start, stream.size)

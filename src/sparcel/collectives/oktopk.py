@@ -56,8 +56,8 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
     Returns
     -------
     GlobalTopk
-        The total is empty and not ``finite`` if an input or a sum is not finite. A rank drops what
-        it has summed, in its own region, and does not win.
+        The total is empty and not ``finite`` if an input or a sum is not finite. A rank drops the
+        sums of its own region that do not win.
 
     If gathering every stream takes no more bytes, as with two ranks or little data, this calls
     `gathered_topk`, which takes fewer rounds and returns the same bits. Otherwise it calls
@@ -80,11 +80,11 @@ def topk_by_regions(
     """
     boundaries, finite = balanced_boundaries(own, wire.comm, max_nnz)
     if not finite:
-        return GlobalTopk(own.void_like(), own.void_like())
+        return GlobalTopk.void(own)
     region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
     winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
-        return GlobalTopk(own.void_like(), own.void_like())
+        return GlobalTopk.void(own)
     evened = _evening_pays(_problem(own, wire), winners.counts, boundaries)
     return gather_winners(region, winners.counts, boundaries, wire, evened)
 

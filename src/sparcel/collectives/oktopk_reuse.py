@@ -78,7 +78,7 @@ def oktopk_reuse(
         counts, finite = _count_from(threshold, region, wire)
         counts = _capped(counts, -(-4 * k // 3))
     if not finite:
-        return GlobalTopk(own.void_like(), own.void_like()), estimates
+        return GlobalTopk.void(own), estimates
     evened = wire.size * max(counts) > 4 * sum(counts)
     return gather_winners(region, counts, boundaries, wire, evened), Estimates(
         boundaries, threshold, k
