@@ -1,6 +1,7 @@
 """The tables of docs/experiments.md are those of the records."""
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     for task in {row["task"] for row in suite if row["method"] != "dense"}:
         lines += report.suite_table(suite, task)
+    balancing = json.loads((report.RESULTS / "balancing.json").read_text())["rows"]
+    lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
     assert set(lines) <= set(PAGE.splitlines())
 
 
