@@ -36,9 +36,9 @@ from torch import Tensor, nn
 import sparcel
 from sparcel import patterns
 from sparcel.collectives._global_topk import global_topk
-from sparcel.collectives._regions import average_boundaries, balanced_boundaries
 from sparcel.collectives.oktopk import gather_winners
 from sparcel.collectives.reduce_scatter import reduce_regions
+from sparcel.collectives.regions import average_boundaries, balanced_boundaries
 from sparcel.comm import Traffic, resolve
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire

@@ -14,8 +14,9 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.errors import InputError
+from sparcel.ops import SUM
 from sparcel.selectors import Selector
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, concatenate, reduce
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""
@@ -132,6 +133,31 @@ class Memory:
         assert self._scratch is not None, "take_all follows accumulate"
         self._scratch.zero_()
 
+    def select_outside(self, selection: SparseStream, start: int, stop: int) -> SparseStream:
+        """Put back what a selection has of ``[start, stop)``, and take as many others instead.
+
+        These are the largest of what the step keeps back outside of that range.
+        """
+        scratch, size = self.kept(0, selection.size), selection.size
+        low, inside, high = selection.split([0, start, stop, size])
+        if not inside.nnz:
+            return selection
+        assert inside.indices is not None, "selections are sparse"
+        kernels.scatter(scratch[start:stop], inside.indices, inside.values)
+        # The largest of both sides are among the largest of each.
+        sides = [_largest(part, inside.nnz) for part in (scratch[:start], scratch[stop:])]
+        always_sparse, nothing = size + 1, inside.empty_like()
+        others = concatenate([sides[0], nothing, sides[1]], SUM, always_sparse).largest(inside.nnz)
+        assert others.indices is not None, "the largest coordinates are a sparse stream"
+        kernels.scatter(scratch, others.indices, torch.zeros_like(others.values))
+        outside = concatenate([low, nothing, high], SUM, always_sparse)
+        return reduce([outside, others], SUM, always_sparse)
+
+    def kept(self, start: int, stop: int) -> Tensor:
+        """Return the part ``[start, stop)`` of what the step keeps back; it shares storage."""
+        assert self._scratch is not None, "kept follows select"
+        return self._scratch[start:stop]
+
     def give_back(self, stream: SparseStream) -> None:
         """Add a stream to what the step keeps back.
 
@@ -241,6 +267,11 @@ class Memory:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the memory, and of sums, of gradients of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _largest(vector: Tensor, k: int) -> SparseStream:
+    """Return the k largest coordinates of a vector."""
+    return SparseStream.unchecked(None, vector, vector.numel()).largest(k)
 
 
 def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int) -> SparseStream:

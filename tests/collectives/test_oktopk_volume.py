@@ -17,8 +17,8 @@ from sparcel.collectives._blocks import (
     pieces_to_even,
     placed,
 )
-from sparcel.collectives._regions import balanced_boundaries
 from sparcel.collectives.oktopk import topk_by_regions
+from sparcel.collectives.regions import balanced_boundaries
 from sparcel.schedule import Problem
 from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of

@@ -6,7 +6,16 @@ import torch
 
 import sparcel
 from sparcel import simulate
-from sparcel.schemes import Auto, GTopK, Hierarchical, ScaleCom
+from sparcel.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
+from sparcel.schemes.oktopk import exchange_held
+
+
+class HeldOkTopK(OkTopK):
+    """Sums in the owners' memories, also where the vector is so small that gathering is cheaper."""
+
+    def _exchange(self, selection, wire):
+        return exchange_held(selection, wire)
+
 
 SCHEMES = {
     "dense": partial(sparcel.scheme, "dense"),
@@ -20,6 +29,8 @@ SCHEMES = {
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
     "oktopk": partial(sparcel.scheme, "oktopk", density=0.1),
+    "oktopk held": lambda: HeldOkTopK(0.1),
+    "oktopk held dense": lambda: HeldOkTopK(0.7),
     "oktopk dense": partial(sparcel.scheme, "oktopk", density=0.7),
     "oktopk reuse": partial(
         sparcel.scheme, "oktopk", density=0.1, threshold="reuse", threshold_steps=2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +54,11 @@ class _Bin:
     inside: int
     needed: int
 
+    @property
+    def lowest(self) -> int:
+        """The bits of the smallest magnitude of the bin."""
+        return self.prefix << self.shift
+
 
 def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: bool) -> Winners:
     """Find the k largest magnitudes of all ranks' values, by a radix select over the ranks.
@@ -77,6 +81,8 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
     width = 8 * values.element_size() - 1
     counts, finite = _histogram(values, comm, limit, width, None, finite)
     found = _locate(counts, 0, width, min(k, int(counts.sum())))
+    if finite:  # the others are too small, and values may be many
+        _, values = kernels.threshold_select(values, _magnitude(found.lowest, values.dtype))
     while finite and found.needed < found.inside and found.inside > FEW and found.shift:
         counts, _ = _histogram(values, comm, limit, found.shift, found.prefix, True)
         found = _locate(counts, found.prefix, found.shift, found.needed)
@@ -107,10 +113,9 @@ def _locate(counts: Tensor, prefix: int, shift: int, needed: int) -> _Bin:
 
 def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> Winners:
     """Gather the candidates and the counts of larger magnitudes; count each rank's winners."""
-    bits = kernels.magnitude_bits(values).cpu().numpy()
-    above = bits - (found.prefix << found.shift)
-    larger = np.count_nonzero(above >= 1 << found.shift)
-    candidates = torch.from_numpy(above[(above >= 0) & (above < 1 << found.shift) & (bits != 0)])
+    above = kernels.magnitude_bits(values).cpu() - found.lowest
+    larger = int((above >= 1 << found.shift).sum())
+    candidates = above[(above >= 0) & (above < 1 << found.shift)]
     # If all candidates win or all are equal, their number is enough.
     listed = found.shift > 0 and found.inside <= FEW
     own = [torch.tensor([larger, candidates.numel()]), candidates]
@@ -132,7 +137,7 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
     won = counts[:, 0].index_add(0, owners[order], winning).tolist()
     if not found.needed:
         return Winners(won, 0.0, True)
-    threshold = (found.prefix << found.shift) + int(rests[winning > 0][-1])
+    threshold = found.lowest + int(rests[winning > 0][-1])
     return Winners(won, _magnitude(threshold, values.dtype), True)
 
 

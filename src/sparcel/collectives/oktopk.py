@@ -25,15 +25,15 @@ from sparcel.collectives._counts import (
     sum_steps,
 )
 from sparcel.collectives._global_topk import FEW, FIRST_BITS, MORE_BITS, global_topk
-from sparcel.collectives._regions import (
+from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_steps
+from sparcel.collectives.reduce_scatter import reduce_regions
+from sparcel.collectives.reduce_scatter import steps as reduce_steps
+from sparcel.collectives.regions import (
     TOLERANCE,
     TOLERATED,
     balanced_boundaries,
     counters_for,
 )
-from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_steps
-from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
 from sparcel.schedule import Problem, Step, Work
@@ -65,7 +65,7 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
     Source: Ok-Topk, Algorithm 1. Boundaries and threshold are exact, and renewed in every call.
     """
     own = selectable(stream)
-    if _gathering_is_cheaper(_problem(own, wire), k, max_nnz):
+    if gathering_is_cheaper(problem_of(own, wire), k, max_nnz):
         return gathered_topk(own, wire, k, max_nnz)
     return topk_by_regions(own, wire, k, max_nnz)
 
@@ -85,17 +85,17 @@ def topk_by_regions(
     winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
         return GlobalTopk.void(own)
-    evened = _evening_pays(_problem(own, wire), winners.counts, boundaries)
+    evened = evening_pays(problem_of(own, wire), winners.counts, boundaries)
     return gather_winners(region, winners.counts, boundaries, wire, evened)
 
 
-def _problem(like: SparseStream, wire: Wire) -> Problem:
+def problem_of(like: SparseStream, wire: Wire) -> Problem:
     """Return a problem of the facts that all ranks know: the vector's kind, ranks and format."""
     size = max(1, like.size)  # a problem needs a coordinate; an empty vector costs no more
     return Problem(size, 1, wire.size, itemsize=like.value_bytes, format=wire.format)
 
 
-def _gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
+def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     """Compare the bytes of gathering all streams with the least that regions take.
 
     All ranks know both. Regions take 4k(P−1)/P words if nothing is balanced, the headers of the
@@ -109,7 +109,7 @@ def _gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool
     return (ranks - 1) * problem.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
 
 
-def _evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
+def evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
     """Tell whether evening out saves the worst rank an eighth of its bytes.
 
     Less would not pay, because evening out takes another exchange.
@@ -126,13 +126,23 @@ def gather_winners(
     evened: bool,
 ) -> GlobalTopk:
     """Give every rank the ``counts[rank]`` largest of every rank's region."""
-    start, size = boundaries[wire.rank], boundaries[-1]
     block, rest = selectable(region).topk(counts[wire.rank])
+    total = gather_blocks(block, counts, boundaries, wire, evened)
+    return GlobalTopk(total, placed(rest, boundaries[wire.rank], boundaries[-1]))
+
+
+def gather_blocks(
+    block: SparseStream,
+    counts: Sequence[int],
+    boundaries: Sequence[int],
+    wire: Wire,
+    evened: bool,
+) -> SparseStream:
+    """Give every rank all blocks of winners, each numbered from the start of its rank's region."""
     if evened:
-        total = gather_evened(placed(block, start, size), counts, wire)
-    else:
-        total = gather_direct(block, counts, boundaries, wire)
-    return GlobalTopk(total, placed(rest, start, size))
+        block = placed(block, boundaries[wire.rank], boundaries[-1])
+        return gather_evened(block, counts, wire)
+    return gather_direct(block, counts, boundaries, wire)
 
 
 def selectable(stream: SparseStream) -> SparseStream:
@@ -168,27 +178,41 @@ class Course:
 def steps(problem: Problem, course: Course | None = None) -> Iterator[Step]:
     """Yield the steps of `oktopk` with this ``course``, or with the expected one."""
     k = problem.k
-    if _gathering_is_cheaper(problem, k, k):
+    if gathering_is_cheaper(problem, k, k):
         yield from gathered_topk_steps(problem)
     else:
-        yield from by_regions_steps(problem, course or _expected_course(problem))
+        yield from by_regions_steps(problem, course or expected_course(problem))
 
 
 def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
     """Yield the steps of `topk_by_regions`."""
-    ranks = problem.ranks
-    reduced = problem.entries(problem.everyone) / ranks
-    yield Work("small", _SMALL)
-    for counted in course.boundary_sums:
-        yield from sum_steps(problem, counted, ranks * problem.k)
+    reduced = problem.entries(problem.everyone) / problem.ranks
+    yield from boundaries_steps(problem, course)
     yield from reduce_steps(problem, course.boundaries)
-    for counted in course.histograms:
-        yield Work("histogram", reduced)
-        yield from sum_steps(problem, counted, problem.size)
-    yield from gather_number_steps(problem, course.listed, max(course.listed), 4)
+    yield from winners_steps(problem, course, reduced)
     yield Work("largest", reduced)
     yield Work("without", reduced)
-    if _evening_pays(problem, course.winners, course.boundaries):
+    yield from blocks_steps(problem, course)
+
+
+def boundaries_steps(problem: Problem, course: Course) -> Iterator[Step]:
+    """Yield the steps that find balanced boundaries."""
+    yield Work("small", _SMALL)
+    for counted in course.boundary_sums:
+        yield from sum_steps(problem, counted, problem.ranks * problem.k)
+
+
+def winners_steps(problem: Problem, course: Course, values: float) -> Iterator[Step]:
+    """Yield the steps that find how many of a region's ``values`` win."""
+    for number, counted in enumerate(course.histograms):
+        yield Work("histogram", values if number == 0 else problem.k / problem.ranks)
+        yield from sum_steps(problem, counted, problem.size)
+    yield from gather_number_steps(problem, course.listed, max(course.listed), 4)
+
+
+def blocks_steps(problem: Problem, course: Course) -> Iterator[Step]:
+    """Yield the steps of `gather_blocks`."""
+    if evening_pays(problem, course.winners, course.boundaries):
         yield from evened_steps(problem, course.winners)
     else:
         yield from direct_steps(problem, course.winners, course.boundaries)
@@ -202,7 +226,7 @@ _BINS = 40
 """Assumed number of occupied bins of the first histogram: a few octaves of eight bins."""
 
 
-def _expected_course(problem: Problem) -> Course:
+def expected_course(problem: Problem) -> Course:
     """Return the course expected if entries are spread evenly and sums lie in a few octaves."""
     ranks, k = problem.ranks, problem.k
     counters = counters_for(ranks)

@@ -12,10 +12,10 @@ from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.collectives._counts import gather_numbers
 from sparcel.collectives._global_topk import global_topk
-from sparcel.collectives._regions import average_boundaries
 from sparcel.collectives.gtopk import GlobalTopk
 from sparcel.collectives.oktopk import gather_winners, selectable
 from sparcel.collectives.reduce_scatter import reduce_regions
+from sparcel.collectives.regions import average_boundaries
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 

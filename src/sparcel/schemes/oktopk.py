@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparcel._checks import whole_number
-from sparcel.collectives.oktopk import oktopk
-from sparcel.collectives.oktopk import steps as oktopk_steps
+from sparcel.collectives.gtopk import gathered_topk_steps
+from sparcel.collectives.oktopk import gathering_is_cheaper, oktopk, problem_of
+from sparcel.collectives.oktopk_held import READING, oktopk_held
+from sparcel.collectives.oktopk_held import steps as held_steps
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
+from sparcel.collectives.regions import balanced_boundaries
 from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
@@ -22,12 +25,33 @@ from sparcel.wire import Wire
 def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the exact top-k of the sum; see `OkTopK` for ``put_back``."""
     sent = selection.stream
-    return settled(oktopk(sent, wire, selection.k, selection.most), sent, put_back)
+    gathers = gathering_is_cheaper(problem_of(sent, wire), selection.k, selection.most)
+    if put_back == "own" or gathers:
+        return settled(oktopk(sent, wire, selection.k, selection.most), sent, put_back)
+    return exchange_held(selection, wire)
+
+
+def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
+    """Sum in the owners' memories, and find the exact top-k of these.
+
+    A rank sends nothing of its own region, and takes as many others instead. The boundaries are
+    balanced for the selections as they were before.
+    """
+    selected, memory, most = selection.stream, selection.memory, selection.most
+    boundaries, finite = balanced_boundaries(selected, wire.comm, most)
+    if not finite:
+        return Exchanged(selected.void_like(), selected)
+    region = boundaries[wire.rank], boundaries[wire.rank + 1]
+    sent = memory.select_outside(selected, *region)
+    found = oktopk_held(sent, memory.kept(*region), boundaries, wire, selection.k, most)
+    return Exchanged(
+        found.total, sent, complete=False, arrived=found.arrived, released=found.released
+    )
 
 
 @dataclass(eq=False)
 class OkTopK(Sparsifier):
-    """The k largest coordinates of the sum of the ranks' selections.
+    """The k largest coordinates of the sums that ranks make, each of a region of the vector.
 
     Parameters
     ----------
@@ -38,9 +62,11 @@ class OkTopK(Sparsifier):
         With ``"reuse"``, how many steps an estimate serves: the paper's τ′ and τ, by default its 32
         and 64. With ``"exact"`` they are refused.
     put_back
-        ``"dropped"``: a sum that does not win goes to the memory of the rank that summed it, so
-        that its parts meet there, and are selected by what they are together. ``"own"``: the
-        paper's rule, each rank takes back its own values.
+        ``"dropped"``: a sum that does not win stays in the memory of the rank that summed it, so
+        that its parts meet there, and are selected by what they are together. With exact
+        thresholds, and if gathering is not cheaper, that rank also adds all that it has of its
+        region, and sends k coordinates of the other regions. ``"own"``: the paper's rule, each rank
+        takes back its own values.
 
     The others are those of `Sparsifier`.
     Source: Ok-Topk, Algorithms 1 and 2.
@@ -113,6 +139,11 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
 def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `OkTopK`."""
     yield from select_steps(problem)
-    yield from oktopk_steps(problem)
-    yield Work("scatter", problem.k)
+    if gathering_is_cheaper(problem, problem.k, problem.k):
+        yield from gathered_topk_steps(problem)
+        yield Work("scatter", problem.k)
+    else:
+        yield Work("select", problem.size, times=READING)  # outside of the own region
+        yield Work("largest", problem.k)
+        yield from held_steps(problem)
     yield from apply_steps(problem, problem.k)

@@ -27,12 +27,13 @@ class Selection:
     """A rank's selection from memory + gradient.
 
     ``k`` is the number of coordinates that the density asks for. ``most`` is an upper bound on the
-    entries that any rank selected. Both are the same on all ranks.
+    entries that any rank selected. Both are the same on all ranks. ``memory`` keeps the rest.
     """
 
     stream: SparseStream
     k: int
     most: int
+    memory: Memory
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,27 @@ class Exchanged:
 
     ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept`` goes
     back to this rank's memory. ``complete`` tells that ``total`` has all coordinates of ``sent``.
+    ``arrived`` and ``released`` are what the exchange put into this rank's memory and took out.
     """
 
     total: SparseStream
     sent: SparseStream
     kept: SparseStream | None = None
     complete: bool = True
+    arrived: SparseStream | None = None
+    released: SparseStream | None = None
 
     @property
-    def applied(self) -> SparseStream:
-        """The coordinates of ``sent`` that ``total`` has."""
-        return self.sent if self.complete else self.sent.within(self.total)
+    def applied(self) -> list[SparseStream]:
+        """What ``total`` has of this rank's memory: of what it sent, and of what was released."""
+        sent = self.sent if self.complete else self.sent.within(self.total)
+        return [sent] if self.released is None else [sent, self.released]
+
+    @property
+    def magnitude(self) -> float:
+        """The magnitude by which this rank's memory shrinks."""
+        out, back = (self.sent, self.released), (self.kept, self.arrived)
+        return sum(map(_magnitude, out)) - sum(map(_magnitude, back))
 
 
 @dataclass(eq=False)
@@ -195,16 +206,17 @@ class Sparsifier(Scheme):
         with meter.selecting():
             taken = self._take(gradient, comm, request, clear)
         with meter.communicating():
-            outcome = self._exchange(Selection(taken, k, most), Wire(comm, request.format))
+            outcome = self._exchange(
+                Selection(taken, k, most, self._memory), Wire(comm, request.format)
+            )
         meter.selected += outcome.sent.nnz
-        meter.magnitude += _magnitude(outcome.sent)
+        meter.magnitude += outcome.magnitude
         if outcome.kept is not None:
-            meter.magnitude -= _magnitude(outcome.kept)
             self._memory.give_back(outcome.kept)
         if self.momentum:
-            applied = outcome.applied.indices
-            assert applied is not None, "what a rank sends is sparse"
-            self._memory.forget_velocity(applied)
+            for applied in outcome.applied:
+                assert applied.indices is not None, "what leaves memory is sparse"
+                self._memory.forget_velocity(applied.indices)
         return outcome.total
 
     def _take(
@@ -250,6 +262,8 @@ class Sparsifier(Scheme):
         return front_loaded(density, self.steps) if in_front else density
 
 
-def _magnitude(stream: SparseStream) -> float:
-    """Return the sum of the magnitudes of a stream's values."""
+def _magnitude(stream: SparseStream | None) -> float:
+    """Return the sum of the magnitudes of a stream's values; 0 for none."""
+    if stream is None:
+        return 0.0
     return float(stream.values.abs().sum())  # four times as fast as torch's 1-norm
