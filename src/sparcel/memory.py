@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import kernels, patterns
 from sparcel._checks import all_finite
 from sparcel.errors import InputError
 from sparcel.ops import SUM
@@ -68,6 +69,7 @@ class Memory:
         self._scratch: Tensor | None = None
         self._entering: Tensor | None = None
         self._withheld: Sequence[Range] = ()
+        self._shares: Sequence[Share] = ()
 
     def select(
         self,
@@ -103,6 +105,7 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
+        self._shares = shares
         with self._entered(gradient, ranks, withheld, clear) as addition:
             streams = [
                 share.selector.take(addition.part(share.start, share.stop), share.k, step)
@@ -133,25 +136,33 @@ class Memory:
         assert self._scratch is not None, "take_all follows accumulate"
         self._scratch.zero_()
 
-    def select_outside(self, selection: SparseStream, start: int, stop: int) -> SparseStream:
-        """Put back what a selection has of ``[start, stop)``, and take as many others instead.
+    def select_others(
+        self, selection: SparseStream, boundaries: Sequence[int], own: int
+    ) -> SparseStream:
+        """Put back what a selection has of one region, and take as many of the others instead.
 
-        These are the largest of what the step keeps back outside of that range.
+        Region r is ``[boundaries[r], boundaries[r + 1])``. For what a share had of the region
+        ``own`` it gives the largest that are left of it in the other regions, equally many of each.
+        So no region gives many more than before.
         """
-        scratch, size = self.kept(0, selection.size), selection.size
+        assert self._scratch is not None, "select_others follows select"
+        scratch, size = self._scratch, selection.size
+        start, stop = boundaries[own], boundaries[own + 1]
         low, inside, high = selection.split([0, start, stop, size])
+        assert inside.indices is not None, "selections are sparse"
         if not inside.nnz:
             return selection
-        assert inside.indices is not None, "selections are sparse"
         kernels.scatter(scratch[start:stop], inside.indices, inside.values)
-        # The largest of both sides are among the largest of each.
-        sides = [_largest(part, inside.nnz) for part in (scratch[:start], scratch[stop:])]
-        always_sparse, nothing = size + 1, inside.empty_like()
-        others = concatenate([sides[0], nothing, sides[1]], SUM, always_sparse).largest(inside.nnz)
-        assert others.indices is not None, "the largest coordinates are a sparse stream"
-        kernels.scatter(scratch, others.indices, torch.zeros_like(others.values))
-        outside = concatenate([low, nothing, high], SUM, always_sparse)
-        return reduce([outside, others], SUM, always_sparse)
+        always_sparse = size + 1
+        streams = [concatenate([low, inside.empty_like(), high], SUM, always_sparse)]
+        for first, last, k in _replacements(self._shares, inside.indices + start, boundaries, own):
+            part = scratch[first:last]
+            indices, values = kernels.topk(part, k)
+            kernels.scatter(part, indices, torch.zeros_like(values))
+            streams.append(
+                SparseStream.unchecked(indices.to(kernels.index_dtype(size)) + first, values, size)
+            )
+        return reduce(streams, SUM, always_sparse)
 
     def kept(self, start: int, stop: int) -> Tensor:
         """Return the part ``[start, stop)`` of what the step keeps back; it shares storage."""
@@ -269,9 +280,24 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _largest(vector: Tensor, k: int) -> SparseStream:
-    """Return the k largest coordinates of a vector."""
-    return SparseStream.unchecked(None, vector, vector.numel()).largest(k)
+def _replacements(
+    shares: Sequence[Share], put_back: Tensor, boundaries: Sequence[int], own: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(start, stop, k)``: take k of these coordinates, which one share and one region have.
+
+    ``put_back`` are the indices of what is replaced, all of the region ``own``.
+    """
+    ranks = len(boundaries) - 1
+    for share in shares:
+        edges = put_back.new_tensor([share.start, share.stop])
+        first, last = torch.searchsorted(put_back, edges).tolist()
+        # The regions after the own one come first, so that ranks round up in different ones.
+        parts = list(pairwise(patterns.regions(last - first, max(1, ranks - 1))))
+        for region, (start, stop) in enumerate(pairwise(boundaries)):
+            low, high = max(start, share.start), min(stop, share.stop)
+            if region != own and low < high:
+                begin, end = parts[(region - own - 1) % ranks]
+                yield low, high, end - begin
 
 
 def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int) -> SparseStream:

@@ -1,5 +1,7 @@
 """Ok-Topk where the owners of regions sum in their own memories."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,12 @@ import sparcel
 from sparcel import SparseStream, simulate
 from sparcel.collectives.oktopk_held import oktopk_held
 from sparcel.collectives.regions import balanced_boundaries
+from sparcel.errors import MismatchError
 from sparcel.memory import Memory, Share
+from sparcel.schemes import OkTopK, Request
 from sparcel.selectors import selector
 from sparcel.wire import Wire
+from tests.collectives.test_oktopk_volume import bound
 from tests.schemes.steps import HeldOkTopK, integers, normal, total
 from tests.strategies import case_of, full, layouts, same_bits, same_stream
 
@@ -39,7 +44,7 @@ def test_the_largest_of_all_regions_are_taken_out(layout, world, size, k, dtype,
     winners = SparseStream(None, sums, size).largest(k)
     assert all(same_stream(outcome.total, winners) for outcome, _ in found)
     assert torch.equal(torch.cat([held for _, held in found]), sums - full(winners))
-    assert torch.equal(torch.cat([full(outcome.arrived) for outcome, _ in found]) + before, sums)
+    assert torch.equal(before + sum(full(outcome.arrived) for outcome, _ in found), sums)
     assert torch.equal(sum(full(outcome.released) for outcome, _ in found), full(winners))
 
 
@@ -58,24 +63,62 @@ def test_a_region_that_is_not_finite_voids_the_total(where, poison):
         assert outcome.total.nnz == 0
 
 
+def largest(vector, k):
+    """Return the k largest coordinates of a vector, and zeros elsewhere."""
+    return full(SparseStream(None, vector, vector.numel()).largest(k))
+
+
+def split_evenly(count, ranks, own):
+    """Share a count out among the other ranks, beginning with the next one."""
+    others = [(own + 1 + place) % ranks for place in range(ranks - 1)]
+    parts = [(p + 1) * count // len(others) - p * count // len(others) for p in range(len(others))]
+    return dict(zip(others, parts, strict=True))
+
+
+def others_of(gradient, k, boundaries, own):
+    """Return what a rank sends of the other regions, if it selects k and replaces its own."""
+    start, stop = boundaries[own], boundaries[own + 1]
+    sent = largest(gradient, k)
+    replaced = int((sent[start:stop] != 0).sum())
+    sent[start:stop] = 0
+    left = gradient - sent
+    for region, count in split_evenly(replaced, len(boundaries) - 1, own).items():
+        part = slice(boundaries[region], boundaries[region + 1])
+        sent[part] += largest(left[part], count)
+    return sent
+
+
 @given(
     st.integers(1, 60),
-    st.integers(0, 60),
-    st.integers(0, 60),
+    st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    st.integers(0, 6),
     st.integers(1, 60),
     st.booleans(),
 )
-def test_a_selection_outside_a_range_is_the_largest_there(size, one, other, k, ties):
-    start, stop = sorted((min(one, size), min(other, size)))
+def test_what_a_selection_has_of_a_region_is_replaced_by_others(size, cuts, own, k, ties):
+    boundaries = [0, *sorted(min(cut, size) for cut in cuts), size]
+    own %= len(boundaries) - 1
     gradient = integers(1, 2, size) if ties else normal(1, 2, size)
     memory = Memory()
     selection = memory.select(gradient, [Share(0, size, selector("exact"), k)], 0, 1)
-    outside = memory.select_outside(selection, start, stop)
-    cleared = gradient.clone()
-    cleared[start:stop] = 0
-    expected = SparseStream(None, cleared, size).largest(selection.nnz)
-    assert same_stream(outside, expected)
-    assert torch.equal(memory.kept(0, size), gradient - full(expected))
+    others = memory.select_others(selection, boundaries, own)
+    assert others.nnz <= selection.nnz
+    assert torch.equal(full(others), others_of(gradient, k, boundaries, own))
+    assert torch.equal(memory.kept(0, size), gradient - full(others))
+
+
+def test_a_layers_coordinates_are_replaced_by_its_own():
+    """Of eight coordinates of a layer that lie in the own region, six are left in the other one."""
+    memory, gradient = Memory(), normal(0, 0, 100)
+    gradient[30:40] /= 1000
+    shares = [Share(0, 30, selector("exact"), 3), Share(30, 40, selector("exact"), 10)]
+    shares.append(Share(40, 100, selector("exact"), 6))
+    selection = memory.select(gradient, shares, 0, 2)
+    others = memory.select_others(selection, [0, 38, 100], 0)
+    assert bool((others.indices >= 38).all())
+    before, after = full(selection) != 0, full(others) != 0
+    assert int(after[38:40].sum()) == 2  # all that the layer has outside of the region
+    assert torch.equal(after[40:], before[40:])
 
 
 def test_an_owner_adds_its_region_and_sends_of_the_others():
@@ -88,12 +131,12 @@ def test_an_owner_adds_its_region_and_sends_of_the_others():
     ).results[0]
     sums, kept = torch.zeros(size), []
     for rank, gradient in enumerate(gradients):
-        others = gradient.clone()
-        others[boundaries[rank] : boundaries[rank + 1]] = 0
-        sent = full(SparseStream(None, others, size).largest(k))
-        sums += sent + (gradient - others)
-        kept.append(others - sent)
-    winners = full(SparseStream(None, sums, size).largest(k))
+        own = slice(boundaries[rank], boundaries[rank + 1])
+        sent = others_of(gradient, k, boundaries, rank)
+        kept.append(gradient - sent)
+        sums += sent
+        sums[own] += gradient[own]
+    winners = largest(sums, k)
 
     def on_rank(comm):
         scheme = HeldOkTopK(density=k / size)
@@ -132,3 +175,70 @@ def test_a_winner_loses_its_velocity_at_its_owner():
     for _, velocity, memory in found:
         assert bool((memory[won & (velocity == 0)] == 0).all())
         assert not bool((velocity[~won] == 0).any())
+
+
+def crowded(rank, world, size):
+    """Return a gradient that is large in the rank's own region, and less so in the first one."""
+    gradient = normal(rank, 0, size) / 1000
+    gradient[: size // 20] *= 100
+    start = rank * size // world
+    gradient[start : start + size // 20] *= 10_000
+    return gradient
+
+
+@pytest.mark.parametrize("world", [3, 8, 13])
+def test_volume_is_bounded_where_all_replace_what_they_selected(world):
+    """An owner receives up to k + P − 1 entries more than the collective's bound allows."""
+    size = 50_000
+    k = size // 50
+
+    def on_rank(comm):
+        scheme = HeldOkTopK(density=k / size)
+        volumes = []
+        for _ in range(3):
+            before = replace(comm.traffic)
+            scheme.step(crowded(comm.rank, world, size), comm)
+            after = comm.traffic
+            sent = after.bytes_sent - before.bytes_sent
+            volumes.append(max(sent, after.bytes_received - before.bytes_received))
+        return max(volumes)
+
+    most = bound("bytes, at most", world, size, k) + 8 * (k + world - 1)
+    assert max(simulate(world, on_rank).results) <= most
+
+
+@pytest.mark.parametrize("scheme", [HeldOkTopK, lambda k: OkTopK(k, put_back="own")])
+def test_ranks_that_ask_for_other_counts_are_told(scheme):
+    """Layers of other densities, on a vector that is too large to be gathered."""
+
+    def on_rank(comm):
+        density = 0.3 if comm.rank == 1 else 0.31
+        request = Request(layers=[(0, 20_000, density)])
+        scheme(0.1).step(normal(comm.rank, 0, 20_000), comm, request=request)
+
+    with pytest.raises(MismatchError, match=r"k=6000.*k=6200|k=6200.*k=6000"):
+        simulate(4, on_rank)
+
+
+def test_a_void_step_takes_nothing_out_of_memory():
+    """All gradients are finite, and the owners' sums are not."""
+
+    def on_rank(comm):
+        request = Request()
+        scheme = HeldOkTopK(0.1)
+        scheme.step(normal(0, 0, 100).sign() * 3e38, comm, request=request)
+        return scheme.finite, request.meter.magnitude
+
+    assert simulate(4, on_rank).results == [(False, 0.0)] * 4
+
+
+def test_papers_rule_takes_back_values_on_large_vectors():
+    size = 20_000
+    gradients = [normal(rank, 0, size) for rank in range(4)]
+
+    def on_rank(comm):
+        scheme = OkTopK(0.1, put_back="own")
+        return scheme.step(gradients[comm.rank], comm), scheme.memory
+
+    for gradient, (update, memory) in zip(gradients, simulate(4, on_rank).results, strict=True):
+        assert torch.equal(memory[update == 0], gradient[update == 0])

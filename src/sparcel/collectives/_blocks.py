@@ -43,6 +43,29 @@ def pieces_to_even(counts: Sequence[int]) -> list[Piece]:
     ]
 
 
+def evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
+    """Tell whether evening out saves the worst rank an eighth of its bytes.
+
+    Less would not pay, because evening out takes another exchange.
+    """
+    direct = direct_volume(problem, counts, boundaries)
+    return 8 * evened_volume(problem, counts) < 7 * direct
+
+
+def gather_blocks(
+    block: SparseStream,
+    counts: Sequence[int],
+    boundaries: Sequence[int],
+    wire: Wire,
+    evened: bool,
+) -> SparseStream:
+    """Give every rank all blocks of winners, each numbered from the start of its rank's region."""
+    if evened:
+        block = placed(block, boundaries[wire.rank], boundaries[-1])
+        return gather_evened(block, counts, wire)
+    return gather_direct(block, counts, boundaries, wire)
+
+
 def gather_direct(
     block: SparseStream, counts: Sequence[int], boundaries: Sequence[int], wire: Wire
 ) -> SparseStream:
@@ -143,6 +166,16 @@ def evened_steps(problem: Problem, counts: Sequence[int]) -> Iterator[Step]:
         yield Work("encode", sum(sends))
         yield Exchange("rotate", sends, receives)
     yield from _gather_steps(problem, _evened_blocks(problem, sum(counts)), sum(counts))
+
+
+def blocks_steps(
+    problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
+) -> Iterator[Step]:
+    """Yield the steps of `gather_blocks`, with the blocks evened out if that pays."""
+    if evening_pays(problem, counts, boundaries):
+        yield from evened_steps(problem, counts)
+    else:
+        yield from direct_steps(problem, counts, boundaries)
 
 
 def _gather_steps(problem: Problem, blocks: Sequence[float], entries: int) -> Iterator[Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,15 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import all_finite
-from sparcel.collectives._counts import gather_numbers, sum_counts
+from sparcel.collectives._counts import (
+    Counted,
+    gather_number_steps,
+    gather_numbers,
+    sum_counts,
+    sum_steps,
+)
 from sparcel.comm import Communicator
+from sparcel.schedule import Problem, Step, Work
 
 FIRST_BITS, MORE_BITS = 11, 10
 """Bits of the magnitude that the first and each later histogram resolve. Three histograms resolve
@@ -39,6 +47,19 @@ class Winners:
     counts: list[int]
     threshold: float
     finite: bool
+
+
+def winners_steps(
+    problem: Problem, values: float, histograms: Sequence[Counted], listed: Sequence[int]
+) -> Iterator[Step]:
+    """Yield the steps of `global_topk` for ``values`` a rank.
+
+    ``listed`` is how many integers each rank sends in the gather of candidates.
+    """
+    for number, counted in enumerate(histograms):
+        yield Work("histogram", problem.k / problem.ranks if number else values)
+        yield from sum_steps(problem, counted, problem.size)
+    yield from gather_number_steps(problem, listed, max(listed), 4)
 
 
 @dataclass(frozen=True)
@@ -112,7 +133,10 @@ def _locate(counts: Tensor, prefix: int, shift: int, needed: int) -> _Bin:
 
 
 def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> Winners:
-    """Gather the candidates and the counts of larger magnitudes; count each rank's winners."""
+    """Gather the candidates and the counts of larger magnitudes; count each rank's winners.
+
+    There are no zeros among ``values``.
+    """
     above = kernels.magnitude_bits(values).cpu() - found.lowest
     larger = int((above >= 1 << found.shift).sum())
     candidates = above[(above >= 0) & (above < 1 << found.shift)]

@@ -8,23 +8,15 @@ from itertools import pairwise
 from math import sqrt
 
 from sparcel import patterns
-from sparcel.collectives._blocks import (
-    direct_steps,
-    direct_volume,
-    evened_steps,
-    evened_volume,
-    gather_direct,
-    gather_evened,
-    placed,
+from sparcel.collectives._blocks import blocks_steps, evening_pays, gather_blocks, placed
+from sparcel.collectives._counts import Counted, counting_bytes, equally_counted
+from sparcel.collectives._global_topk import (
+    FEW,
+    FIRST_BITS,
+    MORE_BITS,
+    global_topk,
+    winners_steps,
 )
-from sparcel.collectives._counts import (
-    Counted,
-    counting_bytes,
-    equally_counted,
-    gather_number_steps,
-    sum_steps,
-)
-from sparcel.collectives._global_topk import FEW, FIRST_BITS, MORE_BITS, global_topk
 from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_steps
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import steps as reduce_steps
@@ -32,6 +24,7 @@ from sparcel.collectives.regions import (
     TOLERANCE,
     TOLERATED,
     balanced_boundaries,
+    boundaries_steps,
     counters_for,
 )
 from sparcel.comm import DIRECT_RANKS
@@ -109,15 +102,6 @@ def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     return (ranks - 1) * problem.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
 
 
-def evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
-    """Tell whether evening out saves the worst rank an eighth of its bytes.
-
-    Less would not pay, because evening out takes another exchange.
-    """
-    direct = direct_volume(problem, counts, boundaries)
-    return 8 * evened_volume(problem, counts) < 7 * direct
-
-
 def gather_winners(
     region: SparseStream,
     counts: Sequence[int],
@@ -129,20 +113,6 @@ def gather_winners(
     block, rest = selectable(region).topk(counts[wire.rank])
     total = gather_blocks(block, counts, boundaries, wire, evened)
     return GlobalTopk(total, placed(rest, boundaries[wire.rank], boundaries[-1]))
-
-
-def gather_blocks(
-    block: SparseStream,
-    counts: Sequence[int],
-    boundaries: Sequence[int],
-    wire: Wire,
-    evened: bool,
-) -> SparseStream:
-    """Give every rank all blocks of winners, each numbered from the start of its rank's region."""
-    if evened:
-        block = placed(block, boundaries[wire.rank], boundaries[-1])
-        return gather_evened(block, counts, wire)
-    return gather_direct(block, counts, boundaries, wire)
 
 
 def selectable(stream: SparseStream) -> SparseStream:
@@ -187,38 +157,16 @@ def steps(problem: Problem, course: Course | None = None) -> Iterator[Step]:
 def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
     """Yield the steps of `topk_by_regions`."""
     reduced = problem.entries(problem.everyone) / problem.ranks
-    yield from boundaries_steps(problem, course)
+    yield Work("small", SMALL)
+    yield from boundaries_steps(problem, course.boundary_sums)
     yield from reduce_steps(problem, course.boundaries)
-    yield from winners_steps(problem, course, reduced)
+    yield from winners_steps(problem, reduced, course.histograms, course.listed)
     yield Work("largest", reduced)
     yield Work("without", reduced)
-    yield from blocks_steps(problem, course)
+    yield from blocks_steps(problem, course.winners, course.boundaries)
 
 
-def boundaries_steps(problem: Problem, course: Course) -> Iterator[Step]:
-    """Yield the steps that find balanced boundaries."""
-    yield Work("small", _SMALL)
-    for counted in course.boundary_sums:
-        yield from sum_steps(problem, counted, problem.ranks * problem.k)
-
-
-def winners_steps(problem: Problem, course: Course, values: float) -> Iterator[Step]:
-    """Yield the steps that find how many of a region's ``values`` win."""
-    for number, counted in enumerate(course.histograms):
-        yield Work("histogram", values if number == 0 else problem.k / problem.ranks)
-        yield from sum_steps(problem, counted, problem.size)
-    yield from gather_number_steps(problem, course.listed, max(course.listed), 4)
-
-
-def blocks_steps(problem: Problem, course: Course) -> Iterator[Step]:
-    """Yield the steps of `gather_blocks`."""
-    if evening_pays(problem, course.winners, course.boundaries):
-        yield from evened_steps(problem, course.winners)
-    else:
-        yield from direct_steps(problem, course.winners, course.boundaries)
-
-
-_SMALL = 1000
+SMALL = 1000
 """Small operations on counts: to find boundaries, to share out winners, and to compare costs. Their
 number is fitted to measured times."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.collectives._counts import sum_counts
+from sparcel.collectives._counts import Counted, sum_counts, sum_steps
 from sparcel.comm import Communicator
+from sparcel.schedule import Problem, Step
 from sparcel.stream import SparseStream
 
 TOLERANCE, TOLERATED = 512, 64
@@ -62,6 +65,12 @@ def balanced_boundaries(
     cell = _cells(below, due)
     nearer = cell + (2 * (due - below[cell]) > below.diff()[cell]).long()
     return [0, *edges[nearer].tolist(), size], finite
+
+
+def boundaries_steps(problem: Problem, sums: Sequence[Counted]) -> Iterator[Step]:
+    """Yield the steps of `balanced_boundaries` that sums these counts."""
+    for counted in sums:
+        yield from sum_steps(problem, counted, problem.ranks * problem.k)
 
 
 def _cells(below: Tensor, due: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class Meter:
 
     ``coordinates`` counts those of the whole vectors, ``asked`` those that the density asks for,
     ``selected`` those that this rank sent, and ``reduced`` those of the sums. ``magnitude`` is the
-    sum of |x| over the selection, less that of the sums that this rank keeps.
+    sum of |x| over what left this rank's memory, less that over what came back to it or arrived.
     ``dense_bytes`` are what a dense exchange would have sent; the driver of the step counts them.
     """
 

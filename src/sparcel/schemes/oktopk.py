@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sparcel._checks import whole_number
-from sparcel.collectives.gtopk import gathered_topk_steps
-from sparcel.collectives.oktopk import gathering_is_cheaper, oktopk, problem_of
-from sparcel.collectives.oktopk_held import READING, oktopk_held
+from sparcel.collectives.gtopk import gathered_topk, gathered_topk_steps
+from sparcel.collectives.oktopk import (
+    expected_course,
+    gathering_is_cheaper,
+    oktopk,
+    problem_of,
+)
+from sparcel.collectives.oktopk_held import SELECT_ONLY, oktopk_held
 from sparcel.collectives.oktopk_held import steps as held_steps
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
-from sparcel.collectives.regions import balanced_boundaries
+from sparcel.collectives.regions import balanced_boundaries, boundaries_steps
+from sparcel.comm import Call
 from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
@@ -23,27 +29,32 @@ from sparcel.wire import Wire
 
 
 def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
-    """Find the exact top-k of the sum; see `OkTopK` for ``put_back``."""
-    sent = selection.stream
-    gathers = gathering_is_cheaper(problem_of(sent, wire), selection.k, selection.most)
-    if put_back == "own" or gathers:
-        return settled(oktopk(sent, wire, selection.k, selection.most), sent, put_back)
+    """Find the k largest of the sums; see `OkTopK` for ``put_back``."""
+    sent, k, most = selection.stream, selection.k, selection.most
+    if gathering_is_cheaper(problem_of(sent, wire), k, most):
+        return settled(gathered_topk(sent, wire, k, most), sent, put_back)
+    if put_back == "own":
+        return settled(oktopk(sent, wire, k, most), sent, put_back)
     return exchange_held(selection, wire)
 
 
 def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
-    """Sum in the owners' memories, and find the exact top-k of these.
+    """Sum in the owners' memories, and take the k largest out of them.
 
-    A rank sends nothing of its own region, and takes as many others instead. The boundaries are
-    balanced for the selections as they were before.
+    The boundaries are balanced for the selections, before ranks replace what is of their regions.
     """
     selected, memory, most = selection.stream, selection.memory, selection.most
-    boundaries, finite = balanced_boundaries(selected, wire.comm, most)
+    call = Call.of("exchange_held", {"k": selection.k, "most": most})
+    boundaries, finite = wire.comm.call(
+        call, lambda: balanced_boundaries(selected, wire.comm, most)
+    )
     if not finite:
         return Exchanged(selected.void_like(), selected)
-    region = boundaries[wire.rank], boundaries[wire.rank + 1]
-    sent = memory.select_outside(selected, *region)
-    found = oktopk_held(sent, memory.kept(*region), boundaries, wire, selection.k, most)
+    sent = memory.select_others(selected, boundaries, wire.rank)
+    held = memory.kept(boundaries[wire.rank], boundaries[wire.rank + 1])
+    found = oktopk_held(sent, held, boundaries, wire, selection.k, most)
+    if not found.total.finite:
+        return Exchanged(found.total, sent)
     return Exchanged(
         found.total, sent, complete=False, arrived=found.arrived, released=found.released
     )
@@ -137,13 +148,20 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
 
 
 def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `OkTopK`."""
+    """Yield the steps of a step of `OkTopK`.
+
+    A rank's k entries go to the other ranks alone.
+    """
+    size, k, ranks = problem.size, problem.k, problem.ranks
     yield from select_steps(problem)
-    if gathering_is_cheaper(problem, problem.k, problem.k):
+    if gathering_is_cheaper(problem, k, k):
         yield from gathered_topk_steps(problem)
-        yield Work("scatter", problem.k)
+        yield Work("scatter", k)
     else:
-        yield Work("select", problem.size, times=READING)  # outside of the own region
-        yield Work("largest", problem.k)
-        yield from held_steps(problem)
-    yield from apply_steps(problem, problem.k)
+        course = expected_course(problem)
+        yield from boundaries_steps(problem, course.boundary_sums)
+        yield Work("select", size, times=SELECT_ONLY)
+        yield Work("merge", k)
+        sending = replace(problem, k=min(size, k * ranks // (ranks - 1)))
+        yield from held_steps(sending, course)
+    yield from apply_steps(problem, k)

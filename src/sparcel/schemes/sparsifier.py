@@ -60,7 +60,7 @@ class Exchanged:
 
     @property
     def magnitude(self) -> float:
-        """The magnitude by which this rank's memory shrinks."""
+        """The magnitude that leaves this rank's memory, less what comes back or arrives."""
         out, back = (self.sent, self.released), (self.kept, self.arrived)
         return sum(map(_magnitude, out)) - sum(map(_magnitude, back))
 
@@ -210,7 +210,8 @@ class Sparsifier(Scheme):
                 Selection(taken, k, most, self._memory), Wire(comm, request.format)
             )
         meter.selected += outcome.sent.nnz
-        meter.magnitude += outcome.magnitude
+        if outcome.total.finite:
+            meter.magnitude += outcome.magnitude
         if outcome.kept is not None:
             self._memory.give_back(outcome.kept)
         if self.momentum:

@@ -33,7 +33,8 @@ class Costs:
         sent, and that the updates had. Small tensors count as sent whole. Of a sparse gradient,
         as embeddings make it, the rows that were used count as sent.
     magnitude
-        The sum of |x| over the selection, less that of what returned to this rank's memory.
+        The sum of |x| over what left this rank's memory, less that over what came back to it or
+        arrived from other ranks.
     select_seconds, communicate_seconds
         Time spent selecting and exchanging, waiting for slower ranks included; it may overlap with
         computation.
