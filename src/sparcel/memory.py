@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparcel import kernels, patterns
+from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.errors import InputError
 from sparcel.ops import SUM
@@ -136,32 +135,31 @@ class Memory:
         assert self._scratch is not None, "take_all follows accumulate"
         self._scratch.zero_()
 
-    def select_others(
-        self, selection: SparseStream, boundaries: Sequence[int], own: int
+    def exchange_range(
+        self, selection: SparseStream, unwanted: Range, wanted: Range
     ) -> SparseStream:
-        """Put back what a selection has of one region, and take as many of the others instead.
+        """Put back what a selection has of one range, and take as many of another one instead.
 
-        Region r is ``[boundaries[r], boundaries[r + 1])``. For what a share had of the region
-        ``own`` it gives the largest that are left of it in the other regions, equally many of each.
-        So no region gives many more than before.
+        These are the largest that are left there. A share that gave back m of its coordinates takes
+        up to m more.
         """
-        assert self._scratch is not None, "select_others follows select"
+        assert self._scratch is not None, "exchange_range follows select"
         scratch, size = self._scratch, selection.size
-        start, stop = boundaries[own], boundaries[own + 1]
+        (start, stop), always_sparse = unwanted, selection.size + 1
         low, inside, high = selection.split([0, start, stop, size])
         assert inside.indices is not None, "selections are sparse"
-        if not inside.nnz:
-            return selection
         kernels.scatter(scratch[start:stop], inside.indices, inside.values)
-        always_sparse = size + 1
         streams = [concatenate([low, inside.empty_like(), high], SUM, always_sparse)]
-        for first, last, k in _replacements(self._shares, inside.indices + start, boundaries, own):
-            part = scratch[first:last]
-            indices, values = kernels.topk(part, k)
-            kernels.scatter(part, indices, torch.zeros_like(values))
-            streams.append(
-                SparseStream.unchecked(indices.to(kernels.index_dtype(size)) + first, values, size)
-            )
+        for share in self._shares:
+            edges = inside.indices.new_tensor([share.start - start, share.stop - start])
+            first, last = torch.searchsorted(inside.indices, edges).tolist()
+            begin, end = max(wanted[0], share.start), min(wanted[1], share.stop)
+            if first < last and begin < end:
+                part = scratch[begin:end]
+                indices, values = kernels.topk(part, last - first)
+                kernels.scatter(part, indices, torch.zeros_like(values))
+                indices = indices.to(kernels.index_dtype(size)) + begin
+                streams.append(SparseStream.unchecked(indices, values, size))
         return reduce(streams, SUM, always_sparse)
 
     def kept(self, start: int, stop: int) -> Tensor:
@@ -278,26 +276,6 @@ class Memory:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the memory, and of sums, of gradients of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _replacements(
-    shares: Sequence[Share], put_back: Tensor, boundaries: Sequence[int], own: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(start, stop, k)``: take k of these coordinates, which one share and one region have.
-
-    ``put_back`` are the indices of what is replaced, all of the region ``own``.
-    """
-    ranks = len(boundaries) - 1
-    for share in shares:
-        edges = put_back.new_tensor([share.start, share.stop])
-        first, last = torch.searchsorted(put_back, edges).tolist()
-        # The regions after the own one come first, so that ranks round up in different ones.
-        parts = list(pairwise(patterns.regions(last - first, max(1, ranks - 1))))
-        for region, (start, stop) in enumerate(pairwise(boundaries)):
-            low, high = max(start, share.start), min(stop, share.stop)
-            if region != own and low < high:
-                begin, end = parts[(region - own - 1) % ranks]
-                yield low, high, end - begin
 
 
 def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int) -> SparseStream:

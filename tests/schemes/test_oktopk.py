@@ -1,6 +1,7 @@
 """Ok-Topk where the owners of regions sum in their own memories."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -68,57 +69,47 @@ def largest(vector, k):
     return full(SparseStream(None, vector, vector.numel()).largest(k))
 
 
-def split_evenly(count, ranks, own):
-    """Share a count out among the other ranks, beginning with the next one."""
-    others = [(own + 1 + place) % ranks for place in range(ranks - 1)]
-    parts = [(p + 1) * count // len(others) - p * count // len(others) for p in range(len(others))]
-    return dict(zip(others, parts, strict=True))
-
-
-def others_of(gradient, k, boundaries, own):
-    """Return what a rank sends of the other regions, if it selects k and replaces its own."""
-    start, stop = boundaries[own], boundaries[own + 1]
+def exchanged(gradient, k, unwanted, wanted):
+    """Return what a rank sends that selects k, and replaces those of one range by another's."""
     sent = largest(gradient, k)
-    replaced = int((sent[start:stop] != 0).sum())
-    sent[start:stop] = 0
+    replaced = int((sent[slice(*unwanted)] != 0).sum())
+    sent[slice(*unwanted)] = 0
     left = gradient - sent
-    for region, count in split_evenly(replaced, len(boundaries) - 1, own).items():
-        part = slice(boundaries[region], boundaries[region + 1])
-        sent[part] += largest(left[part], count)
+    sent[slice(*wanted)] += largest(left[slice(*wanted)], replaced)
     return sent
 
 
-@given(
-    st.integers(1, 60),
-    st.lists(st.integers(0, 60), min_size=1, max_size=6),
-    st.integers(0, 6),
-    st.integers(1, 60),
-    st.booleans(),
-)
-def test_what_a_selection_has_of_a_region_is_replaced_by_others(size, cuts, own, k, ties):
-    boundaries = [0, *sorted(min(cut, size) for cut in cuts), size]
-    own %= len(boundaries) - 1
+PLACES = st.lists(st.integers(0, 60), min_size=4, max_size=4)
+
+
+@given(st.integers(1, 60), PLACES, st.integers(1, 60), st.booleans(), st.booleans())
+def test_coordinates_of_a_range_are_replaced_by_the_largest_of_another(
+    size, places, k, below, ties
+):
+    a, b, c, d = sorted(min(place, size) for place in places)
+    unwanted, wanted = ((a, b), (c, d)) if below else ((c, d), (a, b))
     gradient = integers(1, 2, size) if ties else normal(1, 2, size)
     memory = Memory()
     selection = memory.select(gradient, [Share(0, size, selector("exact"), k)], 0, 1)
-    others = memory.select_others(selection, boundaries, own)
-    assert others.nnz <= selection.nnz
-    assert torch.equal(full(others), others_of(gradient, k, boundaries, own))
-    assert torch.equal(memory.kept(0, size), gradient - full(others))
+    sent = memory.exchange_range(selection, unwanted, wanted)
+    assert sent.nnz <= selection.nnz
+    assert torch.equal(full(sent), exchanged(gradient, k, unwanted, wanted))
+    assert torch.equal(memory.kept(0, size), gradient - full(sent))
 
 
-def test_a_layers_coordinates_are_replaced_by_its_own():
-    """Of eight coordinates of a layer that lie in the own region, six are left in the other one."""
-    memory, gradient = Memory(), normal(0, 0, 100)
-    gradient[30:40] /= 1000
-    shares = [Share(0, 30, selector("exact"), 3), Share(30, 40, selector("exact"), 10)]
-    shares.append(Share(40, 100, selector("exact"), 6))
-    selection = memory.select(gradient, shares, 0, 2)
-    others = memory.select_others(selection, [0, 38, 100], 0)
-    assert bool((others.indices >= 38).all())
-    before, after = full(selection) != 0, full(others) != 0
-    assert int(after[38:40].sum()) == 2  # all that the layer has outside of the region
-    assert torch.equal(after[40:], before[40:])
+@pytest.mark.parametrize(
+    ("unwanted", "wanted", "sent"),
+    [
+        ((90, 100), (0, 90), [*range(27, 40), *range(84, 90)]),
+        ((0, 35), (35, 100), [*range(35, 40), *range(94, 100)]),  # no others of these layers
+    ],
+)
+def test_a_layers_coordinates_are_replaced_by_its_own(unwanted, wanted, sent):
+    memory, layers = Memory(), ((0, 30, 3), (30, 40, 10), (40, 100, 6))
+    shares = [Share(start, stop, selector("exact"), k) for start, stop, k in layers]
+    selection = memory.select(torch.arange(1.0, 101), shares, 0, 2)
+    assert selection.indices.tolist() == [*range(27, 40), *range(94, 100)]
+    assert memory.exchange_range(selection, unwanted, wanted).indices.tolist() == sent
 
 
 def test_an_owner_adds_its_region_and_sends_of_the_others():
@@ -129,10 +120,10 @@ def test_an_owner_adds_its_region_and_sends_of_the_others():
     boundaries, _ = simulate(
         world, lambda comm: balanced_boundaries(tops[comm.rank], comm, k)
     ).results[0]
-    sums, kept = torch.zeros(size), []
+    regions, sums, kept = list(pairwise(boundaries)), torch.zeros(size), []
     for rank, gradient in enumerate(gradients):
-        own = slice(boundaries[rank], boundaries[rank + 1])
-        sent = others_of(gradient, k, boundaries, rank)
+        own = slice(*regions[rank])
+        sent = exchanged(gradient, k, regions[rank], regions[(rank + 1) % world])
         kept.append(gradient - sent)
         sums += sent
         sums[own] += gradient[own]
@@ -144,8 +135,8 @@ def test_an_owner_adds_its_region_and_sends_of_the_others():
 
     for rank, (update, memory) in enumerate(simulate(world, on_rank).results):
         torch.testing.assert_close(update, winners / world)
-        start, stop = boundaries[rank : rank + 2]
-        kept[rank][start:stop] = (sums - winners)[start:stop]
+        own = slice(*regions[rank])
+        kept[rank][own] = (sums - winners)[own]
         torch.testing.assert_close(memory, kept[rank])
 
 
@@ -188,14 +179,14 @@ def crowded(rank, world, size):
 
 @pytest.mark.parametrize("world", [3, 8, 13])
 def test_volume_is_bounded_where_all_replace_what_they_selected(world):
-    """An owner receives up to k + P − 1 entries more than the collective's bound allows."""
+    """An owner receives up to k entries more than the collective's bound allows."""
     size = 50_000
     k = size // 50
 
     def on_rank(comm):
         scheme = HeldOkTopK(density=k / size)
         volumes = []
-        for _ in range(3):
+        for _ in range(world):
             before = replace(comm.traffic)
             scheme.step(crowded(comm.rank, world, size), comm)
             after = comm.traffic
@@ -203,7 +194,7 @@ def test_volume_is_bounded_where_all_replace_what_they_selected(world):
             volumes.append(max(sent, after.bytes_received - before.bytes_received))
         return max(volumes)
 
-    most = bound("bytes, at most", world, size, k) + 8 * (k + world - 1)
+    most = bound("bytes, at most", world, size, k) + 8 * k
     assert max(simulate(world, on_rank).results) <= most
 
 
