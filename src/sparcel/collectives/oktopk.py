@@ -92,7 +92,8 @@ def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     """Compare the bytes of gathering all streams with the least that regions take.
 
     All ranks know both. Regions take 4k(P−1)/P words if nothing is balanced, the headers of the
-    split and two gathers, and a sum of counts for the boundaries.
+    split and two gathers, and a sum of counts for the boundaries. Those of `oktopk_held` take up to
+    2k/P words more.
     """
     ranks, size = problem.ranks, problem.size
     header = problem.sparse_message(0)

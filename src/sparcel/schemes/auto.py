@@ -37,7 +37,7 @@ EXCHANGES: dict[str, Callable[[Selection, Wire], Exchanged]] = {
     "gtopk": exchange_gtopk,
     "oktopk": exchange_oktopk,
 }
-"""Methods that can share a memory: each rank sends its k largest coordinates and keeps the rest."""
+"""Methods that can share a memory: each rank sends k coordinates and keeps the rest."""
 
 CANDIDATES = ("dense", *EXCHANGES)
 

@@ -1,4 +1,4 @@
-"""Ok-Topk SGD: the global top-k of the ranks' selections, at a volume that does not grow with P."""
+"""Ok-Topk SGD: the k largest of the sums of regions, at a volume that does not grow with P."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class OkTopK(Sparsifier):
         ``"dropped"``: a sum that does not win stays in the memory of the rank that summed it, so
         that its parts meet there, and are selected by what they are together. With exact
         thresholds, and if gathering is not cheaper, that rank also adds all that it has of its
-        region, and sends k coordinates of the other regions. ``"own"``: the paper's rule, each rank
-        takes back its own values.
+        region, and sends coordinates of the other regions alone. ``"own"``: the paper's rule,
+        each rank takes back its own values.
 
     The others are those of `Sparsifier`.
     Source: Ok-Topk, Algorithms 1 and 2.
