@@ -19,7 +19,10 @@ from scipy.stats import t as student
 
 CAUSES = "variant", "seeds", "accuracy", "loss", "dead units", "early update", "wait", "density"
 SUITE = "method", "seeds", "accuracy", "over dense", "loss", "over dense", "sent", "bytes"
-PUT_BACK = "dense", "gtopk put_back=own", "gtopk", "oktopk put_back=own", "oktopk"
+PUT_BACK = (
+    *("dense", "gtopk put_back=own", "gtopk"),
+    *("oktopk put_back=own", "oktopk, owners keep", "oktopk"),
+)
 SWEEPS = (
     *("task", "method", "ranks", "batch", "steps", "asked", "sent"),
     *("accuracy", "over dense", "loss", "over dense"),

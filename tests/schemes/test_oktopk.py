@@ -142,12 +142,15 @@ def test_an_owner_adds_its_region_and_sends_of_the_others():
 
 @pytest.mark.parametrize(("size", "held"), [(300, False), (20_000, True)])
 def test_owners_hold_only_where_gathering_takes_more(size, held):
+    settings = {"oktopk": {}, "auto": {"candidates": ["oktopk"]}}
+
     def on_rank(comm):
-        schemes = [sparcel.scheme("oktopk", density=0.1), HeldOkTopK(0.1)]
+        schemes = [HeldOkTopK(0.1)]
+        schemes += [sparcel.scheme(name, density=0.1, **settings[name]) for name in settings]
         return [scheme.step(normal(comm.rank, 0, size), comm) for scheme in schemes]
 
-    update, of_held = simulate(4, on_rank).results[0]
-    assert same_bits(update, of_held) == held
+    of_held, *updates = simulate(4, on_rank).results[0]
+    assert all(same_bits(update, of_held) == held for update in updates)
 
 
 def test_a_winner_loses_its_velocity_at_its_owner():
