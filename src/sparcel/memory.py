@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from sparcel.stream import SparseStream, concatenate, reduce
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""
+
+CROWD = 4
+"""How many times an equal part of what a rank takes elsewhere it may take of one region. This
+bounds what a region's owner receives, and leaves most choices free."""
 
 
 @dataclass(frozen=True)
@@ -135,32 +140,41 @@ class Memory:
         assert self._scratch is not None, "take_all follows accumulate"
         self._scratch.zero_()
 
-    def exchange_range(
-        self, selection: SparseStream, unwanted: Range, wanted: Range
+    def select_elsewhere(
+        self, selection: SparseStream, boundaries: Sequence[int], own: int
     ) -> SparseStream:
-        """Put back what a selection has of one range, and take as many of another one instead.
+        """Put back what a selection has of one region, and take as many others instead.
 
-        These are the largest that are left there. A share that gave back m of its coordinates takes
-        up to m more.
+        Region r is ``[boundaries[r], boundaries[r + 1])``. If a share gives back m coordinates of
+        the region ``own``, it takes the m largest that are left of it in the others, but of none
+        more than `CROWD` times an equal part.
         """
-        assert self._scratch is not None, "exchange_range follows select"
+        assert self._scratch is not None, "select_elsewhere follows select"
         scratch, size = self._scratch, selection.size
-        (start, stop), always_sparse = unwanted, selection.size + 1
+        regions = list(pairwise(boundaries))
+        start, stop = regions.pop(own)
         low, inside, high = selection.split([0, start, stop, size])
         assert inside.indices is not None, "selections are sparse"
         kernels.scatter(scratch[start:stop], inside.indices, inside.values)
-        streams = [concatenate([low, inside.empty_like(), high], SUM, always_sparse)]
+        streams = [concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)]
         for share in self._shares:
             edges = inside.indices.new_tensor([share.start - start, share.stop - start])
             first, last = torch.searchsorted(inside.indices, edges).tolist()
-            begin, end = max(wanted[0], share.start), min(wanted[1], share.stop)
-            if first < last and begin < end:
-                part = scratch[begin:end]
-                indices, values = kernels.topk(part, last - first)
-                kernels.scatter(part, indices, torch.zeros_like(values))
-                indices = indices.to(kernels.index_dtype(size)) + begin
-                streams.append(SparseStream.unchecked(indices, values, size))
-        return reduce(streams, SUM, always_sparse)
+            m, most = last - first, -(-CROWD * (last - first) // max(1, len(regions)))
+            parts = [(max(lo, share.start), min(hi, share.stop)) for lo, hi in regions]
+            parts = [(lo, hi) for lo, hi in parts if lo < hi]
+            if not (m and parts):
+                continue
+            found = [kernels.topk(scratch[lo:hi], most) for lo, hi in parts]
+            dtype = kernels.index_dtype(size)
+            indices = torch.cat(
+                [i.to(dtype) + lo for (i, _), (lo, _) in zip(found, parts, strict=True)]
+            )
+            places, values = kernels.topk(torch.cat([values for _, values in found]), m)
+            indices = indices.index_select(0, places)
+            kernels.scatter(scratch, indices, torch.zeros_like(values))
+            streams.append(SparseStream.unchecked(indices, values, size))
+        return reduce(streams, SUM, dense_at=size + 1)
 
     def kept(self, start: int, stop: int) -> Tensor:
         """Return the part ``[start, stop)`` of what the step keeps back; it shares storage."""

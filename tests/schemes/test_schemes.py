@@ -48,22 +48,22 @@ def test_topk_and_gtopk_select_the_ceiling_of_density_times_size(density, size, 
 
 
 @given(densities, st.integers(0, 2000))
-def test_sparcml_selects_a_fixed_number_of_every_512(density, size):
+def test_papers_sparcml_selects_a_fixed_number_of_every_512(density, size):
     gradient = integers(0, 0, size)
     share = max(1, math.ceil(density * size)) / max(1, size)
     k = max(1, round(min(512, size) * share))
     update, (memory,), _ = step_once(
-        lambda: sparcel.scheme("sparcml", density=density), 1, [gradient]
+        lambda: sparcel.scheme("sparcml", density=density, selector="bucketed"), 1, [gradient]
     )
     buckets = [largest(bucket, k) for bucket in gradient.split(512)] if size else []
     assert torch.equal(update, torch.cat([torch.empty(0), *(kept for kept, _ in buckets)]))
     assert torch.equal(memory, torch.cat([torch.empty(0), *(rest for _, rest in buckets)]))
 
 
-def test_sparcml_rounds_its_count_and_sends_at_least_one():
+def test_papers_sparcml_rounds_its_count_and_sends_at_least_one():
     for density, count in ((0.0001, 1), (0.01, 5), (0.0078125, 4), (0.9995, 512)):
         gradient = 1 + torch.arange(51200.0)
-        scheme = sparcel.scheme("sparcml", density=density)
+        scheme = sparcel.scheme("sparcml", density=density, selector="bucketed")
         meters = step_once(lambda: scheme.fresh(), 1, [gradient])[2]  # noqa: B023
         assert meters[0].selected == 100 * count
 

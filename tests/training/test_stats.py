@@ -151,8 +151,6 @@ def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
     """
     period = 8
     settings: dict[str, Any] = {"density": 1 / period}
-    if method in ("scalecom", "sparcml"):
-        settings["selector"] = "exact"
 
     def on_rank(comm: Communicator) -> tuple[float, float]:
         vector = {"weight": torch.ones(64, 32)}

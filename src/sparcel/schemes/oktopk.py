@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from sparcel._checks import whole_number
@@ -43,8 +42,7 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
     """Sum in the owners' memories, and take the k largest out of them.
 
     Sums would fill up a rank's selection. So it puts back what it selected of its own region, and
-    takes as many of another one, in each step of the next: all get their turn, and an owner
-    receives one rank's more than the boundaries allow for.
+    takes as many of the others. The boundaries are balanced for the selections as they were before.
     """
     selected, memory, most = selection.stream, selection.memory, selection.most
     call = Call.of("exchange_held", {"k": selection.k, "most": most})
@@ -53,10 +51,8 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
     )
     if not finite:
         return Exchanged(selected.void_like(), selected)
-    regions, rank, others = list(pairwise(boundaries)), wire.rank, max(1, wire.size - 1)
-    other = (rank + 1 + selection.step % others) % wire.size
-    sent = memory.exchange_range(selected, regions[rank], regions[other])
-    held = memory.kept(*regions[rank])
+    sent = memory.select_elsewhere(selected, boundaries, wire.rank)
+    held = memory.kept(boundaries[wire.rank], boundaries[wire.rank + 1])
     found = oktopk_held(sent, held, boundaries, wire, selection.k, most)
     if not found.total.finite:
         return Exchanged(found.total, sent)
@@ -165,7 +161,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     else:
         course = expected_course(problem)
         yield from boundaries_steps(problem, course.boundary_sums)
-        yield Work("select", size / ranks, times=SELECT_ONLY)
+        yield Work("select", size, times=SELECT_ONLY)
         yield Work("merge", k)
         sending = replace(problem, k=min(size, k * ranks // (ranks - 1)))
         yield from held_steps(sending, course)

@@ -27,14 +27,12 @@ class Selection:
     """A rank's selection from memory + gradient.
 
     ``k`` is the number of coordinates that the density asks for. ``most`` is an upper bound on the
-    entries that any rank selected. ``step`` is how many steps have committed. These are the same
-    on all ranks. ``memory`` keeps the rest.
+    entries that any rank selected. Both are the same on all ranks. ``memory`` keeps the rest.
     """
 
     stream: SparseStream
     k: int
     most: int
-    step: int
     memory: Memory
 
 
@@ -209,7 +207,7 @@ class Sparsifier(Scheme):
             taken = self._take(gradient, comm, request, clear)
         with meter.communicating():
             outcome = self._exchange(
-                Selection(taken, k, most, self.steps, self._memory), Wire(comm, request.format)
+                Selection(taken, k, most, self._memory), Wire(comm, request.format)
             )
         meter.selected += outcome.sent.nnz
         if outcome.total.finite:
