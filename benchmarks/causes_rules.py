@@ -113,7 +113,9 @@ VARIANTS: dict[str, Rule] = {
     "scalecom, both": replace(_SCALECOM, ahead=1.9, front=True),
     "scalecom, over the vector, both": replace(_SCALECOM, per="vector", ahead=1.9, front=True),
 }
-"""``both``: ahead by 1 + momentum, and front-loaded, which is what `sparcel.attach` does."""
+"""``both``: ahead by 1 + momentum, and front-loaded, which is what `sparcel.attach` does. Of its
+schemes, `oktopk` is here ``"owners add"``, `sparcml` is ``"topk"``, and `scalecom` selects over the
+vector; ``"sparcml"`` and ``"scalecom"`` select as their papers do."""
 
 
 class Exchange:

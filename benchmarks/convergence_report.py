@@ -72,9 +72,9 @@ def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> 
         method,
         str(len(runs)),
         _mean(runs, "accuracy", "{:.2%}"),
-        _interval(points, 2) if others else "",
+        _differences(points, 2) if others else "",
         _mean(runs, "loss", "{:.4f}"),
-        _interval(losses, 4) if others and len(losses) == len(pairs) else "",
+        _differences(losses, 4) if others and len(losses) == len(pairs) else "",
         _mean(runs, "density_before", "{:.1%}"),
         f"{volume:.1%}",
     )
@@ -207,14 +207,13 @@ def _mean(rows: Sequence[Row], key: str, form: str) -> str:
     return "diverged" if None in values else form.format(mean(values))
 
 
-def _interval(differences: Sequence[float], digits: int) -> str:
-    """Return the mean of paired differences with its 95 % interval, if there are several."""
-    middle = f"{mean(differences):+.{digits}f}"
-    if len(differences) < 2:
-        return middle
-    count = len(differences)
-    half = float(student.ppf(0.975, count - 1)) * stdev(differences) / count**0.5
-    return f"{middle} ± {half:.{digits}f}"
+def _differences(values: Sequence[float], digits: int) -> str:
+    """Return paired differences; of three and more, the mean with its 95 % interval."""
+    count = len(values)
+    if count < 3:
+        return ", ".join(f"{value:+.{digits}f}" for value in values)
+    half = float(student.ppf(0.975, count - 1)) * stdev(values) / count**0.5
+    return f"{mean(values):+.{digits}f} ± {half:.{digits}f}"
 
 
 def main() -> None:

@@ -45,8 +45,9 @@ class Share:
 class Memory:
     """A residual and one scratch vector, which change places when a step commits.
 
-    A step computes ``scratch = residual + gradient − sent`` and leaves the residual as it was until
-    `commit`. Both are float32, or float64 for float64 gradients.
+    A step computes ``scratch = residual + gradient − sent``, to which an exchange may add what
+    arrives, and leaves the residual as it was until `commit`. Both are float32, or float64 for
+    float64 gradients.
 
     Parameters
     ----------
@@ -73,7 +74,6 @@ class Memory:
         self._scratch: Tensor | None = None
         self._entering: Tensor | None = None
         self._withheld: Sequence[Range] = ()
-        self._shares: Sequence[Share] = ()
 
     def select(
         self,
@@ -95,7 +95,7 @@ class Memory:
         step, ranks
             How many steps have committed; how many ranks there are.
         withheld
-            Ranges of which nothing is taken and nothing changes; the gradient is zero there.
+            Ranges of which nothing is taken, and where the gradient is zero.
         clear
             Whether the gradient is set to zero as it is read.
 
@@ -109,7 +109,6 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        self._shares = shares
         with self._entered(gradient, ranks, withheld, clear) as addition:
             streams = [
                 share.selector.take(addition.part(share.start, share.stop), share.k, step)
@@ -141,9 +140,13 @@ class Memory:
         self._scratch.zero_()
 
     def select_elsewhere(
-        self, selection: SparseStream, boundaries: Sequence[int], own: int
+        self,
+        selection: SparseStream,
+        shares: Sequence[Share],
+        boundaries: Sequence[int],
+        own: int,
     ) -> SparseStream:
-        """Put back what a selection has of one region, and take as many others instead.
+        """Put back what a selection has of one region, and take others instead, at most as many.
 
         Region r is ``[boundaries[r], boundaries[r + 1])``. If a share gives back m coordinates of
         the region ``own``, it takes the m largest that are left of it in the others, but of none
@@ -157,10 +160,12 @@ class Memory:
         assert inside.indices is not None, "selections are sparse"
         kernels.scatter(scratch[start:stop], inside.indices, inside.values)
         streams = [concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)]
-        for share in self._shares:
-            edges = inside.indices.new_tensor([share.start - start, share.stop - start])
-            first, last = torch.searchsorted(inside.indices, edges).tolist()
-            m, most = last - first, -(-CROWD * (last - first) // max(1, len(regions)))
+        for share in shares:
+            edges = [min(max(edge - start, 0), stop - start) for edge in (share.start, share.stop)]
+            indices = inside.indices
+            first, last = torch.searchsorted(indices, indices.new_tensor(edges)).tolist()
+            m = last - first
+            most = min(m, -(-CROWD * m // max(1, len(regions))))
             parts = [(max(lo, share.start), min(hi, share.stop)) for lo, hi in regions]
             parts = [(lo, hi) for lo, hi in parts if lo < hi]
             if not (m and parts):

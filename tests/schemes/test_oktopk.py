@@ -1,8 +1,9 @@
 """Ok-Topk where the owners of regions sum in their own memories."""
 
 import math
-from dataclasses import replace
+import sys
 from itertools import pairwise
+from threading import Lock
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel import SparseStream, simulate
 from sparcel.collectives.oktopk_held import oktopk_held
-from sparcel.collectives.regions import balanced_boundaries
+from sparcel.collectives.regions import TOLERANCE, balanced_boundaries
 from sparcel.errors import MismatchError
 from sparcel.memory import CROWD, Memory, Share
 from sparcel.schemes import OkTopK, Request
 from sparcel.selectors import selector
 from sparcel.wire import Wire
-from tests.collectives.test_oktopk_volume import bound
 from tests.schemes.steps import HeldOkTopK, integers, normal, total
 from tests.strategies import case_of, full, layouts, same_bits, same_stream
+
+schemes_oktopk = sys.modules["sparcel.schemes.oktopk"]
 
 
 @given(
@@ -46,7 +48,7 @@ def test_the_largest_of_all_regions_are_taken_out(layout, world, size, k, dtype,
     winners = SparseStream(None, sums, size).largest(k)
     assert all(same_stream(outcome.total, winners) for outcome, _ in found)
     assert torch.equal(torch.cat([held for _, held in found]), sums - full(winners))
-    assert torch.equal(before + sum(full(outcome.arrived) for outcome, _ in found), sums)
+    assert torch.equal(before + torch.cat([full(outcome.arrived) for outcome, _ in found]), sums)
     assert torch.equal(sum(full(outcome.released) for outcome, _ in found), full(winners))
 
 
@@ -97,8 +99,9 @@ def test_what_a_selection_has_of_a_region_is_replaced_by_others(size, cuts, own,
     own %= len(boundaries) - 1
     gradient = integers(1, 2, size) if ties else normal(1, 2, size)
     memory = Memory()
-    selection = memory.select(gradient, [Share(0, size, selector("exact"), k)], 0, 1)
-    sent = memory.select_elsewhere(selection, boundaries, own)
+    shares = [Share(0, size, selector("exact"), k)]
+    selection = memory.select(gradient, shares, 0, 1)
+    sent = memory.select_elsewhere(selection, shares, boundaries, own)
     assert sent.nnz <= selection.nnz
     assert torch.equal(full(sent), elsewhere(gradient, k, boundaries, own))
     assert torch.equal(memory.kept(0, size), gradient - full(sent))
@@ -117,7 +120,7 @@ def test_a_layers_coordinates_are_replaced_by_its_own(boundaries, own, sent):
     shares = [Share(start, stop, selector("exact"), k) for start, stop, k in layers]
     selection = memory.select(torch.arange(1.0, 101), shares, 0, 2)
     assert selection.indices.tolist() == [*range(27, 40), *range(94, 100)]
-    assert memory.select_elsewhere(selection, boundaries, own).indices.tolist() == sent
+    assert memory.select_elsewhere(selection, shares, boundaries, own).indices.tolist() == sent
 
 
 def test_an_owner_adds_its_region_and_sends_of_the_others():
@@ -189,24 +192,26 @@ def crowded(rank, world, size):
 
 
 @pytest.mark.parametrize("world", [3, 8, 13])
-def test_volume_is_bounded_where_all_replace_what_they_selected(world):
-    """An owner receives up to 4k + P entries more than the collective's bound allows."""
+def test_owners_receive_few_entries_where_all_replace_what_they_selected(world, monkeypatch):
+    """At most 4k + P entries more than the boundaries allow for."""
     size = 50_000
     k = size // 50
+    received = torch.zeros(world)
+    lock = Lock()
 
-    def on_rank(comm):
-        scheme = HeldOkTopK(density=k / size)
-        volumes = []
-        for _ in range(3):
-            before = replace(comm.traffic)
-            scheme.step(crowded(comm.rank, world, size), comm)
-            after = comm.traffic
-            sent = after.bytes_sent - before.bytes_sent
-            volumes.append(max(sent, after.bytes_received - before.bytes_received))
-        return max(volumes)
+    def count(stream, held, boundaries, wire, *rest):
+        parts = stream.split(boundaries)
+        with lock:
+            received.add_(
+                torch.tensor([part.nnz * (r != wire.rank) for r, part in enumerate(parts)])
+            )
+        return oktopk_held(stream, held, boundaries, wire, *rest)
 
-    most = bound("bytes, at most", world, size, k) + 8 * (CROWD * k + world)
-    assert max(simulate(world, on_rank).results) <= most
+    monkeypatch.setattr(schemes_oktopk, "oktopk_held", count)
+    simulate(
+        world, lambda comm: HeldOkTopK(density=k / size).step(crowded(comm.rank, world, size), comm)
+    )
+    assert k < int(received.max()) <= k + max(TOLERANCE, world) + 4 * k + world
 
 
 @pytest.mark.parametrize("scheme", [HeldOkTopK, lambda k: OkTopK(k, put_back="own")])
@@ -226,9 +231,11 @@ def test_a_void_step_takes_nothing_out_of_memory():
     """All gradients are finite, and the owners' sums are not."""
 
     def on_rank(comm):
-        request = Request()
-        scheme = HeldOkTopK(0.1)
+        scheme, request = HeldOkTopK(0.1), Request()
+        scheme.step(normal(comm.rank, 0, 100), comm)
+        before = scheme.memory.clone()
         scheme.step(normal(0, 0, 100).sign() * 3e38, comm, request=request)
+        assert same_bits(scheme.memory, before)
         return scheme.finite, request.meter.magnitude
 
     assert simulate(4, on_rank).results == [(False, 0.0)] * 4

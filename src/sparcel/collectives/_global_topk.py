@@ -102,7 +102,7 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
     width = 8 * values.element_size() - 1
     counts, finite = _histogram(values, comm, limit, width, None, finite)
     found = _locate(counts, 0, width, min(k, int(counts.sum())))
-    if finite:  # the others are too small, and values may be many
+    if finite and found.needed:  # the others are too small, and values may be many
         _, values = kernels.threshold_select(values, _magnitude(found.lowest, values.dtype))
     while finite and found.needed < found.inside and found.inside > FEW and found.shift:
         counts, _ = _histogram(values, comm, limit, found.shift, found.prefix, True)

@@ -125,7 +125,7 @@ def selectable(stream: SparseStream) -> SparseStream:
 
 @dataclass(frozen=True)
 class Course:
-    """The data-dependent facts that decide the bytes of a call of `topk_by_regions`.
+    """The data-dependent facts that decide the bytes of `topk_by_regions` and `oktopk_held`.
 
     Attributes
     ----------

@@ -28,8 +28,9 @@ SELECT_ONLY = 0.5
 class HeldTopk:
     """The largest coordinates of all regions, and what came to this rank's region and left it.
 
-    All are sparse streams of the whole vector. ``total`` is the same on all ranks, and not
-    ``finite`` if a region is not; the others are then meaningless.
+    ``total`` is sparse and the same on all ranks, and not ``finite`` if a region is not; the others
+    are then meaningless. ``arrived`` is numbered from the region's start, and may be dense;
+    ``released`` is a sparse stream of the whole vector.
     """
 
     total: SparseStream
@@ -83,13 +84,12 @@ def _oktopk_held(
     max_nnz: int | None,
 ) -> HeldTopk:
     start, size = boundaries[wire.rank], stream.size
-    region = reduce_regions(stream, boundaries, wire, max_nnz=max_nnz)
-    arrived = placed(region, start, size)
-    if region.indices is None:
-        held.add_(region.values)
+    arrived = reduce_regions(stream, boundaries, wire, max_nnz=max_nnz)
+    if arrived.indices is None:
+        held.add_(arrived.values)
     else:
-        kernels.scatter_reduce(held, region.indices, region.values, SUM)
-    winners = global_topk(held, wire.comm, k, size, region.finite)
+        kernels.scatter_reduce(held, arrived.indices, arrived.values, SUM)
+    winners = global_topk(held, wire.comm, k, size, arrived.finite)
     if not winners.finite:
         return HeldTopk(stream.void_like(), arrived, stream.empty_like())
     indices, values = kernels.topk(held, winners.counts[wire.rank])

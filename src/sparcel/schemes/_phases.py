@@ -10,13 +10,10 @@ SMALL = 250
 """Small operations of a step, besides those on its vectors: checks, layers, the transaction."""
 
 
-def select_steps(problem: Problem, times: float = 1.0) -> Iterator[Step]:
-    """Yield the steps that add the gradient to the memory and take the k largest out.
-
-    ``times`` is the time that the selector takes, divided by that of `exact`.
-    """
+def select_steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps that add the gradient to the memory and take the k largest out."""
     yield Work("small", SMALL)
-    yield Work("select", problem.size, times=times)
+    yield Work("select", problem.size)
     yield Work("largest", problem.k)
 
 

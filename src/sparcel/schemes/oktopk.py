@@ -31,10 +31,10 @@ from sparcel.wire import Wire
 def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the k largest of the sums; see `OkTopK` for ``put_back``."""
     sent, k, most = selection.stream, selection.k, selection.most
-    if gathering_is_cheaper(problem_of(sent, wire), k, most):
-        return settled(gathered_topk(sent, wire, k, most), sent, put_back)
     if put_back == "own":
         return settled(oktopk(sent, wire, k, most), sent, put_back)
+    if gathering_is_cheaper(problem_of(sent, wire), k, most):
+        return settled(gathered_topk(sent, wire, k, most), sent, put_back)
     return exchange_held(selection, wire)
 
 
@@ -42,7 +42,7 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
     """Sum in the owners' memories, and take the k largest out of them.
 
     Sums would fill up a rank's selection. So it puts back what it selected of its own region, and
-    takes as many of the others. The boundaries are balanced for the selections as they were before.
+    takes others instead. The boundaries are balanced for the selections as they were before.
     """
     selected, memory, most = selection.stream, selection.memory, selection.most
     call = Call.of("exchange_held", {"k": selection.k, "most": most})
@@ -51,7 +51,7 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
     )
     if not finite:
         return Exchanged(selected.void_like(), selected)
-    sent = memory.select_elsewhere(selected, boundaries, wire.rank)
+    sent = memory.select_elsewhere(selected, selection.shares, boundaries, wire.rank)
     held = memory.kept(boundaries[wire.rank], boundaries[wire.rank + 1])
     found = oktopk_held(sent, held, boundaries, wire, selection.k, most)
     if not found.total.finite:

@@ -27,12 +27,14 @@ class Selection:
     """A rank's selection from memory + gradient.
 
     ``k`` is the number of coordinates that the density asks for. ``most`` is an upper bound on the
-    entries that any rank selected. Both are the same on all ranks. ``memory`` keeps the rest.
+    entries that any rank selected. Both are the same on all ranks. ``shares`` say how many of which
+    coordinates; ``memory`` keeps the rest.
     """
 
     stream: SparseStream
     k: int
     most: int
+    shares: Sequence[Share]
     memory: Memory
 
 
@@ -207,7 +209,7 @@ class Sparsifier(Scheme):
             taken = self._take(gradient, comm, request, clear)
         with meter.communicating():
             outcome = self._exchange(
-                Selection(taken, k, most, self._memory), Wire(comm, request.format)
+                Selection(taken, k, most, self._shares, self._memory), Wire(comm, request.format)
             )
         meter.selected += outcome.sent.nnz
         if outcome.total.finite:

@@ -49,11 +49,8 @@ def steps_by(rates: Rates) -> Steps:
     return partial(steps, auto.steps_by(rates))
 
 
-def steps(exchange: Steps, problem: Problem, times: float = 1.0) -> Iterator[Step]:
-    """Yield the steps of a step that sums the ranks' selections by ``exchange``.
-
-    See `select_steps` for ``times``.
-    """
-    yield from select_steps(problem, times)
+def steps(exchange: Steps, problem: Problem) -> Iterator[Step]:
+    """Yield the steps of a step that sums the ranks' selections by ``exchange``."""
+    yield from select_steps(problem)
     yield from exchange(problem)
     yield from apply_steps(problem, problem.entries(problem.everyone))
