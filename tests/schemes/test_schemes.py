@@ -60,6 +60,13 @@ def test_papers_sparcml_selects_a_fixed_number_of_every_512(density, size):
     assert torch.equal(memory, torch.cat([torch.empty(0), *(rest for _, rest in buckets)]))
 
 
+def test_sparcml_without_bits_is_topk():
+    gradients = [normal(rank, 0, 5000) for rank in range(4)]
+    schemes = [lambda name=name: sparcel.scheme(name, density=0.05) for name in ("sparcml", "topk")]
+    (one, *_), (other, *_) = (step_once(make, 4, gradients) for make in schemes)
+    assert torch.equal(one, other)
+
+
 def test_papers_sparcml_rounds_its_count_and_sends_at_least_one():
     for density, count in ((0.0001, 1), (0.01, 5), (0.0078125, 4), (0.9995, 512)):
         gradient = 1 + torch.arange(51200.0)
@@ -171,9 +178,11 @@ def test_fed_back_rounding_errors_do_not_grow(density):
 def test_a_sum_that_stays_sparse_takes_the_bytes_of_few_bits(bits):
     """SparCML's section 8.3: 16 of every 512 coordinates, the same ones on 8 ranks."""
     world, size = 8, 512 * 64
+    exact = "topk", {"algorithm": "split_allgather"}
+    name, settings = exact if bits is None else ("sparcml", {"bits": bits})
 
     def on_rank(comm):
-        scheme = sparcel.scheme("sparcml", density=16 / 512, bits=bits)
+        scheme = sparcel.scheme(name, density=16 / 512, **settings)
         update = scheme.step(normal(0, comm.rank, size) * (torch.arange(size) % 32 == 5), comm)
         assert 0 < update.count_nonzero() <= 16 * 64
         return comm.traffic.volume

@@ -22,7 +22,7 @@ BASELINE = "dense bf16"
 DENSE: dict[str, Steps] = {"dense fp32": engine_steps(4), BASELINE: engine_steps(2)}
 """DDP's own all-reduce."""
 
-SPARSE = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
+SPARSE = ("topk", "gtopk", "oktopk", "scalecom")
 
 _BACKWARD = 2 / 3
 """Share of the computation that is the backward pass, in which gradients become ready evenly."""

@@ -41,7 +41,6 @@ from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.scalecom import steps as scalecom_steps
 from sparcel.schemes.settings import Settings
 from sparcel.schemes.sparcml import SparCML
-from sparcel.schemes.sparcml import steps as sparcml_steps
 from sparcel.schemes.topk import TopK
 from sparcel.schemes.topk import steps_by as topk_steps_by
 
@@ -93,7 +92,6 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
 
 STEPS: dict[str, Steps] = {
     "dense": dense_steps,
-    "sparcml": sparcml_steps,
     "gtopk": gtopk_steps,
     "oktopk": oktopk_steps,
     "scalecom": scalecom_steps,
@@ -108,7 +106,11 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
-_STEPS_BY: dict[str, Callable[[Rates], Steps]] = {"topk": topk_steps_by, "auto": auto_steps_by}
+_STEPS_BY: dict[str, Callable[[Rates], Steps]] = {
+    "topk": topk_steps_by,
+    "sparcml": topk_steps_by,
+    "auto": auto_steps_by,
+}
 """The steps of schemes that choose by rates, by name."""
 
 PREDICTED = (*_STEPS_BY, *STEPS)
@@ -119,6 +121,7 @@ def steps_of(name: str, rates: Rates) -> Steps:
     """Return the steps of the scheme ``name``, one of `PREDICTED`.
 
     With these rates ``topk`` takes the fastest algorithm, and ``auto`` the fastest method.
+    ``sparcml`` is meant without ``bits``.
     """
     return _STEPS_BY[name](rates) if name in _STEPS_BY else STEPS[name]
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sparcel._checks import whole_number
-from sparcel.collectives.split_allgather import quantized_split_allgather, split_allgather
-from sparcel.collectives.split_allgather import steps as split_allgather_steps
+from sparcel.collectives.split_allgather import quantized_split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
-from sparcel.schedule import Problem, Step
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
-from sparcel.schemes.topk import steps as topk_steps
+from sparcel.schemes.topk import exchange_topk
 from sparcel.wire import Wire
 
 
 @dataclass(eq=False)
 class SparCML(Sparsifier):
-    """The sum of the ranks' top-k selections, by split and all-gather.
+    """The sum of the ranks' top-k selections, in few bits; without ``bits``, `TopK`.
 
     Parameters
     ----------
     bits
-        8, 4 or 2: values travel in so many bits, with one scale for 512 of them (`Qsgd`): those
-        that each rank selected, and their sum. Who rounds keeps the rounding error in its memory;
-        the paper drops it. Uncompressed steps are rounded too. With 2 bits the errors exceed the
-        values, and the memory grows to many times its size: prefer 4. None: full precision.
+        8, 4 or 2: values travel in so many bits, with one scale for 512 of them (`Qsgd`), by split
+        and all-gather: those that each rank selected, and their sum. Who rounds keeps the rounding
+        error in its memory; the paper drops it. Uncompressed steps are rounded too. With 2 bits the
+        errors exceed the values, and the memory grows to many times its size: prefer 4. None: full
+        precision.
     seed
         Decides the random rounding, with the step, the rank and the value's position; the same on
         all ranks. By default 0; refused without ``bits``.
@@ -35,7 +33,7 @@ class SparCML(Sparsifier):
     The others are those of `Sparsifier`.
     Source: SparCML, Algorithm 1 and sections 6 and 8.3. Deviation: ranks select the largest of the
     whole vector; ``selector="bucketed"`` is that of the paper's experiments, the largest of every
-    512 coordinates, which takes longer and trains worse.
+    512 coordinates, which spreads the entries evenly, takes longer, and trains worse.
     """
 
     bits: int | None = None
@@ -59,15 +57,10 @@ class SparCML(Sparsifier):
         return self._quantizer is None and super()._sends_all(request)
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        sent, most = selection.stream, selection.most
         if self._quantizer is None:
-            return Exchanged(split_allgather(sent, wire, max_nnz=most), sent)
+            return exchange_topk(selection, wire)
+        sent, most = selection.stream, selection.most
         seed = self._quantizer.seed + (self.steps << 32)
         quantizer = replace(self._quantizer, seed=seed)
         outcome = quantized_split_allgather(sent, wire, quantizer, most)
         return Exchanged(outcome.total, sent, outcome.lost)
-
-
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `SparCML`."""
-    yield from topk_steps(split_allgather_steps, problem)
