@@ -31,7 +31,6 @@ RANKS, DENSITY = 8, 0.01
 METHODS = (
     Method("dense", "dense"),
     Method("topk", "topk"),
-    Method("sparcml", "sparcml"),
     Method("gtopk", "gtopk"),
     Method("oktopk", "oktopk"),
     Method("scalecom", "scalecom"),
@@ -43,13 +42,14 @@ METHODS = (
     Method("oktopk put_back=own", "oktopk", {"put_back": "own"}),
     Method("oktopk reuse", "oktopk", {"threshold": "reuse"}),
     Method("scalecom β=0.1", "scalecom", {"beta": 0.1}),
+    Method("sparcml 4 bits", "sparcml", {"bits": 4}),
     Method("sparcml bucketed", "sparcml", {"selector": "bucketed"}),
     Method("sparcml bucketed 4 bits", "sparcml", {"selector": "bucketed", "bits": 4}),
     Method("topk 0.1 %", "topk", {"density": 0.001}),
     Method("oktopk 0.1 %", "oktopk", {"density": 0.001}),
 )
 
-JUDGED = ("topk", "sparcml", "gtopk", "oktopk", "scalecom")
+JUDGED = ("topk", "gtopk", "oktopk", "scalecom")
 
 CAUSES = tuple(
     replace(method, label=f"{method.label}, {label}", ahead=ahead, frontload=frontload)
