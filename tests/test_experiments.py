@@ -15,9 +15,10 @@ def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     report: Any = importlib.import_module("convergence_report")
     gtopk_paper: Any = importlib.import_module("gtopk_paper")
+    signals_report: Any = importlib.import_module("signals_report")
     rows = {
         name: report.rows_of(report.RESULTS / f"{name}.json")
-        for name in ("causes", "convergence", "convergence_sweeps", "lab_training")
+        for name in ("causes", "convergence", "convergence_sweeps", "lab_training", "signals")
     }
     suite = rows["convergence"]
     lines = [
@@ -26,6 +27,7 @@ def test_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> 
         *report.sweeps_table(rows["convergence_sweeps"], suite),
         *report.lab_table(rows["lab_training"]),
         *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
+        *signals_report.tables(rows["signals"]),
     ]
     for task in {row["task"] for row in suite if row["method"] != "dense"}:
         lines += report.suite_table(suite, task)

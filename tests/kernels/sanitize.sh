@@ -8,7 +8,9 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 build=$root/build/sanitize
 mkdir -p "$build"
 
+# -O1 compiles in two thirds of the time that -O2 takes.
 cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g -DNDEBUG" \
     -DPython_EXECUTABLE="$(command -v python)" \
     -Dnanobind_DIR="$(python -m nanobind --cmake_dir)" \
     -DSPARCEL_SANITIZE=address,undefined >"$build/configure.log" ||
