@@ -162,24 +162,29 @@ class Memory:
         streams = [concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)]
         for share in shares:
             edges = [min(max(edge - start, 0), stop - start) for edge in (share.start, share.stop)]
-            indices = inside.indices
-            first, last = torch.searchsorted(indices, indices.new_tensor(edges)).tolist()
+            places = inside.indices.new_tensor(edges)
+            first, last = torch.searchsorted(inside.indices, places).tolist()
             m = last - first
-            most = min(m, -(-CROWD * m // max(1, len(regions))))
             parts = [(max(lo, share.start), min(hi, share.stop)) for lo, hi in regions]
             parts = [(lo, hi) for lo, hi in parts if lo < hi]
-            if not (m and parts):
-                continue
-            found = [kernels.topk(scratch[lo:hi], most) for lo, hi in parts]
-            dtype = kernels.index_dtype(size)
-            indices = torch.cat(
-                [i.to(dtype) + lo for (i, _), (lo, _) in zip(found, parts, strict=True)]
-            )
-            places, values = kernels.topk(torch.cat([values for _, values in found]), m)
-            indices = indices.index_select(0, places)
-            kernels.scatter(scratch, indices, torch.zeros_like(values))
-            streams.append(SparseStream.unchecked(indices, values, size))
+            if m and parts:
+                most = min(m, -(-CROWD * m // len(regions)))
+                streams.append(self._take_largest(parts, m, most))
         return reduce(streams, SUM, dense_at=size + 1)
+
+    def _take_largest(self, parts: Sequence[Range], k: int, most: int) -> SparseStream:
+        """Take the k largest of increasing ranges out of scratch, ``most`` of each at most."""
+        assert self._scratch is not None, "there is a scratch"
+        found = [kernels.topk(self._scratch[start:stop], most) for start, stop in parts]
+        size = self._scratch.numel()
+        dtype = kernels.index_dtype(size)
+        indices = torch.cat(
+            [i.to(dtype) + start for (i, _), (start, _) in zip(found, parts, strict=True)]
+        )
+        places, values = kernels.topk(torch.cat([values for _, values in found]), k)
+        indices = indices.index_select(0, places)
+        kernels.scatter(self._scratch, indices, torch.zeros_like(values))
+        return SparseStream.unchecked(indices, values, size)
 
     def kept(self, start: int, stop: int) -> Tensor:
         """Return the part ``[start, stop)`` of what the step keeps back; it shares storage."""
