@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,16 +14,11 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.errors import InputError
-from sparcel.ops import SUM
 from sparcel.selectors import Selector
-from sparcel.stream import SparseStream, concatenate, reduce
+from sparcel.stream import SparseStream
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""
-
-CROWD = 4
-"""How many times an equal part of what a rank takes elsewhere it may take of one region. This
-bounds what a region's owner receives, and leaves most choices free."""
 
 
 @dataclass(frozen=True)
@@ -139,57 +133,11 @@ class Memory:
         assert self._scratch is not None, "take_all follows accumulate"
         self._scratch.zero_()
 
-    def select_elsewhere(
-        self,
-        selection: SparseStream,
-        shares: Sequence[Share],
-        boundaries: Sequence[int],
-        own: int,
-    ) -> SparseStream:
-        """Put back what a selection has of one region, and take others instead, at most as many.
-
-        Region r is ``[boundaries[r], boundaries[r + 1])``. If a share gives back m coordinates of
-        the region ``own``, it takes the m largest that are left of it in the others, but of none
-        more than `CROWD` times an equal part.
-        """
-        assert self._scratch is not None, "select_elsewhere follows select"
-        scratch, size = self._scratch, selection.size
-        regions = list(pairwise(boundaries))
-        start, stop = regions.pop(own)
-        low, inside, high = selection.split([0, start, stop, size])
-        assert inside.indices is not None, "selections are sparse"
-        kernels.scatter(scratch[start:stop], inside.indices, inside.values)
-        streams = [concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)]
-        for share in shares:
-            edges = [min(max(edge - start, 0), stop - start) for edge in (share.start, share.stop)]
-            places = inside.indices.new_tensor(edges)
-            first, last = torch.searchsorted(inside.indices, places).tolist()
-            m = last - first
-            parts = [(max(lo, share.start), min(hi, share.stop)) for lo, hi in regions]
-            parts = [(lo, hi) for lo, hi in parts if lo < hi]
-            if m and parts:
-                most = min(m, -(-CROWD * m // len(regions)))
-                streams.append(self._take_largest(parts, m, most))
-        return reduce(streams, SUM, dense_at=size + 1)
-
-    def _take_largest(self, parts: Sequence[Range], k: int, most: int) -> SparseStream:
-        """Take the k largest of increasing ranges out of scratch, ``most`` of each at most."""
-        assert self._scratch is not None, "there is a scratch"
-        found = [kernels.topk(self._scratch[start:stop], most) for start, stop in parts]
-        size = self._scratch.numel()
-        dtype = kernels.index_dtype(size)
-        indices = torch.cat(
-            [i.to(dtype) + start for (i, _), (start, _) in zip(found, parts, strict=True)]
-        )
-        places, values = kernels.topk(torch.cat([values for _, values in found]), k)
-        indices = indices.index_select(0, places)
-        kernels.scatter(self._scratch, indices, torch.zeros_like(values))
-        return SparseStream.unchecked(indices, values, size)
-
-    def kept(self, start: int, stop: int) -> Tensor:
-        """Return the part ``[start, stop)`` of what the step keeps back; it shares storage."""
+    @property
+    def kept(self) -> Tensor:
+        """What the step keeps back, ``[size]``; an exchange may change it."""
         assert self._scratch is not None, "kept follows select"
-        return self._scratch[start:stop]
+        return self._scratch
 
     def give_back(self, stream: SparseStream) -> None:
         """Add a stream to what the step keeps back.

@@ -24,6 +24,18 @@ from tests.strategies import (
 LAYOUTS = ("uniform", "identical", "disjoint", "in one region", "moving", "one rank", "uneven")
 VALUES = ("normal", "few distinct", "equal", "ternary", "wide", "zeros")
 
+CASES = (
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(VALUES),
+    st.integers(1, 17),
+    st.integers(0, 400),
+    st.integers(0, 60),
+    st.integers(1, 60),
+    floats,
+    st.integers(0, 99),
+)
+"""Strategies for layout, values, ranks, size, entries, k, dtype and seed."""
+
 
 def indices_of(layout, rank, world, size, count, generator, seed):
     """Return a rank's indices, arranged by ``layout``."""
@@ -101,17 +113,7 @@ def check(streams, k, max_nnz=None):
     return expected
 
 
-@given(
-    st.sampled_from(LAYOUTS),
-    st.sampled_from(VALUES),
-    st.integers(1, 17),
-    st.integers(0, 400),
-    st.integers(0, 60),
-    st.integers(1, 60),
-    floats,
-    st.integers(0, 99),
-    st.booleans(),
-)
+@given(*CASES, st.booleans())
 def test_oktopk_has_the_bits_of_the_oracle(
     layout, kind, world, size, count, k, dtype, seed, bounded
 ):

@@ -4,13 +4,12 @@ from itertools import pairwise
 
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from sparcel import SparseStream, simulate
 from sparcel.collectives import Estimates, oktopk_reuse
 from sparcel.wire import Wire
-from tests.collectives.test_oktopk import LAYOUTS, VALUES, oracle, streams_of
-from tests.strategies import floats, full, same_bits, same_stream
+from tests.collectives.test_oktopk import CASES, oracle, streams_of
+from tests.strategies import full, same_bits, same_stream
 
 
 def reuse(streams, k, estimates, boundaries=False, threshold=False, max_nnz=None):
@@ -30,16 +29,7 @@ def reuse(streams, k, estimates, boundaries=False, threshold=False, max_nnz=None
 UNKNOWN = Estimates(None, None)
 
 
-@given(
-    st.sampled_from(LAYOUTS),
-    st.sampled_from(VALUES),
-    st.integers(1, 17),
-    st.integers(0, 400),
-    st.integers(0, 60),
-    st.integers(1, 60),
-    floats,
-    st.integers(0, 99),
-)
+@given(*CASES)
 def test_reused_threshold_keeps_the_largest_sums_above_it(
     layout, kind, world, size, count, k, dtype, seed
 ):

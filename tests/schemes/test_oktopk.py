@@ -15,8 +15,9 @@ from sparcel import SparseStream, simulate
 from sparcel.collectives.oktopk_held import oktopk_held
 from sparcel.collectives.regions import TOLERANCE, balanced_boundaries
 from sparcel.errors import MismatchError
-from sparcel.memory import CROWD, Memory, Share
+from sparcel.memory import Memory, Share
 from sparcel.schemes import OkTopK, Request
+from sparcel.schemes._elsewhere import CROWD, select_elsewhere
 from sparcel.selectors import selector
 from sparcel.wire import Wire
 from tests.schemes.steps import HeldOkTopK, integers, normal, total
@@ -101,10 +102,10 @@ def test_what_a_selection_has_of_a_region_is_replaced_by_others(size, cuts, own,
     memory = Memory()
     shares = [Share(0, size, selector("exact"), k)]
     selection = memory.select(gradient, shares, 0, 1)
-    sent = memory.select_elsewhere(selection, shares, boundaries, own)
+    sent = select_elsewhere(memory.kept, selection, shares, boundaries, own)
     assert sent.nnz <= selection.nnz
     assert torch.equal(full(sent), elsewhere(gradient, k, boundaries, own))
-    assert torch.equal(memory.kept(0, size), gradient - full(sent))
+    assert torch.equal(memory.kept, gradient - full(sent))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,8 @@ def test_a_layers_coordinates_are_replaced_by_its_own(boundaries, own, sent):
     shares = [Share(start, stop, selector("exact"), k) for start, stop, k in layers]
     selection = memory.select(torch.arange(1.0, 101), shares, 0, 2)
     assert selection.indices.tolist() == [*range(27, 40), *range(94, 100)]
-    assert memory.select_elsewhere(selection, shares, boundaries, own).indices.tolist() == sent
+    found = select_elsewhere(memory.kept, selection, shares, boundaries, own)
+    assert found.indices.tolist() == sent
 
 
 def test_an_owner_adds_its_region_and_sends_of_the_others():

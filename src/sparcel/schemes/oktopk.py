@@ -21,6 +21,7 @@ from sparcel.collectives.regions import balanced_boundaries, boundaries_steps
 from sparcel.comm import Call
 from sparcel.errors import InputError, known
 from sparcel.schedule import Problem, Step, Work
+from sparcel.schemes._elsewhere import select_elsewhere
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
@@ -51,8 +52,9 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
     )
     if not finite:
         return Exchanged(selected.void_like(), selected)
-    sent = memory.select_elsewhere(selected, selection.shares, boundaries, wire.rank)
-    held = memory.kept(boundaries[wire.rank], boundaries[wire.rank + 1])
+    rest = memory.kept
+    sent = select_elsewhere(rest, selected, selection.shares, boundaries, wire.rank)
+    held = rest[boundaries[wire.rank] : boundaries[wire.rank + 1]]
     found = oktopk_held(sent, held, boundaries, wire, selection.k, most)
     if not found.total.finite:
         return Exchanged(found.total, sent)
@@ -63,7 +65,7 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
 
 @dataclass(eq=False)
 class OkTopK(Sparsifier):
-    """The k largest coordinates of the sums that ranks make, each of a region of the vector.
+    """Each rank sums one region of the vector, and the k largest of all sums are applied.
 
     Parameters
     ----------

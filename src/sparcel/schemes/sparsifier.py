@@ -27,8 +27,8 @@ class Selection:
     """A rank's selection from memory + gradient.
 
     ``k`` is the number of coordinates that the density asks for. ``most`` is an upper bound on the
-    entries that any rank selected. Both are the same on all ranks. ``shares`` say how many of which
-    coordinates; ``memory`` keeps the rest.
+    entries that any rank selected. Both are the same on all ranks. ``shares`` tell how many
+    coordinates were to be taken of which range. ``memory`` keeps the rest.
     """
 
     stream: SparseStream

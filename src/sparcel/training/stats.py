@@ -36,8 +36,8 @@ class Costs:
         The sum of |x| over what left this rank's memory, less that over what came back to it or
         arrived from other ranks.
     select_seconds, communicate_seconds
-        Time spent selecting and exchanging, waiting for slower ranks and what `oktopk` selects in
-        between included; it may overlap with computation.
+        Time spent selecting and exchanging; it may overlap with computation. An exchange includes
+        waiting for slower ranks, and the second selection of `oktopk`.
     """
 
     steps: int = 0
