@@ -24,9 +24,13 @@ class Rule:
     ----------
     result
         ``"dense"``; ``"union"``: all that some rank selects is applied (topk, sparcml); ``"k"``:
-        the k largest sums of that (gtopk, oktopk); ``"leader"``: what one rank selects (scalecom).
+        the k largest sums of that (gtopk, oktopk); ``"leader"``: what one rank selects (scalecom);
+        ``"estimate"``: EF21 (Richtarik et al. 2021), where the memory is an estimate of a rank's
+        gradient, selections correct it, and the mean of all estimates is applied.
     per
         From what a rank selects: ``"vector"``, ``"layer"``, or runs of that many coordinates.
+    threshold
+        Instead of a density: all magnitudes from here on are selected (Sahu et al. 2021).
     density, front, dense_first, dense_last
         Share that is selected; whether `front_loaded`; how many steps are dense at either end.
     delay
@@ -48,6 +52,7 @@ class Rule:
 
     result: str = "k"
     per: str = "vector"
+    threshold: float | None = None
     density: float = 0.01
     front: bool = False
     dense_first: int = 0
@@ -88,6 +93,8 @@ VARIANTS: dict[str, Rule] = {
     "k, by chunk of 100": replace(_K, per="100"),
     "scalecom, over the vector": replace(_SCALECOM, per="vector"),
     "scalecom, β=0.1": replace(_SCALECOM, beta=0.1),
+    "EF21": replace(_TOPK, result="estimate"),
+    "EF21, momentum before memory": replace(_TOPK, result="estimate", correction=MOMENTUM),
     "k, first 5 % dense": replace(_K, dense_first=94),
     "k, last 25 % dense": replace(_K, dense_last=468),
     "k, density 3 %": replace(_K, density=0.03),
@@ -105,6 +112,9 @@ VARIANTS: dict[str, Rule] = {
     "k, ahead and front-loaded": replace(_K, ahead=1.0, front=True),
     "scalecom, ahead and front-loaded": replace(_SCALECOM, ahead=1.0, front=True),
     "k, ahead, density 2.4 %": replace(_K, ahead=1.0, density=0.024),
+    "topk, ahead, threshold 0.1": replace(_TOPK, ahead=1.0, threshold=0.1),
+    "topk, ahead, threshold 0.05": replace(_TOPK, ahead=1.0, threshold=0.05),
+    "topk, ahead, density 2.4 %": replace(_TOPK, ahead=1.0, density=0.024),
     "topk, both": replace(_TOPK, ahead=1.9, front=True),
     "sparcml, both": replace(_SPARCML, ahead=1.9, front=True),
     "k, both": replace(_K, ahead=1.9, front=True),
@@ -137,6 +147,8 @@ class Exchange:
             self.sent += 1
             self.late.append(gradients.mean(0))
             return torch.zeros_like(self.late[0]) if step < rule.delay else self.late.popleft()
+        if rule.result == "estimate":
+            return self._estimate(gradients)
         entering = gradients
         if rule.correction:
             entering = self.velocity.mul_(rule.correction).add_(gradients)
@@ -157,8 +169,22 @@ class Exchange:
             self.velocity.masked_fill_(chosen, 0)
         return update
 
+    def _estimate(self, gradients: Tensor) -> Tensor:
+        """Return the mean of the estimates after each rank has corrected its own."""
+        density = self._density()
+        self.sent += density
+        self.velocity.mul_(self.rule.correction).add_(gradients)
+        wrong = self.velocity - self.memory
+        chosen = torch.stack([self._selected(rank, density) for rank in wrong])
+        self.memory = self.memory + wrong * chosen
+        return self.memory.mean(0)
+
     def _applied(self, waiting: Tensor) -> tuple[Tensor, Tensor]:
         """Return which coordinates of each rank are summed, and applied, ``[ranks, size]`` each."""
+        if self.rule.threshold is not None:
+            over = waiting.abs() >= self.rule.threshold
+            self.sent += float(over.double().mean())
+            return over, over
         density = self._density()
         self.sent += density
         if density == 1:
