@@ -42,6 +42,12 @@ METHODS = (
     Method("oktopk put_back=own", "oktopk", {"put_back": "own"}),
     Method("oktopk reuse", "oktopk", {"threshold": "reuse"}),
     Method("scalecom β=0.1", "scalecom", {"beta": 0.1}),
+    Method("scalecom β=0.1, 250 steps", "scalecom", {"beta": 0.1, "beta_steps": 250}),
+    Method(
+        "scalecom β=0.1, 250 steps, its switch",
+        "scalecom",
+        {"beta": 0.1, "beta_steps": 250, "beta_switch": "memory"},
+    ),
     Method("sparcml 4 bits", "sparcml", {"bits": 4}),
     Method("sparcml bucketed", "sparcml", {"selector": "bucketed"}),
     Method("sparcml bucketed 4 bits", "sparcml", {"selector": "bucketed", "bits": 4}),

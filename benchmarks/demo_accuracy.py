@@ -41,7 +41,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = _arguments()
     data = arguments.data and str(Path(arguments.data).resolve())
-    schemes = ("topk", "sparcml", "gtopk")
+    schemes = ("topk", "gtopk", "oktopk")
     settings = [
         DemoSettings(arguments.steps, seed, arguments.density, schemes, data, counts_wire=False)
         for seed in range(arguments.seeds)

@@ -21,7 +21,8 @@ def run(*command: str | Path) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    options = ["--no-deps", "--no-build-isolation", "--quiet", f"-Cbuild-dir={folder}/build"]
+    # Uses the objects of the development install; all of them again would take minutes.
+    options = ["--no-deps", "--no-build-isolation", "--quiet"]
     run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, ROOT)
     (path,) = folder.glob("sparcel-*.whl")
     return path

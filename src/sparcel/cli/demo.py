@@ -35,7 +35,7 @@ def demo(
     ] = 0,
     schemes: Annotated[
         str, typer.Option(help="Sparse methods to compare, separated by commas.")
-    ] = "topk,sparcml,gtopk",
+    ] = "topk,gtopk,oktopk",
     density: Annotated[
         float,
         typer.Option(
