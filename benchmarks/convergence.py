@@ -28,6 +28,9 @@ from tasks import TASKS
 NODES = {"ranks_per_node": 4}
 RANKS, DENSITY = 8, 0.01
 
+SUITE = ("images", "words", "characters", "speech", "intents")
+"""The tasks that are judged."""
+
 METHODS = (
     Method("dense", "dense"),
     Method("topk", "topk"),
@@ -97,7 +100,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
     parser.add_argument("--methods", nargs="+", choices=BY_LABEL, metavar="LABEL")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
     parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -17,16 +19,25 @@ def small_cnn() -> nn.Module:
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-class Residual(nn.Module):
-    """Two 3×3 convolutions with group norms around a shortcut."""
+Norm = Callable[[int], nn.Module]
+"""``channels -> module``."""
 
-    def __init__(self, inside: int, outside: int, stride: int) -> None:
+
+def four_groups(channels: int) -> nn.Module:
+    """Return a group norm, which has no running statistics."""
+    return nn.GroupNorm(4, channels)
+
+
+class Residual(nn.Module):
+    """Two 3×3 convolutions with norms around a shortcut."""
+
+    def __init__(self, inside: int, outside: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
-            *(nn.GroupNorm(4, outside), nn.ReLU()),
+            *(norm(outside), nn.ReLU()),
             nn.Conv2d(outside, outside, 3, 1, 1, bias=False),
-            nn.GroupNorm(4, outside),
+            norm(outside),
         )
         same = stride == 1 and inside == outside
         self.shortcut = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
@@ -35,11 +46,11 @@ class Residual(nn.Module):
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def residual_network() -> nn.Module:
+def residual_network(norm: Norm = four_groups) -> nn.Module:
     """Return a ResNet-8 for 32×32 colour images whose first convolution has stride 2."""
     return nn.Sequential(
-        *(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU()),
-        *(Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)),
+        *(nn.Conv2d(3, 16, 3, 2, 1, bias=False), norm(16), nn.ReLU()),
+        *(Residual(16, 16, 1, norm), Residual(16, 32, 2, norm), Residual(32, 64, 2, norm)),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
     ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 

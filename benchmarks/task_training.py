@@ -148,8 +148,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def evaluate(model: nn.Module, split: Split) -> dict[str, Any]:
-    """Return the loss (None if it is not finite) and the accuracy on what is held out."""
+    """Return the loss (None if it is not finite) and the accuracy on what is held out.
+
+    The model is in evaluation mode afterwards.
+    """
     loss, right, count = 0.0, 0, split.y_test.numel()
+    model.eval()
     with torch.no_grad():
         for x, y in zip(split.x_test.split(500), split.y_test.split(500), strict=True):
             logits, targets = model(x).flatten(0, -2), y.flatten()

@@ -225,6 +225,15 @@ TASKS = {
         Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
         Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
         Task(
+            "batchnorm",
+            "cifar-10-jpeg",
+            _cifar,
+            lambda _: residual_network(nn.BatchNorm2d),
+            64,
+            2000,
+            0.05,
+        ),
+        Task(
             "characters",
             "tinyshakespeare",
             _shakespeare,
@@ -257,4 +266,5 @@ TASKS = {
         ),
     )
 }
-"""All tasks, by name. What protects training was tuned on ``clothes``, which is not judged."""
+"""All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
+``batchnorm`` is ``images`` with batch norms, which take the samples of one rank."""
