@@ -64,17 +64,18 @@ def suite_table(rows: Sequence[Row], task: str) -> Iterator[str]:
 
 def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> Sequence[str]:
     pairs = [(run, dense[run["seed"]]) for run in runs if run["seed"] in dense]
+    volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
+    if method == "dense":  # beside the next seed: what differences are where there is none
+        pairs = list(zip(runs, (*runs[1:], runs[0]), strict=True)) if len(runs) > 2 else []
     points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
     losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
-    volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
-    others = method != "dense"
     return (
         method,
         str(len(runs)),
         _mean(runs, "accuracy", "{:.2%}"),
-        _differences(points, 2) if others else "",
+        _differences(points, 2),
         _mean(runs, "loss", "{:.4f}"),
-        _differences(losses, 4) if others and len(losses) == len(pairs) else "",
+        _differences(losses, 4) if len(losses) == len(pairs) else "",
         _mean(runs, "density_before", "{:.1%}"),
         f"{volume:.1%}",
     )
