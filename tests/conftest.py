@@ -41,8 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gloo, mpi, rest = by_engine.values()
     for tests in (gloo, mpi):
         tests.sort(key=lambda item: _parameters(item).get("world_size", 0))
-    # From the end: the build of a wheel, which takes longest, comes last in the order of files.
-    slow = [item for item in reversed(rest) if item.get_closest_marker("slow")]
+    slow = [item for item in rest if item.get_closest_marker("slow")]
     fast = [item for item in rest if not item.get_closest_marker("slow")]
     third = -(-len(items) // 3)
     first, second = max(third - len(gloo), 0), max(third - len(mpi), 0)
