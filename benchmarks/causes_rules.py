@@ -30,7 +30,8 @@ class Rule:
     per
         From what a rank selects: ``"vector"``, ``"layer"``, or runs of that many coordinates.
     threshold
-        Instead of a density: all magnitudes from here on are selected (Sahu et al. 2021).
+        Instead of a density, for ``"union"``: all magnitudes from here on are selected (Sahu et al.
+        2021).
     density, front, dense_first, dense_last
         Share that is selected; whether `front_loaded`; how many steps are dense at either end.
     delay

@@ -28,7 +28,7 @@ SWEEPS = (
     *("accuracy", "over dense", "loss", "over dense"),
 )
 LAB = (
-    *("task", "network", "method", "ms a step", "minutes", "seconds to DDP's loss at half"),
+    *("task", "network", "method", "ms a step", "minutes", "seconds to DDP's loss at a quarter"),
     *("accuracy", "over DDP", "loss", "over DDP", "fewer bytes"),
 )
 
@@ -64,21 +64,28 @@ def suite_table(rows: Sequence[Row], task: str) -> Iterator[str]:
 
 def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> Sequence[str]:
     pairs = [(run, dense[run["seed"]]) for run in runs if run["seed"] in dense]
-    volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
-    if method == "dense":  # beside the next seed: what differences are where there is none
-        pairs = list(zip(runs, (*runs[1:], runs[0]), strict=True)) if len(runs) > 2 else []
     points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
     losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
+    volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
+    others = method != "dense"
     return (
         method,
         str(len(runs)),
         _mean(runs, "accuracy", "{:.2%}"),
-        _differences(points, 2),
+        _differences(points, 2) if others else _spread(runs, "accuracy", 100, 2),
         _mean(runs, "loss", "{:.4f}"),
-        _differences(losses, 4) if len(losses) == len(pairs) else "",
+        (_differences(losses, 4) if len(losses) == len(pairs) else "")
+        if others
+        else _spread(runs, "loss", 1, 4),
         _mean(runs, "density_before", "{:.1%}"),
         f"{volume:.1%}",
     )
+
+
+def _spread(runs: Sequence[Row], key: str, unit: float, digits: int) -> str:
+    """Return how far the runs of all seeds lie apart."""
+    values = [run[key] for run in runs]
+    return f"(seeds: {unit * (max(values) - min(values)):.{digits}f} apart)"
 
 
 def put_back_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -129,14 +136,18 @@ def lab_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _lab_cells(row: Row, base: Row) -> Sequence[str]:
-    wanted, seconds = base["train_losses"][len(base["train_losses"]) // 2], row["train_seconds"]
-    reached = zip(row["train_losses"], seconds, strict=True)
+    wanted, seconds = base["train_losses"][len(base["train_losses"]) // 4], row["train_seconds"]
+    reached = (
+        f"{second:.0f}"
+        for loss, second in zip(row["train_losses"], seconds, strict=True)
+        if loss is not None and loss <= wanted
+    )
     return (
         *_network(row),
         row["method"],
         f"{1e3 * seconds[-1] / row['steps']:.0f}",
         f"{seconds[-1] / 60:.1f}",
-        f"{next(second for loss, second in reached if loss <= wanted):.0f}",
+        next(reached, "never"),
         *_beside(row, base),
         f"{row['compression']:.1f}×",
     )

@@ -95,7 +95,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = rows_of(arguments.output)
+    rows, origin = rows_of(arguments.output), machine()
     done = [(row["task"], row["network"], row["seed"], row["steps"], row["method"]) for row in rows]
     steps = arguments.steps or TASKS[arguments.task].steps
     training = arguments.task, arguments.network, arguments.seed, steps
@@ -104,15 +104,15 @@ def main() -> None:
         wanted = arguments.methods is None or method.label in arguments.methods
         if not wanted or (*training, method.label) in done:
             continue
-        rows.append(trained(arguments, method))
+        row = trained(arguments, method)
+        rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
         if dist.get_rank() == 0:
-            row = rows[-1]
             print(
                 f"{row['task']}, {row['method']}: {row['train_seconds'][-1]:.0f} s,"
                 f" {row['accuracy']:.2%}, loss {row['loss']:.4f}",
                 flush=True,
             )
-            write(arguments.output, machine(), rows)
+            write(arguments.output, origin, rows)
     dist.destroy_process_group()
 
 

@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests from the end of the other half (``--dist worksteal``). So each half begins with the tests
     of one engine, and an engine's pool starts in one process only. These tests run by world size,
     because a pool forms a world anew whenever the size changes. The slow tests follow those of one
-    engine, so that short ones are left to be taken over at the end.
+    engine, so that short ones are left to be taken over at the end; the wheel's are the last file
+    and come first, so that they stay in one process.
     """
     by_engine: dict[str, list[pytest.Item]] = {"gloo": [], "mpi": [], "": []}
     for item in items:
@@ -40,9 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gloo, mpi, rest = by_engine.values()
     for tests in (gloo, mpi):
         tests.sort(key=lambda item: _parameters(item).get("world_size", 0))
-    slow = [item for item in rest if item.get_closest_marker("slow")]
+    slow = [item for item in reversed(rest) if item.get_closest_marker("slow")]
     fast = [item for item in rest if not item.get_closest_marker("slow")]
-    left = max(-(-len(items) // 2) - len(gloo), 0)
+    left = max(len(items) // 2 - len(gloo), 0)
     items[:] = [*gloo, *fast[:left], *mpi, *slow, *fast[left:]]
 
 
