@@ -67,16 +67,16 @@ def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> 
     points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
     losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
     volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
-    others = method != "dense"
+    beside = _differences(points, 2), _differences(losses, 4) if len(losses) == len(pairs) else ""
+    if method == "dense":
+        beside = _spread(runs, "accuracy", 100, 2), _spread(runs, "loss", 1, 4)
     return (
         method,
         str(len(runs)),
         _mean(runs, "accuracy", "{:.2%}"),
-        _differences(points, 2) if others else _spread(runs, "accuracy", 100, 2),
+        beside[0],
         _mean(runs, "loss", "{:.4f}"),
-        (_differences(losses, 4) if len(losses) == len(pairs) else "")
-        if others
-        else _spread(runs, "loss", 1, 4),
+        beside[1],
         _mean(runs, "density_before", "{:.1%}"),
         f"{volume:.1%}",
     )
