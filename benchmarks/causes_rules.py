@@ -94,8 +94,8 @@ VARIANTS: dict[str, Rule] = {
     "k, by chunk of 100": replace(_K, per="100"),
     "scalecom, over the vector": replace(_SCALECOM, per="vector"),
     "scalecom, β=0.1": replace(_SCALECOM, beta=0.1),
-    "EF21": replace(_TOPK, result="estimate"),
-    "EF21, momentum before memory": replace(_TOPK, result="estimate", correction=MOMENTUM),
+    "EF21": Rule("estimate"),
+    "EF21, momentum before memory": Rule("estimate", correction=MOMENTUM),
     "k, first 5 % dense": replace(_K, dense_first=94),
     "k, last 25 % dense": replace(_K, dense_last=468),
     "k, density 3 %": replace(_K, density=0.03),
@@ -148,11 +148,11 @@ class Exchange:
             self.sent += 1
             self.late.append(gradients.mean(0))
             return torch.zeros_like(self.late[0]) if step < rule.delay else self.late.popleft()
-        if rule.result == "estimate":
-            return self._estimate(gradients)
         entering = gradients
         if rule.correction:
             entering = self.velocity.mul_(rule.correction).add_(gradients)
+        if rule.result == "estimate":
+            return self._estimate(entering)
         before = self.memory
         waiting = entering + rule.decay * before if rule.memory else entering.clone()
         selected, chosen = self._applied(waiting)
@@ -170,12 +170,11 @@ class Exchange:
             self.velocity.masked_fill_(chosen, 0)
         return update
 
-    def _estimate(self, gradients: Tensor) -> Tensor:
+    def _estimate(self, entering: Tensor) -> Tensor:
         """Return the mean of the estimates after each rank has corrected its own."""
         density = self._density()
         self.sent += density
-        self.velocity.mul_(self.rule.correction).add_(gradients)
-        wrong = self.velocity - self.memory
+        wrong = entering - self.memory
         chosen = torch.stack([self._selected(rank, density) for rank in wrong])
         self.memory = self.memory + wrong * chosen
         return self.memory.mean(0)
