@@ -23,8 +23,8 @@ MAP = re.search(r"## Rooms.*?```\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
-what joins and merges `COO`'s messages for `formats`."""
-COMPILED_FOR = {"kernels", "comm", "formats"}
+what joins and merges `COO`'s messages for `formats`, and what parses and hashes for `rows`."""
+COMPILED_FOR = {"kernels", "comm", "formats", "rows"}
 
 SUB_ROOMS = {"torch", "mpi", "simulated"}
 """The rooms inside `comm`."""

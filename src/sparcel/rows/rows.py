@@ -1,0 +1,91 @@
+"""Labelled sparse rows: what linear models are fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparcel.errors import InputError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A sparse matrix by rows (CSR), and a label for each row where labels are known.
+
+    Attributes
+    ----------
+    offsets
+        ``[rows + 1]`` int64; row i has the entries ``offsets[i]`` to ``offsets[i + 1]``.
+    columns
+        ``[nnz]`` int32, or int64 if the dimensions need it; increasing within each row.
+    values
+        ``[nnz]`` float32 or float64.
+    dimensions
+        Number of columns of the matrix.
+    labels
+        ``[rows]`` of any dtype, or None.
+    """
+
+    offsets: Array
+    columns: Array
+    values: Array
+    dimensions: int
+    labels: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def nnz(self) -> int:
+        """Number of stored entries."""
+        return len(self.columns)
+
+    def slice(self, start: int, stop: int) -> Self:
+        """Return the rows in ``[start, stop)``, as views of these."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return type(self)(
+            self.offsets[start : stop + 1] - first,
+            self.columns[first:last],
+            self.values[first:last],
+            self.dimensions,
+            None if self.labels is None else self.labels[start:stop],
+        )
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Join rows end to end; all have the same dimensions, and labels or none.
+
+    Raises
+    ------
+    InputError
+        When there are no parts, or they differ in their dimensions or in having labels.
+    """
+    if not parts:
+        raise InputError("concatenate needs at least one part, got none")
+    first = parts[0]
+    for other in parts[1:]:
+        if other.dimensions != first.dimensions:
+            raise InputError(
+                f"rows of {first.dimensions} and of {other.dimensions} dimensions do not go"
+                " together"
+            )
+        if (other.labels is None) != (first.labels is None):
+            raise InputError("some of these rows have labels, and some have none")
+    if len(parts) == 1:
+        return first
+    starts = np.cumsum([0, *(part.nnz for part in parts[:-1])])
+    ends = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=True)]
+    labels = [part.labels for part in parts if part.labels is not None]
+    return Rows(
+        np.concatenate([np.zeros(1, np.int64), *ends]),
+        np.concatenate([part.columns for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        first.dimensions,
+        np.concatenate(labels) if labels else None,
+    )
