@@ -32,6 +32,8 @@ EXTRAS_OF = {
     "analysis": {"cli", "plots"},
     "demo": {"cli", "demo"},
     "comm": {"mpi"},
+    "rows": {"linear"},
+    "linear": {"linear"},
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 
