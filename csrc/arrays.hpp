@@ -32,6 +32,8 @@ constexpr nb::dlpack::dtype dtype_of() {
     if constexpr (std::is_same_v<T, int32_t>) return {uint8_t(nb::dlpack::dtype_code::Int), 32, 1};
     if constexpr (std::is_same_v<T, int64_t>) return {uint8_t(nb::dlpack::dtype_code::Int), 64, 1};
     if constexpr (std::is_same_v<T, uint8_t>) return {uint8_t(nb::dlpack::dtype_code::UInt), 8, 1};
+    if constexpr (std::is_same_v<T, uint16_t>)
+        return {uint8_t(nb::dlpack::dtype_code::UInt), 16, 1};
 }
 
 template <class T>

@@ -43,4 +43,5 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_sets(module);
     sparcel::bind_quantize(module);
     sparcel::bind_mesh(module);
+    sparcel::bind_linear(module);
 }

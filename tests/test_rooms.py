@@ -23,8 +23,9 @@ MAP = re.search(r"## Rooms.*?```\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
-what joins and merges `COO`'s messages for `formats`, and what parses and hashes for `rows`."""
-COMPILED_FOR = {"kernels", "comm", "formats", "rows"}
+what joins and merges `COO`'s messages for `formats`, what parses and hashes for `rows`, and the
+steps of linear models."""
+COMPILED_FOR = {"kernels", "comm", "formats", "rows", "linear"}
 
 SUB_ROOMS = {"torch", "mpi", "simulated"}
 """The rooms inside `comm`."""

@@ -1,13 +1,16 @@
 """CPU kernels of sparcel; sparcel.kernels documents them."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import CapsuleType
 
 Array: TypeAlias = Tensor | CapsuleType
 """A tensor, or its capsule from `torch.utils.dlpack.to_dlpack`, which is read ten times faster."""
+
+NumpyArray: TypeAlias = NDArray[Any]
 
 def isa() -> str:
     """Name the instruction set in use."""
@@ -78,3 +81,59 @@ class Mesh:
     ) -> tuple[list[Tensor], int, int, int]: ...
     def shut(self) -> None: ...
     def broken(self) -> int: ...
+
+class LinearModel:
+    """The numbers of a linear model, and how it is regularised; see `sparcel.linear.weights`."""
+
+    scale: float
+    now: float
+    def __init__(
+        self, rows: NumpyArray, width: int, adaptive: bool, l1: float, l2: float
+    ) -> None: ...
+    def step(
+        self,
+        columns: NumpyArray | Tensor | None,
+        values: NumpyArray | Tensor,
+        factor: float,
+        rate: float,
+        sums: NumpyArray | None,
+        weight: float,
+        threads: int,
+    ) -> None: ...
+    def read(self, out: NumpyArray) -> None: ...
+
+class LinearBatch:
+    """A batch of rows by columns; see `sparcel.linear.batches`."""
+
+    def __init__(
+        self,
+        columns: NumpyArray,
+        places: NumpyArray,
+        values: NumpyArray,
+        targets: NumpyArray,
+        weights: NumpyArray | None,
+    ) -> None: ...
+    def differentiate(
+        self,
+        model: LinearModel,
+        loss: str,
+        intercept: Sequence[float],
+        derivatives: NumpyArray,
+        threads: int,
+    ) -> list[float]: ...
+    def gradient(
+        self, derivatives: NumpyArray, width: int, out: NumpyArray, threads: int
+    ) -> None: ...
+
+def by_columns(
+    offsets: NumpyArray,
+    columns: NumpyArray,
+    values: NumpyArray,
+    order: NumpyArray,
+    bounds: Sequence[int],
+    out_columns: NumpyArray,
+    out_places: NumpyArray,
+    out_values: NumpyArray,
+    tail: int,
+    threads: int,
+) -> list[int]: ...

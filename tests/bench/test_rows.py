@@ -4,11 +4,12 @@ import pytest
 
 from sparcel import simulate
 from sparcel.bench.contenders import names
-from sparcel.bench.engines import connected, launched
+from sparcel.bench.engines import connected
 from sparcel.bench.predicted import verdict
 from sparcel.bench.results import Cell, summarized
 from sparcel.bench.run import network
 from sparcel.bench.settings import BenchSettings
+from sparcel.comm import launched
 from sparcel.errors import InputError
 
 

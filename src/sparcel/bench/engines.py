@@ -12,13 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparcel.comm import Communicator, resolve
+from sparcel.comm import Communicator, launched, resolve
 from sparcel.errors import InputError, optional
 
 ENGINES = ("gloo", "mpi")
-
-_MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
-"""Variables that the launchers of MPICH, PMIx and Open MPI set."""
 
 
 class BenchEngine(ABC):
@@ -78,13 +75,6 @@ class Mpi(BenchEngine):
         """See `BenchEngine.close`."""
         super().close()
         self._world.Free()
-
-
-def launched() -> tuple[str, ...]:
-    """Return the engines for which this process was launched, by its environment."""
-    by_mpi = any(name in os.environ for name in _MPI_RANKS)
-    by_torch = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-    return ("gloo", "mpi") if by_mpi else ("gloo",) if by_torch else ()
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from torch import Tensor
 from sparcel.bench import contenders, report
 from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import contender
-from sparcel.bench.engines import BenchEngine, connected, launched
+from sparcel.bench.engines import BenchEngine, connected
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.predicted import NOW, predicted, rates_for, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import BenchSettings
 from sparcel.bench.timing import Measured, merged, time_contender
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, launched
 from sparcel.cost import Rates, read_rates
 
 _BASELINE = "dense fp32"

@@ -102,10 +102,10 @@ def bench_command(
         return
     from sparcel.bench import report
     from sparcel.bench.contenders import names
-    from sparcel.bench.engines import launched
     from sparcel.bench.launch import start
     from sparcel.bench.run import read_files, run
     from sparcel.bench.settings import BenchSettings
+    from sparcel.comm import launched
 
     refuse_ignored(context, {"gradients": ["sizes"]})
     check_output(json)

@@ -180,7 +180,8 @@ def appendix_f(
 
 def _measured(save: Path | None) -> Rates | None:
     """Measure on all ranks; rank 0 gets the rates, and writes them."""
-    from sparcel.bench.engines import connected, launched
+    from sparcel.bench.engines import connected
+    from sparcel.comm import launched
     from sparcel.cost import measure
 
     there = launched()

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from sparcel.comm.calls import Call, call_of, digest
 from sparcel.comm.communicator import DIRECT_RANKS, Communicator
 from sparcel.comm.jobs import Job
+from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
 from sparcel.comm.torch import TorchCommunicator
 from sparcel.comm.torch import connect as connect_torch
 from sparcel.comm.traffic import Traffic, ring_bytes
-from sparcel.errors import InputError
+from sparcel.errors import InputError, optional
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,9 +39,11 @@ __all__ = [
     "Traffic",
     "call_of",
     "digest",
+    "launched",
     "resolve",
     "ring_bytes",
     "simulate",
+    "world",
 ]
 
 
@@ -82,3 +85,23 @@ def resolve(group: Group = None) -> Communicator:
         "group must be a torch.distributed process group, None for the default one, an MPI "
         f"communicator of mpi4py's, or a communicator from sparcel.comm, got {group!r}"
     )
+
+
+def world() -> Communicator | None:
+    """Return the communicator of all ranks that were launched together; None for a process alone.
+
+    These are the ranks of torch.distributed's default group if there is one, those that torchrun
+    started, which join a group of Gloo here, or those of MPI's world.
+    """
+    if not dist.is_initialized():
+        engines = launched()
+        if not engines:
+            return None
+        if "mpi" in engines:
+            with optional("MPI", "mpi"):
+                from mpi4py import MPI
+
+            return resolve(MPI.COMM_WORLD) if MPI.COMM_WORLD.Get_size() > 1 else None
+        dist.init_process_group("gloo")
+    comm = resolve(None)
+    return comm if comm.size > 1 else None

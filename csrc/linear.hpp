@@ -1,0 +1,203 @@
+// Steps of linear models on batches that are stored by columns.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "buffer.hpp"
+#include "columns.hpp"
+#include "lazy.hpp"
+#include "losses.hpp"
+#include "parallel.hpp"
+
+namespace sparcel {
+namespace detail {
+
+// What is summed together, before blocks are added one after another. Blocks depend on the batch
+// alone, so the sums have the same bits at any number of threads.
+constexpr size_t kBlockEntries = 1 << 14;
+constexpr size_t kMostBlocks = 16;
+constexpr size_t kBlockRows = 1024;
+constexpr size_t kAhead = 16;  // columns whose coordinate is fetched in advance
+
+inline size_t block_count(size_t entries, size_t height) {
+    const size_t wanted = std::min(entries / kBlockEntries, entries / (8 * height + 1));
+    return std::clamp<size_t>(wanted, 1, kMostBlocks);
+}
+
+// Calls run(block) for each block, on up to `threads` threads.
+template <class Run>
+void in_blocks(size_t blocks, int threads, const Run& run) {
+    const size_t tasks = std::clamp<size_t>(size_t(std::max(threads, 1)), 1, blocks);
+    parallel(tasks, [&](size_t task) {
+        const size_t end = split_point(blocks, task + 1, tasks);
+        for (size_t block = split_point(blocks, task, tasks); block < end; ++block) run(block);
+    });
+}
+
+}  // namespace detail
+
+// Where a block of a batch begins, as an entry and as a column.
+struct BlockStart {
+    size_t entry, column;
+};
+
+// Cuts a batch into blocks of about equally many entries, at the starts of columns. The last start
+// is the end of the batch.
+inline std::vector<BlockStart> block_starts(const Place* places, size_t entries, size_t height) {
+    const size_t blocks = detail::block_count(entries, height);
+    std::vector<BlockStart> starts;
+    size_t entry = 0, column = 0;
+    for (size_t block = 0; block <= blocks; ++block) {
+        const size_t wanted = split_point(entries, block, blocks);
+        for (; entry < entries && (entry < wanted || !places[entry].first()); ++entry) {
+            column += places[entry].first();
+        }
+        starts.push_back({entry, column});
+    }
+    return starts;
+}
+
+// A batch by columns, in blocks.
+template <class Column, class Value>
+struct BatchView {
+    const Column* columns;
+    const Place* places;
+    const Value* values;
+    std::span<const BlockStart> starts;
+    size_t height;
+
+    size_t blocks() const { return starts.size() - 1; }
+    size_t count() const { return starts.back().column; }
+};
+
+// Writes the margins of a batch's rows, [blocks][height][width], each block's share of them.
+template <class Column, class Value, class Rule>
+void add_margins(const BatchView<Column, Value>& batch, const ModelRows<Value>& model,
+                 const Rule& rule, auto width, int threads, Value* margins) {
+    Buffer<Value> weights(batch.count() * width);
+    detail::in_blocks(batch.blocks(), threads, [&](size_t block) {
+        const auto [entry, column] = batch.starts[block];
+        const auto [last_entry, last_column] = batch.starts[block + 1];
+        for (size_t i = column; i < last_column; ++i) {
+            if (i + detail::kAhead < last_column) model.fetch(batch.columns[i + detail::kAhead]);
+            const Value* const row = model.row(size_t(batch.columns[i]));
+            for (size_t k = 0; k < width; ++k) {
+                weights[i * width + k] = Value(rule.read(row, k, width));
+            }
+        }
+        Value* const sums = margins + block * batch.height * width;
+        std::fill_n(sums, batch.height * width, Value(0));
+        const Value* weight = weights.data() + column * width - width;
+        const Place* const places = batch.places;
+        const Value* const values = batch.values;
+        for (size_t at = entry; at < last_entry; ++at) {
+            weight += places[at].first() * width;
+            Value* const sum = sums + places[at].row() * width;
+            for (size_t k = 0; k < width; ++k) sum[k] += weight[k] * values[at];
+        }
+    });
+}
+
+// What a batch is fitted to. With one class, targets are 1 and -1 or any numbers; with several,
+// they are numbers of classes, each of which is told from all others.
+template <class Value>
+struct Targets {
+    const Value* targets;  // [height]
+    const Value* weights;  // [height], or null where all rows count 1
+
+    double target(size_t row, size_t k, size_t width) const {
+        if (width == 1) return double(targets[row]);
+        return double(targets[row]) == double(k) ? 1 : -1;
+    }
+    double weight(size_t row) const { return weights ? double(weights[row]) : 1; }
+};
+
+// Sums the blocks' margins, and turns them into each row's derivative of the loss. Adds to
+// totals[k] the sum of the losses and to totals[width + k] that of the derivatives.
+template <class L, class Value>
+void differentiate(L, const Value* margins, size_t blocks, size_t height, size_t width,
+                   const double* intercept, const Targets<Value>& targets, int threads,
+                   Value* derivatives, double* totals) {
+    const size_t groups = (height + detail::kBlockRows - 1) / detail::kBlockRows;
+    Buffer<double> sums(groups * 2 * width);
+    detail::in_blocks(groups, threads, [&](size_t group) {
+        double* sum = sums.data() + group * 2 * width;
+        std::fill_n(sum, 2 * width, 0.0);
+        const size_t end = std::min((group + 1) * detail::kBlockRows, height);
+        for (size_t row = group * detail::kBlockRows; row < end; ++row) {
+            for (size_t k = 0; k < width; ++k) {
+                double margin = intercept[k];
+                for (size_t b = 0; b < blocks; ++b)
+                    margin += double(margins[(b * height + row) * width + k]);
+                const Loss loss = L::at(margin, targets.target(row, k, width));
+                const double weight = targets.weight(row);
+                derivatives[row * width + k] = Value(weight * loss.derivative);
+                sum[k] += weight * loss.value;
+                sum[width + k] += weight * loss.derivative;
+            }
+        }
+    });
+    for (size_t group = 0; group < groups; ++group) {
+        for (size_t k = 0; k < 2 * width; ++k) totals[k] += sums[group * 2 * width + k];
+    }
+}
+
+// Writes the gradient of each column that occurs, [count][width], from the rows' derivatives.
+template <class Column, class Value>
+void gradient(const BatchView<Column, Value>& batch, const Value* derivatives, auto width,
+              int threads, Value* gradient) {
+    detail::in_blocks(batch.blocks(), threads, [&](size_t block) {
+        const auto [entry, column] = batch.starts[block];
+        const auto [last_entry, last_column] = batch.starts[block + 1];
+        std::fill_n(gradient + column * width, (last_column - column) * width, Value(0));
+        Value* sums = gradient + column * width - width;
+        const Place* const places = batch.places;
+        const Value* const values = batch.values;
+        for (size_t at = entry; at < last_entry; ++at) {
+            sums += places[at].first() * width;
+            const Value* const derivative = derivatives + places[at].row() * width;
+            for (size_t k = 0; k < width; ++k) sums[k] += derivative[k] * values[at];
+        }
+    });
+}
+
+// Takes a step against a gradient: factor · values[i] at columns[i], or at i if columns is null.
+// Rows without a gradient are left alone, whether they are listed or not. With `sums`, adds to it
+// `weight` times what the step changed, for the average of all steps' models.
+template <class Column, class Value, class Rule>
+void take_step(const Column* columns, const Value* values, size_t count, double factor,
+               const ModelRows<Value>& model, const Rule& rule, auto width, double rate,
+               Value* sums, double weight, int threads) {
+    const size_t blocks = std::max<size_t>(count / detail::kBlockEntries, 1);
+    detail::in_blocks(blocks, threads, [&](size_t block) {
+        const size_t end = split_point(count, block + 1, blocks);
+        for (size_t i = split_point(count, block, blocks); i < end; ++i) {
+            if (columns && i + detail::kAhead < end) model.fetch(columns[i + detail::kAhead]);
+            const Value* const gradient = values + i * width;
+            bool touched = false;
+            for (size_t k = 0; k < width; ++k) touched |= gradient[k] != 0;
+            if (!touched) continue;
+            const size_t at = columns ? size_t(columns[i]) : i;
+            Value* const row = model.row(at);
+            rule.settle(row, width);
+            for (size_t k = 0; k < width; ++k) {
+                const Value before = row[k];
+                rule.step(row, k, width, Value(factor) * gradient[k], rate);
+                if (sums) sums[at * width + k] += Value(weight * double(row[k] - before));
+            }
+        }
+    });
+}
+
+// Calls run(width), with a constant where it is 1.
+template <class Run>
+void with_width(size_t width, const Run& run) {
+    width == 1 ? run(std::integral_constant<size_t, 1>()) : run(width);
+}
+
+}  // namespace sparcel

@@ -1,0 +1,108 @@
+"""Labels of classes, and the numbers that stand for them in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
+from sparcel.linear.ranks import gathered
+from sparcel.rows.rows import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """The classes of a training.
+
+    Attributes
+    ----------
+    labels
+        ``[classes]``, sorted: numbers or strings.
+    """
+
+    labels: Array
+
+    @classmethod
+    def of(cls, y: Array, comm: Communicator | None = None) -> Self:
+        """Return the classes that occur on any rank; all ranks call.
+
+        Raises
+        ------
+        InputError
+            On all ranks, when there are fewer than two.
+        """
+        own = np.unique(y)
+        if comm is not None:
+            parts = gathered(comm, [own.dtype.kind, own.tolist()])
+            if len({kind for kind, labels in parts if labels}) > 1:
+                raise InputError(
+                    "ranks have labels of different kinds, such as numbers and strings; give all"
+                    " the same"
+                )
+            own = np.unique(np.array([label for _, labels in parts for label in labels]))
+        if len(own) < 2:
+            raise InputError(
+                f"a classifier needs labels of at least two classes, got {own.tolist()}: 1 class"
+            )
+        return cls(own)
+
+    @property
+    def width(self) -> int:
+        """Number of classes that are told from the rest: one, where there are two classes."""
+        return 1 if len(self.labels) == 2 else len(self.labels)
+
+    def numbers(self, y: Array) -> Array:
+        """Return the place of each label among the classes.
+
+        Raises
+        ------
+        InputError
+            When a label is none of the classes.
+        """
+        places = np.searchsorted(self.labels, y)
+        places[places == len(self.labels)] = 0
+        wrong = self.labels[places] != y
+        if wrong.any():
+            raise InputError(
+                f"label {y[wrong][0]!r} is none of the classes {self.labels.tolist()} that the"
+                " model knows; give all classes to the first partial_fit"
+            )
+        return places
+
+    def targets(self, numbers: Array, dtype: Any) -> Array:
+        """Return what the kernels fit to: 1 and -1, or the numbers of classes."""
+        return (2 * numbers - 1 if self.width == 1 else numbers).astype(dtype)
+
+    def row_weights(
+        self,
+        numbers: Array,
+        class_weight: Mapping[Any, float] | str | None,
+        weights: Array | None,
+        dtype: Any,
+        comm: Communicator | None = None,
+    ) -> Array | None:
+        """Return each row's weight times that of its class; None where all are 1.
+
+        All ranks call, because ``"balanced"`` counts the rows of all of them.
+        """
+        if class_weight is None:
+            return weights
+        own = np.ones(len(numbers), dtype) if weights is None else weights
+        if class_weight == "balanced":
+            counts = torch.from_numpy(np.bincount(numbers, own, len(self.labels)))
+            if comm is not None:
+                comm.run(lambda: comm.all_reduce(counts))
+            each = counts.sum() / (len(self.labels) * counts.clamp(min=1e-300))
+            return np.asarray(own * each.numpy()[numbers], dtype)
+        if not isinstance(class_weight, Mapping):
+            raise InputError(
+                "class_weight must be None, 'balanced' or a dict of weights by label, got"
+                f" {class_weight!r}"
+            )
+        each_given = np.array([class_weight.get(label, 1.0) for label in self.labels.tolist()])
+        return np.asarray(own * each_given[numbers], dtype)

@@ -1,0 +1,303 @@
+"""Linear models with the interface of scikit-learn, fitted by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from sparcel.comm import Communicator, Group
+from sparcel.errors import optional
+from sparcel.linear.classes import Classes
+from sparcel.linear.inputs import as_rows, sample_weights
+from sparcel.linear.ranks import ranks_of
+from sparcel.linear.sgd import Epoch
+from sparcel.linear.step_sizes import Rule
+from sparcel.linear.training import Settings, prepare, train
+from sparcel.rows.rows import Array
+
+with optional("sparcel.linear", "linear"):
+    import scipy.sparse as sp
+    from scipy.special import expit
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+
+_FLOATS = [np.float32, np.float64]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Linear(BaseEstimator):  # type: ignore[misc]
+    """What the estimators share: their parameters, and a training on all ranks.
+
+    Parameters
+    ----------
+    l2, l1
+        The model minimises the mean loss + l2 / 2 · |w|₂² + l1 · |w|₁, without the intercepts.
+    epochs
+        The most passes over the rows.
+    tol
+        Training ends earlier when five epochs (of few rows, 100 steps) did not bring the mean loss
+        ``tol`` below the lowest before them; None goes through all epochs.
+    batch_size
+        The most rows that each rank takes one step with, in [1, 32768].
+    step
+        ``"adagrad"``, ``"constant"``, ``"inverse"``, ``"inverse_sqrt"``, ``"bold_driver"``, or a
+        function from the epochs done to the size of a step: see `sparcel.linear.step_sizes`.
+    eta0
+        The size of the first step.
+    average
+        Whether the model is the average of the models after each step.
+    fit_intercept
+        Whether the model has an intercept.
+    asynchronous
+        Whether a gradient is computed while the one before is summed over the ranks. The model that
+        it is taken at is then older by one step, on every rank and in every run.
+    algorithm
+        How gradients are summed over ranks: see `sparcel.all_reduce`.
+    random_state
+        Decides the order of the rows and of the batches.
+
+    Attributes
+    ----------
+    coef_
+        ``[classes, features]``, one row for two classes; for regression ``[features]``.
+    intercept_
+        ``[classes]``, or one number.
+    epochs_
+        What each epoch was like, a list of `Epoch`.
+    n_iter_
+        How many epochs the model was trained for.
+    """
+
+    l2: float = 1e-6
+    l1: float = 0.0
+    epochs: int = 100
+    tol: float | None = 1e-3
+    batch_size: int = 1000
+    step: Rule = "adagrad"
+    eta0: float = 0.5
+    average: bool = False
+    fit_intercept: bool = True
+    asynchronous: bool = False
+    algorithm: str = "auto"
+    random_state: int = 0
+
+    coef_: Any = field(init=False)
+    intercept_: Any = field(init=False)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def _settings(self, loss: str) -> Settings:
+        shared = {one.name for one in fields(_Linear) if one.init} - {"random_state"}
+        chosen = {name: getattr(self, name) for name in shared}
+        return Settings(loss=loss, seed=self.random_state, **chosen)
+
+    def _train(
+        self,
+        X: Any,
+        targets: Array,
+        row_weights: Array | None,
+        width: int,
+        loss: str,
+        comm: Communicator | None,
+        once: bool,
+    ) -> None:
+        """Fit the model, or pass ``once`` over more rows; all ranks call."""
+        settings, rows = self._settings(loss), as_rows(X)
+        done = getattr(self, "n_iter_", 0) if once else 0
+        weights = getattr(self, "_weights", None) if once else None
+        if weights is None:
+            weights = settings.weights(rows.dimensions, width, rows.values.dtype)
+            if done:
+                weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
+        sgd = prepare(rows, targets, row_weights, weights, settings, comm)
+        sgd.epochs = done
+        epochs: list[Epoch] = []
+        if once:
+            epochs.append(sgd.epoch())
+            self._weights = weights
+        else:
+            train(sgd, settings, epochs.append)
+            self._weights = None
+        self.epochs_, self.n_iter_ = epochs, sgd.epochs
+        coefficients, intercepts = weights.read()
+        self.coef_, self.intercept_ = coefficients.T, intercepts.astype(coefficients.dtype)
+
+    def _scores(self, X: Any) -> Array:
+        check_is_fitted(self, "coef_")
+        X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
+        scores = X @ self.coef_.T
+        dense: Array = (scores.toarray() if sp.issparse(scores) else scores) + self.intercept_
+        return dense
+
+    def sparsify(self) -> Self:
+        """Make ``coef_`` a sparse matrix, which is smaller where most coordinates are zero."""
+        check_is_fitted(self, "coef_")
+        self.coef_ = sp.csr_matrix(self.coef_)
+        return self
+
+    def densify(self) -> Self:
+        """Make ``coef_`` an array again."""
+        check_is_fitted(self, "coef_")
+        if sp.issparse(self.coef_):
+            self.coef_ = self.coef_.toarray()
+        return self
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
+    """A linear classifier; with more than two classes, each is told from all others."""
+
+    class_weight: Mapping[Any, float] | str | None = None
+
+    def _loss(self) -> str:
+        raise NotImplementedError
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, group: Group = None) -> Self:
+        """Fit the model to the rows of all ranks.
+
+        Parameters
+        ----------
+        X
+            ``[rows, features]``, an array or a sparse matrix: this rank's rows.
+        y
+            ``[rows]`` labels, numbers or strings.
+        sample_weight
+            ``[rows]``, not negative.
+        group
+            The ranks that fit the model together, as for `sparcel.all_reduce`; all of them call.
+            Without it, these are the ranks that this process was launched with.
+        """
+        return self._fit(X, y, sample_weight, group, once=False)
+
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any,
+        classes: Sequence[Any] | None = None,
+        sample_weight: Any = None,
+        group: Group = None,
+    ) -> Self:
+        """Pass once over more rows, from where the model is; otherwise as `fit`.
+
+        Parameters
+        ----------
+        classes
+            All labels that will ever come. The first call needs it, unless all occur in ``y``.
+        """
+        return self._fit(X, y, sample_weight, group, once=True, classes=classes)
+
+    def _fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any,
+        group: Group,
+        once: bool,
+        classes: Sequence[Any] | None = None,
+    ) -> Self:
+        fresh = not (once and hasattr(self, "coef_"))
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=fresh)
+        check_classification_targets(y)
+        comm = ranks_of(group)
+        if fresh:
+            self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
+        known = Classes(self.classes_)
+        numbers = known.numbers(y)
+        given = sample_weights(sample_weight, len(y), X.dtype)
+        row_weights = known.row_weights(numbers, self.class_weight, given, X.dtype, comm)
+        targets = known.targets(numbers, X.dtype)
+        self._train(X, targets, row_weights, known.width, self._loss(), comm, once)
+        return self
+
+    def decision_function(self, X: Any) -> Array:
+        """Return the margins, ``[rows]`` for two classes, otherwise ``[rows, classes]``."""
+        scores = self._scores(X)
+        return scores[:, 0] if scores.shape[1] == 1 else scores
+
+    def predict(self, X: Any) -> Array:
+        """Return the label of each row, ``[rows]``."""
+        scores = self.decision_function(X)
+        numbers = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
+        return np.asarray(self.classes_[numbers])
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SparseLogisticRegression(_Classifier):
+    """Logistic regression on sparse rows, by mini-batch SGD on one rank or many."""
+
+    __doc__ = f"{__doc__}\n{(_Linear.__doc__ or '').partition(chr(10))[2]}"
+
+    def _loss(self) -> str:
+        return "logistic"
+
+    def predict_proba(self, X: Any) -> Array:
+        """Return the probability of each class, ``[rows, classes]``.
+
+        With more than two classes, these are the probabilities of each against the rest, scaled so
+        that they add up to 1.
+        """
+        shares = expit(self._scores(X))
+        if shares.shape[1] == 1:
+            return np.hstack([1 - shares, shares])
+        totals = shares.sum(axis=1, keepdims=True)
+        even = 1 / shares.shape[1]
+        return np.asarray(np.where(totals > 0, shares / np.maximum(totals, 1e-300), even))
+
+    def predict_log_proba(self, X: Any) -> Array:
+        """Return the logarithms of `predict_proba`."""
+        return np.asarray(np.log(self.predict_proba(X)))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SparseLinearSVC(_Classifier):
+    """A linear support vector machine on sparse rows, by mini-batch SGD on one rank or many.
+
+    Parameters
+    ----------
+    loss
+        ``"hinge"`` or ``"squared_hinge"``.
+    """
+
+    loss: Literal["hinge", "squared_hinge"] = "hinge"
+
+    def _loss(self) -> str:
+        return self.loss
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
+    """Least squares on sparse rows, by mini-batch SGD: ridge regression, Lasso or elastic net."""
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, group: Group = None) -> Self:
+        """Fit the model to the rows of all ranks; ``y`` holds numbers, ``[rows]``.
+
+        Otherwise as `SparseLogisticRegression.fit`.
+        """
+        return self._fit(X, y, sample_weight, group, once=False)
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None, group: Group = None) -> Self:
+        """Pass once over more rows, from where the model is; otherwise as `fit`."""
+        return self._fit(X, y, sample_weight, group, once=True)
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any, group: Group, once: bool) -> Self:
+        fresh = not (once and hasattr(self, "coef_"))
+        X, y = validate_data(
+            self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=fresh, y_numeric=True
+        )
+        row_weights = sample_weights(sample_weight, len(y), X.dtype)
+        targets = np.ascontiguousarray(y, dtype=X.dtype)
+        self._train(X, targets, row_weights, 1, "squared", ranks_of(group), once)
+        self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """Return the value of each row, ``[rows]``."""
+        scores = self._scores(X)
+        return scores[:, 0] if scores.ndim == 2 else scores

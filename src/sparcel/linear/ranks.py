@@ -1,0 +1,34 @@
+"""What ranks tell one another before they train."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from sparcel.comm import Communicator, Group, resolve, world
+
+
+def ranks_of(group: Group) -> Communicator | None:
+    """Return the communicator of a ``group=`` argument; None stands for a process alone.
+
+    Without a group, these are the ranks that this process was launched with.
+    """
+    comm = world() if group is None else resolve(group)
+    return comm if comm is not None and comm.size > 1 else None
+
+
+def gathered(comm: Communicator | None, value: Any) -> list[Any]:
+    """Return what each rank gave, by rank: anything that JSON holds."""
+    if comm is None:
+        return [value]
+    message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+    def exchange() -> list[torch.Tensor]:
+        longest = max(comm.gather_numbers(message.numel()))
+        sends = {rank: message for rank in range(comm.size) if rank != comm.rank}
+        received = comm.exchange(sends, dict.fromkeys(sends, longest))
+        return [received.get(rank, message) for rank in range(comm.size)]
+
+    return [json.loads(bytes(part.numpy())) for part in comm.run(exchange)]

@@ -1,0 +1,182 @@
+"""A linear model in training: steps touch only the coordinates of their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparcel import _cpu
+from sparcel.kernels import index_dtype
+from sparcel.linear.batches import TAIL, Batch
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
+
+_LEAST_SCALE = 1e-6
+"""Below this the scale is multiplied into the coordinates, before precision suffers."""
+
+
+class Weights:
+    """The coordinates and intercepts of a model, and what their steps need to remember.
+
+    Regularisation changes all coordinates in every step. It is applied to a coordinate when a
+    gradient next touches it, and by whoever reads it.
+
+    Parameters
+    ----------
+    dimensions
+        Number of columns of the data.
+    width
+        Number of classes that are told from the rest, 1 for two classes and for regression.
+    l1, l2
+        The model minimises the mean loss + l1 · |w|₁ + l2 / 2 · |w|₂². Intercepts are left out.
+    adaptive
+        Whether steps are divided by the root of the coordinate's squared gradients (AdaGrad).
+    average
+        Whether `read` returns the average of the models after each step.
+    dtype
+        float32 or float64.
+    intercept
+        Whether the model has intercepts.
+    """
+
+    def __init__(
+        self,
+        dimensions: int,
+        width: int = 1,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        adaptive: bool = False,
+        average: bool = False,
+        dtype: Any = np.float32,
+        intercept: bool = True,
+    ) -> None:
+        self.dimensions, self.width, self.l1, self.l2 = dimensions, width, l1, l2
+        self.adaptive, self.fits_intercept = adaptive, intercept
+        settles = (l1 > 0 or l2 > 0) if adaptive else l1 > 0
+        self.rows = _zeros((dimensions, (2 if adaptive else 1) * width + settles), dtype)
+        self.sums = _zeros((dimensions, width), dtype) if average else None
+        self.intercept = np.zeros(width)
+        self.intercept_squares = np.zeros(width)
+        self.intercept_sums = np.zeros(width)
+        self.steps, self.scales = 0, 0.0
+        self._model = _cpu.LinearModel(self.rows, width, adaptive, l1, l2)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the coordinates."""
+        return self.rows.dtype
+
+    def gradient(self, batch: Batch, loss: str, out: Array) -> SparseStream:
+        """Return the sum of the gradients of a batch's rows; its values are written to ``out``.
+
+        The stream's tail holds the gradients of the intercepts, the rows' weight and their loss.
+        ``out`` is ``[count + TAIL, width]``.
+        """
+        threads = torch.get_num_threads()
+        derivatives = np.empty((batch.rows, self.width), self.dtype)
+        totals = batch.entries.differentiate(
+            self._model, loss, self.intercept.tolist(), derivatives, threads
+        )
+        batch.entries.gradient(derivatives, self.width, out, threads)
+        out[-3], out[-2], out[-1] = totals[self.width :], batch.weight, totals[: self.width]
+        return self._stream(batch.columns, out)
+
+    def no_gradient(self) -> SparseStream:
+        """Return the gradient of a rank that has no batch left."""
+        return self._stream(
+            torch.empty(0, dtype=index_dtype(self.dimensions + TAIL)),
+            np.empty((0, self.width), self.dtype),
+        )
+
+    def step(self, gradient: SparseStream, rate: float) -> tuple[float, float]:
+        """Take a step against the sum of all ranks' gradients, divided by their rows' weight.
+
+        Returns
+        -------
+        tuple of float
+            The sum of the losses before the step, over rows and classes, and the rows' weight.
+        """
+        values = gradient.values.numpy().reshape(-1, self.width)
+        columns = None if gradient.indices is None else gradient.indices.numpy()[:-TAIL]
+        (slope, (weight, *_), losses) = values[-TAIL:].astype(np.float64)
+        factor = 1 / weight if weight > 0 else 0.0
+        self._model.step(
+            columns,
+            np.ascontiguousarray(values[:-TAIL]),
+            factor,
+            rate,
+            self.sums,
+            self.scales,
+            torch.get_num_threads(),
+        )
+        if self.fits_intercept:
+            self._step_intercept(slope * factor, rate)
+        self._regularise(rate)
+        return float(losses.sum()), float(weight)
+
+    def _step_intercept(self, slope: Array, rate: float) -> None:
+        if self.adaptive:
+            self.intercept_squares += slope**2
+            slope = slope / (np.sqrt(self.intercept_squares) + 1e-7)
+        self.intercept -= rate * slope
+        self.intercept_sums += self.intercept
+
+    def _regularise(self, rate: float) -> None:
+        """Count what a step's regularisation does to all coordinates."""
+        model = self._model
+        if self.adaptive:
+            model.now += rate
+        else:
+            model.now += rate * self.l1 / model.scale
+            model.scale /= 1 + rate * self.l2
+        self.steps += 1
+        self.scales += model.scale
+        if model.scale < _LEAST_SCALE:
+            self.rows *= self.dtype.type(model.scale)
+            model.now, self.scales = model.now * model.scale, self.scales / model.scale
+            model.scale = 1.0
+
+    def load(self, coordinates: Array, intercepts: Array) -> None:
+        """Begin with a model: coordinates ``[dimensions, width]``, intercepts ``[width]``."""
+        self.rows[:, : self.width] = coordinates
+        self.intercept[:] = intercepts
+
+    def __getstate__(self) -> dict[str, Any]:
+        model = self._model
+        return {**self.__dict__, "_model": (model.scale, model.now)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._model = _cpu.LinearModel(self.rows, self.width, self.adaptive, self.l1, self.l2)
+        self._model.scale, self._model.now = state["_model"]
+
+    def read(self) -> tuple[Array, Array]:
+        """Return the coordinates ``[dimensions, width]`` and the intercepts ``[width]``.
+
+        They are copies, with all regularisation applied; the average over the steps if that was
+        asked for.
+        """
+        out = np.empty((self.dimensions, self.width), self.dtype)
+        if self.sums is None or self.steps == 0:
+            self._model.read(out)
+            return out, self.intercept.copy()
+        np.multiply(self.rows[:, : self.width], self.scales, out=out)
+        out -= self.sums
+        out /= self.steps
+        return out, self.intercept_sums / self.steps
+
+    def _stream(self, columns: Tensor, values: Array) -> SparseStream:
+        shape = (-1,) if self.width == 1 else (-1, self.width)
+        return SparseStream.unchecked(
+            columns, torch.from_numpy(values).view(shape), self.dimensions + TAIL
+        )
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return zeros in memory of its own, of large pages where the system has them."""
+    zeros = np.empty(shape, dtype)
+    zeros.fill(0)
+    return zeros

@@ -1,0 +1,167 @@
+"""The kernels of linear models against their definition in plain numpy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel.linear.batches import TAIL, arrange
+from sparcel.linear.weights import Weights
+from tests.linear.reference import DenseModel, random_rows, rows_of
+
+LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
+seeds = st.integers(0, 2**32 - 1)
+
+
+def dense_of(batch, weights: Weights, derivatives: np.ndarray) -> np.ndarray:
+    """Return X'd of a batch, dense."""
+    out = np.empty((len(batch.columns) - TAIL, weights.width), weights.dtype)
+    batch.entries.gradient(derivatives, weights.width, out, 1)
+    dense = np.zeros((weights.dimensions, weights.width), weights.dtype)
+    dense[batch.columns[:-TAIL].numpy()] = out
+    return dense
+
+
+@given(seed=seeds, rows=st.integers(1, 40), dimensions=st.integers(1, 60), size=st.integers(1, 50))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_batches_hold_every_row_once(dtype, seed, rows, dimensions, size):
+    dense = random_rows(seed, rows, dimensions, dtype)
+    order = np.random.default_rng(seed).permutation(rows)
+    batches = arrange(rows_of(dense), np.ones(rows, dtype), None, size, order)
+    assert [batch.rows for batch in batches] == pytest.approx(
+        [rows / len(batches)] * len(batches), abs=1
+    )
+    assert max(batch.rows for batch in batches) <= size
+    start = 0
+    for batch in batches:
+        weights = Weights(dimensions, batch.rows, dtype=dtype)
+        found = dense_of(batch, weights, np.eye(batch.rows, dtype=dtype))
+        assert (dense[order[start : start + batch.rows]] == found.T).all()
+        start += batch.rows
+    assert start == rows
+
+
+@given(
+    seed=seeds,
+    loss=st.sampled_from(LOSSES),
+    rows=st.integers(1, 40),
+    dimensions=st.integers(1, 60),
+    weighted=st.booleans(),
+    l1=st.sampled_from([0.0, 0.02]),
+    l2=st.sampled_from([0.0, 0.1]),
+)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_steps_are_those_of_a_dense_model(adaptive, seed, loss, rows, dimensions, weighted, l1, l2):
+    if adaptive:  # what it owes while gradients are zero has a test of its own
+        l1 = l2 = 0.0
+    dense = random_rows(seed, rows, dimensions, np.float64)
+    random = np.random.default_rng(seed)
+    targets = random.choice([-1.0, 1.0], rows)
+    row_weights = random.integers(0, 3, rows).astype(float) if weighted else np.ones(rows)
+    (batch,) = arrange(
+        rows_of(dense), targets, row_weights if weighted else None, rows, np.arange(rows)
+    )
+    weights = Weights(dimensions, 1, l1, l2, adaptive, dtype=np.float64)
+    model = DenseModel(loss, l1, l2, adaptive, np.zeros(dimensions))
+    out = np.empty((len(batch.columns), 1))
+    for rate in (0.5, 0.125, 0.25):
+        gradient, slope, total = model.gradient(dense, targets, row_weights)
+        share = 1 / max(row_weights.sum(), 1e-300) if row_weights.any() else 0.0
+        found = weights.step(weights.gradient(batch, loss, out), rate)
+        assert found == pytest.approx((total, row_weights.sum()))
+        model.step(gradient * share, slope * share, rate)
+        coordinates, intercepts = weights.read()
+        assert coordinates[:, 0] == pytest.approx(model.weights, abs=1e-6 if adaptive else 1e-12)
+        assert intercepts[0] == pytest.approx(model.intercept, abs=1e-6 if adaptive else 1e-12)
+
+
+@given(
+    seed=seeds,
+    steps=st.integers(1, 30),
+    l1=st.sampled_from([0.0, 0.01]),
+    l2=st.sampled_from([0.0, 0.5]),
+)
+def test_a_coordinate_is_regularised_in_steps_that_do_not_touch_it(seed, steps, l1, l2):
+    random = np.random.default_rng(seed)
+    dense = random_rows(seed, steps, 12, np.float64)
+    batches = arrange(rows_of(dense), random.choice([-1.0, 1.0], steps), None, 1, np.arange(steps))
+    weights = Weights(12, 1, l1, l2, dtype=np.float64)
+    model = DenseModel("logistic", l1, l2, False, np.zeros(12))
+    for step, batch in enumerate(batches):
+        rate = 1 / (1 + step)
+        out = np.empty((len(batch.columns), 1))
+        stream = weights.gradient(batch, "logistic", out)
+        gradient = np.zeros(12)
+        gradient[stream.indices[:-TAIL].numpy()] = out[:-TAIL, 0]
+        weights.step(stream, rate)
+        model.step(gradient, float(out[-TAIL, 0]), rate)
+        assert weights.read()[0][:, 0] == pytest.approx(model.weights, abs=1e-12)
+
+
+def test_with_adagrad_a_coordinate_owes_one_proximal_step_of_all_lengths():
+    l1, l2, rates = 0.01, 0.3, [0.5, 0.25, 0.125]
+    dense = np.zeros((4, 3))
+    dense[0] = 1, 2, 0
+    dense[1:, 2] = 1
+    batches = arrange(rows_of(dense), np.ones(4), None, 1, np.arange(4))
+    weights = Weights(3, 1, l1, l2, True, dtype=np.float64)
+    weights.step(weights.gradient(batches[0], "logistic", np.empty((5, 1))), 1.0)
+    root = np.sqrt(weights.rows[:2, 1]) + 1e-7
+    after = weights.rows[:2, 0].copy()
+    for batch, rate in zip(batches[1:], rates, strict=True):
+        weights.step(weights.gradient(batch, "logistic", np.empty((4, 1))), rate)
+    length = (1.0 + sum(rates)) / root
+    expected = np.maximum(np.abs(after) - l1 * length, 0) / (1 + l2 * length)
+    assert np.abs(weights.read()[0][:2, 0]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(
+    ("adaptive", "l1", "l2"), [(False, 0.01, 0.1), (True, 0.01, 0.1), (True, 0, 0)]
+)
+def test_bits_are_the_same_at_any_number_of_threads(width, adaptive, l1, l2):
+    dense = random_rows(7, 2000, 900) * np.float32(0.37)
+    random = np.random.default_rng(0)
+    targets = random.integers(0, width, 2000) if width > 1 else random.choice([-1, 1], 2000)
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        batches = arrange(rows_of(dense), targets.astype(np.float32), None, 1000, np.arange(2000))
+        weights = Weights(900, width, l1, l2, adaptive)
+        for batch in batches:
+            out = np.empty((len(batch.columns), width), np.float32)
+            weights.step(weights.gradient(batch, "logistic", out), 0.5)
+        found.append(np.append(weights.rows, weights.intercept.astype(np.float32)).tobytes())
+    torch.set_num_threads(1)
+    assert len(set(found)) == 1
+
+
+def test_the_average_is_that_of_the_models_after_each_step():
+    dense = random_rows(3, 20, 9, np.float64)
+    batches = arrange(rows_of(dense), np.ones(20), None, 4, np.arange(20))
+    weights, single = (Weights(9, 1, 0.0, 0.3, average=a, dtype=np.float64) for a in (True, False))
+    models = []
+    for batch in batches:
+        for one in (weights, single):
+            one.step(one.gradient(batch, "logistic", np.empty((len(batch.columns), 1))), 0.5)
+        models.append(np.append(*single.read()))
+    assert np.append(*weights.read()) == pytest.approx(np.mean(models, axis=0))
+
+
+def test_a_scale_that_becomes_small_is_multiplied_into_the_coordinates():
+    dense = random_rows(3, 8, 9, np.float64)
+    (batch,) = arrange(rows_of(dense), np.ones(8), None, 8, np.arange(8))
+    for l1 in (0.0, 0.01):
+        weights = Weights(9, 1, l1, 1.0, average=l1 == 0, dtype=np.float64)
+        model = DenseModel("logistic", l1, 1.0, False, np.zeros(9))
+        models = []
+        for _ in range(12):
+            gradient, slope, _ = model.gradient(dense, np.ones(8), np.ones(8))
+            weights.step(
+                weights.gradient(batch, "logistic", np.empty((len(batch.columns), 1))), 10.0
+            )
+            model.step(gradient / 8, slope / 8, 10.0)
+            models.append(model.weights)
+        expected = np.mean(models, axis=0) if l1 == 0 else model.weights
+        assert weights.read()[0][:, 0] == pytest.approx(expected)

@@ -1,0 +1,137 @@
+"""The estimators: scikit-learn's own checks, and what they promise beyond."""
+
+import pickle
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from sklearn.base import clone
+from sklearn.datasets import make_classification
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from sparcel import simulate
+from sparcel.errors import InputError
+from sparcel.linear import SparseLinearRegression, SparseLinearSVC, SparseLogisticRegression
+
+CLASSIFIERS = [
+    SparseLogisticRegression(),
+    SparseLinearSVC(),
+    SparseLinearSVC(loss="squared_hinge"),
+]
+
+
+@parametrize_with_checks([*CLASSIFIERS, SparseLinearRegression()])
+def test_scikit_learns_checks(estimator, check):
+    check(estimator)
+
+
+def problem(classes: int = 2, rows: int = 400, seed: int = 0):
+    X, y = make_classification(
+        rows, 12, n_informative=8, n_classes=classes, random_state=seed, class_sep=1.5
+    )
+    return sp.csr_matrix(X), y
+
+
+def objective(X, y, coefficients, intercept, l2):
+    margins = (X @ coefficients + intercept) * y
+    return np.logaddexp(0, -margins).mean() + l2 / 2 * (coefficients**2).sum()
+
+
+@pytest.mark.parametrize("step", ["adagrad", "constant"])
+def test_training_to_the_end_reaches_the_optimum(step):
+    X, y = problem()
+    model = SparseLogisticRegression(l2=1e-2, epochs=1500, tol=None, eta0=0.3, step=step).fit(X, y)
+    best = LogisticRegression(C=1 / (1e-2 * 400), tol=1e-10, max_iter=10000).fit(X, y)
+    found = objective(X, 2 * y - 1, model.coef_[0], model.intercept_[0], 1e-2)
+    least = objective(X, 2 * y - 1, best.coef_[0], best.intercept_[0], 1e-2)
+    assert found <= least * (1 + 1e-4)
+
+
+def test_regression_reaches_ridge_regression():
+    X, y = problem()
+    targets = X @ np.arange(12.0) + 3 + 0.1 * y
+    model = SparseLinearRegression(l2=0.05, epochs=1000, tol=None, eta0=5.0).fit(X, targets)
+    ridge = Ridge(alpha=0.05 * 400, tol=1e-10).fit(X.toarray(), targets)
+    assert model.coef_ == pytest.approx(ridge.coef_, abs=1e-3)
+    assert model.intercept_ == pytest.approx(ridge.intercept_, abs=1e-3)
+
+
+@pytest.mark.parametrize("model", CLASSIFIERS, ids=lambda model: f"{model.__class__.__name__}")
+@pytest.mark.parametrize("classes", [2, 4])
+def test_ranks_fit_the_same_model_as_one_another(model, classes):
+    X, y = problem(classes, 300)
+    names = np.array(["ham", "spam", "tea", "jam"])[y]
+
+    def run(comm):
+        # The last rank has no row of the last class.
+        own = (np.arange(300) % 3 == comm.rank) & ~((comm.rank == 2) & (y == classes - 1))
+        fitted = clone(model).set_params(batch_size=20).fit(X[own], names[own], group=comm)
+        return fitted.coef_.tobytes(), (fitted.predict(X) == names).mean(), list(fitted.classes_)
+
+    found = simulate(3, run).results
+    assert found == [found[0]] * 3
+    assert found[0][1] > 0.8
+    assert found[0][2] == sorted(set(names))
+
+
+def test_a_model_is_pickled_and_goes_on():
+    X, y = problem(3)
+    one = SparseLogisticRegression(l1=1e-3).partial_fit(X, y, classes=[0, 1, 2])
+    two = pickle.loads(pickle.dumps(one))
+    for model in (one, two):
+        model.partial_fit(X, y)
+    assert one.coef_.tobytes() == two.coef_.tobytes()
+    assert one.n_iter_ == 2
+    assert two.predict_proba(X).sum(axis=1) == pytest.approx(1)
+
+
+def test_partial_fit_goes_on_from_fit():
+    X, y = problem()
+    model = SparseLogisticRegression().fit(X, y)
+    before = model.epochs_[-1].loss
+    assert model.partial_fit(X, y).epochs_[0].loss == pytest.approx(before, rel=0.1)
+
+
+def test_a_pipeline_of_text_and_a_sparse_model():
+    texts = ["cheap pills now", "meeting at noon", "cheap watches", "lunch at noon"] * 10
+    labels = ["spam", "ham", "spam", "ham"] * 10
+    model = make_pipeline(CountVectorizer(), SparseLogisticRegression(l1=1e-3)).fit(texts, labels)
+    scores = model.decision_function(texts)
+    model[-1].sparsify()
+    assert sp.issparse(model[-1].coef_)
+    assert model.decision_function(texts) == pytest.approx(scores)
+    assert list(model.predict(["cheap lunch pills", "noon"])) == ["spam", "ham"]
+
+
+def test_classes_weigh_what_is_said():
+    X, y = problem()
+    rare = np.concatenate([np.flatnonzero(y == 0), np.flatnonzero(y == 1)[:10]])
+    recall = [
+        (
+            SparseLogisticRegression(class_weight=weight).fit(X[rare], y[rare]).predict(X)[y == 1]
+        ).mean()
+        for weight in (None, "balanced", {1: 1000.0})
+    ]
+    assert recall == sorted(recall)
+    assert recall[0] < recall[2]
+    with pytest.raises(InputError, match="class_weight must be None, 'balanced' or a dict"):
+        SparseLogisticRegression(class_weight="even").fit(X, y)
+
+
+def test_labels_that_do_not_fit_are_answered_in_words():
+    X, y = problem()
+    model = SparseLogisticRegression().partial_fit(X, y)
+    with pytest.raises(InputError, match=r"label .*2.* is none of the classes \[0, 1\]"):
+        model.partial_fit(X, y + 1)
+    with pytest.raises(InputError, match=r"at least two classes, got \[0\]"):
+        SparseLinearSVC().fit(X, y * 0)
+
+    def kinds(comm):
+        labels = y if comm.rank else np.array(["a", "b"])[y]
+        SparseLogisticRegression().fit(X, labels, group=comm)
+
+    with pytest.raises(InputError, match="labels of different kinds"):
+        simulate(2, kinds)

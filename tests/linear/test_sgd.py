@@ -1,0 +1,165 @@
+"""SGD on several ranks: what one rank would do with all their rows."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import simulate
+from sparcel.collectives import ALGORITHMS
+from sparcel.errors import InputError
+from sparcel.linear.batches import arrange
+from sparcel.linear.exchange import Exchange
+from sparcel.linear.sgd import Sgd
+from sparcel.linear.step_sizes import RULES, StepSizes
+from sparcel.linear.training import Settings, prepare, train
+from tests.linear.reference import DenseModel, random_rows, rows_of
+
+DIMENSIONS = 50
+
+
+def own_rows(rank: int, rows: int):
+    """Return a rank's rows and targets: small whole numbers, so that sums are exact."""
+    targets = np.random.default_rng(rank).choice([-1.0, 1.0], rows).astype(np.float32)
+    return rows_of(random_rows(rank, rows, DIMENSIONS)), targets
+
+
+def fitted(comm, rows: int, settings: Settings):
+    """Train on a rank's own rows; return the model and the losses of the epochs."""
+    found, targets = own_rows(0 if comm is None else comm.rank, rows)
+    weights = settings.weights(DIMENSIONS, 1, np.float32)
+    losses = []
+    sgd = prepare(found, targets, None, weights, settings, comm)
+    train(sgd, settings, lambda epoch: losses.append(epoch.loss))
+    coordinates, intercepts = weights.read()
+    return coordinates.tobytes(), intercepts.tolist(), losses
+
+
+def exact(**more) -> Settings:
+    """Return settings with which all numbers stay short binary fractions."""
+    return Settings(
+        loss="hinge", l2=0.0, step="constant", eta0=0.25, batch_size=4, epochs=2, tol=None, **more
+    )
+
+
+@given(ranks=st.integers(2, 9), rows=st.sampled_from([4, 8, 16]))
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS.keys() - {"dense"}), "auto"])
+def test_every_algorithm_gives_the_model_and_the_losses_of_dense_sums(algorithm, ranks, rows):
+    ranks = 1 << (ranks.bit_length() - 1)  # so that dividing by the rows is exact
+    dense = simulate(ranks, lambda comm: fitted(comm, rows, exact(algorithm="dense"))).results
+    other = simulate(ranks, lambda comm: fitted(comm, rows, exact(algorithm=algorithm))).results
+    assert dense == other == [dense[0]] * ranks
+
+
+@pytest.mark.parametrize("step", RULES)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_take_the_steps_of_a_dense_model_on_all_their_rows(step, asynchronous):
+    counts, size = [7, 0, 12], 5
+    settings = Settings(
+        l2=0.01, step=step, batch_size=size, epochs=3, tol=None, asynchronous=asynchronous, eta0=0.5
+    )
+    if step == "adagrad":
+        settings = Settings(**{**settings.__dict__, "l2": 0.0})
+
+    def run(comm):
+        rows, targets = own_rows(comm.rank, counts[comm.rank])
+        weights = settings.weights(DIMENSIONS, 1, np.float32)
+        sgd = prepare(rows, targets, None, weights, settings, comm)
+        batches = [(batch.entries, batch.rows) for batch in sgd.batches]
+        train(sgd, settings)
+        order = np.random.default_rng([settings.seed, comm.rank]).permutation(len(rows))
+        return len(batches), order, np.append(*weights.read())
+
+    found = simulate(3, run).results
+    model = DenseModel("logistic", 0.0, settings.l2, step == "adagrad", np.zeros(DIMENSIONS))
+    sizes, steps = StepSizes(step, 0.5), max(batches for batches, *_ in found)
+    for epoch in range(3):
+        pending, losses = [], 0.0
+        for at in range(steps):
+            chosen, targets = [np.zeros((0, DIMENSIONS))], [np.zeros(0)]
+            for rank, (batches, order, _) in enumerate(found):
+                if at < batches:
+                    nth = np.random.default_rng([0, epoch]).permutation(batches)[at]
+                    cut = [b * counts[rank] // batches for b in range(batches + 1)]
+                    rows = order[cut[nth] : cut[nth + 1]]
+                    chosen.append(random_rows(rank, counts[rank], DIMENSIONS)[rows])
+                    targets.append(own_rows(rank, counts[rank])[1][rows])
+            taken = np.concatenate(chosen), np.concatenate(targets)
+            gradient, slope, loss = model.gradient(*taken, np.ones(len(taken[0])))
+            losses += loss
+            pending.append((gradient / len(taken[0]), slope / len(taken[0]), at))
+            if len(pending) > asynchronous:
+                *mean, before = pending.pop(0)
+                model.step(*mean, sizes.at(epoch + before / steps))
+        for *mean, before in pending:
+            model.step(*mean, sizes.at(epoch + before / steps))
+        sizes.epoch_ended(losses / sum(counts))
+    for *_, model_of_rank in found:
+        assert (model_of_rank == found[0][2]).all()
+        assert model_of_rank == pytest.approx(np.append(model.weights, model.intercept), abs=1e-4)
+
+
+def test_bold_driver_grows_while_the_loss_falls():
+    sizes = StepSizes("bold_driver", 1.0)
+    found = []
+    for loss in (3.0, 2.0, 2.5, 1.0):
+        sizes.epoch_ended(loss)
+        found.append(sizes.at(0.0))
+    assert found == pytest.approx([1.05, 1.05**2, 1.05**2 / 2, 1.05**3 / 2])
+
+
+def test_a_function_gives_the_sizes_of_steps():
+    assert StepSizes(lambda epochs: 3 / (1 + epochs), 99.0).at(2.0) == 1.0
+    with pytest.raises(InputError, match="finite and not negative, got -1"):
+        StepSizes(lambda epochs: -1.0, 1.0).at(0.0)
+    with pytest.raises(InputError, match="did you mean 'adagrad'"):
+        StepSizes("adagrd", 1.0)
+
+
+def test_no_rows_and_unlike_rows_are_told_to_all_ranks():
+    settings = Settings()
+
+    def run(comm, rows, dimensions):
+        weights = settings.weights(dimensions, 1, np.float32)
+        targets = np.ones(rows, np.float32)
+        prepare(rows_of(np.ones((rows, 3), np.float32)), targets, None, weights, settings, comm)
+
+    with pytest.raises(InputError, match="there are no rows to fit a model to"):
+        simulate(3, lambda comm: run(comm, 0, 3))
+    with pytest.raises(InputError, match=r"agree in dimensions of their rows, got \[3, 4, 5\]"):
+        simulate(3, lambda comm: run(comm, 2, 3 + comm.rank))
+
+
+def test_averages_that_would_be_wrong_are_refused():
+    with pytest.raises(InputError, match="average=True goes with l1=0"):
+        Settings(average=True, step="constant", l1=0.1).weights(3, 1, np.float32)
+    with pytest.raises(InputError, match="only if l2=0"):
+        Settings(average=True, l2=0.1).weights(3, 1, np.float32)
+
+
+def test_training_ends_when_the_loss_no_longer_falls():
+    rows, targets = own_rows(0, 40)
+    settings = Settings(batch_size=1, epochs=1000, tol=1e-3, l2=0.1)
+    sgd = prepare(rows, targets, None, settings.weights(DIMENSIONS, 1, np.float32), settings)
+    train(sgd, settings)
+    assert 5 < sgd.epochs < 1000
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_processes_agree_with_the_simulated_cluster(run_on, world_size):
+    settings = exact(asynchronous=True)
+    expected = simulate(world_size, lambda comm: fitted(comm, 20, settings)).results
+    assert run_on(world_size, fitted, 20, settings) == expected
+
+
+def test_losses_have_no_gradient_of_ranks_without_batches():
+    settings = Settings(batch_size=4)
+    weights = settings.weights(DIMENSIONS, 1, np.float32)
+    rows, targets = own_rows(0, 8)
+    batches = arrange(rows, targets, None, 4, np.arange(8))
+    sgd = Sgd(weights, batches, 5, "logistic", StepSizes("adagrad", 0.5), Exchange(None, "auto", 0))
+    assert weights.no_gradient().nnz == 0
+    assert weights.no_gradient().values.dtype == torch.float32
+    assert sgd.steps == 5
