@@ -53,7 +53,7 @@ def test_training_to_the_end_reaches_the_optimum(step):
 def test_regression_reaches_ridge_regression():
     X, y = problem()
     targets = X @ np.arange(12.0) + 3 + 0.1 * y
-    model = SparseLinearRegression(l2=0.05, epochs=1000, tol=None, eta0=5.0).fit(X, targets)
+    model = SparseLinearRegression(l2=0.05, epochs=3000, tol=None, eta0=5.0).fit(X, targets)
     ridge = Ridge(alpha=0.05 * 400, tol=1e-10).fit(X.toarray(), targets)
     assert model.coef_ == pytest.approx(ridge.coef_, abs=1e-3)
     assert model.intercept_ == pytest.approx(ridge.intercept_, abs=1e-3)
