@@ -106,3 +106,25 @@ class Classes:
             )
         each_given = np.array([class_weight.get(label, 1.0) for label in self.labels.tolist()])
         return np.asarray(own * each_given[numbers], dtype)
+
+
+def labels(margins: Array, classes: Array) -> Array:
+    """Return the label of each row, given its margins ``[rows, width]``."""
+    if margins.shape[1] > 1:
+        return np.asarray(classes[margins.argmax(axis=1)])
+    return np.asarray(classes[(margins[:, 0] > 0).astype(int)])
+
+
+def probabilities(margins: Array) -> Array:
+    """Return the probability of each class, ``[rows, classes]``, under the logistic loss.
+
+    With more than two classes, these are the probabilities of each against the rest, scaled so that
+    they add up to 1.
+    """
+    logs = -np.logaddexp(0, -margins.astype(np.float64))
+    if margins.shape[1] == 1:
+        shares = np.exp(logs)
+        return np.hstack([1 - shares, shares])
+    # Also where all are so improbable that none is above zero, they add up to 1.
+    shares = np.exp(logs - logs.max(axis=1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=1, keepdims=True))

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparcel.comm import Communicator, Group
 from sparcel.errors import optional
-from sparcel.linear.classes import Classes
+from sparcel.linear.classes import Classes, labels, probabilities
 from sparcel.linear.inputs import as_rows, sample_weights
 from sparcel.linear.ranks import ranks_of
 from sparcel.linear.sgd import Epoch
@@ -20,7 +20,6 @@ from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
     import scipy.sparse as sp
-    from scipy.special import expit
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
@@ -223,9 +222,7 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """Return the label of each row, ``[rows]``."""
-        scores = self.decision_function(X)
-        numbers = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)
-        return np.asarray(self.classes_[numbers])
+        return labels(self._scores(X), self.classes_)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -243,12 +240,7 @@ class SparseLogisticRegression(_Classifier):
         With more than two classes, these are the probabilities of each against the rest, scaled so
         that they add up to 1.
         """
-        shares = expit(self._scores(X))
-        if shares.shape[1] == 1:
-            return np.hstack([1 - shares, shares])
-        totals = shares.sum(axis=1, keepdims=True)
-        even = 1 / shares.shape[1]
-        return np.asarray(np.where(totals > 0, shares / np.maximum(totals, 1e-300), even))
+        return probabilities(self._scores(X))
 
     def predict_log_proba(self, X: Any) -> Array:
         """Return the logarithms of `predict_proba`."""

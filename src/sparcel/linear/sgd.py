@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,13 @@ class Sgd:
         an epoch's first then uses a gradient of the model before the step before it.
     seed
         Decides the order of the batches in each epoch.
+
+    Attributes
+    ----------
+    epochs
+        Epochs so far.
+    losses
+        Mean losses of the epochs that this object took.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class Sgd:
         self._loss, self._sizes, self._exchange = loss, sizes, exchange
         self._asynchronous, self._seed = asynchronous, seed
         self.epochs = 0
+        self.losses: list[float] = []
         shape = (most_entries(batches), weights.width)
         # Two, because one is sent while the next gradient is written.
         self._buffers = [np.empty(shape, weights.dtype) for _ in range(2)]
@@ -102,9 +110,10 @@ class Sgd:
             after_step(step)
         if pending is not None:
             self._apply(pending(), self.steps - 1)
-        self.epochs += 1
         loss = self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
         self._sizes.epoch_ended(loss)
+        self.epochs += 1
+        self.losses.append(loss)
         return Epoch(
             self.epochs,
             loss,
@@ -112,6 +121,17 @@ class Sgd:
             self._exchange.seconds - waited,
             self._exchange.volume - sent,
         )
+
+    def state(self) -> dict[str, Array]:
+        """Return what a later training needs to go on from here, bit by bit."""
+        progress = np.array([self.epochs, self._sizes.size, self._sizes.last_loss])
+        return {**self.weights.state(), "progress": progress, "losses": np.array(self.losses)}
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Go on from where another training with the same rows and settings was."""
+        self.weights.restore(state)
+        epochs, self._sizes.size, self._sizes.last_loss = state["progress"].tolist()
+        self.epochs, self.losses = int(epochs), state["losses"].tolist()
 
     def _gradient(self, order: Array, step: int) -> SparseStream:
         if step >= len(self.batches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,13 +109,13 @@ def train(
     sgd: Sgd, settings: Settings, after_epoch: Callable[[Epoch], None] = lambda epoch: None
 ) -> None:
     """Train until the epochs are over, or the loss stops falling by ``tol``; all ranks call."""
-    losses: list[float] = []
     patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // sgd.steps))
-    while sgd.epochs < settings.epochs:
-        epoch = sgd.epoch()
-        after_epoch(epoch)
-        losses.append(epoch.loss)
-        if settings.tol is not None and len(losses) > patience:
-            before, lately = min(losses[:-patience]), min(losses[-patience:])
-            if lately > before - settings.tol:
-                break
+    while sgd.epochs < settings.epochs and not _stalls(sgd.losses, patience, settings.tol):
+        after_epoch(sgd.epoch())
+
+
+def _stalls(losses: Sequence[float], patience: int, tol: float | None) -> bool:
+    """Tell whether the last ``patience`` losses are not ``tol`` below the lowest before them."""
+    if tol is None or len(losses) <= patience:
+        return False
+    return min(losses[-patience:]) > min(losses[:-patience]) - tol

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from sparcel.kernels import index_dtype
 from sparcel.linear.batches import TAIL, Batch
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
+
+_ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
 
 _LEAST_SCALE = 1e-6
 """Below this the scale is multiplied into the coordinates, before precision suffers."""
@@ -53,6 +56,7 @@ class Weights:
         dtype: Any = np.float32,
         intercept: bool = True,
     ) -> None:
+        self._settings = (dimensions, width, l1, l2, adaptive, average, dtype, intercept)
         self.dimensions, self.width, self.l1, self.l2 = dimensions, width, l1, l2
         self.adaptive, self.fits_intercept = adaptive, intercept
         settles = (l1 > 0 or l2 > 0) if adaptive else l1 > 0
@@ -144,14 +148,25 @@ class Weights:
         self.rows[:, : self.width] = coordinates
         self.intercept[:] = intercepts
 
-    def __getstate__(self) -> dict[str, Any]:
-        model = self._model
-        return {**self.__dict__, "_model": (model.scale, model.now)}
+    def state(self) -> dict[str, Array]:
+        """Return all that steps changed, as arrays of this model's own."""
+        counts = np.array([self.steps, self.scales, self._model.scale, self._model.now])
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        return {"counts": counts} | {n: array for n, array in arrays.items() if array is not None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._model = _cpu.LinearModel(self.rows, self.width, self.adaptive, self.l1, self.l2)
-        self._model.scale, self._model.now = state["_model"]
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take over the state of a model with the same settings, bit by bit."""
+        steps, self.scales, self._model.scale, self._model.now = state["counts"].tolist()
+        self.steps = int(steps)
+        for name in state.keys() & set(_ARRAYS):
+            getattr(self, name)[...] = state[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self._settings, "state": self.state()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__init__(*pickled["settings"])  # type: ignore[misc]
+        self.restore(pickled["state"])
 
     def read(self) -> tuple[Array, Array]:
         """Return the coordinates ``[dimensions, width]`` and the intercepts ``[width]``.

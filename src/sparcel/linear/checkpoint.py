@@ -1,0 +1,71 @@
+"""Files that hold arrays and what belongs to them: models, and trainings to go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparcel import api
+from sparcel.comm import Communicator
+from sparcel.errors import InputError
+from sparcel.linear.ranks import gathered
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
+
+
+def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+    """Write arrays, and ``about`` as JSON; the file is there completely or as it was before."""
+    text = np.frombuffer(json.dumps({"kind": kind, **about}).encode(), np.uint8)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, allow_pickle=False, about=text, **dict(arrays))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return what `write` wrote.
+
+    Raises
+    ------
+    InputError
+        When the file is not there, is broken, or holds something else.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        about = json.loads(bytes(arrays.pop("about")))
+    except FileNotFoundError:
+        raise InputError(f"there is no file {path}") from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path} is no {kind} of sparcel linear, or it is broken") from error
+    if about.pop("kind", None) != kind:
+        raise InputError(f"{path} is no {kind} of sparcel linear")
+    return about, arrays
+
+
+def share(arrays: Mapping[str, Array] | None, comm: Communicator | None) -> dict[str, Array]:
+    """Give every rank the arrays that rank 0 has; the others pass None, and all call."""
+    if comm is None:
+        return dict(arrays or {})
+    shapes = {name: (a.dtype.str, a.shape) for name, a in (arrays or {}).items()}
+    found = {}
+    for name, (dtype, shape) in gathered(comm, shapes)[0].items():
+        stream = None
+        if arrays is not None:
+            content = torch.from_numpy(np.frombuffer(arrays[name].tobytes(), np.int32))
+            stream = SparseStream.unchecked(None, content, content.numel())
+        total = api.broadcast(stream, 0, comm).values.numpy()
+        found[name] = np.frombuffer(total.tobytes(), dtype).reshape(shape)
+    return found

@@ -1,0 +1,110 @@
+"""A fitted linear model, as it is saved, loaded and used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from sparcel.errors import InputError, optional
+from sparcel.linear import checkpoint
+from sparcel.linear.classes import labels, probabilities
+from sparcel.rows import Rows
+from sparcel.rows.rows import Array
+
+
+@dataclass(frozen=True, eq=False)
+class LinearModel:
+    """Coordinates and intercepts, and what they were fitted to.
+
+    Attributes
+    ----------
+    coefficients
+        ``[dimensions, width]``; one column for two classes and for regression.
+    intercepts
+        ``[width]``.
+    loss
+        What was minimised.
+    classes
+        ``[classes]`` labels, sorted; None for regression.
+    about
+        What else to know, such as how rows were made of text; anything that JSON holds.
+    """
+
+    coefficients: Array
+    intercepts: Array
+    loss: str
+    classes: Array | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def margins(self, rows: Rows) -> Array:
+        """Return the margins of rows, ``[rows, width]``.
+
+        Raises
+        ------
+        InputError
+            When the rows have more dimensions than the model.
+        """
+        if rows.dimensions > len(self.coefficients):
+            raise InputError(
+                f"these rows have {rows.dimensions} dimensions, the model {len(self.coefficients)};"
+                " make the rows as those that it was fitted to"
+            )
+        with optional("sparcel linear", "linear"):
+            import scipy.sparse as sp
+        shape = len(rows), len(self.coefficients)
+        matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
+        return np.asarray(matrix @ self.coefficients + self.intercepts)
+
+    def predict(self, margins: Array) -> Array:
+        """Return labels, or numbers in a regression, for margins."""
+        return margins[:, 0] if self.classes is None else labels(margins, self.classes)
+
+    def probabilities(self, margins: Array) -> Array:
+        """Return the probability of each class, ``[rows, classes]``.
+
+        Raises
+        ------
+        InputError
+            When the loss was not the logistic one.
+        """
+        if self.loss != "logistic":
+            raise InputError(f"a model of the {self.loss} loss has no probabilities")
+        return probabilities(margins)
+
+    def save(self, path: Path) -> None:
+        """Write an ``.npz`` file, without the coordinates that are zero if that is shorter."""
+        rows = np.flatnonzero(self.coefficients.any(axis=1))
+        arrays = {"intercepts": self.intercepts}
+        if len(rows) * (8 + self.coefficients[:1].nbytes) < self.coefficients.nbytes:
+            arrays |= {"rows": rows, "values": self.coefficients[rows]}
+        else:
+            arrays["coefficients"] = self.coefficients
+        about = {
+            "loss": self.loss,
+            "dimensions": len(self.coefficients),
+            "about": self.about,
+            "classes": None if self.classes is None else self.classes.tolist(),
+        }
+        checkpoint.write(path, "model", about, arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        InputError
+            When the file holds no model.
+        """
+        about, arrays = checkpoint.read(path, "model")
+        coefficients = arrays.get("coefficients")
+        if coefficients is None:
+            values = arrays["values"]
+            coefficients = np.zeros((about["dimensions"], values.shape[1]), values.dtype)
+            coefficients[arrays["rows"]] = values
+        classes = None if about["classes"] is None else np.array(about["classes"])
+        return cls(coefficients, arrays["intercepts"], about["loss"], classes, about["about"])
