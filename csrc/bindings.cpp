@@ -42,5 +42,6 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_scatter(module);
     sparcel::bind_sets(module);
     sparcel::bind_quantize(module);
+    sparcel::bind_text(module);
     sparcel::bind_mesh(module);
 }

@@ -1,5 +1,6 @@
 """Labelled sparse rows, from text and SVMlight files, from matrices and from a cache on disk."""
 
 from sparcel.rows.rows import Rows, concatenate
+from sparcel.rows.text import HashedNGrams
 
-__all__ = ["Rows", "concatenate"]
+__all__ = ["HashedNGrams", "Rows", "concatenate"]
