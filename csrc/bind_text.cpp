@@ -51,11 +51,10 @@ std::tuple<NumpyOutput, NumpyOutput, NumpyOutput> hash_ngrams(
             nb::gil_scoped_release release;
             return hash_rows<Index>(documents, ngrams, hash, threads);
         }();
-        auto& [columns, values, count] = rows.entries;
         return std::tuple{
             give<nb::numpy>(std::move(rows.offsets), documents.count + 1, dtype_of<int64_t>()),
-            give<nb::numpy>(std::move(columns), count, dtype_of<Index>()),
-            give<nb::numpy>(std::move(values), count, dtype_of<float>())};
+            give<nb::numpy>(std::move(rows.columns), rows.count, dtype_of<Index>()),
+            give<nb::numpy>(std::move(rows.values), rows.count, dtype_of<float>())};
     });
 }
 

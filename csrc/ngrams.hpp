@@ -1,32 +1,22 @@
 // The n-grams of a document, as scikit-learn's HashingVectorizer makes them.
 //
 // A document is brought into a normal form, in which each n-gram is a range of bytes: its
-// characters with runs of white space replaced by a space, or its words with single spaces between
-// them. N-grams are runs of units, which are characters or words, so the starts of the units locate
-// them all.
+// characters with a space for each run of white space, or its words with a space between them.
+// N-grams are runs of units, which are characters or words, so the starts of the units locate them
+// all.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
+#include "characters.hpp"
 #include "murmur.hpp"
 
 namespace sparcel {
 
 enum class Analyzer { kWord, kCharacter, kCharacterInWord };
-
-// What characters are to Python, by code point; others are neither of both.
-struct CharacterClasses {
-    static constexpr uint8_t kOfWord = 1, kSpace = 2;
-
-    uint8_t operator[](uint32_t code) const { return code < count ? classes[code] : 0; }
-
-    const uint8_t* classes;
-    size_t count;
-};
 
 struct NgramSettings {
     Analyzer analyzer;
@@ -39,81 +29,6 @@ struct Ngram {
     const uint8_t* text;
     size_t bytes;
 };
-
-namespace detail {
-
-// Characters of one byte: character i starts at byte i.
-struct Ascii {
-    static size_t width(const uint8_t*, const uint8_t*) { return 1; }
-    static uint32_t code(const uint8_t* text, size_t) { return *text; }
-
-    size_t operator[](size_t i) const { return i; }
-    void set(size_t, size_t) {}
-};
-
-// Characters of UTF-8, whose starts are listed. Invalid text gives some characters, of up to four
-// bytes that are there.
-struct Utf8 {
-    static size_t width(const uint8_t* text, const uint8_t* end) {
-        const size_t most = size_t(std::min(end - text, std::ptrdiff_t{4}));
-        size_t bytes = 1;
-        while (bytes < most && (text[bytes] & 0xC0) == 0x80) ++bytes;
-        return bytes;
-    }
-    static uint32_t code(const uint8_t* text, size_t width) {
-        if (width == 1) return *text;
-        uint32_t code = *text & (0x7F >> width);
-        for (size_t i = 1; i < width; ++i) code = code << 6 | (text[i] & 0x3F);
-        return code;
-    }
-
-    size_t operator[](size_t i) const { return starts[i]; }
-    void set(size_t i, size_t start) { starts[i] = start; }
-
-    size_t* starts;
-};
-
-// The characters of a document in turn. A local copy of all it needs, so that the compiler keeps
-// that in registers; bytes that are written may be anything's.
-template <class Coding>
-class Cursor {
-  public:
-    Cursor(const NgramSettings& settings, const uint8_t* document, size_t bytes)
-        : classes_(settings.classes),
-          lower_(settings.lowercase ? 'a' - 'A' : 0),
-          at_(document),
-          end_(document + bytes) {
-        measure();
-    }
-
-    bool more() const { return at_ != end_; }
-    void advance() {
-        at_ += width_;
-        measure();
-    }
-    bool is(uint8_t character_class) const {
-        return classes_[Coding::code(at_, width_)] == character_class;
-    }
-    // Writes the character and returns where it ends.
-    size_t copy(uint8_t* text, size_t to) const {
-        text[to] = uint8_t(*at_ + (uint8_t(*at_ - 'A') < 26 ? lower_ : 0));
-        for (size_t i = 1; i < width_; ++i) text[to + i] = at_[i];
-        return to + width_;
-    }
-
-  private:
-    void measure() {
-        if (more()) width_ = Coding::width(at_, end_);
-    }
-
-    const CharacterClasses classes_;
-    const uint8_t lower_;
-    const uint8_t* at_;
-    const uint8_t* const end_;
-    size_t width_ = 0;
-};
-
-}  // namespace detail
 
 class NgramReader {
   public:
@@ -131,16 +46,16 @@ class NgramReader {
         uint8_t bits = 0;
         for (size_t i = 0; i < bytes; ++i) bits |= document[i];
         if (bits < 0x80) {
-            read_as(detail::Ascii{}, document, bytes, take);
+            read_as(Ascii{}, document, bytes, take);
         } else {
-            read_as(detail::Utf8{starts_.data()}, document, bytes, take);
+            read_as(Utf8{starts_.data()}, document, bytes, take);
         }
     }
 
   private:
     template <class Coding, class Take>
     void read_as(Coding starts, const uint8_t* document, size_t bytes, const Take& take) {
-        const detail::Cursor<Coding> cursor(settings_, document, bytes);
+        const Cursor<Coding> cursor(settings_.classes, settings_.lowercase, document, bytes);
         switch (settings_.analyzer) {
             case Analyzer::kWord:
                 return read_words(cursor, take);
@@ -153,7 +68,7 @@ class NgramReader {
 
     // Words have two or more characters; what follows overwrites shorter ones.
     template <class Coding, class Take>
-    void read_words(detail::Cursor<Coding> cursor, const Take& take) {
+    void read_words(Cursor<Coding> cursor, const Take& take) {
         uint8_t* const text = text_.data();
         size_t* const starts = starts_.data();
         size_t words = 0;
@@ -171,11 +86,11 @@ class NgramReader {
             }
             if (cursor.more()) cursor.advance();
         }
-        take_all(detail::Utf8{starts}, words, 1, take);
+        take_all(Utf8{starts}, words, 1, take);
     }
 
     template <class Coding, class Take>
-    void read_characters(detail::Cursor<Coding> cursor, Coding starts, const Take& take) {
+    void read_characters(Cursor<Coding> cursor, Coding starts, const Take& take) {
         uint8_t* const text = text_.data();
         size_t count = 0;
         bool after_space = false;
@@ -195,7 +110,7 @@ class NgramReader {
 
     // Each word has a space on either side, which it shares with its neighbours.
     template <class Coding, class Take>
-    void read_characters_in_words(detail::Cursor<Coding> cursor, Coding starts, const Take& take) {
+    void read_characters_in_words(Cursor<Coding> cursor, Coding starts, const Take& take) {
         uint8_t* const text = text_.data();
         text[0] = ' ';
         starts.set(0, 0);

@@ -7,11 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "bucket_sort.hpp"
-#include "buffer.hpp"
 #include "murmur.hpp"
 #include "ngrams.hpp"
 
@@ -25,11 +23,13 @@ struct HashSettings {
     RowNorm norm;
 };
 
-template <class Index>
-struct Entries {
-    Buffer<Index> columns;
-    Buffer<float> values;
-    size_t count = 0;
+// Document i is text[offsets[i]] to text[offsets[i + 1]].
+struct Documents {
+    size_t bytes(size_t from, size_t to) const { return size_t(offsets[to] - offsets[from]); }
+
+    const uint8_t* text;
+    const int64_t* offsets;
+    size_t count;
 };
 
 // 32 bits of hash for int32 columns, 64 for int64. A key is a column and, in its lowest bit,
@@ -39,32 +39,41 @@ class RowHasher {
     using Key = std::make_unsigned_t<Index>;
 
   public:
-    // `bytes` is the length of all documents to come.
-    RowHasher(const NgramSettings& ngrams, const HashSettings& hash, size_t bytes)
-        : reader_(ngrams),
-          hash_(hash),
-          bits_(1 + std::bit_width(hash.dimensions - 1)),
-          bytes_(bytes) {}
+    RowHasher(const NgramSettings& ngrams, const HashSettings& hash)
+        : reader_(ngrams), hash_(hash), bits_(1 + std::bit_width(hash.dimensions - 1)) {}
 
-    // Returns the number of entries so far.
-    int64_t add(const uint8_t* document, size_t bytes) {
+    // Makes the entries of documents in place of those it had. Sets the ends of their rows.
+    void hash(const Documents& documents, size_t first, size_t end, int64_t* offsets) {
+        count_ = 0;
+        for (size_t i = first; i < end; ++i) {
+            add(documents.text + documents.offsets[i], documents.bytes(i, i + 1));
+            offsets[i + 1] = int64_t(count_);
+        }
+    }
+
+    size_t count() const { return count_; }
+
+    void copy_to(Index* columns, float* values) const {
+        std::copy_n(columns_.data(), count_, columns);
+        std::copy_n(values_.data(), count_, values);
+    }
+
+  private:
+    void add(const uint8_t* document, size_t bytes) {
         size_t count = 0;
         reader_.read(document, bytes, [&](size_t more, const auto& at) {
             if (keys_.size() < count + more) keys_.resize(std::bit_ceil(count + more));
             write_keys(keys_.data() + count, more, at);
             count += more;
         });
-        done_ += bytes;
-        if (count) {
-            reserve(entries_.count + count);
-            add_row(sort_.sorted(keys_.data(), count, bits_), count);
+        if (count == 0) return;
+        if (columns_.size() < count_ + count) {
+            columns_.resize(std::bit_ceil(count_ + count));
+            values_.resize(columns_.size());
         }
-        return int64_t(entries_.count);
+        add_row(sort_.sorted(keys_.data(), count, bits_), count);
     }
 
-    Entries<Index> finish() { return std::move(entries_); }
-
-  private:
     template <class At>
     void write_keys(Key* keys, size_t count, const At& at) const {
         const Key dimensions = Key(hash_.dimensions), signs = hash_.alternate_sign;
@@ -90,8 +99,8 @@ class RowHasher {
     // Adds one entry for each column among sorted keys. If signs cancel, the entry stays, as zero.
     // Whether a key is of another column is unpredictable, so no branch depends on it.
     void add_row(const Key* keys, size_t count) {
-        Index* const columns = entries_.columns.data() + entries_.count;
-        float* const values = entries_.values.data() + entries_.count;
+        Index* const columns = columns_.data() + count_;
+        float* const values = values_.data() + count_;
         size_t last = 0;
         int64_t sum = 0;
         for (size_t i = 0; i < count; ++i) {
@@ -103,7 +112,7 @@ class RowHasher {
         }
         if (hash_.binary) std::fill_n(values, last + 1, 1.0f);
         scale(values, last + 1);
-        entries_.count += last + 1;
+        count_ += last + 1;
     }
 
     void scale(float* values, size_t count) const {
@@ -118,25 +127,14 @@ class RowHasher {
         for (size_t i = 0; i < count; ++i) values[i] = float(values[i] / norm);
     }
 
-    // Makes room for `count` entries and, once a part of the text tells their density, for those of
-    // all documents: fresh memory costs more than what is written there.
-    void reserve(size_t count) {
-        if (count <= entries_.columns.capacity()) return;
-        const bool known = done_ > bytes_ / 64;
-        const double growth = known ? 1.1 * double(bytes_) / double(done_) : 2;
-        const auto capacity = size_t(growth * double(count)) + 1;
-        entries_.columns.resize(capacity);
-        entries_.values.resize(capacity);
-    }
-
     NgramReader reader_;
     const HashSettings hash_;
     const int bits_;  // of a key
-    const size_t bytes_;
-    size_t done_ = 0;  // of these bytes
     std::vector<Key> keys_;
     BucketSort<Key> sort_;
-    Entries<Index> entries_{Buffer<Index>(0), Buffer<float>(0)};  // memory even if nothing comes
+    std::vector<Index> columns_;
+    std::vector<float> values_;
+    size_t count_ = 0;  // of entries
 };
 
 }  // namespace sparcel
