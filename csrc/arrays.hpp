@@ -21,7 +21,10 @@ namespace nb = nanobind;
 using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using InOut = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Output = nb::ndarray<nb::pytorch, nb::c_contig, nb::device::cpu>;
+template <class Framework>
+using OutputOf = nb::ndarray<Framework, nb::c_contig, nb::device::cpu>;
+using Output = OutputOf<nb::pytorch>;
+using NumpyOutput = OutputOf<nb::numpy>;
 
 template <class T>
 constexpr nb::dlpack::dtype dtype_of() {
@@ -96,9 +99,9 @@ T* data(const InOut& array) {
 
 // Hands a buffer over to Python: `count` scalars, or rows of `width`. If the contents take less
 // than half of a large block, they move to a smaller one.
-template <class T>
-Output give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
-            std::optional<size_t> width = {}) {
+template <class Framework = nb::pytorch, class T>
+OutputOf<Framework> give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
+                         std::optional<size_t> width = {}) {
     const size_t scalars = count * width.value_or(1);
     if (scalars < buffer.capacity() / 2 && buffer.capacity() * sizeof(T) >= Blocks::kLeastBytes) {
         buffer.resize(scalars);
@@ -106,7 +109,7 @@ Output give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
     T* memory = buffer.release();
     nb::capsule owner(memory, [](void* data) noexcept { GiveBack()(data); });
     const size_t shape[] = {count, width.value_or(1)};
-    return Output(memory, width ? 2 : 1, shape, owner, nullptr, dtype);
+    return OutputOf<Framework>(memory, width ? 2 : 1, shape, owner, nullptr, dtype);
 }
 
 inline void require(bool holds, const char* message) {

@@ -16,6 +16,7 @@ from sparcel import SparseStream, analysis, cost, plan, simulate
 from sparcel.comm import Network
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
+from sparcel.rows import HashedNGrams
 from sparcel.schemes import SCHEMES, Hierarchical, TopK
 from sparcel.selectors import SELECTORS
 from sparcel.training import Averager
@@ -60,7 +61,7 @@ NEEDING: dict[Callable[..., Any], dict[str, Any]] = {
     ("kind", "setting"),
     [
         (kind, setting)
-        for kind in (*SCHEMES.values(), *SELECTORS.values(), *NEEDING)
+        for kind in (*SCHEMES.values(), *SELECTORS.values(), HashedNGrams, *NEEDING)
         for setting in signature(kind).parameters
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import CapsuleType
@@ -67,6 +68,25 @@ def quantize(
 def dequantize(
     packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int, threads: int
 ) -> Tensor: ...
+def hash_ngrams(
+    text: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    classes: NDArray[np.uint8],
+    analyzer: str,
+    low: int,
+    high: int,
+    lowercase: bool,
+    dimensions: int,
+    alternate_sign: bool,
+    binary: bool,
+    norm: str | None,
+    threads: int,
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[np.float32]]:
+    """Make sparse rows of documents' n-grams; `sparcel.rows.HashedNGrams` documents it.
+
+    Document i is ``text[offsets[i] : offsets[i + 1]]``, in UTF-8. ``classes`` tells of a code point
+    whether it is of a word (1) or white space (2); only ASCII is lowered.
+    """
 
 class Mesh:
     """Connections to peers; `sparcel.comm.mesh` documents it."""

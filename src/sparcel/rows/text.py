@@ -1,0 +1,180 @@
+"""Rows of hashed n-grams, from documents."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from sparcel import _cpu
+from sparcel._checks import flag, whole_number
+from sparcel.errors import InputError, known
+from sparcel.rows.rows import Rows
+
+MOST_DIMENSIONS = 2**63 - 1
+MOST_UNITS = 2**31 - 1
+ASCII = 128
+
+
+@dataclass(frozen=True)
+class HashedNGrams:
+    """Counts of the n-grams of documents, in columns that a hash of the n-gram chooses.
+
+    Settings mean what they mean for scikit-learn's ``HashingVectorizer``, and rows are its rows,
+    rounded to float32. The representation of this object is short and tells all settings, so a
+    cache can store it to know its rows again.
+
+    Attributes
+    ----------
+    analyzer
+        What n-grams consist of: ``"word"``, of two or more letters, digits or underscores;
+        ``"char"``, with runs of white space as one space; or ``"char_wb"``, characters inside words
+        that have a space on either side.
+    ngram_range
+        The units in the shortest and in the longest n-grams.
+    dimensions
+        Number of columns, from 2 to 2**63 - 1. Up to 2**31 - 1 the column is ``abs(h)``
+        modulo ``dimensions``, where h is MurmurHash3 (x86_32, seed 0) of the n-gram in UTF-8, as a
+        signed integer. Beyond that, which is more than scikit-learn has, h is the first 8 bytes of
+        MurmurHash3 (x64_128, seed 0).
+    lowercase
+        Whether documents are converted by `str.lower`.
+    alternate_sign
+        Whether an n-gram counts -1 where h is negative, so that n-grams that share a column cancel
+        on average. An entry that becomes zero stays an entry.
+    binary
+        Whether every entry is 1, before it is divided by the norm.
+    norm
+        What each row is divided by: its ``"l2"`` norm, its ``"l1"`` norm, or None.
+    """
+
+    analyzer: Literal["word", "char", "char_wb"] = "word"
+    ngram_range: tuple[int, int] = (1, 1)
+    dimensions: int = 2**20
+    lowercase: bool = True
+    alternate_sign: bool = True
+    binary: bool = False
+    norm: Literal["l1", "l2"] | None = "l2"
+
+    def __post_init__(self) -> None:
+        known(self.analyzer, ("word", "char", "char_wb"), "analyzer")
+        if self.norm is not None:
+            known(self.norm, ("l1", "l2"), "norm, unless it is None,")
+        plain = {
+            "ngram_range": _checked_range(self.ngram_range),
+            "dimensions": whole_number(
+                self.dimensions, "dimensions", at_least=2, at_most=MOST_DIMENSIONS
+            ),
+            "lowercase": flag(self.lowercase, "lowercase"),
+            "alternate_sign": flag(self.alternate_sign, "alternate_sign"),
+            "binary": flag(self.binary, "binary"),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+    def rows(
+        self,
+        documents: Sequence[str],
+        labels: ArrayLike | None = None,
+        threads: int | None = None,
+    ) -> Rows:
+        """Make one row for each document.
+
+        Parameters
+        ----------
+        documents
+            Texts; an empty one makes an empty row.
+        labels
+            One per document, or None.
+        threads
+            At most so many threads are used, by default as many as torch uses. The rows have the
+            same bits for any number.
+
+        Returns
+        -------
+        Rows
+            float32 values, and columns int32 or, beyond 2**31 - 1 dimensions, int64.
+
+        Raises
+        ------
+        InputError
+            When a document is no text that UTF-8 can hold, or labels do not fit the documents.
+        """
+        if threads is None:
+            threads = torch.get_num_threads()
+        threads = whole_number(threads, "threads", at_least=1, at_most=2**31 - 1)
+        checked = None if labels is None else _checked_labels(labels, len(documents))
+        parts = _encoded(documents, self.lowercase)
+        text = np.frombuffer(b"".join(parts), np.uint8)
+        ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
+        ascii_only = text.size == 0 or int(text.max()) < ASCII
+        offsets, columns, values = _cpu.hash_ngrams(
+            text,
+            np.concatenate([np.zeros(1, np.int64), ends]),
+            _classes(ASCII if ascii_only else sys.maxunicode + 1),
+            self.analyzer,
+            *self.ngram_range,
+            self.lowercase,
+            self.dimensions,
+            self.alternate_sign,
+            self.binary,
+            self.norm,
+            threads,
+        )
+        return Rows(offsets, columns, values, self.dimensions, checked)
+
+
+def _checked_range(given: object) -> tuple[int, int]:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(f"ngram_range must be a pair (low, high), got {given!r}")
+    low = whole_number(given[0], "the low end of ngram_range", at_least=1, at_most=MOST_UNITS)
+    high = whole_number(given[1], "the high end of ngram_range", at_least=low, at_most=MOST_UNITS)
+    return low, high
+
+
+def _checked_labels(given: ArrayLike, count: int) -> NDArray[np.generic]:
+    labels = np.asarray(given)
+    if labels.shape != (count,):
+        raise InputError(
+            f"labels must be one per document, got shape {labels.shape} for {count} documents"
+        )
+    return labels
+
+
+def _encoded(documents: Sequence[str], lowercase: bool) -> list[bytes]:
+    """Return the documents in UTF-8; the kernel lowers ASCII, all else is lowered here."""
+    if isinstance(documents, str):
+        raise InputError("documents must be a sequence of texts, got one text; put it in a list")
+    encoded = []
+    for document in documents:
+        try:
+            if lowercase and not document.isascii():
+                document = document.lower()
+            encoded.append(document.encode())
+        except AttributeError:
+            raise InputError(
+                f"documents[{len(encoded)}] must be a str, got {type(document).__name__}"
+            ) from None
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"documents[{len(encoded)}] has {document[error.start]!r}, half of a surrogate"
+                " pair, which UTF-8 cannot hold; decode its source with errors='replace'"
+            ) from None
+    return encoded
+
+
+@cache
+def _classes(count: int) -> NDArray[np.uint8]:
+    """Tell of the first code points whether Python takes them for parts of words or white space."""
+    characters = [chr(code) for code in range(count)]
+    words = np.frombuffer(bytes(map(str.isalnum, characters)), np.uint8)
+    spaces = np.frombuffer(bytes(map(str.isspace, characters)), np.uint8)
+    classes = words + 2 * spaces
+    classes[ord("_")] = 1
+    return classes
