@@ -92,11 +92,12 @@ T* data(const InOut& array) {
     return static_cast<T*>(array.data());
 }
 
-// Hands a buffer over to Python: `count` scalars, or rows of `width`. If the contents take less
-// than half of a large block, they move to a smaller one.
-template <class T>
-Output give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
-            std::optional<size_t> width = {}) {
+// Hands a buffer over to Python: `count` scalars, or rows of `width`, as a tensor or as the array
+// of another framework. If the contents take less than half of a large block, they move to a
+// smaller one.
+template <class Framework = nb::pytorch, class T>
+auto give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
+          std::optional<size_t> width = {}) {
     const size_t scalars = count * width.value_or(1);
     if (scalars < buffer.capacity() / 2 && buffer.capacity() * sizeof(T) >= Blocks::kLeastBytes) {
         buffer.resize(scalars);
@@ -104,7 +105,8 @@ Output give(Buffer<T>&& buffer, size_t count, nb::dlpack::dtype dtype,
     T* memory = buffer.release();
     nb::capsule owner(memory, [](void* data) noexcept { GiveBack()(data); });
     const size_t shape[] = {count, width.value_or(1)};
-    return Output(memory, width ? 2 : 1, shape, owner, nullptr, dtype);
+    using Given = nb::ndarray<Framework, nb::c_contig, nb::device::cpu>;
+    return Given(memory, width ? 2 : 1, shape, owner, nullptr, dtype);
 }
 
 inline void require(bool holds, const char* message) {

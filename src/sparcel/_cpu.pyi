@@ -1,10 +1,11 @@
 """CPU kernels of sparcel; sparcel.kernels documents them."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import CapsuleType
+from typing_extensions import Buffer, CapsuleType
 
 Array: TypeAlias = Tensor | CapsuleType
 """A tensor, or its capsule from `torch.utils.dlpack.to_dlpack`, which is read ten times faster."""
@@ -58,6 +59,14 @@ def without(
     indices: Tensor, values: Tensor, others: Tensor, width: int | None
 ) -> tuple[Tensor, Tensor]: ...
 def check_indices(indices: Tensor, size: int) -> int: ...
+class MalformedLine(ValueError):
+    """Its arguments are the line, counted from 0 in its block, and what is wrong with it."""
+
+def parse_svmlight(
+    block: Buffer, index_from: int, dimensions: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return offsets, columns, values, labels (NaN if no numbers) and the labels' spans."""
+
 def quantize(
     x: Tensor, bits: int, bucket: int, seed: int, offset: int, threads: int
 ) -> tuple[Tensor, Tensor]: ...
