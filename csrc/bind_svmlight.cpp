@@ -39,8 +39,8 @@ void translate(const std::exception_ptr& error, void* type) {
 void bind_svmlight(nb::module_& module) {
     using namespace nb::literals;
     nb::object malformed =
-        nb::steal(PyErr_NewException("sparcel._cpu.MalformedLine", PyExc_ValueError, nullptr));
-    module.attr("MalformedLine") = malformed;
+        nb::steal(PyErr_NewException("sparcel._cpu.MalformedLineError", PyExc_ValueError, nullptr));
+    module.attr("MalformedLineError") = malformed;
     nb::register_exception_translator(translate, malformed.release().ptr());
     module.def("parse_svmlight", parse_svmlight, "block"_a, "index_from"_a, "dimensions"_a);
 }

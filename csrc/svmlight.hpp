@@ -115,7 +115,13 @@ class SvmlightParser {
                 current >= dimensions_) {
                 refuse_index(token, previous);
             }
-            at = read_decimal(at + 1, end_, *value);
+            // Most sparse data consist of ones, and of other small counts.
+            if (is_digit(at[1]) && ends_token(at[2])) {
+                *value = float(at[1] - '0');
+                at += 2;
+            } else {
+                at = read_decimal(at + 1, end_, *value);
+            }
             if (!at || !ends_token(*at)) {
                 refuse(token, "the value in ", " is no finite number in float32");
             }

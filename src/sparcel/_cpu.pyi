@@ -59,7 +59,8 @@ def without(
     indices: Tensor, values: Tensor, others: Tensor, width: int | None
 ) -> tuple[Tensor, Tensor]: ...
 def check_indices(indices: Tensor, size: int) -> int: ...
-class MalformedLine(ValueError):
+
+class MalformedLineError(ValueError):
     """Its arguments are the line, counted from 0 in its block, and what is wrong with it."""
 
 def parse_svmlight(
