@@ -27,4 +27,4 @@ LD_PRELOAD=$runtime \
     ASAN_OPTIONS=detect_leaks=0 \
     UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     SPARCEL_CPU_DIRECTORY=$build \
-    python -m pytest tests/kernels tests/comm/torch/test_mesh.py tests/formats -q -p tests.kernels.sanitized "$@"
+    python -m pytest tests/kernels tests/comm/torch/test_mesh.py tests/formats tests/rows -q -p tests.kernels.sanitized "$@"

@@ -98,7 +98,7 @@ class CacheWriter:
             # Columns, half of all, are where they belong from the beginning.
             file: IO[bytes] = self._file
             if name != "columns":
-                file = self._files.enter_context(TemporaryFile(dir=self._path.parent))
+                file = self._files.enter_context(TemporaryFile(dir=self._path.parent))  # noqa: SIM115
             self._arrays[name] = _Growing(file, part.dtype)
         self._arrays["offsets"].write(np.zeros(1, np.int64))
 
