@@ -110,7 +110,7 @@ class SvmlightParser {
             const char* const token = at;
             uint64_t index = 0;
             at = read_digits(token, index);
-            const int64_t current = int64_t(index) - index_from_;
+            const int64_t current = int64_t(index - uint64_t(index_from_));
             if (*at != ':' || at == token || at - token > kMostIndexDigits || current <= previous ||
                 current >= dimensions_) {
                 refuse_index(token, previous);

@@ -150,6 +150,8 @@ WRONG = {
     "31:1": "'31:1' needs dimensions=31 or more, not 30",
     "5000000000:1": "'5000000000:1' needs dimensions=5000000000 or more, not 30",
     "1234567890123456789:1": "the index is too long in '1234567890123456789:1'",
+    "9223372036854775808:1": "the index is too long in '9223372036854775808:1'",
+    "18446744073709551619:1": "the index is too long in '18446744073709551619:1'",
     "qid:3": "'qid:3' names a query, but rows are fitted one by one: remove the qid",
 }
 
