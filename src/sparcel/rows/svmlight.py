@@ -141,29 +141,41 @@ def _texts(block: Block, spans: Array) -> Array:
     return np.array(labels, np.str_)
 
 
-def _join(found: Iterator[Rows], dimensions: int | None, labels: Labels) -> Rows:
-    """Join blocks, each of which is freed when it is copied, so that they never take twice."""
-    parts = list(found)
-    rows, entries = sum(map(len, parts)), sum(part.nnz for part in parts)
-    dimensions = dimensions or max((part.dimensions for part in parts), default=0)
-    none = np.zeros(0, np.float64 if labels == "numbers" else np.str_)
-    joined = Rows(
-        np.zeros(rows + 1, np.int64),
-        np.empty(entries, np.int32 if dimensions <= MOST_INT32 else np.int64),
-        np.empty(entries, np.float32),
-        dimensions,
-        np.concatenate([none, *(part.labels for part in parts if part.labels is not None)]),
-    )
-    row = entry = 0
-    for part in _emptying(parts):
-        joined.offsets[row + 1 : row + 1 + len(part)] = part.offsets[1:] + entry
-        joined.columns[entry : entry + part.nnz] = part.columns
-        joined.values[entry : entry + part.nnz] = part.values
-        row, entry = row + len(part), entry + part.nnz
-    return joined
+def _join(parts: Iterator[Rows], dimensions: int | None, labels: Labels) -> Rows:
+    """Join blocks as they come."""
+    wide = dimensions is not None and dimensions > MOST_INT32
+    offsets = _Growing(np.zeros(1, np.int64))
+    columns = _Growing(np.zeros(0, np.int64 if wide else np.int32))
+    values = _Growing(np.zeros(0, np.float32))
+    found: list[Array] = [np.zeros(0, np.float64 if labels == "numbers" else np.str_)]
+    highest = 0
+    for part in parts:
+        offsets.extend(part.offsets[1:] + columns.length)
+        columns.extend(part.columns)
+        values.extend(part.values)
+        found += [] if part.labels is None else [part.labels]
+        highest = max(highest, part.dimensions)
+    arrays = offsets.array(), columns.array(), values.array()
+    return Rows(*arrays, dimensions or highest, np.concatenate(found))
 
 
-def _emptying(parts: list[Rows]) -> Iterator[Rows]:
-    parts.reverse()
-    while parts:
-        yield parts.pop()
+class _Growing:
+    """An array that others are appended to.
+
+    Where it is large, the system moves its pages when it grows. So it is never in memory twice, as
+    it would be if blocks were kept to be joined at the end.
+    """
+
+    def __init__(self, start: Array) -> None:
+        self._array, self.length = start, len(start)
+
+    def extend(self, other: Array) -> None:
+        end = self.length + len(other)
+        if end > len(self._array):
+            self._array.resize(end + end // 8, refcheck=False)
+        self._array[self.length : end] = other
+        self.length = end
+
+    def array(self) -> Array:
+        self._array.resize(self.length, refcheck=False)
+        return self._array
