@@ -13,6 +13,7 @@ import torch
 from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
+from sparcel.rows._growing import Growing
 from sparcel.rows._threads import in_order
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, pieces
@@ -144,9 +145,9 @@ def _texts(block: Block, spans: Array) -> Array:
 def _join(parts: Iterator[Rows], dimensions: int | None, labels: Labels) -> Rows:
     """Join blocks as they come."""
     wide = dimensions is not None and dimensions > MOST_INT32
-    offsets = _Growing(np.zeros(1, np.int64))
-    columns = _Growing(np.zeros(0, np.int64 if wide else np.int32))
-    values = _Growing(np.zeros(0, np.float32))
+    offsets, values = Growing(np.int64), Growing(np.float32)
+    columns = Growing(np.int64 if wide else np.int32)
+    offsets.extend(np.zeros(1, np.int64))
     found: list[Array] = [np.zeros(0, np.float64 if labels == "numbers" else np.str_)]
     highest = 0
     for part in parts:
@@ -155,27 +156,5 @@ def _join(parts: Iterator[Rows], dimensions: int | None, labels: Labels) -> Rows
         values.extend(part.values)
         found += [] if part.labels is None else [part.labels]
         highest = max(highest, part.dimensions)
-    arrays = offsets.array(), columns.array(), values.array()
+    arrays = offsets.take(), columns.take(), values.take()
     return Rows(*arrays, dimensions or highest, np.concatenate(found))
-
-
-class _Growing:
-    """An array that others are appended to.
-
-    Where it is large, the system moves its pages when it grows. So it is never in memory twice, as
-    it would be if blocks were kept to be joined at the end.
-    """
-
-    def __init__(self, start: Array) -> None:
-        self._array, self.length = start, len(start)
-
-    def extend(self, other: Array) -> None:
-        end = self.length + len(other)
-        if end > len(self._array):
-            self._array.resize(end + end // 8, refcheck=False)
-        self._array[self.length : end] = other
-        self.length = end
-
-    def array(self) -> Array:
-        self._array.resize(self.length, refcheck=False)
-        return self._array
