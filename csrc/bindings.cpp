@@ -41,6 +41,7 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_message(module);
     sparcel::bind_scatter(module);
     sparcel::bind_sets(module);
+    sparcel::bind_svmlight(module);
     sparcel::bind_quantize(module);
     sparcel::bind_text(module);
     sparcel::bind_mesh(module);

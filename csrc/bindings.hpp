@@ -9,6 +9,7 @@ void bind_merge(nb::module_& module);
 void bind_message(nb::module_& module);
 void bind_scatter(nb::module_& module);
 void bind_sets(nb::module_& module);
+void bind_svmlight(nb::module_& module);
 void bind_quantize(nb::module_& module);
 void bind_text(nb::module_& module);
 void bind_mesh(nb::module_& module);

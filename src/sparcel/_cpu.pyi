@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import CapsuleType
+from typing_extensions import Buffer, CapsuleType
 
 Array: TypeAlias = Tensor | CapsuleType
 """A tensor, or its capsule from `torch.utils.dlpack.to_dlpack`, which is read ten times faster."""
@@ -62,6 +62,15 @@ def without(
     indices: Tensor, values: Tensor, others: Tensor, width: int | None
 ) -> tuple[Tensor, Tensor]: ...
 def check_indices(indices: Tensor, size: int) -> int: ...
+
+class MalformedLineError(ValueError):
+    """Its arguments are the line, counted from 0 in its block, and what is wrong with it."""
+
+def parse_svmlight(
+    block: Buffer, index_from: int, dimensions: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return offsets, columns, values, labels (NaN if no numbers) and the labels' spans."""
+
 def quantize(
     x: Tensor, bits: int, bucket: int, seed: int, offset: int, threads: int
 ) -> tuple[Tensor, Tensor]: ...

@@ -1,14 +1,25 @@
 """Labelled sparse rows, from text and SVMlight files, from matrices and from a cache on disk."""
 
+from sparcel.rows.cache import fingerprint, load, shard, verify
+from sparcel.rows.cache_writer import CacheWriter, save
 from sparcel.rows.documents import read_json_lines, read_lines, read_tsv
 from sparcel.rows.rows import Rows, concatenate
+from sparcel.rows.svmlight import read_svmlight, svmlight_blocks
 from sparcel.rows.text import HashedNGrams
 
 __all__ = [
+    "CacheWriter",
     "HashedNGrams",
     "Rows",
     "concatenate",
+    "fingerprint",
+    "load",
     "read_json_lines",
     "read_lines",
+    "read_svmlight",
     "read_tsv",
+    "save",
+    "shard",
+    "svmlight_blocks",
+    "verify",
 ]

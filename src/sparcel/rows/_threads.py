@@ -1,0 +1,26 @@
+"""Work on several threads, with results in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+def in_order(run: Callable[[In], Out], items: Iterable[In], threads: int) -> Iterator[Out]:
+    """Yield ``run(item)`` for each item in turn, while threads work on the few next ones."""
+    if threads == 1:
+        yield from map(run, items)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        running: deque[Future[Out]] = deque()
+        for item in items:
+            running.append(pool.submit(run, item))
+            if len(running) > threads:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()

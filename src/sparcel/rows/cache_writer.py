@@ -1,0 +1,179 @@
+"""Writing the caches that `sparcel.rows.cache` maps."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, Any, Self
+
+import numpy as np
+
+from sparcel.errors import InputError
+from sparcel.rows.cache import ALIGNMENT, MAGIC, START, VERSION
+from sparcel.rows.rows import Array, Rows
+
+
+def save(path: str | os.PathLike[str], rows: Rows, fingerprint: str) -> None:
+    """Write rows to a cache; see `CacheWriter`."""
+    with CacheWriter(path, fingerprint) as writer:
+        writer.append(rows)
+
+
+@dataclass
+class _Growing:
+    """An array that is being written, in a file of its own until its place is known."""
+
+    file: IO[bytes]
+    dtype: np.dtype[Any]
+    length: int = 0
+    crc32: int = 0
+
+    def write(self, part: Array) -> None:
+        part = np.ascontiguousarray(part)
+        self.file.write(part.data)
+        self.length += len(part)
+        self.crc32 = zlib.crc32(part.data, self.crc32)
+
+
+class CacheWriter:
+    """Writes a cache piece by piece, so the rows need never be in memory together.
+
+    It writes to a temporary file in the same folder, which gets the cache's name only when it is
+    complete. So `load` finds a whole cache or none, and processes may write the same cache at once;
+    the last one wins. As a context manager it closes the cache, or drops it after an exception.
+
+    Parameters
+    ----------
+    path
+        Where the cache goes; the folder must exist.
+    fingerprint
+        A text that tells what the cache is made of; see `sparcel.rows.fingerprint`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], fingerprint: str) -> None:
+        self._path, self._fingerprint = Path(path), fingerprint
+        self._part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.part")
+        self._files = ExitStack()
+        self._file = self._files.enter_context(self._part.open("xb"))
+        self._file.write(bytes(ALIGNMENT))
+        self._arrays: dict[str, _Growing] = {}
+        self._classes: dict[str, int] = {}
+        self._dimensions = 0
+
+    def append(self, rows: Rows) -> None:
+        """Add rows at the end. The cache has the dimensions of the part that has most.
+
+        Raises
+        ------
+        InputError
+            When the dtypes differ from those of the rows before, or only some have labels.
+        """
+        entries = self._arrays["columns"].length if self._arrays else 0
+        parts = {
+            "columns": rows.columns,
+            "values": rows.values,
+            "offsets": rows.offsets[1:] + entries,
+            **self._labels(rows.labels),
+        }
+        if not self._arrays:
+            self._begin(parts)
+        if (found := _dtypes(parts)) != (begun := _dtypes(self._arrays)):
+            raise InputError(f"all rows of a cache are alike, but {found} follow {begun}")
+        for name, part in parts.items():
+            self._arrays[name].write(part)
+        self._dimensions = max(self._dimensions, rows.dimensions)
+
+    def _begin(self, parts: Mapping[str, Array]) -> None:
+        for name, part in parts.items():
+            # Columns, half of all, are where they belong from the beginning.
+            file: IO[bytes] = self._file
+            if name != "columns":
+                file = self._files.enter_context(TemporaryFile(dir=self._path.parent))  # noqa: SIM115
+            self._arrays[name] = _Growing(file, part.dtype)
+        self._arrays["offsets"].write(np.zeros(1, np.int64))
+
+    def _labels(self, labels: Array | None) -> dict[str, Array]:
+        """Return the array that is stored for labels, if there are any, by its name."""
+        if labels is None:
+            return {}
+        if labels.dtype.kind in "biuf":
+            return {"labels": labels}
+        if labels.dtype.kind != "U":
+            raise InputError(f"labels must be numbers or strings, got {labels.dtype}")
+        texts, places = np.unique(labels, return_inverse=True)
+        codes = [self._classes.setdefault(str(text), len(self._classes)) for text in texts]
+        return {"codes": np.array(codes, np.int32)[places]}
+
+    def close(self) -> None:
+        """Complete the cache and give it its name."""
+        if not self._arrays:
+            none = np.zeros(0, np.int32)
+            self.append(Rows(np.zeros(1, np.int64), none, none.astype(np.float32), 0))
+        try:
+            self._finish({name: self._place(array) for name, array in self._arrays.items()})
+            os.replace(self._part, self._path)
+        finally:
+            self.drop()
+
+    def _place(self, array: _Growing) -> dict[str, object]:
+        """Move an array to the end of the cache, and return what the header says about it."""
+        place = ALIGNMENT
+        if array.file is not self._file:
+            place = self._file.tell()
+            array.file.seek(0)
+            shutil.copyfileobj(array.file, self._file, 1 << 20)
+        self._file.write(bytes(-self._file.tell() % ALIGNMENT))
+        return {
+            "dtype": array.dtype.str,
+            "length": array.length,
+            "place": place,
+            "crc32": array.crc32,
+        }
+
+    def _finish(self, arrays: dict[str, dict[str, object]]) -> None:
+        header = {
+            "byteorder": sys.byteorder,
+            "dimensions": self._dimensions,
+            "fingerprint": self._fingerprint,
+            "classes": list(self._classes),
+            "arrays": arrays,
+        }
+        text, place = json.dumps(header).encode(), self._file.tell()
+        self._file.write(text)
+        self._file.seek(0)
+        self._file.write(START.pack(MAGIC, VERSION, zlib.crc32(text), place, len(text)))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def drop(self) -> None:
+        """Remove what was written, unless it is complete."""
+        self._files.close()
+        self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.drop()
+
+
+def _dtypes(arrays: Mapping[str, Array | _Growing]) -> str:
+    return ", ".join(f"{name} of {array.dtype}" for name, array in arrays.items())

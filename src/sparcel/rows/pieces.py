@@ -1,0 +1,110 @@
+"""Which rank reads which bytes of some text files."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparcel.errors import InputError
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+COMPRESSED_WEIGHT = 4
+"""What a compressed byte counts in bytes of text: text of sparse rows shrinks to about a fourth."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank reads of a file: the lines whose first byte lies in ``[start, stop)``.
+
+    A compressed file is one piece.
+    """
+
+    path: Path
+    start: int
+    stop: int
+
+
+def is_compressed(path: Path) -> bool:
+    """Tell by the name whether a file has to be decompressed."""
+    return path.suffix in (".gz", ".xz", ".zst")
+
+
+def files_of(paths: Paths) -> list[Path]:
+    """Return the files that ``paths`` names.
+
+    Raises
+    ------
+    InputError
+        When there are none, or one is not that of a file.
+    """
+    files = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if not files:
+        raise InputError("paths must name at least one file, got none")
+    for path in files:
+        if not path.is_file():
+            raise InputError(f"paths must be those of files, got {path}")
+    return files
+
+
+def pieces(paths: Paths, rank: int, ranks: int) -> list[Piece]:
+    """Return what a rank reads of these files, in their order; see `parts`."""
+    return parts([(path, path.stat().st_size) for path in files_of(paths)], ranks)[rank]
+
+
+def parts(files: Sequence[tuple[Path, int]], ranks: int) -> list[list[Piece]]:
+    """Divide files evenly among ranks.
+
+    A compressed file goes to one rank: the largest first, each to the rank that has the least so
+    far. What ranks then have less than others is cut from the plain files, in their order.
+
+    Parameters
+    ----------
+    files
+        Names and sizes in bytes. The result depends on nothing else.
+    ranks
+        How many ranks share the files.
+
+    Returns
+    -------
+    list
+        The pieces of each rank, in the order of the files.
+    """
+    loads = [0] * ranks
+    given: list[list[tuple[int, Piece]]] = [[] for _ in range(ranks)]
+    numbered = [(place, path, size) for place, (path, size) in enumerate(files)]
+    for place, path, size in sorted(numbered, key=lambda file: -file[2]):
+        if is_compressed(path):
+            rank = loads.index(min(loads))
+            loads[rank] += size * COMPRESSED_WEIGHT
+            given[rank].append((place, Piece(path, 0, size)))
+    plain = [file for file in numbered if not is_compressed(file[1])]
+    wanted = _shares(loads, sum(size for _, _, size in plain))
+    rank = 0
+    for place, path, size in plain:
+        start = 0
+        while start < size:
+            stop = min(size, start + wanted[rank])
+            if start < stop:
+                given[rank].append((place, Piece(path, start, stop)))
+            wanted[rank] -= stop - start
+            rank += wanted[rank] == 0
+            start = stop
+    return [[piece for _, piece in sorted(own, key=lambda one: one[0])] for own in given]
+
+
+def _shares(loads: Sequence[int], total: int) -> list[int]:
+    """Divide ``total`` so that the smallest loads rise to one level, up to a difference of 1."""
+
+    def lacking(level: int) -> int:
+        return sum(max(0, level - load) for load in loads)
+
+    level = bisect_right(range(max(loads) + total + 1), total, key=lacking) - 1
+    shares = [max(0, level - load) for load in loads]
+    low = [rank for rank, load in enumerate(loads) if load <= level]
+    for rank in low[: total - sum(shares)]:
+        shares[rank] += 1
+    return shares

@@ -1,0 +1,160 @@
+"""Rows from SVMlight files, as LIBSVM and others write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+import torch
+
+from sparcel import _cpu
+from sparcel._checks import whole_number
+from sparcel.errors import InputError, known
+from sparcel.rows._growing import Growing
+from sparcel.rows._threads import in_order
+from sparcel.rows.files import Block, blocks
+from sparcel.rows.pieces import Paths, pieces
+from sparcel.rows.rows import Array, Rows
+
+Labels = Literal["numbers", "texts"]
+
+MOST_INT32 = 2**31 - 1
+
+
+class _TextLabelError(InputError):
+    """A label is no number."""
+
+
+def read_svmlight(
+    paths: Paths,
+    dimensions: int | None = None,
+    index_from: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
+    threads: int | None = None,
+    labels: Labels | None = None,
+) -> Rows:
+    """Read rows that are written as ``label index:value index:value ... # comment``.
+
+    Indices increase within a line. Blank lines and comments are skipped. Files whose names end in
+    ``.gz``, ``.xz`` or ``.zst`` are decompressed.
+
+    Parameters
+    ----------
+    paths
+        A file, or several, whose rows follow one another.
+    dimensions
+        Number of columns. If None, it is what the highest index of this rank needs. Ranks then
+        have to agree on the highest: ``dataclasses.replace(rows, dimensions=highest)``.
+    index_from
+        The index of the first column: 1, or 0.
+    rank, ranks
+        Read only this rank's part of the files, about one of ``ranks`` equal parts: of plain files
+        a range of lines, of compressed ones whole files. With plain files alone, the rows of all
+        ranks in turn are the rows of the files.
+    threads
+        How many threads parse; None for as many as torch uses. The result is the same.
+    labels
+        ``"numbers"`` for float64, ``"texts"`` for strings, or None for numbers if all labels of
+        this rank are finite numbers, and strings otherwise. Ranks that find different kinds have
+        to agree on one and read again.
+
+    Returns
+    -------
+    Rows
+        Columns are int32, or int64 for more than 2^31 - 1 dimensions; values are float32.
+
+    Raises
+    ------
+    InputError
+        When a file cannot be read, or a line is malformed, with the file and the line. Queries
+        (``qid:``) are refused: without them ranking data would silently become something else.
+    """
+    settings = (dimensions, index_from, rank, ranks, threads)
+    if labels is not None:
+        return _join(svmlight_blocks(paths, *settings, labels), dimensions, labels)
+    try:
+        return _join(svmlight_blocks(paths, *settings, "numbers"), dimensions, "numbers")
+    except _TextLabelError:
+        return _join(svmlight_blocks(paths, *settings, "texts"), dimensions, "texts")
+
+
+def svmlight_blocks(
+    paths: Paths,
+    dimensions: int | None = None,
+    index_from: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
+    threads: int | None = None,
+    labels: Labels = "numbers",
+) -> Iterator[Rows]:
+    """Yield the rows of `read_svmlight` block by block, for sets that do not fit in memory.
+
+    Without ``dimensions``, a block has those that its own highest index needs.
+    """
+    if dimensions is not None:
+        whole_number(dimensions, "dimensions", at_least=1, at_most=2**62)
+    whole_number(index_from, "index_from", at_least=0, at_most=1)
+    whole_number(ranks, "ranks", at_least=1)
+    whole_number(rank, "rank", at_least=0, at_most=ranks - 1)
+    known(labels, ("numbers", "texts"), "labels")
+    if threads is None:
+        threads = torch.get_num_threads()
+    whole_number(threads, "threads", at_least=1)
+    parse = partial(_parse, dimensions=dimensions, index_from=index_from, labels=labels)
+    read = chain.from_iterable(blocks(piece) for piece in pieces(paths, rank, ranks))
+    return in_order(parse, read, threads)
+
+
+def _parse(block: Block, dimensions: int | None, index_from: int, labels: Labels) -> Rows:
+    try:
+        offsets, columns, values, numbers, spans = _cpu.parse_svmlight(
+            block.lines, index_from, dimensions or MOST_INT32
+        )
+    except _cpu.MalformedLineError as malformed:
+        line, message = malformed.args
+        raise block.error(line, message) from None
+    found = _numbers(block, numbers, spans) if labels == "numbers" else _texts(block, spans)
+    return Rows(offsets, columns, values, dimensions or 1 + int(columns.max(initial=-1)), found)
+
+
+def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
+    if np.isnan(numbers).any():
+        start, stop = spans[np.isnan(numbers)][0]
+        text = block.lines[start:stop].decode(errors="backslashreplace")
+        line = block.lines.count(b"\n", 0, start)
+        message = f"the label {text!r} is no finite number; labels='texts' takes any"
+        raise _TextLabelError(*block.error(line, message).args)
+    return numbers
+
+
+def _texts(block: Block, spans: Array) -> Array:
+    labels = []
+    for start, stop in spans.tolist():
+        try:
+            labels.append(block.lines[start:stop].decode())
+        except UnicodeDecodeError as error:
+            line = block.lines.count(b"\n", 0, start)
+            raise block.error(line, f"the label {error.object!r} is not UTF-8") from None
+    return np.array(labels, np.str_)
+
+
+def _join(parts: Iterator[Rows], dimensions: int | None, labels: Labels) -> Rows:
+    """Join blocks as they come."""
+    wide = dimensions is not None and dimensions > MOST_INT32
+    offsets, values = Growing(np.int64), Growing(np.float32)
+    columns = Growing(np.int64 if wide else np.int32)
+    offsets.extend(np.zeros(1, np.int64))
+    found: list[Array] = [np.zeros(0, np.float64 if labels == "numbers" else np.str_)]
+    highest = 0
+    for part in parts:
+        offsets.extend(part.offsets[1:] + columns.length)
+        columns.extend(part.columns)
+        values.extend(part.values)
+        found += [] if part.labels is None else [part.labels]
+        highest = max(highest, part.dimensions)
+    arrays = offsets.take(), columns.take(), values.take()
+    return Rows(*arrays, dimensions or highest, np.concatenate(found))
