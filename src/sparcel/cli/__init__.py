@@ -16,6 +16,7 @@ try:
     from sparcel.cli.demo import demo
     from sparcel.cli.density import density
     from sparcel.cli.lab import lab
+    from sparcel.cli.linear import linear
     from sparcel.cli.plan import plan
 except ModuleNotFoundError as missing:
     sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[cli]'")
@@ -25,6 +26,7 @@ app.command()(demo)
 app.command()(density)
 app.add_typer(bench, name="bench")
 app.add_typer(lab, name="lab")
+app.add_typer(linear, name="linear")
 app.add_typer(plan, name="plan")
 
 

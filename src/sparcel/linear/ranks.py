@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from sparcel.comm import Communicator, Group, resolve, world
+from sparcel.errors import InputError
+
+T = TypeVar("T")
 
 
 def ranks_of(group: Group) -> Communicator | None:
@@ -32,3 +36,24 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
         return [received.get(rank, message) for rank in range(comm.size)]
 
     return [json.loads(bytes(part.numpy())) for part in comm.run(exchange)]
+
+
+def together(comm: Communicator | None, own: Callable[[], T]) -> T:
+    """Run what concerns this rank alone; where it fails on one rank, it fails on all.
+
+    Raises
+    ------
+    InputError
+        What ``own`` raised, on the lowest rank that failed.
+    """
+    result, wrong = None, None
+    try:
+        result = own()
+    except InputError as error:
+        if comm is None:
+            raise
+        wrong = str(error)
+    for found in gathered(comm, wrong):
+        if found is not None:
+            raise InputError(found)
+    return result  # type: ignore[return-value]

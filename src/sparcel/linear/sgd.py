@@ -110,7 +110,7 @@ class Sgd:
             after_step(step)
         if pending is not None:
             self._apply(pending(), self.steps - 1)
-        loss = self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
+        loss = self.mean_loss
         self._sizes.epoch_ended(loss)
         self.epochs += 1
         self.losses.append(loss)
@@ -121,6 +121,11 @@ class Sgd:
             self._exchange.seconds - waited,
             self._exchange.volume - sent,
         )
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of this epoch's rows so far, alike on all ranks."""
+        return self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here, bit by bit."""

@@ -106,12 +106,15 @@ def prepare(
 
 
 def train(
-    sgd: Sgd, settings: Settings, after_epoch: Callable[[Epoch], None] = lambda epoch: None
+    sgd: Sgd,
+    settings: Settings,
+    after_epoch: Callable[[Epoch], None] = lambda epoch: None,
+    after_step: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Train until the epochs are over, or the loss stops falling by ``tol``; all ranks call."""
     patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // sgd.steps))
     while sgd.epochs < settings.epochs and not _stalls(sgd.losses, patience, settings.tol):
-        after_epoch(sgd.epoch())
+        after_epoch(sgd.epoch(after_step))
 
 
 def _stalls(losses: Sequence[float], patience: int, tol: float | None) -> bool:

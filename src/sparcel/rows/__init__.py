@@ -4,6 +4,7 @@ from sparcel.rows.cache import fingerprint, load, shard, verify
 from sparcel.rows.cache_writer import CacheWriter, save
 from sparcel.rows.documents import read_json_lines, read_lines, read_tsv
 from sparcel.rows.rows import Rows, concatenate
+from sparcel.rows.sources import SvmLight, Text, cached, describe, described, make_cache
 from sparcel.rows.svmlight import read_svmlight, svmlight_blocks
 from sparcel.rows.text import HashedNGrams
 
@@ -11,9 +12,15 @@ __all__ = [
     "CacheWriter",
     "HashedNGrams",
     "Rows",
+    "SvmLight",
+    "Text",
+    "cached",
     "concatenate",
+    "describe",
+    "described",
     "fingerprint",
     "load",
+    "make_cache",
     "read_json_lines",
     "read_lines",
     "read_svmlight",

@@ -1,14 +1,14 @@
-"""Documents and labels from parts of text files.
+"""Documents and labels from blocks of whole lines of text files.
 
-Each reader takes a block of whole lines, the number of the block's first line and the name of the
-file, so that parts of a file can be read in any order and in several processes. Its errors name the
-file and the line. Texts are UTF-8, and lines end with LF or CR LF.
+Texts are UTF-8, and lines end with LF or CR LF. Blocks of a file can be read in any order and in
+several processes: their errors are made by a function of the line, counted from 0 in the block, and
+what is wrong with it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from sparcel.errors import InputError
@@ -16,19 +16,20 @@ from sparcel.errors import InputError
 Documents: TypeAlias = tuple[list[str], list[str] | list[int] | None]
 """Texts, and the label of each where there are labels."""
 
+Fail: TypeAlias = Callable[[int, str], InputError]
 
-def read_lines(block: bytes, first: int, file: str) -> Documents:
+
+def read_lines(block: bytes, fail: Fail) -> Documents:
     """Take each line as a document; there are no labels."""
-    return _lines(block, first, file), None
+    return _lines(block, fail), None
 
 
-def read_tsv(
-    block: bytes, first: int, file: str, *, header: bytes, label: str, text: str
-) -> Documents:
+def read_tsv(block: bytes, fail: Fail, *, header: str, label: str | None, text: str) -> Documents:
     """Take a document and its label, a string, from columns separated by tabs.
 
-    Quotes have no meaning. ``header`` is the file's first line, which names the columns, and
-    ``label`` and ``text`` are two of these names.
+    Quotes have no meaning. ``header`` is the file's first line, which names the columns and is no
+    part of the block; ``label`` and ``text`` are two of these names. Without ``label`` there are no
+    labels.
 
     Raises
     ------
@@ -36,24 +37,29 @@ def read_tsv(
         When a column is missing, a line has more or fewer fields than the header, a label is empty,
         or the block is not UTF-8.
     """
-    names = "".join(_lines(header, 1, file)).split("\t")
-    for name in (label, text):
+    names = header.split("\t")
+    for name in (text, *([] if label is None else [label])):
         if names.count(name) != 1:
-            raise _wrong(file, 1, f"expected one column {name!r}, got {str(names)[1:-1]}")
-    label_at, text_at = names.index(label), names.index(text)
-    rows = [line.split("\t") for line in _lines(block, first, file)]
-    for number, row in enumerate(rows, first):
+            raise InputError(f"expected one column {name!r}, got {str(names)[1:-1]}")
+    rows = [line.split("\t") for line in _lines(block, fail)]
+    for number, row in enumerate(rows):
         if len(row) != len(names):
-            raise _wrong(file, number, f"expected {len(names)} fields, got {len(row)}")
-        if not row[label_at]:
-            raise _wrong(file, number, f"the label, column {label!r}, is empty")
-    return [row[text_at] for row in rows], [row[label_at] for row in rows]
+            raise fail(number, f"expected {len(names)} fields, got {len(row)}")
+        if label is not None and not row[names.index(label)]:
+            raise fail(number, f"the label, column {label!r}, is empty")
+    text_at = names.index(text)
+    documents = [row[text_at] for row in rows]
+    if label is None:
+        return documents, None
+    label_at = names.index(label)
+    return documents, [row[label_at] for row in rows]
 
 
-def read_json_lines(block: bytes, first: int, file: str, *, label: str, text: str) -> Documents:
+def read_json_lines(block: bytes, fail: Fail, *, label: str | None, text: str) -> Documents:
     """Take a document and its label from two fields of a JSON object on each line.
 
-    The label is a string or an integer, and of one type in all lines.
+    The label is a string or an integer, and of one type in all lines. Without ``label`` there are
+    no labels.
 
     Raises
     ------
@@ -63,22 +69,27 @@ def read_json_lines(block: bytes, first: int, file: str, *, label: str, text: st
     """
     documents: list[str] = []
     labels: list[Any] = []
-    for number, line in enumerate(_lines(block, first, file), first):
+    for number, line in enumerate(_lines(block, fail)):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _wrong(file, number, f"not JSON: {error}") from None
+            raise fail(number, f"not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise _wrong(file, number, f"expected a JSON object, got {line[:40]!r}")
-        kinds = [type(labels[0])] if labels else [str, int]
+            raise fail(number, f"expected a JSON object, got {line[:40]!r}")
         try:
             documents.append(_field(record, text, [str]))
-            labels.append(_field(record, label, kinds))
+            if label is not None:
+                labels.append(_label(record, label, labels))
         except InputError as error:
-            raise _wrong(file, number, str(error)) from None
-        if labels[-1] == "":
-            raise _wrong(file, number, f"the label, field {label!r}, is empty")
-    return documents, labels
+            raise fail(number, str(error)) from None
+    return documents, None if label is None else labels
+
+
+def _label(record: dict[str, Any], name: str, before: Sequence[Any]) -> Any:
+    found = _field(record, name, [type(before[0])] if before else [str, int])
+    if found == "":
+        raise InputError(f"the label, field {name!r}, is empty")
+    return found
 
 
 def _field(record: dict[str, Any], name: str, kinds: Sequence[type]) -> Any:
@@ -91,15 +102,11 @@ def _field(record: dict[str, Any], name: str, kinds: Sequence[type]) -> Any:
     return value
 
 
-def _lines(block: bytes, first: int, file: str) -> list[str]:
+def _lines(block: bytes, fail: Fail) -> list[str]:
     try:
         lines = block.decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
-        number = first + block.count(b"\n", 0, error.start)
+        number = block.count(b"\n", 0, error.start)
         byte = block[error.start]
-        raise _wrong(file, number, f"byte {byte:#04x} is not UTF-8; convert the file") from None
+        raise fail(number, f"byte {byte:#04x} is not UTF-8; convert the file") from None
     return lines if lines[-1] else lines[:-1]
-
-
-def _wrong(file: str, line: int, what: str) -> InputError:
-    return InputError(f"{file}:{line}: {what}")

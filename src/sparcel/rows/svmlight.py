@@ -24,7 +24,7 @@ Labels = Literal["numbers", "texts"]
 MOST_INT32 = 2**31 - 1
 
 
-class _TextLabelError(InputError):
+class TextLabelError(InputError):
     """A label is no number."""
 
 
@@ -78,7 +78,7 @@ def read_svmlight(
         return _join(svmlight_blocks(paths, *settings, labels), dimensions, labels)
     try:
         return _join(svmlight_blocks(paths, *settings, "numbers"), dimensions, "numbers")
-    except _TextLabelError:
+    except TextLabelError:
         return _join(svmlight_blocks(paths, *settings, "texts"), dimensions, "texts")
 
 
@@ -127,7 +127,7 @@ def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
         text = block.lines[start:stop].decode(errors="backslashreplace")
         line = block.lines.count(b"\n", 0, start)
         message = f"the label {text!r} is no finite number; labels='texts' takes any"
-        raise _TextLabelError(*block.error(line, message).args)
+        raise TextLabelError(*block.error(line, message).args)
     return numbers
 
 

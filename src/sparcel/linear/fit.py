@@ -1,0 +1,213 @@
+"""What ``sparcel linear fit`` does: files in, a model out."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from sparcel.comm import Communicator, ring_bytes, world
+from sparcel.errors import InputError, optional
+from sparcel.linear import checkpoint
+from sparcel.linear.classes import Classes
+from sparcel.linear.model import LinearModel
+from sparcel.linear.ranks import gathered, together
+from sparcel.linear.sgd import Epoch, Sgd
+from sparcel.linear.training import Settings, prepare, train
+from sparcel.rows import Rows, SvmLight, Text, cached, describe, make_cache
+from sparcel.rows.rows import Array
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to fit, and where to put what."""
+
+    data: list[Path]
+    source: SvmLight | Text
+    settings: Settings
+    out: Path
+    cache: Path | None = None
+    checkpoint: Path | None = None
+    resume: bool = False
+    plot: Path | None = None
+
+    @property
+    def about(self) -> dict[str, object]:
+        """What a checkpoint must have been made by, to go on from."""
+        settings = {**asdict(self.settings), "epochs": None}
+        return {"source": describe(self.source), "settings": json.loads(json.dumps(settings))}
+
+
+@dataclass
+class Log:
+    """What a training was like: its epochs, and the loss against time."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    curve: list[tuple[float, float]] = field(default_factory=list)
+
+
+def run(job: Job, console: Console) -> LinearModel:
+    """Fit a model and save it; all ranks that were launched call."""
+    comm = world()
+    speaks = comm is None or comm.rank == 0
+    console.quiet = not speaks
+    start = time.perf_counter()
+    rows = _rows(job, comm)
+    classes, targets = _targets(job, rows, comm)
+    console.print(_described(job, rows, classes, comm), soft_wrap=True)
+    width = 1 if classes is None else classes.width
+    weights = job.settings.weights(rows.dimensions, width, rows.values.dtype)
+    sgd = prepare(rows, targets, None, weights, job.settings, comm)
+    console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
+    _resume(job, sgd, comm, console)
+    log = _trained(job, sgd, console, speaks)
+    coefficients, intercepts = weights.read()
+    model = LinearModel(
+        *(coefficients, intercepts, job.settings.loss),
+        None if classes is None else classes.labels,
+        {"source": describe(job.source)},
+    )
+    _summarise(log, sgd, weights.dimensions * width, comm, console)
+    if speaks:
+        model.save(job.out)
+        if job.plot is not None:
+            _draw(log, job.plot)
+    console.print(f"Model: {job.out}", soft_wrap=True)
+    return model
+
+
+def _rows(job: Job, comm: Communicator | None) -> Rows:
+    """Read this rank's rows; all ranks then have the same dimensions."""
+    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+    cache = job.cache
+    if cache is None:
+        rows = together(comm, lambda: job.source.read(job.data, rank, ranks))
+    else:
+        nodes = [0] if comm is None else comm.run(comm.nodes)
+        if nodes.index(nodes[rank]) == rank:  # the first rank of each machine
+            together(comm, lambda: make_cache(cache, job.data, job.source))
+        else:
+            together(comm, lambda: None)
+        rows = together(comm, lambda: cached(cache, job.data, job.source, rank, ranks))
+    kinds = gathered(comm, None if rows.labels is None or not len(rows) else rows.labels.dtype.kind)
+    if len({kind for kind in kinds if kind}) > 1:
+        raise InputError("some labels are numbers and some are not; make all of one kind")
+    return replace(rows, dimensions=max(gathered(comm, rows.dimensions)))
+
+
+def _targets(job: Job, rows: Rows, comm: Communicator | None) -> tuple[Classes | None, Array]:
+    """Return the classes, or None for regression, and what to fit each row to."""
+    labels = np.zeros(0) if rows.labels is None else rows.labels
+    dtype = rows.values.dtype
+    if job.settings.loss == "squared":
+
+        def numbers() -> Array:
+            try:
+                return labels.astype(dtype)
+            except ValueError as error:
+                raise InputError(f"regression needs labels that are numbers: {error}") from None
+
+        return None, together(comm, numbers)
+    classes = Classes.of(labels, comm)
+    return classes, classes.targets(classes.numbers(labels), dtype)
+
+
+def _described(job: Job, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+    counts = gathered(comm, [len(rows), rows.nnz])
+    total, entries = (sum(column) for column in zip(*counts, strict=True))
+    kinds = "" if classes is None else f", {len(classes.labels)} classes"
+    ranks = "one process" if comm is None else f"{comm.size} processes over {comm.carrier}"
+    return (
+        f"Data: {total:,} rows, {rows.dimensions:,} dimensions, {entries / max(total, 1):.1f}"
+        f" entries a row{kinds}; {ranks}"
+    )
+
+
+def _resume(job: Job, sgd: Sgd, comm: Communicator | None, console: Console) -> None:
+    """Go on from a checkpoint if that was asked for and rank 0 has one."""
+    file = job.checkpoint
+    if not job.resume or file is None:
+        return
+
+    def own() -> dict[str, Array] | None:
+        if (comm is not None and comm.rank) or not file.exists():
+            return None
+        about, state = checkpoint.read(file, "checkpoint")
+        if about != json.loads(json.dumps(job.about)):
+            raise InputError(
+                f"{file} is of a training with other settings; remove it, or give them"
+            )
+        return state
+
+    state = together(comm, own)
+    if any(gathered(comm, state is not None)):
+        sgd.restore(checkpoint.share(state, comm))
+        console.print(f"Going on after epoch {sgd.epochs}")
+
+
+def _trained(job: Job, sgd: Sgd, console: Console, speaks: bool) -> Log:
+    """Train, and show how it goes."""
+    log, begun = Log(), time.perf_counter()
+    console.print("epoch      loss   seconds   waiting      sent")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=sgd.steps)
+
+        def after_step(step: int) -> None:
+            log.curve.append((time.perf_counter() - begun, sgd.mean_loss))
+            bar.update(task, completed=step + 1, description=f"loss {sgd.mean_loss:.4f}")
+
+        def after_epoch(epoch: Epoch) -> None:
+            log.epochs.append(epoch)
+            console.print(
+                f"{epoch.number:5d}  {epoch.loss:8.5f}  {epoch.seconds:7.2f} s"
+                f" {epoch.communication_seconds:7.2f} s  {epoch.volume / 1e6:6.1f} MB"
+            )
+            if speaks and job.checkpoint is not None:
+                checkpoint.write(job.checkpoint, "checkpoint", job.about, sgd.state())
+
+        train(sgd, job.settings, after_epoch, after_step)
+    return log
+
+
+def _summarise(
+    log: Log, sgd: Sgd, values: int, comm: Communicator | None, console: Console
+) -> None:
+    """Say what the exchange cost, and what one of dense gradients would have."""
+    if comm is None or not log.epochs:
+        return
+    steps = sgd.steps * len(log.epochs)
+    vector = torch.zeros(values, dtype=torch.float32)
+    start = time.perf_counter()
+    comm.run(lambda: comm.all_reduce(vector))
+    dense_seconds = (time.perf_counter() - start) * steps
+    dense_bytes = ring_bytes(vector.nbytes, comm.size) * steps
+    sent = sum(epoch.volume for epoch in log.epochs)
+    waited = sum(epoch.communication_seconds for epoch in log.epochs)
+    console.print(
+        f"Exchange: {sent / 1e6:,.1f} MB and {waited:.2f} s on this rank. Dense gradients: "
+        f"{dense_bytes / 1e6:,.1f} MB, and {dense_seconds:.2f} s by one exchange timed now "
+        f"({dense_seconds / max(waited, 1e-9):.1f} times)",
+        soft_wrap=True,
+    )
+
+
+def _draw(log: Log, file: Path) -> None:
+    with optional("a plot of the loss", "plots"):
+        import matplotlib as mpl
+
+        mpl.use("agg")
+        from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    ends = np.cumsum([epoch.seconds for epoch in log.epochs])
+    axes.plot(*zip(*log.curve, strict=True), linewidth=0.8, label="since the epoch began")
+    axes.plot(ends, [epoch.loss for epoch in log.epochs], "o", label="of an epoch")
+    axes.set(xlabel="seconds", ylabel="mean loss before each step")
+    axes.legend()
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,0 +1,170 @@
+"""What rows are read from: SVMlight files, or text of which n-grams are hashed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from sparcel.errors import InputError, known
+from sparcel.rows import cache, cache_writer
+from sparcel.rows._threads import in_order
+from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines, read_tsv
+from sparcel.rows.files import Block, blocks
+from sparcel.rows.pieces import Paths, Piece, pieces
+from sparcel.rows.rows import Rows, concatenate
+from sparcel.rows.svmlight import Labels, TextLabelError, read_svmlight, svmlight_blocks
+from sparcel.rows.text import HashedNGrams
+
+LAYOUTS = ("lines", "tsv", "jsonl")
+
+
+@dataclass(frozen=True)
+class SvmLight:
+    """Files with ``label index:value ...`` on each line; see `read_svmlight`.
+
+    Attributes
+    ----------
+    dimensions
+        Number of columns; None for what the highest index needs.
+    index_from
+        The index of the first column: 1, or 0.
+    """
+
+    dimensions: int | None = None
+    index_from: int = 1
+
+    def read(self, paths: Paths, rank: int = 0, ranks: int = 1) -> Rows:
+        """Return a rank's part of the rows."""
+        return read_svmlight(paths, self.dimensions, self.index_from, rank, ranks)
+
+    def blocks(self, paths: Paths, labels: Labels = "numbers") -> Iterator[Rows]:
+        """Yield all rows, block by block; see `svmlight_blocks`."""
+        return svmlight_blocks(paths, self.dimensions, self.index_from, labels=labels)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text files with a document on each line.
+
+    Attributes
+    ----------
+    layout
+        ``"lines"``, a document a line, without labels; ``"tsv"``, columns that the first line
+        names; ``"jsonl"``, a JSON object a line.
+    ngrams
+        What rows are made of.
+    label, text
+        The names of the columns, or fields; no label where there are no labels.
+    """
+
+    layout: Literal["lines", "tsv", "jsonl"]
+    ngrams: HashedNGrams
+    label: str | None = "label"
+    text: str = "text"
+
+    def __post_init__(self) -> None:
+        known(self.layout, LAYOUTS, "layout")
+
+    def read(self, paths: Paths, rank: int = 0, ranks: int = 1) -> Rows:
+        """Return a rank's part of the rows; files are shared out as by `read_svmlight`.
+
+        Raises
+        ------
+        InputError
+            When a file cannot be read, or a line is not as it should be, with the file and line.
+        """
+        found = list(self._blocks(pieces(paths, rank, ranks)))
+        return concatenate(found) if found else self.ngrams.rows([])
+
+    def blocks(self, paths: Paths, labels: Labels = "numbers") -> Iterator[Rows]:
+        """Yield all rows, block by block; ``labels`` is `SvmLight`'s, the files' types stay."""
+        return self._blocks(pieces(paths, 0, 1))
+
+    def _blocks(self, own: list[Piece]) -> Iterator[Rows]:
+        read = chain.from_iterable(self._readable(piece) for piece in own)
+        return in_order(self._rows, read, torch.get_num_threads())
+
+    def _readable(self, piece: Piece) -> Iterator[tuple[Block, Callable[[bytes, Fail], Documents]]]:
+        reader: Callable[[bytes, Fail], Documents] = read_lines
+        if self.layout == "jsonl":
+            reader = partial(read_json_lines, label=self.label, text=self.text)
+        elif self.layout == "tsv":
+            header = _first_line(piece.path)
+            reader = partial(read_tsv, header=header, label=self.label, text=self.text)
+        for block in blocks(piece):
+            yield block, reader
+
+    def _rows(self, given: tuple[Block, Callable[[bytes, Fail], Documents]]) -> Rows:
+        block, reader = given
+        lines, skipped = block.lines, 0
+        if self.layout == "tsv" and block.offset == 0:
+            lines, skipped = lines.partition(b"\n")[2], 1
+        documents, labels = reader(lines, lambda line, what: block.error(line + skipped, what))
+        return self.ngrams.rows(documents, labels, threads=1)
+
+
+Source: TypeAlias = SvmLight | Text
+
+
+def describe(source: Source) -> dict[str, Any]:
+    """Return a source as what JSON holds; `described` makes the source of it."""
+    return {"kind": type(source).__name__, **asdict(source)}
+
+
+def described(about: dict[str, Any]) -> Source:
+    """Return the source that `describe` described."""
+    settings = dict(about)
+    if settings.pop("kind") == "SvmLight":
+        return SvmLight(**settings)
+    ngrams = settings.pop("ngrams")
+    return Text(**settings, ngrams=HashedNGrams(**ngrams))
+
+
+def make_cache(path: str | os.PathLike[str], paths: Paths, source: Source) -> None:
+    """Write the rows of files to a cache, unless it holds them already.
+
+    The files are read block by block, so their rows are never in memory together.
+
+    Raises
+    ------
+    InputError
+        When a file cannot be read or is malformed; the cache is then left as it was.
+    """
+    made_of = cache.fingerprint(paths, **describe(source))
+    if cache.load(path, made_of) is None:
+        try:
+            _write(path, made_of, source.blocks(paths, "numbers"))
+        except TextLabelError:
+            _write(path, made_of, source.blocks(paths, "texts"))
+
+
+def _write(path: str | os.PathLike[str], made_of: str, parts: Iterator[Rows]) -> None:
+    with cache_writer.CacheWriter(path, made_of) as writer:
+        for rows in parts:
+            writer.append(rows)
+
+
+def cached(
+    path: str | os.PathLike[str], paths: Paths, source: Source, rank: int = 0, ranks: int = 1
+) -> Rows:
+    """Return a rank's share of a cache that `make_cache` made, mapped, balanced by entries."""
+    rows = cache.load(path, cache.fingerprint(paths, **describe(source)))
+    if rows is None:
+        raise InputError(
+            f"{path} is not there on this machine, or is a cache of other rows; give each machine"
+            " a folder that its own ranks share"
+        )
+    return cache.shard(rows, rank, ranks)
+
+
+def _first_line(path: Path) -> str:
+    for block in blocks(Piece(path, 0, path.stat().st_size)):
+        return block.lines.partition(b"\n")[0].decode(errors="replace").removesuffix("\r")
+    return ""
