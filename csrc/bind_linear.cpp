@@ -166,25 +166,24 @@ std::vector<size_t> by_columns(const Input& offsets, const Input& columns, const
 }
 
 // Writes each row's derivative of the loss, and returns for each class the sum of the losses, then
-// for each class the sum of the derivatives.
-std::vector<double> differentiate_batch(const Batch& batch, const Model& model,
+// for each class the sum of the derivatives. `coordinates` are those at the batch's columns.
+std::vector<double> differentiate_batch(const Batch& batch, const Input& coordinates,
                                         std::string_view loss, const std::vector<double>& intercept,
                                         const InOut& derivatives, int threads) {
-    const size_t width = model.width, height = batch.height();
-    require(intercept.size() == width, "each class needs its intercept");
-    require(batch.values.dtype() == model.rows.dtype() &&
-                derivatives.dtype() == model.rows.dtype() && derivatives.size() == height * width,
-            "the batch and the derivatives must be like the model");
-    check_columns(batch.columns, model.dimensions());
+    const size_t width = intercept.size(), height = batch.height();
+    require(coordinates.dtype() == batch.values.dtype() &&
+                coordinates.size() == batch.columns.size() * width &&
+                derivatives.dtype() == batch.values.dtype() && derivatives.size() == height * width,
+            "the coordinates and the derivatives must fit the batch");
     std::vector<double> totals(2 * width);
     bool known = false;
     with_index(batch.columns.dtype(), [&]<class Column>(Type<Column>) {
-        with_model(model, [&]<class Value>(const ModelRows<Value>& rows, const auto& rule) {
+        with_type<float, double>(batch.values.dtype(), [&]<class Value>(Type<Value>) {
             nb::gil_scoped_release release;
             const auto columns = view<Column, Value>(batch);
             Buffer<Value> margins(columns.blocks() * height * width);
             with_width(width, [&](auto each) {
-                add_margins(columns, rows, rule, each, threads, margins.data());
+                add_margins(columns, data<Value>(coordinates), each, threads, margins.data());
             });
             const Targets<Value> targets{data<Value>(batch.targets),
                                          batch.weights ? data<Value>(*batch.weights) : nullptr};
@@ -240,6 +239,24 @@ void step_model(const Model& model, const std::optional<Input>& columns, const I
     });
 }
 
+// Writes the coordinates at some columns, as they are once all regularisation is applied.
+void read_at(const Model& model, const Input& columns, const InOut& out, int threads) {
+    require(out.dtype() == model.rows.dtype() && out.size() == columns.size() * model.width,
+            "the result must be like the model");
+    with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
+        const Column* at = data<Column>(columns);
+        bool inside = true;
+        for (size_t i = 0; i < columns.size(); ++i) inside &= size_t(at[i]) < model.dimensions();
+        require(inside, "a column lies outside of the model");
+        with_model(model, [&]<class Value>(const ModelRows<Value>& rows, const auto& rule) {
+            nb::gil_scoped_release release;
+            with_width(model.width, [&](auto each) {
+                read_coordinates(at, columns.size(), rows, rule, each, threads, data<Value>(out));
+            });
+        });
+    });
+}
+
 // Writes what the coordinates are once all regularisation is applied, and leaves the model as is.
 void read_model(const Model& model, const InOut& out) {
     require(out.dtype() == model.rows.dtype() && out.size() == values_of(model),
@@ -266,11 +283,12 @@ void bind_linear(nb::module_& module) {
         .def_rw("now", &Model::now)
         .def("step", step_model, "columns"_a.none(), "values"_a, "factor"_a, "rate"_a,
              "sums"_a.none(), "weight"_a, "threads"_a)
+        .def("read_at", read_at, "columns"_a, "out"_a, "threads"_a)
         .def("read", read_model, "out"_a);
     nb::class_<Batch>(module, "LinearBatch")
         .def(nb::init<Input, Input, Input, Input, std::optional<Input>>(), "columns"_a, "places"_a,
              "values"_a, "targets"_a, "weights"_a.none())
-        .def("differentiate", differentiate_batch, "model"_a, "loss"_a, "intercept"_a,
+        .def("differentiate", differentiate_batch, "coordinates"_a, "loss"_a, "intercept"_a,
              "derivatives"_a, "threads"_a)
         .def("gradient", batch_gradient, "derivatives"_a, "width"_a, "out"_a, "threads"_a);
     module.def("by_columns", by_columns, "offsets"_a, "columns"_a, "values"_a, "order"_a,

@@ -75,27 +75,34 @@ struct BatchView {
     size_t count() const { return starts.back().column; }
 };
 
-// Writes the margins of a batch's rows, [blocks][height][width], each block's share of them.
+// Writes the coordinates at some columns, [count][width], with all regularisation applied.
 template <class Column, class Value, class Rule>
-void add_margins(const BatchView<Column, Value>& batch, const ModelRows<Value>& model,
-                 const Rule& rule, auto width, int threads, Value* margins) {
-    Buffer<Value> weights(batch.count() * width);
-    detail::in_blocks(batch.blocks(), threads, [&](size_t block) {
-        const auto [entry, column] = batch.starts[block];
-        const auto [last_entry, last_column] = batch.starts[block + 1];
-        for (size_t i = column; i < last_column; ++i) {
-            if (i + detail::kAhead < last_column) model.fetch(batch.columns[i + detail::kAhead]);
-            const Value* const row = model.row(size_t(batch.columns[i]));
-            for (size_t k = 0; k < width; ++k) {
-                weights[i * width + k] = Value(rule.read(row, k, width));
-            }
+void read_coordinates(const Column* columns, size_t count, const ModelRows<Value>& model,
+                      const Rule& rule, auto width, int threads, Value* out) {
+    const size_t blocks = std::max<size_t>(count / detail::kBlockEntries, 1);
+    detail::in_blocks(blocks, threads, [&](size_t block) {
+        const size_t end = split_point(count, block + 1, blocks);
+        for (size_t i = split_point(count, block, blocks); i < end; ++i) {
+            if (i + detail::kAhead < end) model.fetch(columns[i + detail::kAhead]);
+            const Value* const row = model.row(size_t(columns[i]));
+            for (size_t k = 0; k < width; ++k) out[i * width + k] = Value(rule.read(row, k, width));
         }
+    });
+}
+
+// Writes the margins of a batch's rows, [blocks][height][width], each block's share of them, from
+// the coordinates at the batch's columns.
+template <class Column, class Value>
+void add_margins(const BatchView<Column, Value>& batch, const Value* coordinates, auto width,
+                 int threads, Value* margins) {
+    detail::in_blocks(batch.blocks(), threads, [&](size_t block) {
         Value* const sums = margins + block * batch.height * width;
         std::fill_n(sums, batch.height * width, Value(0));
-        const Value* weight = weights.data() + column * width - width;
+        const Value* weight = coordinates + batch.starts[block].column * width - width;
         const Place* const places = batch.places;
         const Value* const values = batch.values;
-        for (size_t at = entry; at < last_entry; ++at) {
+        const size_t last = batch.starts[block + 1].entry;
+        for (size_t at = batch.starts[block].entry; at < last; ++at) {
             weight += places[at].first() * width;
             Value* const sum = sums + places[at].row() * width;
             for (size_t k = 0; k < width; ++k) sum[k] += weight[k] * values[at];

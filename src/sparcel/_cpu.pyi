@@ -129,6 +129,7 @@ class LinearModel:
         weight: float,
         threads: int,
     ) -> None: ...
+    def read_at(self, columns: NumpyArray | Tensor, out: NumpyArray, threads: int) -> None: ...
     def read(self, out: NumpyArray) -> None: ...
 
 class LinearBatch:
@@ -144,7 +145,7 @@ class LinearBatch:
     ) -> None: ...
     def differentiate(
         self,
-        model: LinearModel,
+        coordinates: NumpyArray,
         loss: str,
         intercept: Sequence[float],
         derivatives: NumpyArray,

@@ -14,6 +14,15 @@ LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
 seeds = st.integers(0, 2**32 - 1)
 
 
+def step(weights: Weights, batch, loss: str, rate: float) -> np.ndarray:
+    """Take a step with one batch; return its gradient with the tail."""
+    out = np.empty((len(batch.columns), weights.width), weights.dtype)
+    columns = batch.columns[:-TAIL].numpy()
+    batch.gradient(weights.read_at(columns), weights.intercept, loss, out)
+    weights.step(columns, out[:-TAIL], out[-TAIL:].astype(np.float64), rate)
+    return out
+
+
 def dense_of(batch, weights: Weights, derivatives: np.ndarray) -> np.ndarray:
     """Return X'd of a batch, dense."""
     out = np.empty((len(batch.columns) - TAIL, weights.width), weights.dtype)
@@ -64,12 +73,11 @@ def test_steps_are_those_of_a_dense_model(adaptive, seed, loss, rows, dimensions
     )
     weights = Weights(dimensions, 1, l1, l2, adaptive, dtype=np.float64)
     model = DenseModel(loss, l1, l2, adaptive, np.zeros(dimensions))
-    out = np.empty((len(batch.columns), 1))
     for rate in (0.5, 0.125, 0.25):
         gradient, slope, total = model.gradient(dense, targets, row_weights)
         share = 1 / max(row_weights.sum(), 1e-300) if row_weights.any() else 0.0
-        found = weights.step(weights.gradient(batch, loss, out), rate)
-        assert found == pytest.approx((total, row_weights.sum()))
+        out = step(weights, batch, loss, rate)
+        assert out[-TAIL:, 0] == pytest.approx([slope, row_weights.sum(), total])
         model.step(gradient * share, slope * share, rate)
         coordinates, intercepts = weights.read()
         assert coordinates[:, 0] == pytest.approx(model.weights, abs=1e-6 if adaptive else 1e-12)
@@ -90,11 +98,9 @@ def test_a_coordinate_is_regularised_in_steps_that_do_not_touch_it(seed, steps, 
     model = DenseModel("logistic", l1, l2, False, np.zeros(12))
     for step, batch in enumerate(batches):
         rate = 1 / (1 + step)
-        out = np.empty((len(batch.columns), 1))
-        stream = weights.gradient(batch, "logistic", out)
+        out = step(weights, batch, "logistic", rate)
         gradient = np.zeros(12)
-        gradient[stream.indices[:-TAIL].numpy()] = out[:-TAIL, 0]
-        weights.step(stream, rate)
+        gradient[batch.columns[:-TAIL].numpy()] = out[:-TAIL, 0]
         model.step(gradient, float(out[-TAIL, 0]), rate)
         assert weights.read()[0][:, 0] == pytest.approx(model.weights, abs=1e-12)
 
@@ -106,11 +112,11 @@ def test_with_adagrad_a_coordinate_owes_one_proximal_step_of_all_lengths():
     dense[1:, 2] = 1
     batches = arrange(rows_of(dense), np.ones(4), None, 1, np.arange(4))
     weights = Weights(3, 1, l1, l2, True, dtype=np.float64)
-    weights.step(weights.gradient(batches[0], "logistic", np.empty((5, 1))), 1.0)
+    step(weights, batches[0], "logistic", 1.0)
     root = np.sqrt(weights.rows[:2, 1]) + 1e-7
     after = weights.rows[:2, 0].copy()
     for batch, rate in zip(batches[1:], rates, strict=True):
-        weights.step(weights.gradient(batch, "logistic", np.empty((4, 1))), rate)
+        step(weights, batch, "logistic", rate)
     length = (1.0 + sum(rates)) / root
     expected = np.maximum(np.abs(after) - l1 * length, 0) / (1 + l2 * length)
     assert np.abs(weights.read()[0][:2, 0]) == pytest.approx(expected)
@@ -130,8 +136,7 @@ def test_bits_are_the_same_at_any_number_of_threads(width, adaptive, l1, l2):
         batches = arrange(rows_of(dense), targets.astype(np.float32), None, 1000, np.arange(2000))
         weights = Weights(900, width, l1, l2, adaptive)
         for batch in batches:
-            out = np.empty((len(batch.columns), width), np.float32)
-            weights.step(weights.gradient(batch, "logistic", out), 0.5)
+            step(weights, batch, "logistic", 0.5)
         found.append(np.append(weights.rows, weights.intercept.astype(np.float32)).tobytes())
     torch.set_num_threads(1)
     assert len(set(found)) == 1
@@ -144,7 +149,7 @@ def test_the_average_is_that_of_the_models_after_each_step():
     models = []
     for batch in batches:
         for one in (weights, single):
-            one.step(one.gradient(batch, "logistic", np.empty((len(batch.columns), 1))), 0.5)
+            step(one, batch, "logistic", 0.5)
         models.append(np.append(*single.read()))
     assert np.append(*weights.read()) == pytest.approx(np.mean(models, axis=0))
 
@@ -158,9 +163,7 @@ def test_a_scale_that_becomes_small_is_multiplied_into_the_coordinates():
         models = []
         for _ in range(12):
             gradient, slope, _ = model.gradient(dense, np.ones(8), np.ones(8))
-            weights.step(
-                weights.gradient(batch, "logistic", np.empty((len(batch.columns), 1))), 10.0
-            )
+            step(weights, batch, "logistic", 10.0)
             model.step(gradient / 8, slope / 8, 10.0)
             models.append(model.weights)
         expected = np.mean(models, axis=0) if l1 == 0 else model.weights

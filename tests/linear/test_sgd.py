@@ -1,17 +1,16 @@
 """SGD on several ranks: what one rank would do with all their rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError
-from sparcel.linear.batches import arrange
-from sparcel.linear.exchange import Exchange
-from sparcel.linear.sgd import Sgd
+from sparcel.linear.batches import TAIL
 from sparcel.linear.step_sizes import RULES, StepSizes
 from sparcel.linear.training import Settings, prepare, train
 from tests.linear.reference import DenseModel, random_rows, rows_of
@@ -28,12 +27,10 @@ def own_rows(rank: int, rows: int):
 def fitted(comm, rows: int, settings: Settings):
     """Train on a rank's own rows; return the model and the losses of the epochs."""
     found, targets = own_rows(0 if comm is None else comm.rank, rows)
-    weights = settings.weights(DIMENSIONS, 1, np.float32)
-    losses = []
-    sgd = prepare(found, targets, None, weights, settings, comm)
-    train(sgd, settings, lambda epoch: losses.append(epoch.loss))
-    coordinates, intercepts = weights.read()
-    return coordinates.tobytes(), intercepts.tolist(), losses
+    sgd = prepare(found, targets, None, 1, settings, comm)
+    train(sgd, settings)
+    coordinates, intercepts = sgd.model.whole().read()
+    return coordinates.tobytes(), intercepts.tolist(), sgd.losses
 
 
 def exact(**more) -> Settings:
@@ -44,7 +41,7 @@ def exact(**more) -> Settings:
 
 
 @given(ranks=st.integers(2, 9), rows=st.sampled_from([4, 8, 16]))
-@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS.keys() - {"dense"}), "auto"])
+@pytest.mark.parametrize("algorithm", [*sorted(ALGORITHMS.keys() - {"dense"}), "auto", "sharded"])
 def test_every_algorithm_gives_the_model_and_the_losses_of_dense_sums(algorithm, ranks, rows):
     ranks = 1 << (ranks.bit_length() - 1)  # so that dividing by the rows is exact
     dense = simulate(ranks, lambda comm: fitted(comm, rows, exact(algorithm="dense"))).results
@@ -54,22 +51,25 @@ def test_every_algorithm_gives_the_model_and_the_losses_of_dense_sums(algorithm,
 
 @pytest.mark.parametrize("step", RULES)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_take_the_steps_of_a_dense_model_on_all_their_rows(step, asynchronous):
+@pytest.mark.parametrize("algorithm", ["auto", "sharded"])
+def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
     counts, size = [7, 0, 12], 5
     settings = Settings(
-        l2=0.01, step=step, batch_size=size, epochs=3, tol=None, asynchronous=asynchronous, eta0=0.5
+        l2=0.0 if step == "adagrad" else 0.01,
+        step=step,
+        batch_size=size,
+        epochs=3,
+        tol=None,
+        asynchronous=asynchronous,
+        algorithm=algorithm,
     )
-    if step == "adagrad":
-        settings = Settings(**{**settings.__dict__, "l2": 0.0})
 
     def run(comm):
         rows, targets = own_rows(comm.rank, counts[comm.rank])
-        weights = settings.weights(DIMENSIONS, 1, np.float32)
-        sgd = prepare(rows, targets, None, weights, settings, comm)
-        batches = [(batch.entries, batch.rows) for batch in sgd.batches]
+        sgd = prepare(rows, targets, None, 1, settings, comm)
         train(sgd, settings)
         order = np.random.default_rng([settings.seed, comm.rank]).permutation(len(rows))
-        return len(batches), order, np.append(*weights.read())
+        return -(-len(rows) // size), order, np.append(*sgd.model.whole().read())
 
     found = simulate(3, run).results
     model = DenseModel("logistic", 0.0, settings.l2, step == "adagrad", np.zeros(DIMENSIONS))
@@ -121,9 +121,8 @@ def test_no_rows_and_unlike_rows_are_told_to_all_ranks():
     settings = Settings()
 
     def run(comm, rows, dimensions):
-        weights = settings.weights(dimensions, 1, np.float32)
-        targets = np.ones(rows, np.float32)
-        prepare(rows_of(np.ones((rows, 3), np.float32)), targets, None, weights, settings, comm)
+        found = replace(rows_of(np.ones((rows, 3), np.float32)), dimensions=dimensions)
+        prepare(found, np.ones(rows, np.float32), None, 1, settings, comm)
 
     with pytest.raises(InputError, match="there are no rows to fit a model to"):
         simulate(3, lambda comm: run(comm, 0, 3))
@@ -141,7 +140,7 @@ def test_averages_that_would_be_wrong_are_refused():
 def test_training_ends_when_the_loss_no_longer_falls():
     rows, targets = own_rows(0, 40)
     settings = Settings(batch_size=1, epochs=1000, tol=1e-3, l2=0.1)
-    sgd = prepare(rows, targets, None, settings.weights(DIMENSIONS, 1, np.float32), settings)
+    sgd = prepare(rows, targets, None, 1, settings)
     train(sgd, settings)
     assert 5 < sgd.epochs < 1000
 
@@ -149,17 +148,39 @@ def test_training_ends_when_the_loss_no_longer_falls():
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_real_processes_agree_with_the_simulated_cluster(run_on, world_size):
-    settings = exact(asynchronous=True)
-    expected = simulate(world_size, lambda comm: fitted(comm, 20, settings)).results
-    assert run_on(world_size, fitted, 20, settings) == expected
+    for algorithm in ("auto", "sharded"):
+        settings = exact(asynchronous=True, algorithm=algorithm)
+        expected = simulate(world_size, lambda comm, s=settings: fitted(comm, 20, s)).results
+        assert run_on(world_size, fitted, 20, settings) == expected
 
 
-def test_losses_have_no_gradient_of_ranks_without_batches():
-    settings = Settings(batch_size=4)
-    weights = settings.weights(DIMENSIONS, 1, np.float32)
-    rows, targets = own_rows(0, 8)
-    batches = arrange(rows, targets, None, 4, np.arange(8))
-    sgd = Sgd(weights, batches, 5, "logistic", StepSizes("adagrad", 0.5), Exchange(None, "auto", 0))
-    assert weights.no_gradient().nnz == 0
-    assert weights.no_gradient().values.dtype == torch.float32
-    assert sgd.steps == 5
+@pytest.mark.parametrize("algorithm", ["auto", "sharded"])
+@pytest.mark.parametrize("step", ["adagrad", "inverse", "bold_driver"])
+def test_a_training_goes_on_from_a_state_bit_by_bit(algorithm, step):
+    settings = Settings(batch_size=3, epochs=4, tol=None, step=step, algorithm=algorithm, l2=0.01)
+
+    def run(comm, state):
+        sgd = prepare(*own_rows(comm.rank, 10), None, 1, settings, comm)
+        if state is not None:
+            sgd.restore(state)
+        states = []
+        train(sgd, settings, lambda epoch: states.append(sgd.state()))
+        coordinates, intercepts = sgd.model.whole().read()
+        return coordinates.tobytes(), intercepts.tolist(), sgd.losses, states
+
+    *expected, states = simulate(3, lambda comm: run(comm, None)).results[0]
+    *resumed, _ = simulate(3, lambda comm: run(comm, states[1])).results[0]
+    assert resumed == expected
+
+
+def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():
+    settings = Settings(batch_size=5, epochs=2, tol=None, l2=0.0)
+
+    def run(comm):
+        sgd = prepare(*own_rows(comm.rank, 20), None, 1, settings, comm)
+        sgd.epoch()
+        return sgd.epoch().volume, sum(len(b.columns) - TAIL for b in sgd.batches), len(sgd.batches)
+
+    found = simulate(4, run).results
+    most = 2 * 4 * max(columns for _, columns, _ in found) + 4 * 3 * TAIL * found[0][2]
+    assert all(volume <= most for volume, *_ in found)

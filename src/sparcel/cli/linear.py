@@ -97,8 +97,12 @@ def fit(
         bool, typer.Option("--resume", help="Go on from the checkpoint, if it is there.")
     ] = False,
     algorithm: Annotated[
-        str, typer.Option(help="How gradients are summed: auto, dense, split_allgather, ...")
-    ] = "auto",
+        str,
+        typer.Option(
+            help="How processes share gradients: sharded gives each coordinate one owner; auto,"
+            " dense, split_allgather and their like sum them on all."
+        ),
+    ] = "sharded",
     asynchronous: Annotated[
         bool,
         typer.Option("--asynchronous", help="Sum a gradient while the next one is computed."),

@@ -43,6 +43,27 @@ class Batch:
     rows: int
     weight: float
 
+    def gradient(self, coordinates: Array, intercept: Array, loss: str, out: Array) -> None:
+        """Write the sum of the rows' gradients, and the tail's values.
+
+        Parameters
+        ----------
+        coordinates
+            ``[count, width]`` those of the model at the batch's columns.
+        intercept
+            ``[width]`` of the model.
+        out
+            ``[count + TAIL, width]``: the gradient, that of the intercepts, the rows' weight and
+            the sum of their losses.
+        """
+        width, threads = len(intercept), torch.get_num_threads()
+        derivatives = np.empty((self.rows, width), out.dtype)
+        totals = self.entries.differentiate(
+            coordinates, loss, intercept.tolist(), derivatives, threads
+        )
+        self.entries.gradient(derivatives, width, out, threads)
+        out[-3], out[-2], out[-1] = totals[width:], self.weight, totals[:width]
+
 
 def arrange(
     rows: Rows, targets: Array, weights: Array | None, size: int, order: Array

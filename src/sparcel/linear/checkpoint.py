@@ -64,8 +64,10 @@ def share(arrays: Mapping[str, Array] | None, comm: Communicator | None) -> dict
     for name, (dtype, shape) in gathered(comm, shapes)[0].items():
         stream = None
         if arrays is not None:
-            content = torch.from_numpy(np.frombuffer(arrays[name].tobytes(), np.int32))
+            content = torch.from_numpy(
+                np.ascontiguousarray(arrays[name]).reshape(-1).view(np.int32)
+            )
             stream = SparseStream.unchecked(None, content, content.numel())
         total = api.broadcast(stream, 0, comm).values.numpy()
-        found[name] = np.frombuffer(total.tobytes(), dtype).reshape(shape)
+        found[name] = total.view(dtype).reshape(shape)
     return found

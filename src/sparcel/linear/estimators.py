@@ -16,6 +16,7 @@ from sparcel.linear.ranks import ranks_of
 from sparcel.linear.sgd import Epoch
 from sparcel.linear.step_sizes import Rule
 from sparcel.linear.training import Settings, prepare, train
+from sparcel.linear.weights import Weights
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
@@ -55,7 +56,9 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
         Whether a gradient is computed while the one before is summed over the ranks. The model that
         it is taken at is then older by one step, on every rank and in every run.
     algorithm
-        How gradients are summed over ranks: see `sparcel.all_reduce`.
+        How ranks share gradients. ``"sharded"`` gives each coordinate an owner, to which gradients
+        go and from which each rank gets what its next batch needs. Otherwise every rank holds the
+        whole model, and gradients are summed by this algorithm of `sparcel.all_reduce`.
     random_state
         Decides the order of the rows and of the batches.
 
@@ -81,7 +84,7 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
     average: bool = False
     fit_intercept: bool = True
     asynchronous: bool = False
-    algorithm: str = "auto"
+    algorithm: str = "sharded"
     random_state: int = 0
 
     coef_: Any = field(init=False)
@@ -111,21 +114,20 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
         settings, rows = self._settings(loss), as_rows(X)
         done = getattr(self, "n_iter_", 0) if once else 0
         weights = getattr(self, "_weights", None) if once else None
-        if weights is None:
-            weights = settings.weights(rows.dimensions, width, rows.values.dtype)
+        if once and weights is None:
+            weights = Weights(**settings.weights(rows.dimensions, width, rows.values.dtype))
             if done:
                 weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
-        sgd = prepare(rows, targets, row_weights, weights, settings, comm)
+        sgd = prepare(rows, targets, row_weights, width, settings, comm, weights)
         sgd.epochs = done
         epochs: list[Epoch] = []
         if once:
             epochs.append(sgd.epoch())
-            self._weights = weights
         else:
             train(sgd, settings, epochs.append)
-            self._weights = None
+        self._weights = weights
         self.epochs_, self.n_iter_ = epochs, sgd.epochs
-        coefficients, intercepts = weights.read()
+        coefficients, intercepts = sgd.model.whole().read()
         self.coef_, self.intercept_ = coefficients.T, intercepts.astype(coefficients.dtype)
 
     def _scores(self, X: Any) -> Array:

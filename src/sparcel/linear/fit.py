@@ -62,18 +62,17 @@ def run(job: Job, console: Console) -> LinearModel:
     classes, targets = _targets(job, rows, comm)
     console.print(_described(job, rows, classes, comm), soft_wrap=True)
     width = 1 if classes is None else classes.width
-    weights = job.settings.weights(rows.dimensions, width, rows.values.dtype)
-    sgd = prepare(rows, targets, None, weights, job.settings, comm)
+    sgd = prepare(rows, targets, None, width, job.settings, comm)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     _resume(job, sgd, comm, console)
     log = _trained(job, sgd, console, speaks)
-    coefficients, intercepts = weights.read()
+    coefficients, intercepts = sgd.model.whole().read()
     model = LinearModel(
         *(coefficients, intercepts, job.settings.loss),
         None if classes is None else classes.labels,
         {"source": describe(job.source)},
     )
-    _summarise(log, sgd, weights.dimensions * width, comm, console)
+    _summarise(log, sgd, rows.dimensions * width, comm, console)
     if speaks:
         model.save(job.out)
         if job.plot is not None:
@@ -168,8 +167,10 @@ def _trained(job: Job, sgd: Sgd, console: Console, speaks: bool) -> Log:
                 f"{epoch.number:5d}  {epoch.loss:8.5f}  {epoch.seconds:7.2f} s"
                 f" {epoch.communication_seconds:7.2f} s  {epoch.volume / 1e6:6.1f} MB"
             )
-            if speaks and job.checkpoint is not None:
-                checkpoint.write(job.checkpoint, "checkpoint", job.about, sgd.state())
+            if job.checkpoint is not None:
+                state = sgd.state()
+                if speaks:
+                    checkpoint.write(job.checkpoint, "checkpoint", job.about, state)
 
         train(sgd, job.settings, after_epoch, after_step)
     return log

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparcel.linear.batches import Batch, most_entries
-from sparcel.linear.exchange import Exchange, Pending
+from sparcel.comm import Communicator
+from sparcel.linear.batches import TAIL, Batch, most_entries
+from sparcel.linear.replicated import Numbers, Pending, Replicated, Stepped
+from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import StepSizes
-from sparcel.linear.weights import Weights
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Epoch:
         Mean loss of the rows, each before the step that used it (progressive validation); with
         several classes, the sum over the classes.
     seconds, communication_seconds
-        Wall clock on this rank; the time it waited for the other ranks' gradients.
+        Wall clock on this rank; the time it waited for the other ranks.
     volume
         The larger of the bytes that this rank sent and received.
     """
@@ -41,30 +41,33 @@ class Epoch:
 
 
 class Sgd:
-    """Takes steps: all ranks take the same, each with the sum of all ranks' gradients.
+    """Takes steps, each with the sum of all ranks' gradients.
 
     Parameters
     ----------
-    weights
-        The model, equal on all ranks.
+    model
+        Where the coordinates are, and how they are changed.
     batches
         This rank's own.
-    steps
-        Steps an epoch: the most batches of any rank. A rank that has fewer keeps taking part.
+    counts
+        How many batches each rank has. An epoch has as many steps as the most; a rank that has
+        fewer keeps taking part.
     loss
         ``"logistic"``, ``"hinge"``, ``"squared_hinge"`` or ``"squared"``.
     sizes
         Of the steps.
-    exchange
-        Sums gradients.
+    comm
+        The ranks; None for one alone.
     asynchronous
-        Whether a step's gradient is computed while that of the step before is summed. Each step but
-        an epoch's first then uses a gradient of the model before the step before it.
+        Whether a gradient is computed while the step before is under way. It is then one of the
+        model before that step, except in an epoch's first step.
     seed
         Decides the order of the batches in each epoch.
 
     Attributes
     ----------
+    steps
+        Steps an epoch.
     epochs
         Epochs so far.
     losses
@@ -73,54 +76,53 @@ class Sgd:
 
     def __init__(
         self,
-        weights: Weights,
+        model: Replicated | Sharded,
         batches: Sequence[Batch],
-        steps: int,
+        counts: Sequence[int],
         loss: str,
         sizes: StepSizes,
-        exchange: Exchange,
+        comm: Communicator | None = None,
         asynchronous: bool = False,
         seed: int = 0,
     ) -> None:
-        self.weights, self.batches, self.steps = weights, batches, steps
-        self._loss, self._sizes, self._exchange = loss, sizes, exchange
-        self._asynchronous, self._seed = asynchronous, seed
-        self.epochs = 0
+        self.model, self.batches, self._counts, self._comm = model, batches, counts, comm
+        self._loss, self._sizes, self._lag = loss, sizes, int(asynchronous)
+        self._seed, self._rank = seed, 0 if comm is None else comm.rank
+        self.steps, self.epochs = max(counts), 0
         self.losses: list[float] = []
-        shape = (most_entries(batches), weights.width)
+        weights = model.weights
+        shape = (max(most_entries(batches), TAIL), weights.width)
         # Two, because one is sent while the next gradient is written.
         self._buffers = [np.empty(shape, weights.dtype) for _ in range(2)]
         self._loss_sum = self._weight_sum = 0.0
 
     def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
         """Take the steps of one pass over the rows; all ranks call."""
-        start = time.perf_counter()
-        waited, sent = self._exchange.seconds, self._exchange.volume
+        start, waited, sent = time.perf_counter(), self.model.seconds, self._volume
         self._loss_sum = self._weight_sum = 0.0
-        order = np.random.default_rng([self._seed, self.epochs]).permutation(len(self.batches))
+        numbers = self._numbers()
+        read = [self.model.read(numbers[step]) for step in range(1 + self._lag)]
         pending: Pending | None = None
         for step in range(self.steps):
-            gradient = self._gradient(order, step)
-            if not self._asynchronous:
-                self._apply(self._exchange.sum(gradient), step)
+            gradient = self._gradient(numbers[step], read.pop(0), step)
+            rate = self._sizes.at(self.epochs + step / self.steps)
+            args = (numbers[step], gradient, rate, numbers[step + 1 + self._lag])
+            if not self._lag:
+                read.append(self._count(self.model.step(*args)))
             else:
                 if pending is not None:
-                    self._apply(pending(), step - 1)
-                pending = self._exchange.start(gradient)
+                    read.append(self._count(pending()))
+                pending = self.model.start(*args)
             after_step(step)
         if pending is not None:
-            self._apply(pending(), self.steps - 1)
+            self._count(pending())
         loss = self.mean_loss
         self._sizes.epoch_ended(loss)
         self.epochs += 1
         self.losses.append(loss)
-        return Epoch(
-            self.epochs,
-            loss,
-            time.perf_counter() - start,
-            self._exchange.seconds - waited,
-            self._exchange.volume - sent,
-        )
+        seconds = time.perf_counter() - start
+        waited, sent = self.model.seconds - waited, self._volume - sent
+        return Epoch(self.epochs, loss, seconds, waited, sent)
 
     @property
     def mean_loss(self) -> float:
@@ -128,25 +130,48 @@ class Sgd:
         return self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
 
     def state(self) -> dict[str, Array]:
-        """Return what a later training needs to go on from here, bit by bit."""
+        """Return what a later training needs to go on from here, bit by bit; all ranks call."""
         progress = np.array([self.epochs, self._sizes.size, self._sizes.last_loss])
-        return {**self.weights.state(), "progress": progress, "losses": np.array(self.losses)}
+        return {
+            **self.model.whole().state(),
+            "progress": progress,
+            "losses": np.array(self.losses),
+        }
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Go on from where another training with the same rows and settings was."""
-        self.weights.restore(state)
+        self.model.restore(state)
         epochs, self._sizes.size, self._sizes.last_loss = state["progress"].tolist()
         self.epochs, self.losses = int(epochs), state["losses"].tolist()
 
-    def _gradient(self, order: Array, step: int) -> SparseStream:
-        if step >= len(self.batches):
-            return self.weights.no_gradient()
-        batch = self.batches[order[step]]
-        out = self._buffers[step % 2][: len(batch.columns)]
-        return self.weights.gradient(batch, self._loss, out)
+    @property
+    def _volume(self) -> int:
+        return 0 if self._comm is None else self._comm.traffic.volume
 
-    def _apply(self, total: SparseStream, step: int) -> None:
-        rate = self._sizes.at(self.epochs + step / self.steps)
-        loss, weight = self.weights.step(total, rate)
-        self._loss_sum += loss
-        self._weight_sum += weight
+    def _numbers(self) -> list[Numbers]:
+        """Return the batches of all ranks in each step of this epoch, and none for two steps more.
+
+        Every rank draws the order of every rank, because owners answer what others need next.
+        """
+        orders = [
+            np.random.default_rng([self._seed, self.epochs]).permutation(count).tolist()
+            for count in self._counts
+        ]
+        return [
+            [order[step] if step < len(order) else None for order in orders]
+            for step in range(self.steps + 2)
+        ]
+
+    def _gradient(self, numbers: Numbers, coordinates: Array | None, step: int) -> Array:
+        """Return the gradient of this rank's batch, with its tail."""
+        out, number = self._buffers[step % 2], numbers[self._rank]
+        if number is not None and coordinates is not None:
+            batch = self.batches[number]
+            out = out[: len(batch.columns)]
+            batch.gradient(coordinates, self.model.weights.intercept, self._loss, out)
+        return out
+
+    def _count(self, stepped: Stepped) -> Array | None:
+        self._loss_sum += float(stepped.tail[2].sum())
+        self._weight_sum += float(stepped.tail[1, 0])
+        return stepped.coordinates

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.batches import arrange, most_entries
-from sparcel.linear.exchange import Exchange
 from sparcel.linear.ranks import gathered
+from sparcel.linear.replicated import Replicated
 from sparcel.linear.sgd import Epoch, Sgd
+from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import Rule, StepSizes
 from sparcel.linear.weights import Weights
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
+
+SHARDED = "sharded"
+"""The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,11 @@ class Settings:
     average: bool = False
     fit_intercept: bool = True
     asynchronous: bool = False
-    algorithm: str = "auto"
+    algorithm: str = "sharded"
     seed: int = 0
 
-    def weights(self, dimensions: int, width: int, dtype: np.dtype) -> Weights:
-        """Return a model that is zero."""
+    def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
+        """Return the arguments of the model's `Weights`."""
         adaptive = StepSizes(self.step, self.eta0).adaptive
         if self.average and (self.l1 > 0 or (adaptive and self.l2 > 0)):
             raise InputError(
@@ -46,10 +51,16 @@ class Settings:
                 " average would miss what regularisation still owes to rarely seen coordinates;"
                 " leave one of them out"
             )
-        return Weights(
-            *(dimensions, width, self.l1, self.l2, adaptive, self.average, dtype),
-            self.fit_intercept,
-        )
+        return {
+            "dimensions": dimensions,
+            "width": width,
+            "l1": self.l1,
+            "l2": self.l2,
+            "adaptive": adaptive,
+            "average": self.average,
+            "dtype": dtype,
+            "intercept": self.fit_intercept,
+        }
 
 
 _PATIENT_EPOCHS, _PATIENT_STEPS = 5, 100
@@ -60,9 +71,10 @@ def prepare(
     rows: Rows,
     targets: Array,
     row_weights: Array | None,
-    weights: Weights,
+    width: int,
     settings: Settings,
     comm: Communicator | None = None,
+    weights: Weights | None = None,
 ) -> Sgd:
     """Arrange a rank's rows in batches and agree with the others on what they share.
 
@@ -70,10 +82,13 @@ def prepare(
     ----------
     rows, targets, row_weights
         This rank's; see `sparcel.linear.batches.arrange`. A rank may have none.
-    weights
-        The model to train, equal on all ranks.
+    width
+        Number of classes that are told from the rest, 1 for two classes and for regression.
     comm
         The ranks; None for one alone. All of them call.
+    weights
+        The model to go on from, equal on all ranks, each of which keeps the whole; None for a new
+        one.
 
     Raises
     ------
@@ -83,25 +98,27 @@ def prepare(
     rank = 0 if comm is None else comm.rank
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
     batches = arrange(rows, targets, row_weights, settings.batch_size, order)
+    dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
-    own = [len(batches), weight, most_entries(batches), weights.dimensions, str(weights.dtype)]
-    steps, total, entries, dimensions, dtypes = zip(*gathered(comm, own), strict=True)
-    if max(steps) == 0:
+    own = [len(batches), weight, most_entries(batches), rows.dimensions, str(dtype)]
+    counts, total, entries, dimensions, dtypes = zip(*gathered(comm, own), strict=True)
+    if max(counts) == 0:
         raise InputError("there are no rows to fit a model to, on any rank")
     if sum(total) == 0:
         raise InputError("the weights of all rows are zero; at least one must be positive")
     for name, values in (("dimensions", dimensions), ("the dtype", dtypes)):
         if len(set(values)) > 1:
             raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
+    arguments = settings.weights(rows.dimensions, width, dtype)
+    model: Replicated | Sharded
+    if settings.algorithm == SHARDED and comm is not None and weights is None:
+        model = Sharded(arguments, batches, comm)
+    else:
+        by = "auto" if settings.algorithm == SHARDED else settings.algorithm
+        model = Replicated(weights or Weights(**arguments), batches, comm, by, max(entries))
+    sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
-        weights,
-        batches,
-        max(steps),
-        settings.loss,
-        StepSizes(settings.step, settings.eta0),
-        Exchange(comm, settings.algorithm, max(entries)),
-        settings.asynchronous,
-        settings.seed,
+        model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed
     )
 
 

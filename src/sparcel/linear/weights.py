@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.kernels import index_dtype
-from sparcel.linear.batches import TAIL, Batch
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
 
 _ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
 
@@ -73,53 +70,33 @@ class Weights:
         """The dtype of the coordinates."""
         return self.rows.dtype
 
-    def gradient(self, batch: Batch, loss: str, out: Array) -> SparseStream:
-        """Return the sum of the gradients of a batch's rows; its values are written to ``out``.
+    def read_at(self, columns: Array | Tensor) -> Array:
+        """Return the coordinates at some columns, ``[count, width]``."""
+        out = np.empty((len(columns), self.width), self.dtype)
+        self._model.read_at(columns, out, torch.get_num_threads())
+        return out
 
-        The stream's tail holds the gradients of the intercepts, the rows' weight and their loss.
-        ``out`` is ``[count + TAIL, width]``.
-        """
-        threads = torch.get_num_threads()
-        derivatives = np.empty((batch.rows, self.width), self.dtype)
-        totals = batch.entries.differentiate(
-            self._model, loss, self.intercept.tolist(), derivatives, threads
-        )
-        batch.entries.gradient(derivatives, self.width, out, threads)
-        out[-3], out[-2], out[-1] = totals[self.width :], batch.weight, totals[: self.width]
-        return self._stream(batch.columns, out)
-
-    def no_gradient(self) -> SparseStream:
-        """Return the gradient of a rank that has no batch left."""
-        return self._stream(
-            torch.empty(0, dtype=index_dtype(self.dimensions + TAIL)),
-            np.empty((0, self.width), self.dtype),
-        )
-
-    def step(self, gradient: SparseStream, rate: float) -> tuple[float, float]:
+    def step(self, columns: Array | None, values: Array, tail: Array, rate: float) -> None:
         """Take a step against the sum of all ranks' gradients, divided by their rows' weight.
 
-        Returns
-        -------
-        tuple of float
-            The sum of the losses before the step, over rows and classes, and the rows' weight.
+        Parameters
+        ----------
+        columns
+            ``[count]`` increasing, or None for all.
+        values
+            ``[count, width]`` the gradient at these columns.
+        tail
+            ``[TAIL, width]`` float64: what `Batch.gradient` appends, summed over ranks.
+        rate
+            The size of the step.
         """
-        values = gradient.values.numpy().reshape(-1, self.width)
-        columns = None if gradient.indices is None else gradient.indices.numpy()[:-TAIL]
-        (slope, (weight, *_), losses) = values[-TAIL:].astype(np.float64)
+        slope, weight = tail[0], tail[1, 0]
         factor = 1 / weight if weight > 0 else 0.0
-        self._model.step(
-            columns,
-            np.ascontiguousarray(values[:-TAIL]),
-            factor,
-            rate,
-            self.sums,
-            self.scales,
-            torch.get_num_threads(),
-        )
+        threads = torch.get_num_threads()
+        self._model.step(columns, values, factor, rate, self.sums, self.scales, threads)
         if self.fits_intercept:
             self._step_intercept(slope * factor, rate)
         self._regularise(rate)
-        return float(losses.sum()), float(weight)
 
     def _step_intercept(self, slope: Array, rate: float) -> None:
         if self.adaptive:
@@ -182,12 +159,6 @@ class Weights:
         out -= self.sums
         out /= self.steps
         return out, self.intercept_sums / self.steps
-
-    def _stream(self, columns: Tensor, values: Array) -> SparseStream:
-        shape = (-1,) if self.width == 1 else (-1, self.width)
-        return SparseStream.unchecked(
-            columns, torch.from_numpy(values).view(shape), self.dimensions + TAIL
-        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -1,0 +1,130 @@
+"""A model that every rank holds, and changes by the sum of all ranks' gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from sparcel import api
+from sparcel.comm import Communicator
+from sparcel.kernels import index_dtype
+from sparcel.linear.batches import TAIL, Batch
+from sparcel.linear.weights import Weights
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
+
+
+class Stepped(NamedTuple):
+    """What a step gives back: the tail of the summed gradient, and coordinates for a later step."""
+
+    tail: Array
+    coordinates: Array | None
+
+
+Pending: TypeAlias = Callable[[], Stepped]
+"""Waits for a step and returns what it gives back."""
+
+Numbers: TypeAlias = Sequence[int | None]
+"""The number of the batch that each rank takes, by rank; None where it has none left."""
+
+
+class Replicated:
+    """A whole model on every rank.
+
+    Parameters
+    ----------
+    weights
+        The model, equal on all ranks.
+    batches
+        This rank's.
+    comm
+        The ranks; None for one alone, whose gradient is the sum.
+    algorithm
+        How gradients are summed: see `sparcel.all_reduce`.
+    max_nnz
+        The most coordinates of any rank's gradient, alike on all ranks.
+
+    Attributes
+    ----------
+    seconds
+        How long this rank has waited for sums.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        batches: Sequence[Batch],
+        comm: Communicator | None,
+        algorithm: str,
+        max_nnz: int,
+    ) -> None:
+        self.weights, self._batches, self._comm = weights, batches, comm
+        self._algorithm, self._max_nnz = algorithm, max_nnz
+        self._rank = 0 if comm is None else comm.rank
+        self.seconds = 0.0
+
+    def read(self, numbers: Numbers) -> Array | None:
+        """Return the coordinates at the columns of this rank's batch."""
+        number = numbers[self._rank]
+        if number is None:
+            return None
+        return self.weights.read_at(self._batches[number].columns[:-TAIL])
+
+    def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
+        """Take a step with the gradients of these batches, and read those wanted next."""
+        if self._comm is None:
+            return self._finish(self._stream(numbers, gradient), rate, wanted)
+        total = self._timed(lambda: self._all_reduce(numbers, gradient))
+        return self._finish(total, rate, wanted)
+
+    def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
+        """Begin what `step` does; the model changes when the result is waited for."""
+        if self._comm is None:
+            return lambda: self.step(numbers, gradient, rate, wanted)
+        stream, comm = self._stream(numbers, gradient), self._comm
+        job = api.all_reduce(
+            stream, "sum", self._algorithm, comm, async_op=True, max_nnz=self._max_nnz
+        )
+        return lambda: self._finish(self._timed(job.wait), rate, wanted)
+
+    def whole(self) -> Weights:
+        """Return the whole model; all ranks call."""
+        return self.weights
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take over the state of a whole model."""
+        self.weights.restore(state)
+
+    def _all_reduce(self, numbers: Numbers, gradient: Array) -> SparseStream:
+        stream = self._stream(numbers, gradient)
+        return api.all_reduce(
+            stream, algorithm=self._algorithm, group=self._comm, max_nnz=self._max_nnz
+        )
+
+    def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:
+        """Return a gradient with its tail as a stream; one without entries if there is no batch."""
+        number, weights = numbers[self._rank], self.weights
+        size = weights.dimensions + TAIL
+        columns = torch.empty(0, dtype=index_dtype(size))
+        if number is not None:
+            columns = self._batches[number].columns
+        shape = (-1,) if weights.width == 1 else (-1, weights.width)
+        values = torch.from_numpy(gradient[: len(columns)]).view(shape)
+        return SparseStream.unchecked(columns, values, size)
+
+    def _finish(self, total: SparseStream, rate: float, wanted: Numbers) -> Stepped:
+        values = total.values.numpy().reshape(-1, self.weights.width)
+        columns = None if total.indices is None else total.indices.numpy()[:-TAIL]
+        tail = values[-TAIL:].astype(np.float64)
+        self.weights.step(columns, values[:-TAIL], tail, rate)
+        return Stepped(tail, self.read(wanted))
+
+    def _timed(self, wait: Callable[[], SparseStream]) -> SparseStream:
+        start = time.perf_counter()
+        total = wait()
+        self.seconds += time.perf_counter() - start
+        return total

@@ -1,0 +1,194 @@
+"""A model whose coordinates each have one owner, a rank that sums their gradients and changes them.
+
+Rows do not change between epochs, so the ranks tell the owners once which columns each batch has.
+A step then sends values alone: each rank pushes the gradient of its batch to the owners, and pulls
+the coordinates at the columns of its next batch. A rank sends and receives about two values for
+each column of its batch, however many ranks there are, and holds 1/P of the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparcel.comm import Communicator
+from sparcel.linear.batches import TAIL, Batch
+from sparcel.linear.ranks import gathered
+from sparcel.linear.replicated import Numbers, Pending, Stepped
+from sparcel.linear.weights import Weights
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream, reduce
+
+_BINS = 4096
+"""Ranges of columns whose use is counted to find owners that have about equally much to do."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which of this owner's columns the batches of one rank have.
+
+    Attributes
+    ----------
+    columns
+        Counted from the first of the owner's, batch after batch.
+    bounds
+        ``[batches + 1]``: where each batch's begin in ``columns``.
+    """
+
+    columns: torch.Tensor
+    bounds: Array
+
+    def of(self, number: int | None) -> torch.Tensor:
+        """Return the columns of a batch; none if there is no batch."""
+        if number is None:
+            return self.columns[:0]
+        return self.columns[self.bounds[number] : self.bounds[number + 1]]
+
+
+class Sharded:
+    """A rank's part of a model, and the exchange with the owners of the others.
+
+    All ranks make one, with what their `Replicated` would get.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], batches: Sequence[Batch], comm: Communicator
+    ) -> None:
+        self._settings, self._comm = dict(settings), comm
+        own = [batch.columns[:-TAIL].numpy() for batch in batches]
+        self.starts = _owners(own, settings["dimensions"], comm)
+        region = self.starts[comm.rank + 1] - self.starts[comm.rank]
+        self.weights = Weights(**{**self._settings, "dimensions": region})
+        # Where the columns of each owner begin in each batch.
+        self._cuts = [np.searchsorted(columns, self.starts) for columns in own]
+        self._asked = self._tell_owners(own)
+        self.seconds = 0.0
+
+    def read(self, numbers: Numbers) -> Array | None:
+        """Pull the coordinates at the columns of this rank's batch; all ranks call."""
+        return self._comm.run(lambda: self._pull(numbers))
+
+    def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
+        """Take a step with the gradients of these batches, and read those wanted next."""
+        return self._comm.run(lambda: self._step(numbers, gradient, rate, wanted))
+
+    def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
+        """Begin what `step` does, on the communicator's thread."""
+        return self._comm.submit(lambda: self._step(numbers, gradient, rate, wanted)).wait
+
+    def whole(self) -> Weights:
+        """Return the whole model; all ranks call."""
+        state = self.weights.state()
+        for name in ("rows", "sums"):
+            if name in state:
+                state[name] = self._gather(state[name])
+        whole = Weights(**self._settings)
+        whole.restore(state)
+        return whole
+
+    def restore(self, state: Mapping[str, Array]) -> None:
+        """Take this rank's part of the state of a whole model."""
+        own = slice(self.starts[self._comm.rank], self.starts[self._comm.rank + 1])
+        parts = {name: state[name][own] for name in ("rows", "sums") if name in state}
+        self.weights.restore({**state, **parts})
+
+    def _step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
+        total, tail = self._push(numbers, gradient)
+        values = total.values.numpy().reshape(-1, self.weights.width)
+        self.weights.step(
+            None if total.indices is None else total.indices.numpy(), values, tail, rate
+        )
+        return Stepped(tail, self._pull(wanted))
+
+    def _push(self, numbers: Numbers, gradient: Array) -> tuple[SparseStream, Array]:
+        """Send each owner its part of the gradient, with the tail; sum what comes by ranks."""
+        rank, width = self._comm.rank, self.weights.width
+        number = numbers[rank]
+        cuts = [0] * (self._comm.size + 1) if number is None else self._cuts[number].tolist()
+        own = gradient[: cuts[-1] + TAIL] if number is not None else np.zeros_like(gradient[:TAIL])
+        parts = [
+            _joined(own[first:last], own[-TAIL:])
+            for first, last in pairwise(cuts)
+        ]
+        counts = [len(asked.of(n)) for asked, n in zip(self._asked, numbers, strict=True)]
+        arrived = self._exchange(parts, [(count + TAIL) * width for count in counts])
+        streams, tail = [], np.zeros((TAIL, width))
+        for values, asked, n in zip(arrived, self._asked, numbers, strict=True):
+            rows = values.view(-1, width)
+            tail += rows[-TAIL:].numpy()
+            shaped = rows[:-TAIL] if width > 1 else rows[:-TAIL, 0]
+            streams.append(SparseStream.unchecked(asked.of(n), shaped, self.weights.dimensions))
+        return reduce(streams), tail
+
+    def _pull(self, numbers: Numbers) -> Array | None:
+        """Send each rank the coordinates that it asks for; return those at this rank's columns."""
+        rank, width = self._comm.rank, self.weights.width
+        columns = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
+        found = torch.from_numpy(self.weights.read_at(torch.cat(columns)))
+        number = numbers[rank]
+        counts = [0] * self._comm.size if number is None else np.diff(self._cuts[number]).tolist()
+        arrived = self._exchange(
+            list(found.split([len(part) for part in columns])), [c * width for c in counts]
+        )
+        return None if number is None else torch.cat(arrived).view(-1, width).numpy()
+
+    def _exchange(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Send each rank its part; return what each rank sent, ``lengths`` values."""
+        start, comm, dtype = time.perf_counter(), self._comm, parts[0].dtype
+        others = [r for r in range(comm.size) if r != comm.rank]
+        arrived = comm.exchange(
+            {r: parts[r].reshape(-1).view(torch.uint8) for r in others if parts[r].numel()},
+            {r: lengths[r] * dtype.itemsize for r in others if lengths[r]},
+        )
+        self.seconds += time.perf_counter() - start
+        arrived[comm.rank] = parts[comm.rank].reshape(-1).view(torch.uint8)
+        none = torch.empty(0, dtype=dtype)
+        return [arrived[r].view(dtype) if r in arrived else none for r in range(comm.size)]
+
+    def _tell_owners(self, own: Sequence[Array]) -> list[Asked]:
+        """Tell each owner which of its columns each batch has; return what the ranks ask for."""
+        comm, ranks = self._comm, range(self._comm.size)
+        parts, counts = [], []
+        for owner in ranks:
+            pieces = [
+                columns[cuts[owner] : cuts[owner + 1]] - self.starts[owner]
+                for columns, cuts in zip(own, self._cuts, strict=True)
+            ]
+            counts.append([len(piece) for piece in pieces])
+            parts.append(torch.from_numpy(np.concatenate([*pieces, np.zeros(0)]).astype(np.int32)))
+        told = [one[comm.rank] for one in gathered(comm, counts)]
+        arrived = comm.run(lambda: self._exchange(parts, [sum(numbers) for numbers in told]))
+        return [
+            Asked(columns, np.cumsum([0, *numbers]))
+            for columns, numbers in zip(arrived, told, strict=True)
+        ]
+
+    def _gather(self, rows: Array) -> Array:
+        """Return the rows of all owners, in order; all ranks call."""
+        part = torch.from_numpy(np.ascontiguousarray(rows))
+        widths = np.diff(self.starts) * rows.shape[1]
+        arrived = self._comm.run(lambda: self._exchange([part] * self._comm.size, widths.tolist()))
+        return torch.cat(arrived).view(-1, rows.shape[1]).numpy()
+
+
+def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:
+    """Return where each owner's columns begin, and the end: about equally many uses for each."""
+    edges = np.linspace(0, dimensions, min(_BINS, dimensions) + 1).astype(np.int64)
+    uses = np.zeros(len(edges) - 1, np.int64)
+    for columns in own:
+        uses += np.diff(np.searchsorted(columns, edges))
+    total = np.cumsum(np.sum(gathered(comm, (uses + 1).tolist()), axis=0))
+    shares = total[-1] * np.arange(1, comm.size) / comm.size
+    return [0, *edges[1 + np.searchsorted(total, shares)].tolist(), dimensions]
+
+
+def _joined(values: Array, tail: Array) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([values, tail]))
