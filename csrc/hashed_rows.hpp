@@ -37,8 +37,8 @@ struct HashedRows {
 namespace detail {
 
 // A thread's bytes of text in a round: at least what is worth a thread's while, and at most what
-// makes no more entries than the cache keeps.
-constexpr size_t kLeastShare = size_t{1} << 14, kMostShare = size_t{1} << 17;
+// makes some 10 MB of entries; with less, threads wait for one another more often.
+constexpr size_t kLeastShare = size_t{1} << 14, kMostShare = size_t{1} << 20;
 
 // The end of the documents from `from` that have `share` bytes, or all that are left.
 inline size_t end_of_share(const Documents& documents, size_t from, size_t share) {

@@ -17,7 +17,7 @@ from sklearn.feature_extraction.text import HashingVectorizer
 
 from sparcel import _cpu
 from sparcel.errors import InputError
-from sparcel.rows import HashedNGrams, Rows
+from sparcel.rows import HashedNGrams, Rows, concatenate
 from sparcel.rows.text import _classes
 
 SPACES = " \t\n\r\v\f\x1c\x1f\x85\xa0\u2003\u2028\u3000"
@@ -171,6 +171,16 @@ def test_any_number_of_threads_makes_the_same_bits(settings: HashedNGrams, seed:
     for threads in (2, 5):
         rows = settings.rows(documents, threads=threads)
         assert_same(rows, alone.offsets, alone.columns, alone.values)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_long_texts_are_hashed_in_rounds(threads: int) -> None:
+    settings = HashedNGrams("char", (2, 2), 1000)
+    documents = [f"{i} é" * (400 + i % 300) for i in range(1500)]
+    expected = concatenate([settings.rows(documents[i : i + 100]) for i in range(0, 1500, 100)])
+    rows = settings.rows(documents, threads=threads)
+    assert sum(len(document.encode()) for document in documents) > 3 * 2**20
+    assert_same(rows, expected.offsets, expected.columns, expected.values)
 
 
 def test_labels_go_with_the_rows() -> None:
