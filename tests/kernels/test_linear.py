@@ -96,8 +96,8 @@ def test_a_coordinate_is_regularised_in_steps_that_do_not_touch_it(seed, steps, 
     batches = arrange(rows_of(dense), random.choice([-1.0, 1.0], steps), None, 1, np.arange(steps))
     weights = Weights(12, 1, l1, l2, dtype=np.float64)
     model = DenseModel("logistic", l1, l2, False, np.zeros(12))
-    for step, batch in enumerate(batches):
-        rate = 1 / (1 + step)
+    for number, batch in enumerate(batches):
+        rate = 1 / (1 + number)
         out = step(weights, batch, "logistic", rate)
         gradient = np.zeros(12)
         gradient[batch.columns[:-TAIL].numpy()] = out[:-TAIL, 0]

@@ -18,11 +18,18 @@ from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 
 
+class Point(NamedTuple):
+    """The model as a batch sees it: the coordinates at its columns, and the intercepts."""
+
+    coordinates: Array
+    intercept: Array
+
+
 class Stepped(NamedTuple):
-    """What a step gives back: the tail of the summed gradient, and coordinates for a later step."""
+    """What a step gives back: the tail of the summed gradient, and the model for a later batch."""
 
     tail: Array
-    coordinates: Array | None
+    point: Point | None
 
 
 Pending: TypeAlias = Callable[[], Stepped]
@@ -67,12 +74,13 @@ class Replicated:
         self._rank = 0 if comm is None else comm.rank
         self.seconds = 0.0
 
-    def read(self, numbers: Numbers) -> Array | None:
-        """Return the coordinates at the columns of this rank's batch."""
+    def read(self, numbers: Numbers) -> Point | None:
+        """Return the model as this rank's batch sees it."""
         number = numbers[self._rank]
         if number is None:
             return None
-        return self.weights.read_at(self._batches[number].columns[:-TAIL])
+        coordinates = self.weights.read_at(self._batches[number].columns[:-TAIL])
+        return Point(coordinates, self.weights.intercept.copy())
 
     def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
         """Take a step with the gradients of these batches, and read those wanted next."""

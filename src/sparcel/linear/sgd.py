@@ -10,7 +10,7 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.linear.batches import TAIL, Batch, most_entries
-from sparcel.linear.replicated import Numbers, Pending, Replicated, Stepped
+from sparcel.linear.replicated import Numbers, Pending, Point, Replicated, Stepped
 from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import StepSizes
 from sparcel.rows.rows import Array
@@ -162,16 +162,16 @@ class Sgd:
             for step in range(self.steps + 2)
         ]
 
-    def _gradient(self, numbers: Numbers, coordinates: Array | None, step: int) -> Array:
+    def _gradient(self, numbers: Numbers, point: Point | None, step: int) -> Array:
         """Return the gradient of this rank's batch, with its tail."""
         out, number = self._buffers[step % 2], numbers[self._rank]
-        if number is not None and coordinates is not None:
+        if number is not None and point is not None:
             batch = self.batches[number]
             out = out[: len(batch.columns)]
-            batch.gradient(coordinates, self.model.weights.intercept, self._loss, out)
+            batch.gradient(*point, self._loss, out)
         return out
 
-    def _count(self, stepped: Stepped) -> Array | None:
+    def _count(self, stepped: Stepped) -> Point | None:
         self._loss_sum += float(stepped.tail[2].sum())
         self._weight_sum += float(stepped.tail[1, 0])
-        return stepped.coordinates
+        return stepped.point

@@ -20,7 +20,7 @@ import torch
 from sparcel.comm import Communicator
 from sparcel.linear.batches import TAIL, Batch
 from sparcel.linear.ranks import gathered
-from sparcel.linear.replicated import Numbers, Pending, Stepped
+from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
 from sparcel.linear.weights import Weights
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, reduce
@@ -60,7 +60,7 @@ class Sharded:
     def __init__(
         self, settings: Mapping[str, Any], batches: Sequence[Batch], comm: Communicator
     ) -> None:
-        self._settings, self._comm = dict(settings), comm
+        self._settings, self._comm, self.seconds = dict(settings), comm, 0.0
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
         self.starts = _owners(own, settings["dimensions"], comm)
         region = self.starts[comm.rank + 1] - self.starts[comm.rank]
@@ -68,10 +68,9 @@ class Sharded:
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, self.starts) for columns in own]
         self._asked = self._tell_owners(own)
-        self.seconds = 0.0
 
-    def read(self, numbers: Numbers) -> Array | None:
-        """Pull the coordinates at the columns of this rank's batch; all ranks call."""
+    def read(self, numbers: Numbers) -> Point | None:
+        """Pull the model as this rank's batch sees it; all ranks call."""
         return self._comm.run(lambda: self._pull(numbers))
 
     def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
@@ -112,10 +111,7 @@ class Sharded:
         number = numbers[rank]
         cuts = [0] * (self._comm.size + 1) if number is None else self._cuts[number].tolist()
         own = gradient[: cuts[-1] + TAIL] if number is not None else np.zeros_like(gradient[:TAIL])
-        parts = [
-            _joined(own[first:last], own[-TAIL:])
-            for first, last in pairwise(cuts)
-        ]
+        parts = [_joined(own[first:last], own[-TAIL:]) for first, last in pairwise(cuts)]
         counts = [len(asked.of(n)) for asked, n in zip(self._asked, numbers, strict=True)]
         arrived = self._exchange(parts, [(count + TAIL) * width for count in counts])
         streams, tail = [], np.zeros((TAIL, width))
@@ -126,7 +122,7 @@ class Sharded:
             streams.append(SparseStream.unchecked(asked.of(n), shaped, self.weights.dimensions))
         return reduce(streams), tail
 
-    def _pull(self, numbers: Numbers) -> Array | None:
+    def _pull(self, numbers: Numbers) -> Point | None:
         """Send each rank the coordinates that it asks for; return those at this rank's columns."""
         rank, width = self._comm.rank, self.weights.width
         columns = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
@@ -136,7 +132,9 @@ class Sharded:
         arrived = self._exchange(
             list(found.split([len(part) for part in columns])), [c * width for c in counts]
         )
-        return None if number is None else torch.cat(arrived).view(-1, width).numpy()
+        if number is None:
+            return None
+        return Point(torch.cat(arrived).view(-1, width).numpy(), self.weights.intercept.copy())
 
     def _exchange(
         self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
@@ -149,9 +147,10 @@ class Sharded:
             {r: lengths[r] * dtype.itemsize for r in others if lengths[r]},
         )
         self.seconds += time.perf_counter() - start
-        arrived[comm.rank] = parts[comm.rank].reshape(-1).view(torch.uint8)
+        found = {rank: message.view(dtype) for rank, message in arrived.items()}
+        found[comm.rank] = parts[comm.rank].reshape(-1)
         none = torch.empty(0, dtype=dtype)
-        return [arrived[r].view(dtype) if r in arrived else none for r in range(comm.size)]
+        return [found.get(rank, none) for rank in range(comm.size)]
 
     def _tell_owners(self, own: Sequence[Array]) -> list[Asked]:
         """Tell each owner which of its columns each batch has; return what the ranks ask for."""
