@@ -124,7 +124,7 @@ def fit(
     if resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
     settings = Settings(
-        loss=known(loss, ("logistic", "hinge", "squared_hinge", "squared"), "--loss"),
+        loss=loss,
         l1=l1,
         l2=l2,
         epochs=epochs,

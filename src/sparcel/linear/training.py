@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from sparcel._checks import flag, number, whole_number
+from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
-from sparcel.errors import InputError
-from sparcel.linear.batches import arrange, most_entries
+from sparcel.errors import InputError, known
+from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Replicated
 from sparcel.linear.sgd import Epoch, Sgd
@@ -19,6 +21,8 @@ from sparcel.linear.step_sizes import Rule, StepSizes
 from sparcel.linear.weights import Weights
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
+
+LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
 
 SHARDED = "sharded"
 """The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
@@ -41,6 +45,20 @@ class Settings:
     asynchronous: bool = False
     algorithm: str = "sharded"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        known(self.loss, LOSSES, "loss")
+        number(self.l1, "l1", at_least=0)
+        number(self.l2, "l2", at_least=0)
+        whole_number(self.epochs, "epochs", at_least=1)
+        if self.tol is not None:
+            number(self.tol, "tol", at_least=0)
+        whole_number(self.batch_size, "batch_size", at_least=1, at_most=MOST_ROWS)
+        StepSizes(self.step, number(self.eta0, "eta0", above=0))
+        for name in ("average", "fit_intercept", "asynchronous"):
+            flag(getattr(self, name), name)
+        known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
+        whole_number(self.seed, "the seed", at_least=0)
 
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
         """Return the arguments of the model's `Weights`."""

@@ -1,0 +1,209 @@
+"""The command ``sparcel linear``: from files to a model, its use, and what goes wrong."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from sparcel.cli import app
+from sparcel.errors import InputError
+from sparcel.linear.model import LinearModel
+
+
+def sparcel(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["linear", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def svmlight(tmp_path):
+    """A file of 300 rows, whose label is the sign of its first features."""
+    random, file = np.random.default_rng(0), tmp_path / "train.svm"
+    with file.open("w") as lines:
+        for _ in range(300):
+            columns = np.sort(random.choice(40, 8, replace=False)) + 1
+            label = 1 if (columns <= 12).sum() > 2 else -1
+            lines.write(f"{label} {' '.join(f'{column}:1' for column in columns)}\n")
+    return file
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    file = tmp_path / "train.tsv"
+    words = {"ham": ["lunch", "noon", "meeting"], "spam": ["cheap", "pills", "now"], "tea": ["cup"]}
+    rows = [(label, word) for label, own in words.items() for word in own] * 20
+    file.write_text("text\tlabel\n" + "".join(f"{word} word\t{label}\n" for label, word in rows))
+    return file
+
+
+def measures(output: str) -> dict[str, float]:
+    return {name: float(value) for name, value in map(str.split, output.splitlines())}
+
+
+@pytest.mark.parametrize("loss", ["logistic", "hinge", "squared_hinge"])
+def test_a_model_is_fitted_evaluated_and_used(tmp_path, svmlight, loss):
+    model = tmp_path / "model.npz"
+    told = sparcel(
+        "fit", svmlight, "--loss", loss, "--epochs", 20, "--out", model, "--batch-size", 50
+    )
+    assert "Data: 300 rows, 40 dimensions, 8.0 entries a row, 2 classes; one process" in told
+    assert told.count(" s ") >= 20
+    found = measures(sparcel("evaluate", model, svmlight))
+    assert found["rows"] == 300
+    assert found["accuracy"] > 0.95
+    assert ("log_loss" in found) == (loss == "logistic")
+    assert found["roc_auc"] > 0.98
+    labels = [line.split()[0] for line in svmlight.read_text().splitlines()]
+    predicted = sparcel("predict", model, svmlight).split()
+    right = np.mean([float(a) == float(b) for a, b in zip(predicted, labels, strict=True)])
+    assert right == pytest.approx(found["accuracy"])
+
+
+def test_text_with_names_for_labels(tmp_path, tsv):
+    model, plain, out = tmp_path / "model.npz", tmp_path / "new.txt", tmp_path / "labels"
+    sparcel("fit", tsv, "--epochs", 10, "--ngrams", "word:1", "--dimensions", 500, "--out", model)
+    assert measures(sparcel("evaluate", model, tsv))["accuracy"] == 1
+    plain.write_text("cheap\na cup\nlunch\n")
+    sparcel("predict", model, plain, "--probabilities", "--out", out)
+    rows = [line.split("\t") for line in out.read_text().splitlines()]
+    assert [row[0] for row in rows] == ["spam", "tea", "ham"]
+    assert [sum(map(float, row[1:])) for row in rows] == pytest.approx([1, 1, 1], abs=1e-4)
+
+
+def test_regression(tmp_path, svmlight):
+    model = tmp_path / "model.npz"
+    settings = ("--loss", "squared", "--epochs", 30, "--batch-size", 50)
+    sparcel("fit", svmlight, *settings, "--out", model)
+    assert measures(sparcel("evaluate", model, svmlight))["r2"] > 0.5
+
+
+def test_a_training_goes_on_where_it_was_and_plots_its_loss(tmp_path, svmlight):
+    checkpoint, cache, picture = tmp_path / "state.npz", tmp_path / "cache", tmp_path / "loss.png"
+    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
+    base = ("fit", svmlight, "--batch-size", 40, "--step", "inverse", "--cache", cache)
+    sparcel(*base, "--epochs", 4, "--out", one, "--plot", picture)
+    sparcel(*base, "--epochs", 2, "--out", two, "--checkpoint", checkpoint)
+    told = sparcel(*base, "--epochs", 4, "--out", two, "--checkpoint", checkpoint, "--resume")
+    assert "Going on after epoch 2" in told
+    assert one.read_bytes() == two.read_bytes()
+    assert picture.stat().st_size > 1000
+    with pytest.raises(InputError, match="is of a training with other settings"):
+        sparcel(*base, "--l2", 0.5, "--checkpoint", checkpoint, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("1 1:1\n-1 2:x\n", (), r"train.svm:2: .*x"),
+        ("1 0:1\n-1 2:1\n", (), r"train.svm:1: .*index_from=0"),
+        ("1 1:nan\n-1 2:1\n", (), r"train.svm:1: "),
+        ("1 1:1\n-1 9:1\n", ("--dimensions", 5), r"train.svm:2: "),
+        ("", (), "at least two classes"),
+        ("1 1:1\n1 2:1\n", (), "at least two classes"),
+        ("a 1:1\nb 2:1\n", ("--loss", "squared"), "labels that are numbers"),
+        ("1 1:1\n-1 2:1\n", ("--loss", "hings"), "did you mean 'hinge'"),
+        ("1 1:1\n-1 2:1\n", ("--step", "adagrat"), "did you mean 'adagrad'"),
+        ("1 1:1\n-1 2:1\n", ("--algorithm", "rings"), "did you mean 'ring'"),
+        ("1 1:1\n-1 2:1\n", ("--resume",), "--resume needs --checkpoint"),
+        ("1 1:1\n-1 2:1\n", ("--layout", "lines"), "no label to fit to"),
+        ("1 1:1\n-1 2:1\n", ("--layout", "jsonl"), "train.svm:1: expected a JSON object"),
+        ("1 1:1\n-1 2:1\n", ("--layout", "tsv", "--ngrams", "words:2"), "--ngrams must be word"),
+    ],
+)
+def test_wrong_input_is_answered_in_words(tmp_path, content, options, message):
+    file, model = tmp_path / "train.svm", tmp_path / "model.npz"
+    file.write_text(content)
+    with pytest.raises(InputError, match=message):
+        sparcel("fit", file, "--out", model, *options)
+    assert not model.exists()
+
+
+def test_models_and_data_that_do_not_fit_are_refused(tmp_path, svmlight, tsv):
+    model, other = tmp_path / "model.npz", tmp_path / "more.svm"
+    sparcel("fit", svmlight, "--out", model)
+    other.write_text("1 99:1\n")
+    with pytest.raises(InputError, match="have 99 dimensions, the model 40"):
+        sparcel("evaluate", model, other)
+    other.write_text("2 1:1\n")
+    with pytest.raises(InputError, match=r"label .*2.* is none of the classes"):
+        sparcel("evaluate", model, other)
+    with pytest.raises(InputError, match="fitted to svmlight files, and these files are tsv"):
+        sparcel("predict", model, tsv)
+    for broken in (b"", b"PK\x03\x04 and so on", model.read_bytes()[:-100]):
+        other.write_bytes(broken)
+        with pytest.raises(InputError, match="is no model of sparcel linear"):
+            sparcel("predict", other, svmlight)
+    with pytest.raises(InputError, match="there is no file"):
+        sparcel("predict", tmp_path / "nowhere", svmlight)
+
+
+def started(ranks: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Start the command as torchrun would."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    command = [sys.executable, "-m", "sparcel", "linear", *arguments]
+    return [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_killed_rank_is_one_error_and_the_training_goes_on_to_the_same_model(tmp_path, svmlight):
+    checkpoint, one, two = (tmp_path / name for name in ("state.npz", "one.npz", "two.npz"))
+    base = ["fit", str(svmlight), "--batch-size", "20", "--epochs", "60", "--checkpoint"]
+    for process in started(3, [*base, str(tmp_path / "own.npz"), "--out", str(one)]):
+        assert process.wait(120) == 0, process.communicate()
+    processes = started(3, [*base, str(checkpoint), "--out", str(two)])
+    while not checkpoint.exists() and processes[0].poll() is None:
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGKILL)
+    for rank in (0, 2):
+        _, told = processes[rank].communicate(timeout=120)
+        assert processes[rank].returncode == 1
+        assert told.count("\n") == 1, told
+        assert "rank 1" in told
+    processes[1].communicate()
+    assert not two.exists()
+    told = [
+        process.communicate(timeout=120)[0]
+        for process in started(3, [*base, str(checkpoint), "--out", str(two), "--resume"])
+    ]
+    assert "Going on after epoch" in told[0]
+    assert not told[1]
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_model_keeps_what_it_is(tmp_path):
+    for dense in (False, True):
+        coefficients = np.zeros((100, 2), np.float32)
+        coefficients[: 100 if dense else 3] = 1.5
+        model = LinearModel(coefficients, np.ones(2), "hinge", np.array(["a", "b"]), {"x": [1]})
+        model.save(tmp_path / "model.npz")
+        found = LinearModel.load(tmp_path / "model.npz")
+        assert (found.coefficients == coefficients).all()
+        assert list(found.classes) == ["a", "b"]
+        assert json.dumps(found.about) == '{"x": [1]}'
