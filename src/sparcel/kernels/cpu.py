@@ -122,6 +122,16 @@ def check_indices(indices: Tensor, size: int) -> int:
     return _cpu.check_indices(indices, size)
 
 
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    """Collect bits in registers, a word at a time."""
+    return _cpu.pack_indices(indices, size)
+
+
+def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
+    """Take the set bits out of the bitmap, a word at a time."""
+    return _cpu.unpack_indices(words, count, size)
+
+
 def _width(dense: Tensor) -> int:
     columns = _columns(dense)
     return 1 if columns is None else columns
