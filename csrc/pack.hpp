@@ -19,7 +19,8 @@ namespace sparcel {
 // The low bits of one index can be read at once, from whichever bit of a byte they start at.
 constexpr int kMostLowBits = 57;
 
-// Where `count` indices below `size`, at least as many, lie in 64-bit words.
+// Where `count` indices below `size`, at least as many, lie in 64-bit words. It is passed by value,
+// so that the compiler need not expect words and indices to be written over it.
 struct Packing {
     Packing(uint64_t count, uint64_t size) : count(count) {
         if (count == 0) return;
@@ -40,7 +41,7 @@ struct Packing {
 
 // Writes all words, and tells whether the indices are in range; garbage writes nowhere else.
 template <class Index>
-bool pack_indices(const Packing& packing, const Index* indices, uint64_t* words) {
+bool pack_indices(Packing packing, const Index* indices, uint64_t* words) {
     std::fill_n(words, packing.words, 0);
     const unsigned low_bits = packing.low_bits;
     uint64_t* place = words + packing.bitmap_bits / 64;  // where the next low bits go
@@ -71,7 +72,7 @@ bool pack_indices(const Packing& packing, const Index* indices, uint64_t* words)
 // Reads the words of a packing, and tells whether their bitmap has as many bits as there are
 // indices; garbage may give indices that are out of order or range.
 template <class Index>
-bool unpack_indices(const Packing& packing, const uint64_t* words, Index* indices) {
+bool unpack_indices(Packing packing, const uint64_t* words, Index* indices) {
     static_assert(std::endian::native == std::endian::little);
     const uint64_t count = packing.bitmap_words();
     const auto bitmap = [&](uint64_t word) {
