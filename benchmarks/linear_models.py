@@ -46,6 +46,7 @@ class Arm:
     asynchronous: bool = False
     compact: bool = False
     half: bool = False
+    format: str = "packed"
 
 
 LOSSES = ("logistic", "hinge")
@@ -67,6 +68,7 @@ ARMS = [
         for loss in LOSSES
         for name in SPARSE[: 7 if loss == "logistic" else 2]
     ),
+    *(Arm(f"{name}, coo", name, format="coo") for name in SPARSE[1:3]),
     Arm("dense, asynchronous", "dense", asynchronous=True),
     *(Arm(f"{name}, asynchronous", name, asynchronous=True) for name in SPARSE[:2]),
 ]
@@ -95,13 +97,13 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
     classes = np.unique(whole.labels)
     targets = np.where(rows.labels == classes[1], 1, -1).astype(np.float32)
     settings = Settings(
-        loss=arm.loss, l2=0.0, eta0=step, algorithm=arm.algorithm, asynchronous=arm.asynchronous
+        loss=arm.loss, l2=0.0, eta0=step, algorithm=arm.algorithm, asynchronous=arm.asynchronous, format=arm.format
     )
     sgd = prepare(rows, targets, None, 1, settings, comm)
     if arm.half:
         model = sgd.model
         assert isinstance(model, Replicated)
-        sgd.model = HalfPrecision(model.weights, sgd.batches, comm, "dense", model._max_nnz)
+        sgd.model = HalfPrecision(model.weights, sgd.batches, comm, {})
     epochs = []
     for _ in range(one.epochs):
         cpu = time.process_time()

@@ -7,6 +7,7 @@ namespace sparcel {
 void bind_select(nb::module_& module);
 void bind_merge(nb::module_& module);
 void bind_message(nb::module_& module);
+void bind_pack(nb::module_& module);
 void bind_scatter(nb::module_& module);
 void bind_sets(nb::module_& module);
 void bind_svmlight(nb::module_& module);

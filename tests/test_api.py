@@ -61,6 +61,7 @@ BAD = [
     (lambda s, c: sparcel.all_reduce(s, algorithm="ringg", group=c), r"did you mean 'ring'\?"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c), r"gtopk\(stream, wire, k\)"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="oktopk", group=c), r"oktopk\(stream, wire, k\)"),
+    (lambda s, c: sparcel.all_reduce(s, format="pack", group=c), r"did you mean 'packed'\?"),
     (lambda s, c: sparcel.all_reduce(s, group="world"), r"group must be .*, got 'world'"),
     (lambda s, c: sparcel.all_reduce(s.to_dense(), group=c), r"SparseStream.*got Tensor"),
     (lambda s, c: sparcel.all_gather([s], group=c), r"SparseStream.*got list"),

@@ -8,7 +8,8 @@ from typing import Literal, TypeVar, overload
 from sparcel import auto, collectives
 from sparcel._checks import check_type, flag, whole_number
 from sparcel.comm import Communicator, Group, Job, resolve
-from sparcel.errors import InputError
+from sparcel.errors import InputError, known
+from sparcel.formats import FORMATS_BY_NAME
 from sparcel.ops import Op
 from sparcel.ops import resolve as resolve_op
 from sparcel.stream import SparseStream
@@ -25,6 +26,7 @@ def all_reduce(
     group: Group = ...,
     async_op: Literal[False] = ...,
     max_nnz: int | None = ...,
+    format: str = ...,
 ) -> SparseStream: ...
 @overload
 def all_reduce(
@@ -35,6 +37,7 @@ def all_reduce(
     *,
     async_op: Literal[True],
     max_nnz: int | None = ...,
+    format: str = ...,
 ) -> Job[SparseStream]: ...
 def all_reduce(
     stream: SparseStream,
@@ -43,6 +46,7 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     max_nnz: int | None = None,
+    format: str = "coo",
 ) -> SparseStream | Job[SparseStream]:
     """Reduce the streams of all ranks, coordinate by coordinate; every rank gets the result.
 
@@ -67,6 +71,11 @@ def all_reduce(
     max_nnz
         An upper bound on the entries of every rank's stream. All ranks must pass the same value.
         It saves rounds and receive buffers.
+    format
+        ``"coo"``, which sends an index in 32 or 64 bits, or ``"packed"``, which sends it in
+        log₂(size / entries) + 2 bits. Both are exact. Packing and unpacking take about 3 ns an
+        index, which pays on networks of a few Gbit/s or less. Sums stay sparse longer with it.
+        All ranks must pass the same.
 
     Returns
     -------
@@ -78,11 +87,11 @@ def all_reduce(
     Raises
     ------
     InputError
-        For an unknown operation or algorithm, a stream on the wrong device, or one with more
-        entries than ``max_nnz``.
+        For an unknown operation, algorithm or format, a stream on the wrong device, or one with
+        more entries than ``max_nnz``.
     MismatchError
-        On all ranks, when they differ in size, dtype, width, operation, algorithm or ``max_nnz``,
-        or call another collective. It says which ranks called what.
+        On all ranks, when they differ in size, dtype, width, operation, algorithm, ``max_nnz`` or
+        ``format``, or call another collective. It says which ranks called what.
     CommunicationError
         When a peer fails or does not answer within the timeout.
 
@@ -90,6 +99,7 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     collectives.check_algorithm(algorithm, op)
+    layout = FORMATS_BY_NAME[known(format, FORMATS_BY_NAME, "format")]
     if max_nnz is not None:
         max_nnz = whole_number(max_nnz, "max_nnz", at_least=0)
 
@@ -99,7 +109,8 @@ def all_reduce(
                 f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
                 f" of {stream.nnz}; leave max_nnz out if no bound is known"
             )
-        return _unshared(auto.all_reduce(stream, Wire(comm), op, algorithm, max_nnz), stream)
+        wire = Wire(comm, layout)
+        return _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
 
     return _start(comm, job, async_op)
 

@@ -1,4 +1,4 @@
-"""Collectives, schemes and costs work with formats that sparcel does not contain."""
+"""Collectives, schemes and costs work with any format, also if sparcel does not contain it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.cost import Problem
 from sparcel.cost import count as count_of
 from sparcel.errors import InputError
-from sparcel.formats import COO, Qsgd, decode
+from sparcel.formats import COO, Packed, Qsgd, decode
 from sparcel.ops import MAX, SUM
 from sparcel.schedule import most_bytes
 from sparcel.schemes import ON_NODES, SCHEMES, Request
@@ -37,7 +37,8 @@ from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
 from tests.formats.toys import Bytes, Deltas
 from tests.strategies import same_stream, streams
 
-TOYS = [Deltas(), Bytes()]
+TOYS = [Deltas(), Bytes(), Packed()]
+FIXED_LENGTH = [Deltas(), Packed()]
 WORLDS = range(1, 10)
 SIZE, K = 9001, 300
 
@@ -91,9 +92,10 @@ def test_other_operations_rows_and_integers_work_with_any_format(format) -> None
             assert torch.equal(plain.to_dense(fill), other.to_dense(fill)), name
 
 
+@pytest.mark.parametrize("format", FIXED_LENGTH, ids=lambda toy: type(toy).__name__)
 @pytest.mark.parametrize("layout", ["identical", "disjoint"])
 @pytest.mark.parametrize("name", [name for name in COLLECTIVES if name in PREDICTED])
-def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> None:
+def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout, format) -> None:
     for ranks in WORLDS:
         indices = evenly(layout, ranks, SIZE, K)
         call = (
@@ -103,8 +105,8 @@ def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout) -> N
         )
         if name == "oktopk" and ranks > 2:
             continue  # its bytes do not depend on the indices alone: see tests/cost
-        traffic = run(call, streams_at(indices, SIZE), Deltas()).traffic
-        problem = Problem(SIZE, K, ranks, format=Deltas(), union=union_of(indices, SIZE))
+        traffic = run(call, streams_at(indices, SIZE), format).traffic
+        problem = Problem(SIZE, K, ranks, format=format, union=union_of(indices, SIZE))
         for rank in range(ranks):
             told = count_of(PREDICTED[name], replace(problem, rank=rank))
             assert (told.bytes_sent, told.bytes_received) == (

@@ -116,7 +116,7 @@ def test_a_training_goes_on_where_it_was_and_plots_its_loss(tmp_path, svmlight):
         ("1 1:1\n-1 2:1\n", ("--algorithm", "rings"), "did you mean 'ring'"),
         ("1 1:1\n-1 2:1\n", ("--resume",), "--resume needs --checkpoint"),
         ("1 1:1\n-1 2:1\n", ("--layout", "lines"), "no label to fit to"),
-        ("1 1:1\n-1 2:1\n", ("--layout", "jsonl"), "train.svm:1: expected a JSON object"),
+        ("1 1:1\n-1 2:1\n", ("--layout", "jsonl"), "train.svm:1: not JSON"),
         ("1 1:1\n-1 2:1\n", ("--layout", "tsv", "--ngrams", "words:2"), "--ngrams must be word"),
     ],
 )

@@ -21,7 +21,7 @@ def streams(x: torch.Tensor) -> None:
 def collectives(stream: sparcel.SparseStream, group: torch.distributed.ProcessGroup) -> None:
     assert_type(sparcel.all_reduce(stream), sparcel.SparseStream)
     assert_type(sparcel.all_reduce(stream, "max", group=group), sparcel.SparseStream)
-    handle = sparcel.all_reduce(stream, algorithm="ring", async_op=True)
+    handle = sparcel.all_reduce(stream, algorithm="ring", async_op=True, format="packed")
     assert_type(handle.wait(), sparcel.SparseStream)
     assert_type(sparcel.all_gather(stream), list[sparcel.SparseStream])
     longest = sparcel.Op(torch.maximum, float("-inf"))

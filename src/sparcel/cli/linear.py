@@ -103,6 +103,9 @@ def fit(
             " dense, split_allgather and their like sum them on all."
         ),
     ] = "sharded",
+    format: Annotated[
+        str, typer.Option(help="How summed gradients are laid out in messages: packed or coo.")
+    ] = "packed",
     asynchronous: Annotated[
         bool,
         typer.Option("--asynchronous", help="Sum a gradient while the next one is computed."),
@@ -135,6 +138,7 @@ def fit(
         average=average,
         asynchronous=asynchronous,
         algorithm=algorithm,
+        format=format,
         seed=seed,
     )
     source = _source(data, layout, label, text, ngrams, dimensions, index_from)

@@ -6,18 +6,21 @@ line in the table of `codec`.
 """
 
 from sparcel.formats.base import Encoded, Format
-from sparcel.formats.codec import decode, decode_all
+from sparcel.formats.codec import FORMATS_BY_NAME, decode, decode_all
 from sparcel.formats.coo import COO, Coo
 from sparcel.formats.header import HEADER_BYTES, Header
+from sparcel.formats.packed import Packed
 from sparcel.formats.qsgd import Qsgd
 
 __all__ = [
     "COO",
+    "FORMATS_BY_NAME",
     "HEADER_BYTES",
     "Coo",
     "Encoded",
     "Format",
     "Header",
+    "Packed",
     "Qsgd",
     "decode",
     "decode_all",

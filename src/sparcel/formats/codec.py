@@ -11,12 +11,16 @@ from sparcel.errors import FormatError, MismatchError
 from sparcel.formats.base import Format
 from sparcel.formats.coo import COO
 from sparcel.formats.header import ALIGNMENT, Header
+from sparcel.formats.packed import Packed
 from sparcel.formats.qsgd import Qsgd
 from sparcel.stream import SparseStream
 
-FORMATS: dict[int, Format] = {one.kind: one for one in (COO, Qsgd(bits=8))}
+FORMATS: dict[int, Format] = {one.kind: one for one in (COO, Qsgd(bits=8), Packed())}
 """The decoder of each kind of message. A message holds its own parameters, so any `Qsgd` decodes
 the messages of every other `Qsgd`."""
+
+FORMATS_BY_NAME: dict[str, Format] = {"coo": COO, "packed": Packed()}
+"""The formats that lose nothing, by the names that users type."""
 
 
 class Vector(Protocol):

@@ -12,6 +12,7 @@ from sparcel import _cpu, kernels
 from sparcel.errors import FormatError
 from sparcel.formats.base import Encoded
 from sparcel.formats.header import DTYPE_CODES, HEADER_BYTES, Header, padded
+from sparcel.formats.parts import join, split
 from sparcel.ops import Op
 from sparcel.stream import SparseStream, dense_from
 
@@ -38,13 +39,10 @@ class Coo:
             wide_indices=kernels.index_dtype(stream.size) == torch.int64,
             length=self.max_bytes(nnz, stream.size, stream.value_bytes),
         )
-        if stream.device.type == "cpu":
-            parts = [stream.values.contiguous()]
-            if stream.indices is not None:
-                parts.append(stream.indices.contiguous())
-            arrays = [to_dlpack(part) for part in parts]
-            return Encoded(_cpu.join_message(header.pack(), arrays))
-        return Encoded(join(stream, header))
+        parts = [stream.values.contiguous()]
+        if stream.indices is not None:
+            parts.append(stream.indices.contiguous())
+        return Encoded(join(header, parts))
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         """See `Format.decode`."""
@@ -60,9 +58,10 @@ class Coo:
                 f"a coo message of {header.nnz} coordinates takes {expected} bytes,"
                 f" its header says {header.length}"
             )
-        values, indices = _parts(message, header)
+        values, rest = split(message, header)
         if header.dense:
             return SparseStream.unchecked(None, values, header.size, header.finite)
+        indices = rest[: header.nnz * index_dtype.itemsize].view(index_dtype)
         check_indices(indices, header.size)
         return SparseStream.unchecked(indices, values, header.size, header.finite)
 
@@ -111,27 +110,3 @@ def check_indices(indices: Tensor, size: int) -> None:
             f"corrupt message: index {int(indices[position])} at position {position} is out of"
             f" order or outside [0, {size})"
         )
-
-
-def join(stream: SparseStream, header: Header) -> Tensor:
-    """Return the message that holds ``stream``, on its device, in plain torch."""
-    message = torch.zeros(header.length, dtype=torch.uint8, device=stream.device)
-    header.pack_into(message)
-    values, indices = _parts(message, header)
-    values.copy_(stream.values)
-    if stream.indices is not None:
-        indices.copy_(stream.indices)
-    return message
-
-
-def _parts(message: Tensor, header: Header) -> tuple[Tensor, Tensor]:
-    """Return the views of ``message`` that hold the values and the indices."""
-    columns = 1 if header.width is None else header.width
-    values_end = HEADER_BYTES + header.nnz * columns * header.dtype.itemsize
-    values = message[HEADER_BYTES:values_end].view(header.dtype)
-    if header.width is not None:
-        values = values.view(header.nnz, header.width)
-    start = HEADER_BYTES + padded(values_end - HEADER_BYTES)
-    index_dtype = torch.int64 if header.wide_indices else torch.int32
-    stored = 0 if header.dense else header.nnz
-    return values, message[start : start + stored * index_dtype.itemsize].view(index_dtype)

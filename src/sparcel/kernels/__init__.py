@@ -8,6 +8,7 @@ kernels, tensors on other devices use the reference; callers choose nothing.
 """
 
 from sparcel.kernels.addition import Addition
+from sparcel.kernels.packing import pack_indices, packed_words, unpack_indices
 from sparcel.kernels.qsgd import dequantize, quantize
 from sparcel.kernels.reduce import (
     add_saturated,
@@ -40,12 +41,15 @@ __all__ = [
     "magnitude_histogram",
     "merge",
     "norm",
+    "pack_indices",
+    "packed_words",
     "quantize",
     "scatter",
     "scatter_reduce",
     "threshold_select",
     "topk",
     "topk_chunked",
+    "unpack_indices",
     "within",
     "without",
 ]

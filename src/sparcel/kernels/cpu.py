@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
 from sparcel.kernels import reference
@@ -120,6 +121,16 @@ def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int
 def check_indices(indices: Tensor, size: int) -> int:
     """Find the first index that is out of range or not above its predecessor."""
     return _cpu.check_indices(indices, size)
+
+
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    """Collect bits in registers, a word at a time."""
+    return _cpu.pack_indices(to_dlpack(indices), size)
+
+
+def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
+    """Take the set bits out of the bitmap, a word at a time."""
+    return _cpu.unpack_indices(to_dlpack(words), count, size)
 
 
 def _width(dense: Tensor) -> int:

@@ -16,6 +16,8 @@ from sparcel.kernels.addition import Addition
 from sparcel.kernels.philox import uniform
 from sparcel.ops import Op
 
+_MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
+
 _BITS_DTYPE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Streams of half precision are reduced in float32 and rounded once, at the end.
@@ -187,6 +189,35 @@ def check_indices(indices: Tensor, size: int) -> int:
     return int(positions[0]) if positions.numel() else -1
 
 
+def packed_words(count: int, size: int) -> int:
+    """Count the words of a bitmap and of the indices' low bits."""
+    low_bits, bitmap_bits = _packing(count, size)
+    return -(-(bitmap_bits + count * low_bits) // 64)
+
+
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    """Write each bit to an integer of its own, then join them to words."""
+    count, positions = indices.numel(), indices.long()
+    low_bits, bitmap_bits = _packing(count, size)
+    bits = positions.new_zeros(64 * packed_words(count, size))
+    bits[(positions >> low_bits) + _places(count, indices)] = 1
+    lows = positions[:, None] >> _places(low_bits, indices) & 1
+    bits[bitmap_bits : bitmap_bits + lows.numel()] = lows.flatten()
+    return (bits.view(-1, 64) << _places(64, indices)).sum(dim=1)
+
+
+def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
+    """Cut words into bits, whose places are the high parts of the indices."""
+    low_bits, bitmap_bits = _packing(count, size)
+    bits = (words[:, None] >> _places(64, words) & 1).flatten()
+    highs = bits[:bitmap_bits].nonzero().squeeze(1)
+    if highs.numel() != count:
+        return None
+    lows = bits[bitmap_bits : bitmap_bits + count * low_bits].view(count, low_bits)
+    low = (lows << _places(low_bits, words)).sum(dim=1)
+    return (highs - _places(count, words) << low_bits | low).to(index_dtype(size))
+
+
 def widen(values: Tensor) -> Tensor:
     """Return values of half precision as float32, others unchanged."""
     return values.to(_WIDE_DTYPE.get(values.dtype, values.dtype))
@@ -195,6 +226,18 @@ def widen(values: Tensor) -> Tensor:
 def _gather(x: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
     positions = selected.nonzero().view(-1)
     return positions.to(index_dtype(x.numel())), x[positions]
+
+
+def _packing(count: int, size: int) -> tuple[int, int]:
+    """Return how many low bits an index has, and how many bits the bitmap of the others has."""
+    if count == 0:
+        return 0, 0
+    low_bits = min((size // count).bit_length() - 1, _MOST_LOW_BITS)
+    return low_bits, count + (size - 1 >> low_bits)
+
+
+def _places(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

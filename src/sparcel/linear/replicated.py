@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -50,10 +50,8 @@ class Replicated:
         This rank's.
     comm
         The ranks; None for one alone, whose gradient is the sum.
-    algorithm
-        How gradients are summed: see `sparcel.all_reduce`.
-    max_nnz
-        The most coordinates of any rank's gradient, alike on all ranks.
+    exchange
+        How gradients are summed: arguments of `sparcel.all_reduce`, alike on all ranks.
 
     Attributes
     ----------
@@ -66,11 +64,10 @@ class Replicated:
         weights: Weights,
         batches: Sequence[Batch],
         comm: Communicator | None,
-        algorithm: str,
-        max_nnz: int,
+        exchange: Mapping[str, Any],
     ) -> None:
         self.weights, self._batches, self._comm = weights, batches, comm
-        self._algorithm, self._max_nnz = algorithm, max_nnz
+        self._exchange = dict(exchange)
         self._rank = 0 if comm is None else comm.rank
         self.seconds = 0.0
 
@@ -93,10 +90,8 @@ class Replicated:
         """Begin what `step` does; the model changes when the result is waited for."""
         if self._comm is None:
             return lambda: self.step(numbers, gradient, rate, wanted)
-        stream, comm = self._stream(numbers, gradient), self._comm
-        job = api.all_reduce(
-            stream, "sum", self._algorithm, comm, async_op=True, max_nnz=self._max_nnz
-        )
+        stream = self._stream(numbers, gradient)
+        job = api.all_reduce(stream, group=self._comm, async_op=True, **self._exchange)
         return lambda: self._finish(self._timed(job.wait), rate, wanted)
 
     def whole(self) -> Weights:
@@ -108,9 +103,8 @@ class Replicated:
         self.weights.restore(state)
 
     def _all_reduce(self, numbers: Numbers, gradient: Array) -> SparseStream:
-        stream = self._stream(numbers, gradient)
         return api.all_reduce(
-            stream, algorithm=self._algorithm, group=self._comm, max_nnz=self._max_nnz
+            self._stream(numbers, gradient), group=self._comm, **self._exchange
         )
 
     def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:

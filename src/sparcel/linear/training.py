@@ -12,6 +12,7 @@ from sparcel._checks import flag, number, whole_number
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
+from sparcel.formats import FORMATS_BY_NAME
 from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Replicated
@@ -44,6 +45,7 @@ class Settings:
     fit_intercept: bool = True
     asynchronous: bool = False
     algorithm: str = "sharded"
+    format: str = "packed"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,6 +60,7 @@ class Settings:
         for name in ("average", "fit_intercept", "asynchronous"):
             flag(getattr(self, name), name)
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
+        known(self.format, FORMATS_BY_NAME, "format")
         whole_number(self.seed, "the seed", at_least=0)
 
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
@@ -133,7 +136,8 @@ def prepare(
         model = Sharded(arguments, batches, comm)
     else:
         by = "auto" if settings.algorithm == SHARDED else settings.algorithm
-        model = Replicated(weights or Weights(**arguments), batches, comm, by, max(entries))
+        exchange = {"algorithm": by, "format": settings.format, "max_nnz": max(entries)}
+        model = Replicated(weights or Weights(**arguments), batches, comm, exchange)
     sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
         model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed
