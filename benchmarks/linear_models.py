@@ -97,7 +97,12 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
     classes = np.unique(whole.labels)
     targets = np.where(rows.labels == classes[1], 1, -1).astype(np.float32)
     settings = Settings(
-        loss=arm.loss, l2=0.0, eta0=step, algorithm=arm.algorithm, asynchronous=arm.asynchronous, format=arm.format
+        loss=arm.loss,
+        l2=0.0,
+        eta0=step,
+        algorithm=arm.algorithm,
+        asynchronous=arm.asynchronous,
+        format=arm.format,
     )
     sgd = prepare(rows, targets, None, 1, settings, comm)
     if arm.half:
