@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from sklearn.base import clone
-from sklearn.datasets import make_classification
+from sklearn.datasets import dump_svmlight_file, make_classification
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
@@ -15,6 +15,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sparcel import simulate
 from sparcel.errors import InputError
 from sparcel.linear import SparseLinearRegression, SparseLinearSVC, SparseLogisticRegression
+from sparcel.rows import read_svmlight
 
 CLASSIFIERS = [
     SparseLogisticRegression(),
@@ -135,3 +136,20 @@ def test_labels_that_do_not_fit_are_answered_in_words():
 
     with pytest.raises(InputError, match="labels of different kinds"):
         simulate(2, kinds)
+
+
+def test_rows_and_files_bring_their_labels(tmp_path):
+    X, y = problem(rows=200)
+    file = tmp_path / "rows.svm"
+    dump_svmlight_file(X, y, str(file), zero_based=False)
+    expected = SparseLogisticRegression(epochs=3).fit(X.astype(np.float32), y)
+    rows = read_svmlight(file)
+    for data in (file, str(file), rows):
+        found = SparseLogisticRegression(epochs=3).fit(data)
+        assert found.coef_ == pytest.approx(expected.coef_, abs=1e-4)
+        assert (found.predict(rows) == found.predict(X)).all()
+
+    def run(comm):
+        return SparseLogisticRegression(epochs=3).fit(file, group=comm).n_features_in_
+
+    assert simulate(3, run).results == [12, 12, 12]

@@ -11,7 +11,7 @@ import numpy as np
 from sparcel.comm import Communicator, Group
 from sparcel.errors import optional
 from sparcel.linear.classes import Classes, labels, probabilities
-from sparcel.linear.inputs import as_rows, sample_weights
+from sparcel.linear.inputs import as_matrix, as_rows, sample_weights
 from sparcel.linear.ranks import ranks_of
 from sparcel.linear.sgd import Epoch
 from sparcel.linear.step_sizes import Rule
@@ -136,6 +136,7 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
 
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self, "coef_")
+        X, _ = as_matrix(X)
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
         scores = X @ self.coef_.T
         dense: Array = (scores.toarray() if sp.issparse(scores) else scores) + self.intercept_
@@ -164,15 +165,16 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
     def _loss(self) -> str:
         raise NotImplementedError
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, group: Group = None) -> Self:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
         """Fit the model to the rows of all ranks.
 
         Parameters
         ----------
         X
-            ``[rows, features]``, an array or a sparse matrix: this rank's rows.
+            This rank's rows: an array ``[rows, features]``, a sparse matrix, or `Rows`. Or the
+            path of an SVMlight file, of which each rank reads its own part.
         y
-            ``[rows]`` labels, numbers or strings.
+            ``[rows]`` labels, numbers or strings; None where ``X`` brings them.
         sample_weight
             ``[rows]``, not negative.
         group
@@ -184,7 +186,7 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
     def partial_fit(
         self,
         X: Any,
-        y: Any,
+        y: Any = None,
         classes: Sequence[Any] | None = None,
         sample_weight: Any = None,
         group: Group = None,
@@ -208,9 +210,10 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
         classes: Sequence[Any] | None = None,
     ) -> Self:
         fresh = not (once and hasattr(self, "coef_"))
+        comm = ranks_of(group)
+        X, y = as_matrix(X, y, comm)
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=fresh)
         check_classification_targets(y)
-        comm = ranks_of(group)
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
         known = Classes(self.classes_)
@@ -273,25 +276,29 @@ class SparseLinearSVC(_Classifier):
 class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
     """Least squares on sparse rows, by mini-batch SGD: ridge regression, Lasso or elastic net."""
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, group: Group = None) -> Self:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
         """Fit the model to the rows of all ranks; ``y`` holds numbers, ``[rows]``.
 
         Otherwise as `SparseLogisticRegression.fit`.
         """
         return self._fit(X, y, sample_weight, group, once=False)
 
-    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None, group: Group = None) -> Self:
+    def partial_fit(
+        self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None
+    ) -> Self:
         """Pass once over more rows, from where the model is; otherwise as `fit`."""
         return self._fit(X, y, sample_weight, group, once=True)
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, group: Group, once: bool) -> Self:
         fresh = not (once and hasattr(self, "coef_"))
+        comm = ranks_of(group)
+        X, y = as_matrix(X, y, comm)
         X, y = validate_data(
             self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=fresh, y_numeric=True
         )
         row_weights = sample_weights(sample_weight, len(y), X.dtype)
         targets = np.ascontiguousarray(y, dtype=X.dtype)
-        self._train(X, targets, row_weights, 1, "squared", ranks_of(group), once)
+        self._train(X, targets, row_weights, 1, "squared", comm, once)
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
         return self
 

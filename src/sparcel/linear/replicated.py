@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparcel import api
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, Job
 from sparcel.kernels import index_dtype
 from sparcel.linear.batches import TAIL, Batch
 from sparcel.linear.weights import Weights
@@ -91,7 +91,9 @@ class Replicated:
         if self._comm is None:
             return lambda: self.step(numbers, gradient, rate, wanted)
         stream = self._stream(numbers, gradient)
-        job = api.all_reduce(stream, group=self._comm, async_op=True, **self._exchange)
+        job: Job[SparseStream] = api.all_reduce(
+            stream, group=self._comm, async_op=True, **self._exchange
+        )
         return lambda: self._finish(self._timed(job.wait), rate, wanted)
 
     def whole(self) -> Weights:

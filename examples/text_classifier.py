@@ -1,0 +1,23 @@
+"""Classify lines of text by hashed n-grams, on one machine or several.
+
+Run it alone, or on two processes of each of several machines, each of which reads its own part of
+the lines. FILE has columns separated by tabs, named label and text:
+
+    python examples/text_classifier.py FILE
+    torchrun --nproc-per-node 2 examples/text_classifier.py FILE
+"""
+
+import os
+import sys
+
+from sparcel.linear import SparseLogisticRegression
+from sparcel.rows import HashedNGrams, Text
+
+rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+words = HashedNGrams("word", (1, 2), dimensions=2**20)
+rows = Text("tsv", words).read(sys.argv[1], rank, ranks)
+model = SparseLogisticRegression(epochs=10).fit(rows)
+if rank == 0:
+    print(f"after {model.n_iter_} epochs, mean loss {model.epochs_[-1].loss:.4f}")
+    for line in ("cheap pills, buy now", "see you at lunch"):
+        print(line, model.predict_proba(words.rows([line]))[0].round(3), sep="\t")
