@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError
+from sparcel.linear.alone import by_frequency
 from sparcel.linear.batches import TAIL
 from sparcel.linear.step_sizes import RULES, StepSizes
 from sparcel.linear.training import Settings, prepare, train
@@ -185,3 +186,21 @@ def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():
     found = simulate(4, run).results
     most = 2 * 4 * max(columns for _, columns, _ in found) + 4 * 3 * TAIL * found[0][2]
     assert all(volume <= most for volume, *_ in found)
+
+
+@given(seed=st.integers(0, 1000), dimensions=st.sampled_from([50, 2**32]))
+def test_frequent_columns_come_first(seed, dimensions):
+    rows = replace(rows_of(random_rows(seed, 20, 50)), dimensions=dimensions)
+    columns, numbered = by_frequency(rows)
+    counts = np.bincount(numbered.columns, minlength=len(columns))
+    assert (np.diff(counts) <= 0).all()
+    assert (counts > 0).all()
+    assert (columns[numbered.columns] == rows.columns).all()
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "sharded"])
+def test_a_process_alone_fits_the_model_of_one_rank(algorithm):
+    settings = exact(algorithm=algorithm)
+    assert simulate(1, lambda comm: fitted(comm, 32, settings)).results == [
+        fitted(None, 32, settings)
+    ]

@@ -100,7 +100,7 @@ def arrange(
     targets = np.ascontiguousarray(targets[order])
     weights = None if weights is None else np.ascontiguousarray(weights[order])
     ends = np.cumsum(np.diff(rows.offsets)[order])
-    tail = np.arange(rows.dimensions, rows.dimensions + TAIL)
+    tail = np.arange(rows.dimensions, rows.dimensions + TAIL, dtype=columns.dtype)
     batches, entry = [], 0
     for number, (first, last) in enumerate(pairwise(bounds)):
         end, start = int(ends[last - 1]), entry + TAIL * number

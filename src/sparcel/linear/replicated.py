@@ -105,7 +105,9 @@ class Replicated:
         self.weights.restore(state)
 
     def _all_reduce(self, numbers: Numbers, gradient: Array) -> SparseStream:
-        return api.all_reduce(self._stream(numbers, gradient), group=self._comm, **self._exchange)
+        stream = self._stream(numbers, gradient)
+        total: SparseStream = api.all_reduce(stream, group=self._comm, **self._exchange)
+        return total
 
     def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:
         """Return a gradient with its tail as a stream; one without entries if there is no batch."""

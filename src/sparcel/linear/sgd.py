@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparcel.comm import Communicator
+from sparcel.linear.alone import Alone
 from sparcel.linear.batches import TAIL, Batch, most_entries
 from sparcel.linear.replicated import Numbers, Pending, Point, Replicated, Stepped
 from sparcel.linear.sharded import Sharded
@@ -76,7 +77,7 @@ class Sgd:
 
     def __init__(
         self,
-        model: Replicated | Sharded,
+        model: Alone | Replicated | Sharded,
         batches: Sequence[Batch],
         counts: Sequence[int],
         loss: str,

@@ -13,6 +13,7 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME
+from sparcel.linear.alone import Alone, by_frequency
 from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Replicated
@@ -117,22 +118,27 @@ def prepare(
         On all ranks, when no rank has rows or the ranks' models differ in shape.
     """
     rank = 0 if comm is None else comm.rank
+    dimensions = rows.dimensions
+    if is_alone := comm is None and weights is None:
+        columns, rows = by_frequency(rows)
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
     batches = arrange(rows, targets, row_weights, settings.batch_size, order)
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
-    own = [len(batches), weight, most_entries(batches), rows.dimensions, str(dtype)]
-    counts, total, entries, dimensions, dtypes = zip(*gathered(comm, own), strict=True)
+    own = [len(batches), weight, most_entries(batches), dimensions, str(dtype)]
+    counts, total, entries, widths, dtypes = zip(*gathered(comm, own), strict=True)
     if max(counts) == 0:
         raise InputError("there are no rows to fit a model to, on any rank")
     if sum(total) == 0:
         raise InputError("the weights of all rows are zero; at least one must be positive")
-    for name, values in (("dimensions", dimensions), ("the dtype", dtypes)):
+    for name, values in (("dimensions", widths), ("the dtype", dtypes)):
         if len(set(values)) > 1:
             raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
-    arguments = settings.weights(rows.dimensions, width, dtype)
-    model: Replicated | Sharded
-    if settings.algorithm == SHARDED and comm is not None and weights is None:
+    arguments = settings.weights(dimensions, width, dtype)
+    model: Alone | Replicated | Sharded
+    if is_alone:
+        model = Alone(arguments, columns, batches)
+    elif settings.algorithm == SHARDED and comm is not None and weights is None:
         model = Sharded(arguments, batches, comm)
     else:
         by = "auto" if settings.algorithm == SHARDED else settings.algorithm
