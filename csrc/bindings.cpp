@@ -44,4 +44,5 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_quantize(module);
     sparcel::bind_mesh(module);
     sparcel::bind_linear(module);
+    sparcel::bind_coordinates(module);
 }

@@ -11,7 +11,8 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.batches import arrange, most_entries
 from sparcel.linear.exchange import Exchange
-from sparcel.linear.ranks import gathered
+from sparcel.linear.ranks import check_alike, gathered
+from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.step_sizes import Rule, StepSizes
 from sparcel.linear.weights import Weights
@@ -51,6 +52,24 @@ class Settings:
             self.fit_intercept,
         )
 
+    def scd(
+        self,
+        rows: Rows,
+        targets: Array,
+        row_weights: Array | None,
+        block: int,
+        comm: Communicator | None,
+    ) -> Scd:
+        """Return what trains a model by coordinate descent; all ranks call."""
+        return Scd(
+            *(rows, targets, row_weights, self.loss, self.l1, self.l2),
+            block=block,
+            comm=comm,
+            seed=self.seed,
+            asynchronous=self.asynchronous,
+            fit_intercept=self.fit_intercept,
+        )
+
 
 _PATIENT_EPOCHS, _PATIENT_STEPS = 5, 100
 """Training ends early when so many epochs, and so many steps, lowered the loss too little."""
@@ -84,15 +103,9 @@ def prepare(
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
     batches = arrange(rows, targets, row_weights, settings.batch_size, order)
     weight = sum(batch.weight for batch in batches)
-    own = [len(batches), weight, most_entries(batches), weights.dimensions, str(weights.dtype)]
-    steps, total, entries, dimensions, dtypes = zip(*gathered(comm, own), strict=True)
-    if max(steps) == 0:
-        raise InputError("there are no rows to fit a model to, on any rank")
-    if sum(total) == 0:
-        raise InputError("the weights of all rows are zero; at least one must be positive")
-    for name, values in (("dimensions", dimensions), ("the dtype", dtypes)):
-        if len(set(values)) > 1:
-            raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
+    check_alike(comm, len(rows), weight, weights.dimensions, weights.dtype)
+    own = [len(batches), most_entries(batches)]
+    steps, entries = zip(*gathered(comm, own), strict=True)
     return Sgd(
         weights,
         batches,
@@ -106,13 +119,15 @@ def prepare(
 
 
 def train(
-    sgd: Sgd, settings: Settings, after_epoch: Callable[[Epoch], None] = lambda epoch: None
+    trainer: Sgd | Scd,
+    settings: Settings,
+    after_epoch: Callable[[Epoch], None] = lambda epoch: None,
 ) -> None:
     """Train until the epochs are over, or the loss stops falling by ``tol``; all ranks call."""
     losses: list[float] = []
-    patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // sgd.steps))
-    while sgd.epochs < settings.epochs:
-        epoch = sgd.epoch()
+    patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // trainer.steps))
+    while trainer.epochs < settings.epochs:
+        epoch = trainer.epoch()
         after_epoch(epoch)
         losses.append(epoch.loss)
         if settings.tol is not None and len(losses) > patience:
