@@ -75,23 +75,25 @@ struct ShardView {
         return detail::block_count(entries, columns.size());
     }
 
-    // Calls run(i, row, value) for the entries of columns[i] in one block of the rows.
+    // Calls run(i, first, last) with the entries of columns[i] in one block of the rows.
     template <class Run>
     void visit(ColumnList columns, size_t block, size_t blocks, const Run& run) const {
-        const size_t end = split_point(height, block + 1, blocks);
-        const size_t start = split_point(height, block, blocks);
         for (size_t i = 0; i < columns.size(); ++i) {
             if (i + detail::kAhead < columns.size()) fetch(columns[i + detail::kAhead]);
-            int64_t at = offsets[columns[i]];
-            const int64_t last = offsets[columns[i] + 1];
-            if (start > 0) at = std::lower_bound(rows + at, rows + last, int32_t(start)) - rows;
-            for (; at < last && size_t(rows[at]) < end; ++at) {
-                run(i, size_t(rows[at]), double(values[at]));
-            }
+            const int64_t end = offsets[columns[i] + 1];
+            const int64_t first = place(offsets[columns[i]], end, block, blocks);
+            run(i, size_t(first), size_t(place(first, end, block + 1, blocks)));
         }
     }
 
   private:
+    // Returns the first of the entries [at, end) that lies in a block of the rows or beyond.
+    int64_t place(int64_t at, int64_t end, size_t block, size_t blocks) const {
+        if (block == 0 || block == blocks) return block == 0 ? at : end;
+        const auto row = int32_t(split_point(height, block, blocks));
+        return std::lower_bound(rows + at, rows + end, row) - rows;
+    }
+
     void fetch(int64_t column) const {
         __builtin_prefetch(rows + offsets[column]);
         __builtin_prefetch(values + offsets[column]);
@@ -134,20 +136,26 @@ void differentiate(L, const ShardView<Value>& shard, const Draw& draw, const dou
     Buffer<double> parts(blocks * numbers);
     detail::in_blocks(blocks, threads, [&](size_t block) {
         const auto mark = [&](ColumnList columns, const auto& change) {
-            shard.visit(columns, block, blocks,
-                        [&](size_t, size_t row, double) { change(marks[row]); });
+            shard.visit(columns, block, blocks, [&](size_t, size_t at, size_t last) {
+                for (; at < last; ++at) change(marks[shard.rows[at]]);
+            });
         };
         mark(draw.chosen, [](uint32_t& row) { ++row; });
         mark(draw.before, [](uint32_t& row) { row |= detail::kBefore; });
         mark(draw.after, [](uint32_t& row) { row |= detail::kAfter; });
-        double* const part = parts.data() + block * numbers;
-        std::fill_n(part, numbers, 0.0);
-        shard.visit(draw.chosen, block, blocks, [&](size_t i, size_t row, double value) {
-            const Slope slope = L::slope(margins[row], targets.target(row, 0, 1));
-            const double weighted = targets.weight(row) * value;
-            part[2 * i] += weighted * slope.derivative;
-            part[2 * i + 1] +=
-                weighted * value * detail::safe_curvature<L>(marks[row], slope.curvature);
+        shard.visit(draw.chosen, block, blocks, [&](size_t i, size_t at, size_t last) {
+            double derivative = 0, curvature = 0;
+            for (; at < last; ++at) {
+                const auto row = size_t(shard.rows[at]);
+                const double value = double(shard.values[at]);
+                const Slope slope = L::slope(margins[row], targets.target(row, 0, 1));
+                const double weighted = targets.weight(row) * value;
+                derivative += weighted * slope.derivative;
+                curvature +=
+                    weighted * value * detail::safe_curvature<L>(marks[row], slope.curvature);
+            }
+            parts[block * numbers + 2 * i] = derivative;
+            parts[block * numbers + 2 * i + 1] = curvature;
         });
         for (const ColumnList columns : {draw.chosen, draw.before, draw.after}) {
             mark(columns, [](uint32_t& row) { row = 0; });
@@ -165,8 +173,9 @@ void change_margins(const ShardView<Value>& shard, ColumnList columns, const dou
                     int threads, double* margins) {
     const size_t blocks = shard.blocks(columns);
     detail::in_blocks(blocks, threads, [&](size_t block) {
-        shard.visit(columns, block, blocks, [&](size_t i, size_t row, double value) {
-            margins[row] += changes[i] * value;
+        shard.visit(columns, block, blocks, [&](size_t i, size_t at, size_t last) {
+            for (; at < last; ++at)
+                margins[shard.rows[at]] += changes[i] * double(shard.values[at]);
         });
     });
 }

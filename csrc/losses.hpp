@@ -28,13 +28,11 @@ struct Logistic {
         return {std::log1p(e) + std::max(-yz, 0.0), -target * share};
     }
 
-    // The least curvature that such a parabola can have: tanh(|yz| / 2) / (2 |yz|). It is the bound
+    // The least curvature that such a parabola can have: tanh(yz / 2) / (2 yz). It is the bound
     // of Jaakkola and Jordan (Statistics and Computing 10, 2000).
     static Slope slope(double margin, double target) {
-        const double yz = margin * target, distance = std::abs(yz);
-        const double e = std::exp(-distance), inverse = 1 / (1 + e);
-        const double bound = (1 - e) * inverse / (2 * distance);
-        return {-target * (yz > 0 ? e * inverse : inverse), distance > 1e-3 ? bound : kCurvature};
+        const double yz = margin * target, share = 1 / (1 + std::exp(yz));
+        return {-target * share, std::abs(yz) > 1e-3 ? (0.5 - share) / yz : kCurvature};
     }
     static constexpr double kCurvature = 0.25;
 };

@@ -1,5 +1,7 @@
 """Coordinate descent: its optimum, its descent, and what ranks send one another."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.formats import COO
+from sparcel.linear import scd as scd_module
 from sparcel.linear.coordinates import draws
 from sparcel.linear.scd import Scd
 from sparcel.patterns import regions
@@ -116,6 +119,30 @@ def test_the_objective_never_rises(seed, loss, block, l1, ranks):
     for found in simulate(ranks, run).results:
         assert (np.diff(found) <= 1e-12 * found[0]).all()
         assert found[-1] < found[0]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    loss=st.sampled_from(["logistic", "squared_hinge", "squared"]),
+    block=st.sampled_from([2, 5]),
+)
+@settings(max_examples=20)
+def test_asynchronous_steps_never_raise_the_objective_and_what_is_owed(seed, loss, block):
+    dense, _ = problem(loss)
+    matrix = np.column_stack([dense[:, dense.any(axis=0)], np.ones(ROWS)])
+    largest = {"logistic": 0.25, "squared_hinge": 2.0, "squared": 1.0}[loss]
+    with patch.object(scd_module, "_LEAST_STEPS", 3):  # so that several coordinates meet
+        scd = trainer(None, loss, l2=0.01, block=block, seed=seed, asynchronous=True)
+    slices = np.array([0, len(scd.values)])
+    for epoch in range(2):
+        drawn, seen = draws(seed, epoch, slices, scd.steps), [(scd.objective(), scd.values.copy())]
+        scd.epoch(lambda _, seen=seen: seen.append((scd.objective(), scd.values.copy())))
+        found = []
+        for chosen, (_, before), (least, values) in zip(drawn, seen, seen[1:], strict=False):
+            met = (matrix[:, chosen] != 0).any(axis=1)
+            change = matrix @ (values - before) * met
+            found.append(least + largest / 2 * (change**2).mean())
+        assert (np.diff([*found, scd.objective()]) <= 1e-12 * found[0]).all()
 
 
 @given(seed=st.integers(0, 1000), asynchronous=st.booleans(), ranks=st.integers(1, 6))
