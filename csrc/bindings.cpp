@@ -47,4 +47,5 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_text(module);
     sparcel::bind_mesh(module);
     sparcel::bind_linear(module);
+    sparcel::bind_coordinates(module);
 }

@@ -169,3 +169,39 @@ def by_columns(
     tail: int,
     threads: int,
 ) -> list[int]: ...
+
+class LinearShard:
+    """A rank's rows by columns; see `sparcel.linear.coordinates`."""
+
+    def __init__(
+        self,
+        offsets: NumpyArray,
+        rows: NumpyArray,
+        values: NumpyArray,
+        targets: NumpyArray,
+        weights: NumpyArray | None,
+    ) -> None: ...
+    def differentiate(
+        self,
+        loss: str,
+        margins: NumpyArray,
+        chosen: NumpyArray,
+        before: NumpyArray,
+        after: NumpyArray,
+        out: NumpyArray,
+        threads: int,
+    ) -> None: ...
+    def change(
+        self, columns: NumpyArray, changes: NumpyArray, margins: NumpyArray, threads: int
+    ) -> None: ...
+    def loss(self, loss: str, margins: NumpyArray, threads: int) -> float: ...
+
+def transpose(
+    offsets: NumpyArray,
+    columns: NumpyArray,
+    values: NumpyArray,
+    starts: NumpyArray,
+    out_rows: NumpyArray,
+    out_values: NumpyArray,
+    threads: int,
+) -> None: ...

@@ -24,7 +24,14 @@ CLASSIFIERS = [
 ]
 
 
-@parametrize_with_checks([*CLASSIFIERS, SparseLinearRegression()])
+BY_COORDINATES = [
+    SparseLogisticRegression(solver="scd"),
+    SparseLinearSVC(loss="squared_hinge", solver="scd"),
+    SparseLinearRegression(solver="scd"),
+]
+
+
+@parametrize_with_checks([*CLASSIFIERS, SparseLinearRegression(), *BY_COORDINATES])
 def test_scikit_learns_checks(estimator, check):
     check(estimator)
 
@@ -49,6 +56,28 @@ def test_training_to_the_end_reaches_the_optimum(step):
     found = objective(X, 2 * y - 1, model.coef_[0], model.intercept_[0], 1e-2)
     least = objective(X, 2 * y - 1, best.coef_[0], best.intercept_[0], 1e-2)
     assert found <= least * (1 + 1e-4)
+
+
+def test_coordinate_descent_reaches_the_optimum_sooner():
+    X, y = problem()
+    model = SparseLogisticRegression(l2=1e-2, epochs=300, tol=None, solver="scd").fit(X, y)
+    best = LogisticRegression(C=1 / (1e-2 * 400), tol=1e-10, max_iter=10000).fit(X, y)
+    found = objective(X, 2 * y - 1, model.coef_[0], model.intercept_[0], 1e-2)
+    least = objective(X, 2 * y - 1, best.coef_[0], best.intercept_[0], 1e-2)
+    assert found <= least * (1 + 1e-6)
+
+
+def test_what_coordinate_descent_does_not_do_is_said_in_words():
+    X, y = problem(3)
+    with pytest.raises(AttributeError) as error:
+        SparseLinearRegression(solver="scd").partial_fit(X, y)
+    assert "solver='scd' needs all rows in each step; call fit" in str(error.value.__cause__)
+    with pytest.raises(InputError, match=r"Only binary classification .* labels of 3 classes"):
+        SparseLogisticRegression(solver="scd").fit(X, y)
+    with pytest.raises(InputError, match="'hinge' is not; take 'squared_hinge'"):
+        SparseLinearSVC(solver="scd").fit(X, y > 0)
+    with pytest.raises(InputError, match="did you mean 'scd'"):
+        SparseLinearSVC(solver="scdd").fit(X, y)
 
 
 def test_regression_reaches_ridge_regression():

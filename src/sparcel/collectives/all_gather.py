@@ -10,15 +10,16 @@ from sparcel.wire import Due, Wire, collective, gather_steps
 
 
 @collective
-def all_gather(stream: SparseStream, wire: Wire) -> list[SparseStream]:
+def all_gather(stream: SparseStream, wire: Wire, max_nnz: int | None = None) -> list[SparseStream]:
     """Return a list of the streams of all ranks; size, dtype and width must agree.
 
     Sparse streams are never made dense, because absent coordinates would become explicit zeros.
+    ``max_nnz`` bounds the entries of each; if they are few, few ranks send them straight to all.
 
     Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams and sends P−1 streams (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
-    return wire.gather(stream, [Due.like(stream, stays_sparse=True)] * wire.size)
+    return wire.gather(stream, [Due.like(stream, max_nnz, stays_sparse=True)] * wire.size)
 
 
 def steps(problem: Problem) -> Iterator[Step]:

@@ -9,23 +9,37 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from sparcel.comm import Communicator, Group
-from sparcel.errors import optional
+from sparcel.errors import InputError, known, optional
 from sparcel.linear.classes import Classes, labels, probabilities
 from sparcel.linear.inputs import as_matrix, as_rows, sample_weights
 from sparcel.linear.ranks import ranks_of
-from sparcel.linear.sgd import Epoch
+from sparcel.linear.scd import Scd
+from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.step_sizes import Rule
 from sparcel.linear.training import Settings, prepare, train
 from sparcel.linear.weights import Weights
+from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
     import scipy.sparse as sp
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils.metaestimators import available_if
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 
 _FLOATS = [np.float32, np.float64]
+_SOLVERS = ("sgd", "scd")
+
+
+def _takes_steps(estimator: _Linear) -> bool:
+    """Tell whether an estimator can go on with other rows; raise why not."""
+    if known(estimator.solver, _SOLVERS, "solver") == "scd":
+        raise InputError(
+            "partial_fit takes steps of stochastic gradient descent, and solver='scd' needs all"
+            " rows in each step; call fit, or take solver='sgd'"
+        )
+    return True
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -36,8 +50,13 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
     ----------
     l2, l1
         The model minimises the mean loss + l2 / 2 · |w|₂² + l1 · |w|₁, without the intercepts.
+    solver
+        ``"sgd"``, mini-batch stochastic gradient descent, or ``"scd"``, block coordinate descent:
+        more exact, for two classes or regression and a loss with a derivative everywhere. Of the
+        parameters from ``batch_size`` on it uses only ``block``, ``fit_intercept``,
+        ``asynchronous`` and ``random_state``.
     epochs
-        The most passes over the rows.
+        The most passes over the rows, or, with ``"scd"``, over the coordinates.
     tol
         Training ends earlier when five epochs (of few rows, 100 steps) did not bring the mean loss
         ``tol`` below the lowest before them; None goes through all epochs.
@@ -50,6 +69,8 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
         The size of the first step.
     average
         Whether the model is the average of the models after each step.
+    block
+        With ``"scd"``, the most coordinates that each rank changes in a step.
     fit_intercept
         Whether the model has an intercept.
     asynchronous
@@ -79,12 +100,14 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
 
     l2: float = 1e-6
     l1: float = 0.0
+    solver: Literal["sgd", "scd"] = "sgd"
     epochs: int = 100
     tol: float | None = 1e-3
     batch_size: int = 1000
     step: Rule = "adagrad"
     eta0: float = 0.5
     average: bool = False
+    block: int = 100
     fit_intercept: bool = True
     asynchronous: bool = False
     algorithm: str = "sharded"
@@ -100,7 +123,8 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _settings(self, loss: str) -> Settings:
-        shared = {one.name for one in fields(_Linear) if one.init} - {"random_state"}
+        own = {"solver", "block", "random_state"}
+        shared = {one.name for one in fields(_Linear) if one.init} - own
         chosen = {name: getattr(self, name) for name in shared}
         return Settings(loss=loss, seed=self.random_state, **chosen)
 
@@ -116,23 +140,33 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Fit the model, or pass ``once`` over more rows; all ranks call."""
         settings, rows = self._settings(loss), as_rows(X)
-        done = getattr(self, "n_iter_", 0) if once else 0
-        weights = getattr(self, "_weights", None) if once else None
-        if once and weights is None:
-            weights = Weights(**settings.weights(rows.dimensions, width, rows.values.dtype))
-            if done:
-                weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
-        sgd = prepare(rows, targets, row_weights, width, settings, comm, weights)
-        sgd.epochs = done
+        trainer: Sgd | Scd
+        weights = None
+        if known(self.solver, _SOLVERS, "solver") == "scd":
+            trainer = settings.scd(rows, targets, row_weights, self.block, comm)
+        else:
+            weights = self._begin(settings, rows, width) if once else None
+            trainer = prepare(rows, targets, row_weights, width, settings, comm, weights)
+            trainer.epochs = getattr(self, "n_iter_", 0) if once else 0
         epochs: list[Epoch] = []
         if once:
-            epochs.append(sgd.epoch())
+            epochs.append(trainer.epoch())
         else:
-            train(sgd, settings, epochs.append)
+            train(trainer, settings, epochs.append)
         self._weights = weights
-        self.epochs_, self.n_iter_ = epochs, sgd.epochs
-        coefficients, intercepts = sgd.model.whole().read()
+        self.epochs_, self.n_iter_ = epochs, trainer.epochs
+        coefficients, intercepts = trainer.read()
         self.coef_, self.intercept_ = coefficients.T, intercepts.astype(coefficients.dtype)
+
+    def _begin(self, settings: Settings, rows: Rows, width: int) -> Weights:
+        """Return the model that a pass begins with: where the last one, or `fit`, ended."""
+        kept: Weights | None = getattr(self, "_weights", None)
+        if kept is not None:
+            return kept
+        weights = Weights(**settings.weights(rows.dimensions, width, rows.values.dtype))
+        if hasattr(self, "n_iter_"):
+            weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
+        return weights
 
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self, "coef_")
@@ -162,6 +196,11 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
 
     class_weight: Mapping[Any, float] | str | None = None
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = self.solver != "scd"
+        return tags
+
     def _loss(self) -> str:
         raise NotImplementedError
 
@@ -183,6 +222,7 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
         """
         return self._fit(X, y, sample_weight, group, once=False)
 
+    @available_if(_takes_steps)  # type: ignore[untyped-decorator]
     def partial_fit(
         self,
         X: Any,
@@ -216,12 +256,17 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
         check_classification_targets(y)
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
-        known = Classes(self.classes_)
-        numbers = known.numbers(y)
+        classes_known = Classes(self.classes_)
+        if self.solver == "scd" and classes_known.width > 1:
+            raise InputError(
+                "Only binary classification is supported by solver='scd', got labels of"
+                f" {classes_known.width} classes; solver='sgd' tells each class from the rest"
+            )
+        numbers = classes_known.numbers(y)
         given = sample_weights(sample_weight, len(y), X.dtype)
-        row_weights = known.row_weights(numbers, self.class_weight, given, X.dtype, comm)
-        targets = known.targets(numbers, X.dtype)
-        self._train(X, targets, row_weights, known.width, self._loss(), comm, once)
+        row_weights = classes_known.row_weights(numbers, self.class_weight, given, X.dtype, comm)
+        targets = classes_known.targets(numbers, X.dtype)
+        self._train(X, targets, row_weights, classes_known.width, self._loss(), comm, once)
         return self
 
     def decision_function(self, X: Any) -> Array:
@@ -236,7 +281,7 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseLogisticRegression(_Classifier):
-    """Logistic regression on sparse rows, by mini-batch SGD on one rank or many."""
+    """Logistic regression on sparse rows, by SGD or SCD on one rank or many."""
 
     __doc__ = f"{__doc__}\n{(_Linear.__doc__ or '').partition(chr(10))[2]}"
 
@@ -258,7 +303,7 @@ class SparseLogisticRegression(_Classifier):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseLinearSVC(_Classifier):
-    """A linear support vector machine on sparse rows, by mini-batch SGD on one rank or many.
+    """A linear support vector machine on sparse rows, by SGD or SCD on one rank or many.
 
     Parameters
     ----------
@@ -274,7 +319,7 @@ class SparseLinearSVC(_Classifier):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
-    """Least squares on sparse rows, by mini-batch SGD: ridge regression, Lasso or elastic net."""
+    """Least squares on sparse rows, by SGD or SCD: ridge regression, Lasso or elastic net."""
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
         """Fit the model to the rows of all ranks; ``y`` holds numbers, ``[rows]``.
@@ -283,6 +328,7 @@ class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
         """
         return self._fit(X, y, sample_weight, group, once=False)
 
+    @available_if(_takes_steps)  # type: ignore[untyped-decorator]
     def partial_fit(
         self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None
     ) -> Self:

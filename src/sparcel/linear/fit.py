@@ -66,7 +66,7 @@ def run(job: Job, console: Console) -> LinearModel:
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     _resume(job, sgd, comm, console)
     log = _trained(job, sgd, console, speaks)
-    coefficients, intercepts = sgd.model.whole().read()
+    coefficients, intercepts = sgd.read()
     model = LinearModel(
         *(coefficients, intercepts, job.settings.loss),
         None if classes is None else classes.labels,

@@ -38,6 +38,28 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
     return [json.loads(bytes(part.numpy())) for part in comm.run(exchange)]
 
 
+def check_alike(
+    comm: Communicator | None, rows: int, weight: float, dimensions: int, dtype: Any
+) -> float:
+    """Return the weight of all ranks' rows, from those of each; all ranks call.
+
+    Raises
+    ------
+    InputError
+        On all ranks, when no rank has rows, none has weight, or their rows differ in shape.
+    """
+    own = [rows, weight, dimensions, str(dtype)]
+    counts, weights, widths, dtypes = zip(*gathered(comm, own), strict=True)
+    if max(counts) == 0:
+        raise InputError("there are no rows to fit a model to, on any rank")
+    if sum(weights) == 0:
+        raise InputError("the weights of all rows are zero; at least one must be positive")
+    for name, values in (("dimensions", widths), ("the dtype", dtypes)):
+        if len(set(values)) > 1:
+            raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
+    return float(sum(weights))
+
+
 def together(comm: Communicator | None, own: Callable[[], T]) -> T:
     """Run what concerns this rank alone; where it fails on one rank, it fails on all.
 

@@ -19,15 +19,15 @@ from sparcel.rows.rows import Array
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass over the rows was like.
+    """What one pass over the rows, or over the coordinates, was like.
 
     Attributes
     ----------
     number
         Epochs so far, this one included.
     loss
-        Mean loss of the rows, each before the step that used it (progressive validation); with
-        several classes, the sum over the classes.
+        Mean loss of the rows: with SGD, each before the step that used it (progressive
+        validation), and with several classes the sum over these; with SCD, at the epoch's end.
     seconds, communication_seconds
         Wall clock on this rank; the time it waited for the other ranks.
     volume
@@ -129,6 +129,10 @@ class Sgd:
     def mean_loss(self) -> float:
         """Mean loss of this epoch's rows so far, alike on all ranks."""
         return self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
+
+    def read(self) -> tuple[Array, Array]:
+        """Return the model's coordinates ``[dimensions, width]`` and intercepts; all ranks call."""
+        return self.model.whole().read()
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here, bit by bit; all ranks call."""

@@ -15,8 +15,9 @@ from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME
 from sparcel.linear.alone import Alone, by_frequency
 from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
-from sparcel.linear.ranks import gathered
+from sparcel.linear.ranks import check_alike, gathered
 from sparcel.linear.replicated import Replicated
+from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import Rule, StepSizes
@@ -63,6 +64,24 @@ class Settings:
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
         known(self.format, FORMATS_BY_NAME, "format")
         whole_number(self.seed, "the seed", at_least=0)
+
+    def scd(
+        self,
+        rows: Rows,
+        targets: Array,
+        row_weights: Array | None,
+        block: int,
+        comm: Communicator | None,
+    ) -> Scd:
+        """Return what trains a model by coordinate descent; all ranks call."""
+        return Scd(
+            *(rows, targets, row_weights, self.loss, self.l1, self.l2),
+            block=block,
+            comm=comm,
+            seed=self.seed,
+            asynchronous=self.asynchronous,
+            fit_intercept=self.fit_intercept,
+        )
 
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
         """Return the arguments of the model's `Weights`."""
@@ -125,15 +144,8 @@ def prepare(
     batches = arrange(rows, targets, row_weights, settings.batch_size, order)
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
-    own = [len(batches), weight, most_entries(batches), dimensions, str(dtype)]
-    counts, total, entries, widths, dtypes = zip(*gathered(comm, own), strict=True)
-    if max(counts) == 0:
-        raise InputError("there are no rows to fit a model to, on any rank")
-    if sum(total) == 0:
-        raise InputError("the weights of all rows are zero; at least one must be positive")
-    for name, values in (("dimensions", widths), ("the dtype", dtypes)):
-        if len(set(values)) > 1:
-            raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
+    check_alike(comm, len(batches), weight, dimensions, dtype)
+    counts, entries = zip(*gathered(comm, [len(batches), most_entries(batches)]), strict=True)
     arguments = settings.weights(dimensions, width, dtype)
     model: Alone | Replicated | Sharded
     if is_alone:
@@ -151,15 +163,15 @@ def prepare(
 
 
 def train(
-    sgd: Sgd,
+    trainer: Sgd | Scd,
     settings: Settings,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
     after_step: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Train until the epochs are over, or the loss stops falling by ``tol``; all ranks call."""
-    patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // sgd.steps))
-    while sgd.epochs < settings.epochs and not _stalls(sgd.losses, patience, settings.tol):
-        after_epoch(sgd.epoch(after_step))
+    patience = max(_PATIENT_EPOCHS, -(-_PATIENT_STEPS // trainer.steps))
+    while trainer.epochs < settings.epochs and not _stalls(trainer.losses, patience, settings.tol):
+        after_epoch(trainer.epoch(after_step))
 
 
 def _stalls(losses: Sequence[float], patience: int, tol: float | None) -> bool:
