@@ -88,7 +88,7 @@ def arrange(
     count = -(-len(rows) // size)
     bounds = [batch * len(rows) // count for batch in range(count + 1)]
     # What is not written takes no memory.
-    given = rows.columns.astype(_index_dtype(rows.dimensions + TAIL), copy=False)
+    given = rows.columns.astype(column_dtype(rows.dimensions), copy=False)
     columns = np.empty(rows.nnz + TAIL * count, given.dtype)
     places = np.empty(rows.nnz, np.uint16)
     values = np.empty(rows.nnz, rows.values.dtype)
@@ -116,8 +116,9 @@ def arrange(
     return batches
 
 
-def _index_dtype(size: int) -> str:
-    return str(index_dtype(size)).removeprefix("torch.")
+def column_dtype(dimensions: int) -> str:
+    """Name the dtype of a batch's columns, which also count its tail."""
+    return str(index_dtype(dimensions + TAIL)).removeprefix("torch.")
 
 
 def most_entries(batches: Sequence[Batch]) -> int:

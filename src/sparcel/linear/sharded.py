@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sparcel.comm import Communicator
-from sparcel.linear.batches import TAIL, Batch
+from sparcel.linear.batches import TAIL, Batch, column_dtype
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
 from sparcel.linear.weights import Weights
@@ -36,19 +36,23 @@ class Asked:
     Attributes
     ----------
     columns
-        Counted from the first of the owner's, batch after batch.
+        Batch after batch, increasing in each.
     bounds
         ``[batches + 1]``: where each batch's begin in ``columns``.
     """
 
-    columns: torch.Tensor
+    columns: Array
     bounds: Array
+
+    def numbered(self, columns: Array) -> Asked:
+        """Return the same with the places of these among ``columns``, which are sorted."""
+        return Asked(np.searchsorted(columns, self.columns).astype(np.int32), self.bounds)
 
     def of(self, number: int | None) -> torch.Tensor:
         """Return the columns of a batch; none if there is no batch."""
         if number is None:
-            return self.columns[:0]
-        return self.columns[self.bounds[number] : self.bounds[number + 1]]
+            return torch.from_numpy(self.columns[:0])
+        return torch.from_numpy(self.columns[self.bounds[number] : self.bounds[number + 1]])
 
 
 class Sharded:
@@ -62,12 +66,14 @@ class Sharded:
     ) -> None:
         self._settings, self._comm, self.seconds = dict(settings), comm, 0.0
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
-        self.starts = _owners(own, settings["dimensions"], comm)
-        region = self.starts[comm.rank + 1] - self.starts[comm.rank]
-        self.weights = Weights(**{**self._settings, "dimensions": region})
+        starts = _owners(own, settings["dimensions"], comm)
         # Where the columns of each owner begin in each batch.
-        self._cuts = [np.searchsorted(columns, self.starts) for columns in own]
-        self._asked = self._tell_owners(own)
+        self._cuts = [np.searchsorted(columns, starts) for columns in own]
+        asked = self._tell_owners(own)
+        # Columns of its own that no batch has are zero and stay zero: the owner does without them.
+        self._columns = np.unique(np.concatenate([one.columns for one in asked]))
+        self._asked = [one.numbered(self._columns) for one in asked]
+        self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
@@ -84,17 +90,19 @@ class Sharded:
     def whole(self) -> Weights:
         """Return the whole model; all ranks call."""
         state = self.weights.state()
+        columns = self._gather(self._columns)
         for name in ("rows", "sums"):
             if name in state:
-                state[name] = self._gather(state[name])
+                found = self._gather(state[name])
+                state[name] = np.zeros((self._settings["dimensions"], found.shape[1]), found.dtype)
+                state[name][columns] = found
         whole = Weights(**self._settings)
         whole.restore(state)
         return whole
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take this rank's part of the state of a whole model."""
-        own = slice(self.starts[self._comm.rank], self.starts[self._comm.rank + 1])
-        parts = {name: state[name][own] for name in ("rows", "sums") if name in state}
+        parts = {name: state[name][self._columns] for name in ("rows", "sums") if name in state}
         self.weights.restore({**state, **parts})
 
     def _step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
@@ -155,27 +163,28 @@ class Sharded:
     def _tell_owners(self, own: Sequence[Array]) -> list[Asked]:
         """Tell each owner which of its columns each batch has; return what the ranks ask for."""
         comm, ranks = self._comm, range(self._comm.size)
+        dtype = column_dtype(self._settings["dimensions"])
         parts, counts = [], []
         for owner in ranks:
             pieces = [
-                columns[cuts[owner] : cuts[owner + 1]] - self.starts[owner]
+                columns[cuts[owner] : cuts[owner + 1]]
                 for columns, cuts in zip(own, self._cuts, strict=True)
             ]
             counts.append([len(piece) for piece in pieces])
-            parts.append(torch.from_numpy(np.concatenate([*pieces, np.zeros(0)]).astype(np.int32)))
+            parts.append(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *pieces])))
         told = [one[comm.rank] for one in gathered(comm, counts)]
         arrived = comm.run(lambda: self._exchange(parts, [sum(numbers) for numbers in told]))
         return [
-            Asked(columns, np.cumsum([0, *numbers]))
+            Asked(columns.numpy(), np.cumsum([0, *numbers]))
             for columns, numbers in zip(arrived, told, strict=True)
         ]
 
     def _gather(self, rows: Array) -> Array:
-        """Return the rows of all owners, in order; all ranks call."""
+        """Return what all owners have, one after the other; all ranks call."""
         part = torch.from_numpy(np.ascontiguousarray(rows))
-        widths = np.diff(self.starts) * rows.shape[1]
-        arrived = self._comm.run(lambda: self._exchange([part] * self._comm.size, widths.tolist()))
-        return torch.cat(arrived).view(-1, rows.shape[1]).numpy()
+        lengths = gathered(self._comm, part.numel())
+        arrived = self._comm.run(lambda: self._exchange([part] * self._comm.size, lengths))
+        return torch.cat(arrived).view(-1, *rows.shape[1:]).numpy()
 
 
 def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:

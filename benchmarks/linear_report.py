@@ -1,0 +1,129 @@
+"""The tables and the figure of docs/linear.md, from its records.
+
+python benchmarks/linear_report.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from pages import save, table
+from record import RESULTS, Row, rows_of
+
+PAPER = {"posts-reviews": (20.26, 25.75), "urls": (12.65, 23.81)}
+"""Speed-ups of Table 2 on GigE, logistic regression on 8 nodes: a whole epoch, communication. Our
+sets stand in for Webspam and URL."""
+
+GIGABIT = 1e9 / 8
+
+
+def of_epoch(row: Row) -> dict[str, float]:
+    """Return medians over the epochs of a row, and what an epoch takes on a core of its own."""
+    found = {
+        name: float(np.median(row[name]))
+        for name in ("seconds", "communication_seconds", "cpu_seconds", "bytes")
+    }
+    found["own_core"] = found["cpu_seconds"] + found["bytes"] / GIGABIT
+    return found
+
+
+def arms_table(rows: list[Row], name: str, nodes: int) -> Iterator[str]:
+    """Yield a table of all arms on one set: an epoch, and its ratios to dense float32."""
+    columns = (
+        *("exchange", "loss", "epoch", "of it communication", "bytes", "× dense epoch"),
+        *("× dense communication", "CPU a rank", "× dense, a core for each rank"),
+        *("training loss at the end", "accuracy"),
+    )
+    own = [row for row in rows if (row["set"], row["nodes"]) == (name, nodes)]
+    dense = {row["loss"]: of_epoch(row) for row in own if row["arm"] == "dense"}
+    yield from table(columns, (_arm(row, dense) for row in own))
+
+
+def _arm(row: Row, dense: dict[str, dict[str, float]]) -> Iterator[str]:
+    found, base = of_epoch(row), dense.get(row["loss"])
+    yield row["arm"]
+    yield {"hinge": "hinge", "logistic": "logistic"}[row["loss"]]
+    yield f"{found['seconds']:.2f} s"
+    yield f"{found['communication_seconds']:.2f} s"
+    yield f"{found['bytes'] / 1e6:,.1f} MB"
+    yield "" if base is None else f"{base['seconds'] / found['seconds']:.1f}"
+    waited = max(found["communication_seconds"], 1e-9)
+    yield "" if base is None else f"{base['communication_seconds'] / waited:.1f}"
+    yield f"{found['cpu_seconds']:.2f} s"
+    yield "" if base is None else f"{base['own_core'] / found['own_core']:.1f}"
+    yield f"{row['train_losses'][-1]:.4f}"
+    yield ", ".join(f"{100 * share:.1f} %" for share in row["accuracy"].values())
+
+
+def nodes_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of epochs on 1 to 8 nodes, logistic regression."""
+    arms = ("dense", "auto", "sharded", "sharded, asynchronous")
+    found = {
+        (row["set"], row["nodes"], row["arm"]): of_epoch(row)
+        for row in rows
+        if row["loss"] == "logistic"
+    }
+    sets = dict.fromkeys(row["set"] for row in rows)
+    nodes = sorted({row["nodes"] for row in rows})
+
+    def cells(name: str, count: int) -> Iterator[str]:
+        yield from (name, str(count))
+        for arm in arms:
+            one = found.get((name, count, arm))
+            yield "" if one is None else f"{one['seconds']:.2f} s, {one['bytes'] / 1e6:,.1f} MB"
+
+    yield from table(
+        ("set", "nodes", *arms), (cells(name, count) for name in sets for count in nodes)
+    )
+
+
+def single_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of one process: epochs beside scikit-learn and Vowpal Wabbit."""
+    own = [row for row in rows if "accuracy" in row]
+    names = dict.fromkeys(row["contender"] for row in own)
+    cells = []
+    for name in names:
+        turns = [row for row in own if row["contender"] == name]
+        epochs = [np.median(row["seconds"]) for row in turns]
+        each = np.array(epochs) / turns[0]["entries"] * 1e9
+        before = float(np.median([row["before_s"] for row in turns]))
+        cells.append(
+            (
+                name,
+                f"{np.median(epochs):.3f} s",
+                f"{np.median(each):.1f} ({each.min():.1f} to {each.max():.1f})",
+                f"{before:.2f} s",
+                f"{100 * turns[0]['accuracy'][-1]:.2f} %",
+            )
+        )
+    yield from table(
+        ("contender", "epoch", "ns an entry (least to most)", "before", "accuracy after 5"), cells
+    )
+
+
+def draw(rows: list[Row], name: str) -> None:
+    """Draw the loss against time of the arms on 8 nodes."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    for row in rows:
+        if (row["set"], row["nodes"], row["loss"]) == (name, 8, "logistic"):
+            axes.plot(np.cumsum(row["seconds"]), row["train_losses"], "o-", label=row["arm"], ms=3)
+    axes.set(xscale="log", xlabel="seconds", ylabel="mean loss of an epoch")
+    axes.legend(fontsize=6)
+    save(figure, f"linear-{name}")
+
+
+def main() -> None:
+    """Print the tables and draw the figures."""
+    rows = rows_of(RESULTS / "linear_models.json")
+    for name in dict.fromkeys(row["set"] for row in rows):
+        print(f"\n{name}, paper {PAPER[name]}\n", *arms_table(rows, name, 8), sep="\n")
+        draw(rows, name)
+    print("", *nodes_table(rows), sep="\n")
+    print("", *single_table(rows_of(RESULTS / "linear_single.json")), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
