@@ -98,9 +98,11 @@ size_t values_of(const Model& model) { return model.dimensions() * model.width; 
 void check_columns(const Input& columns, size_t dimensions) {
     if (columns.size() == 0) return;
     with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
-        const Column* first = data<Column>(columns);
-        require(first[0] >= 0 && size_t(first[columns.size() - 1]) < dimensions,
-                "a column lies outside of the model");
+        const Column* at = data<Column>(columns);
+        bool increasing = at[0] >= 0;
+        for (size_t i = 1; i < columns.size(); ++i) increasing &= at[i - 1] < at[i];
+        require(increasing && size_t(at[columns.size() - 1]) < dimensions,
+                "columns must increase, and lie in the model");
     });
 }
 

@@ -39,7 +39,8 @@ struct Packing {
     uint64_t words = 0;
 };
 
-// Writes all words, and tells whether the indices are in range; garbage writes nowhere else.
+// Writes all words, and tells whether the bitmap has a place for every index. Garbage writes nowhere
+// else.
 template <class Index>
 bool pack_indices(Packing packing, const Index* indices, uint64_t* words) {
     std::fill_n(words, packing.words, 0);
@@ -92,7 +93,7 @@ bool unpack_indices(Packing packing, const uint64_t* words, Index* indices) {
             const uint64_t byte = std::min(low_bit / 8, 8 * packing.words - 8);
             uint64_t low;
             std::memcpy(&low, bytes + byte, sizeof low);
-            low = low >> (low_bit - 8 * byte) & mask;
+            low = packing.low_bits ? low >> (low_bit - 8 * byte) & mask : 0;
             indices[i] = Index(high << packing.low_bits | low);
             low_bit += packing.low_bits;
         }

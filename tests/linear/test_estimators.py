@@ -120,9 +120,35 @@ def test_a_model_is_pickled_and_goes_on():
 
 def test_partial_fit_goes_on_from_fit():
     X, y = problem()
-    model = SparseLogisticRegression().fit(X, y)
-    before = model.epochs_[-1].loss
-    assert model.partial_fit(X, y).epochs_[0].loss == pytest.approx(before, rel=0.1)
+    one = SparseLogisticRegression(batch_size=20, epochs=4, tol=None).fit(X, y)
+    two = SparseLogisticRegression(batch_size=20, epochs=3, tol=None).fit(X, y).partial_fit(X, y)
+    assert two.epochs_[0].loss == pytest.approx(one.epochs_[-1].loss, rel=0.05)
+    assert two.coef_ == pytest.approx(one.coef_, abs=0.1)
+    other = clone(two).set_params(step="constant", eta0=1e-3).fit(X, y)
+    before = other.coef_.copy()
+    other.set_params(step="adagrad").sparsify().partial_fit(X, y)
+    assert other.coef_ == pytest.approx(before, abs=0.5)
+
+
+def test_what_is_wrong_on_one_rank_is_told_to_all():
+    X, y = problem()
+
+    def run(comm, wrong):
+        own = X.toarray()
+        if comm.rank == 1 and wrong == "NaN":
+            own[3, 3] = np.nan
+        seed = comm.rank if wrong == "settings" else 0
+        rows = slice(0, 0) if comm.rank == 2 else slice(None)
+        model = SparseLogisticRegression(random_state=seed, epochs=2)
+        return model.fit(own[rows], y[rows], group=comm).n_iter_
+
+    with pytest.raises(InputError, match="contains NaN"):
+        simulate(3, lambda comm: run(comm, "NaN"))
+    with pytest.raises(InputError, match="ranks must have the same settings"):
+        simulate(3, lambda comm: run(comm, "settings"))
+    assert simulate(3, lambda comm: run(comm, "")).results == [2, 2, 2]
+    with pytest.raises(InputError, match=r"the loss became (inf|nan)"):
+        SparseLinearRegression(step="constant", eta0=1e6, epochs=50).fit(X * 100, y)
 
 
 def test_a_pipeline_of_text_and_a_sparse_model():

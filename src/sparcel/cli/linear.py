@@ -215,7 +215,8 @@ def _blocks(
     if isinstance(source, Text):
         named = None if found == "lines" else label
         source = replace(source, layout=found, label=named, text=text)  # type: ignore[arg-type]
-    return source.blocks(data, "texts" if _has_texts(model) else "numbers")
+    # Without a name for labels, they are not looked at.
+    return source.blocks(data, "texts" if label is None or _has_texts(model) else "numbers")
 
 
 def _has_texts(model: Any) -> bool:

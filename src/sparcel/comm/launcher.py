@@ -13,6 +13,6 @@ _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 def launched() -> tuple[str, ...]:
     """Return the engines for which this process was launched; none if it was started alone."""
-    if any(name in os.environ for name in _MPI_RANKS):
+    if any(name in os.environ for name in _MPI_RANKS) and "TORCHELASTIC_RUN_ID" not in os.environ:
         return ("gloo", "mpi")
     return ("gloo",) if all(name in os.environ for name in _TORCH) else ()

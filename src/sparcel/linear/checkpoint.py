@@ -26,7 +26,7 @@ def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, 
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, allow_pickle=False, about=text, **dict(arrays))
+            np.savez(file, about=text, **arrays)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

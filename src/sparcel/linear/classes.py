@@ -123,8 +123,8 @@ def probabilities(margins: Array) -> Array:
     """
     logs = -np.logaddexp(0, -margins.astype(np.float64))
     if margins.shape[1] == 1:
-        shares = np.exp(logs)
-        return np.hstack([1 - shares, shares])
+        logs = np.hstack([-np.logaddexp(0, margins.astype(np.float64)), logs])
+        return np.asarray(np.exp(logs))
     # Also where all are so improbable that none is above zero, they add up to 1.
     shares = np.exp(logs - logs.max(axis=1, keepdims=True))
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))

@@ -45,7 +45,7 @@ def by_coordinates(
     comm: Communicator | None,
 ) -> Shard:
     """Arrange a rank's rows by columns; all ranks call, and learn which columns occur on any."""
-    height, ones = len(rows), len(rows) if fit_intercept else 0
+    ones = len(rows) if fit_intercept else 0
     starts = np.empty(rows.dimensions + 1, np.int64)
     places = np.empty(rows.nnz + ones, np.int32)
     values = np.empty(rows.nnz + ones, rows.values.dtype)
@@ -58,7 +58,6 @@ def by_coordinates(
     ends = [rows.nnz, rows.nnz + ones] if fit_intercept else [rows.nnz]
     # No entries lie between the starts of columns that occur.
     offsets = np.concatenate([starts[columns], ends])
-    assert height == len(targets), f"{height} rows need as many targets, got {len(targets)}"
     entries = _cpu.LinearShard(offsets, places, values, targets, weights)
     return Shard(columns, entries, len(offsets) - 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from sparcel.comm import Communicator, Group
 from sparcel.errors import InputError, known, optional
 from sparcel.linear.classes import Classes, labels, probabilities
 from sparcel.linear.inputs import as_matrix, as_rows, sample_weights
-from sparcel.linear.ranks import ranks_of
+from sparcel.linear.ranks import ranks_of, together
 from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.step_sizes import Rule
@@ -31,6 +31,8 @@ with optional("sparcel.linear", "linear"):
 _FLOATS = [np.float32, np.float64]
 _SOLVERS = ("sgd", "scd")
 
+E = TypeVar("E")
+
 
 def _takes_steps(estimator: _Linear) -> bool:
     """Tell whether an estimator can go on with other rows; raise why not."""
@@ -40,6 +42,16 @@ def _takes_steps(estimator: _Linear) -> bool:
             " rows in each step; call fit, or take solver='sgd'"
         )
     return True
+
+
+def _documented(estimator: type[E]) -> type[E]:
+    """Add what an estimator inherits to its docstring."""
+    inherited = [
+        base.__doc__ or "" for base in (_Linear, _Classifier) if issubclass(estimator, base)
+    ]
+    bodies = [text.partition("\n")[2] for text in inherited]
+    estimator.__doc__ = (estimator.__doc__ or "") + "".join(bodies)
+    return estimator
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -153,24 +165,42 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
             epochs.append(trainer.epoch())
         else:
             train(trainer, settings, epochs.append)
-        self._weights = weights
+        # A pass over more rows goes on from here.
+        self._weights = trainer.model.whole() if isinstance(trainer, Sgd) else None
         self.epochs_, self.n_iter_ = epochs, trainer.epochs
-        coefficients, intercepts = trainer.read()
+        coefficients, intercepts = (self._weights or trainer).read()
         self.coef_, self.intercept_ = coefficients.T, intercepts.astype(coefficients.dtype)
 
     def _begin(self, settings: Settings, rows: Rows, width: int) -> Weights:
         """Return the model that a pass begins with: where the last one, or `fit`, ended."""
-        kept: Weights | None = getattr(self, "_weights", None)
-        if kept is not None:
-            return kept
         weights = Weights(**settings.weights(rows.dimensions, width, rows.values.dtype))
+        kept: Weights | None = getattr(self, "_weights", None)
+        if kept is not None and kept.is_like(weights):
+            return kept
         if hasattr(self, "n_iter_"):
+            self.densify()
             weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
         return weights
 
+    def _checked(
+        self, X: Any, y: Any, comm: Communicator | None, fresh: bool, **more: Any
+    ) -> tuple[Any, Array]:
+        """Return checked rows and labels; what is wrong on one rank is raised on all."""
+        kept: Weights | None = None if fresh else getattr(self, "_weights", None)
+        X, y = as_matrix(X, y, comm, None if fresh else self.n_features_in_)
+        settings = {
+            "accept_sparse": "csr",
+            "dtype": _FLOATS if kept is None else kept.dtype,
+            "ensure_min_samples": 1 if comm is None else 0,
+            "reset": fresh,
+            **more,
+        }
+        checked: tuple[Any, Array] = together(comm, lambda: validate_data(self, X, y, **settings))
+        return checked
+
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self, "coef_")
-        X, _ = as_matrix(X)
+        X, _ = as_matrix(X, dimensions=self.n_features_in_)
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
         scores = X @ self.coef_.T
         dense: Array = (scores.toarray() if sp.issparse(scores) else scores) + self.intercept_
@@ -186,13 +216,26 @@ class _Linear(BaseEstimator):  # type: ignore[misc]
         """Make ``coef_`` an array again."""
         check_is_fitted(self, "coef_")
         if sp.issparse(self.coef_):
-            self.coef_ = self.coef_.toarray()
+            dense = self.coef_.toarray()
+            self.coef_ = dense[0] if isinstance(self, RegressorMixin) else dense
         return self
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
-    """A linear classifier; with more than two classes, each is told from all others."""
+    """A linear classifier; with more than two classes, each is told from all others.
+
+    Parameters
+    ----------
+    class_weight
+        The weight of each class's rows by label, 1 where none is given; ``"balanced"`` gives all
+        classes the same weight in all.
+
+    Attributes
+    ----------
+    classes_
+        ``[classes]`` the labels, sorted.
+    """
 
     class_weight: Mapping[Any, float] | str | None = None
 
@@ -251,9 +294,8 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
     ) -> Self:
         fresh = not (once and hasattr(self, "coef_"))
         comm = ranks_of(group)
-        X, y = as_matrix(X, y, comm)
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=fresh)
-        check_classification_targets(y)
+        X, y = self._checked(X, y, comm, fresh)
+        together(comm, lambda: check_classification_targets(y))
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
         classes_known = Classes(self.classes_)
@@ -262,8 +304,8 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
                 "Only binary classification is supported by solver='scd', got labels of"
                 f" {classes_known.width} classes; solver='sgd' tells each class from the rest"
             )
-        numbers = classes_known.numbers(y)
-        given = sample_weights(sample_weight, len(y), X.dtype)
+        numbers = together(comm, lambda: classes_known.numbers(y))
+        given = together(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
         row_weights = classes_known.row_weights(numbers, self.class_weight, given, X.dtype, comm)
         targets = classes_known.targets(numbers, X.dtype)
         self._train(X, targets, row_weights, classes_known.width, self._loss(), comm, once)
@@ -279,11 +321,10 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
         return labels(self._scores(X), self.classes_)
 
 
+@_documented
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseLogisticRegression(_Classifier):
     """Logistic regression on sparse rows, by SGD or SCD on one rank or many."""
-
-    __doc__ = f"{__doc__}\n{(_Linear.__doc__ or '').partition(chr(10))[2]}"
 
     def _loss(self) -> str:
         return "logistic"
@@ -301,6 +342,7 @@ class SparseLogisticRegression(_Classifier):
         return np.asarray(np.log(self.predict_proba(X)))
 
 
+@_documented
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseLinearSVC(_Classifier):
     """A linear support vector machine on sparse rows, by SGD or SCD on one rank or many.
@@ -317,6 +359,7 @@ class SparseLinearSVC(_Classifier):
         return self.loss
 
 
+@_documented
 @dataclass(kw_only=True, eq=False, repr=False)
 class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
     """Least squares on sparse rows, by SGD or SCD: ridge regression, Lasso or elastic net."""
@@ -338,11 +381,8 @@ class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
     def _fit(self, X: Any, y: Any, sample_weight: Any, group: Group, once: bool) -> Self:
         fresh = not (once and hasattr(self, "coef_"))
         comm = ranks_of(group)
-        X, y = as_matrix(X, y, comm)
-        X, y = validate_data(
-            self, X, y, accept_sparse="csr", dtype=_FLOATS, reset=fresh, y_numeric=True
-        )
-        row_weights = sample_weights(sample_weight, len(y), X.dtype)
+        X, y = self._checked(X, y, comm, fresh, y_numeric=True)
+        row_weights = together(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
         targets = np.ascontiguousarray(y, dtype=X.dtype)
         self._train(X, targets, row_weights, 1, "squared", comm, once)
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])

@@ -23,6 +23,9 @@ from sparcel.linear.training import Settings, prepare, train
 from sparcel.rows import Rows, SvmLight, Text, cached, describe, make_cache
 from sparcel.rows.rows import Array
 
+_MOST_TIMED = 1 << 24
+"""The most values of the dense exchange that is timed for comparison; more take proportionally."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,11 +40,12 @@ class Job:
     resume: bool = False
     plot: Path | None = None
 
-    @property
-    def about(self) -> dict[str, object]:
-        """What a checkpoint must have been made by, to go on from."""
+    def about(self, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+        """Describe what a checkpoint must have been made by, to go on from; all ranks call."""
+        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions])
+        labels = None if classes is None else classes.labels.tolist()
         settings = {**asdict(self.settings), "epochs": None}
-        return {"source": describe(self.source), "settings": json.loads(json.dumps(settings))}
+        return json.dumps([describe(self.source), settings, counts, labels])
 
 
 @dataclass
@@ -64,20 +68,21 @@ def run(job: Job, console: Console) -> LinearModel:
     width = 1 if classes is None else classes.width
     sgd = prepare(rows, targets, None, width, job.settings, comm)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
-    _resume(job, sgd, comm, console)
-    log = _trained(job, sgd, console, speaks)
+    about = job.about(rows, classes, comm)
+    _resume(job, about, sgd, comm, console)
+    log = _trained(job, about, sgd, console, speaks)
     coefficients, intercepts = sgd.read()
     model = LinearModel(
         *(coefficients, intercepts, job.settings.loss),
         None if classes is None else classes.labels,
         {"source": describe(job.source)},
     )
-    _summarise(log, sgd, rows.dimensions * width, comm, console)
     if speaks:
         model.save(job.out)
         if job.plot is not None:
             _draw(log, job.plot)
     console.print(f"Model: {job.out}", soft_wrap=True)
+    _summarise(log, sgd, rows.dimensions * width, comm, console)
     return model
 
 
@@ -113,8 +118,17 @@ def _targets(job: Job, rows: Rows, comm: Communicator | None) -> tuple[Classes |
                 raise InputError(f"regression needs labels that are numbers: {error}") from None
 
         return None, together(comm, numbers)
+    together(comm, lambda: _check_classes(labels))
     classes = Classes.of(labels, comm)
     return classes, classes.targets(classes.numbers(labels), dtype)
+
+
+def _check_classes(labels: Array) -> None:
+    """Refuse numbers that are no classes, such as those of a regression."""
+    if labels.dtype.kind == "f" and (labels % 1 != 0).any():
+        raise InputError(
+            f"label {labels[labels % 1 != 0][0]} is no class; for regression give --loss squared"
+        )
 
 
 def _described(job: Job, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
@@ -128,7 +142,7 @@ def _described(job: Job, rows: Rows, classes: Classes | None, comm: Communicator
     )
 
 
-def _resume(job: Job, sgd: Sgd, comm: Communicator | None, console: Console) -> None:
+def _resume(job: Job, about: str, sgd: Sgd, comm: Communicator | None, console: Console) -> None:
     """Go on from a checkpoint if that was asked for and rank 0 has one."""
     file = job.checkpoint
     if not job.resume or file is None:
@@ -137,10 +151,11 @@ def _resume(job: Job, sgd: Sgd, comm: Communicator | None, console: Console) -> 
     def own() -> dict[str, Array] | None:
         if (comm is not None and comm.rank) or not file.exists():
             return None
-        about, state = checkpoint.read(file, "checkpoint")
-        if about != json.loads(json.dumps(job.about)):
+        found, state = checkpoint.read(file, "checkpoint")
+        if found["training"] != about:
             raise InputError(
-                f"{file} is of a training with other settings; remove it, or give them"
+                f"{file} is of a training with other settings, data or number of processes; remove"
+                " it, or give the same"
             )
         return state
 
@@ -150,7 +165,7 @@ def _resume(job: Job, sgd: Sgd, comm: Communicator | None, console: Console) -> 
         console.print(f"Going on after epoch {sgd.epochs}")
 
 
-def _trained(job: Job, sgd: Sgd, console: Console, speaks: bool) -> Log:
+def _trained(job: Job, about: str, sgd: Sgd, console: Console, speaks: bool) -> Log:
     """Train, and show how it goes."""
     log, begun = Log(), time.perf_counter()
     console.print("epoch      loss   seconds   waiting      sent")
@@ -158,7 +173,8 @@ def _trained(job: Job, sgd: Sgd, console: Console, speaks: bool) -> Log:
         task = bar.add_task("", total=sgd.steps)
 
         def after_step(step: int) -> None:
-            log.curve.append((time.perf_counter() - begun, sgd.mean_loss))
+            if job.plot is not None:
+                log.curve.append((time.perf_counter() - begun, sgd.mean_loss))
             bar.update(task, completed=step + 1, description=f"loss {sgd.mean_loss:.4f}")
 
         def after_epoch(epoch: Epoch) -> None:
@@ -170,7 +186,7 @@ def _trained(job: Job, sgd: Sgd, console: Console, speaks: bool) -> Log:
             if job.checkpoint is not None:
                 state = sgd.state()
                 if speaks:
-                    checkpoint.write(job.checkpoint, "checkpoint", job.about, state)
+                    checkpoint.write(job.checkpoint, "checkpoint", {"training": about}, state)
 
         train(sgd, job.settings, after_epoch, after_step)
     return log
@@ -183,11 +199,11 @@ def _summarise(
     if comm is None or not log.epochs:
         return
     steps = sgd.steps * len(log.epochs)
-    vector = torch.zeros(values, dtype=torch.float32)
+    timed = torch.zeros(min(values, _MOST_TIMED))
     start = time.perf_counter()
-    comm.run(lambda: comm.all_reduce(vector))
-    dense_seconds = (time.perf_counter() - start) * steps
-    dense_bytes = ring_bytes(vector.nbytes, comm.size) * steps
+    comm.run(lambda: comm.all_reduce(timed))
+    dense_seconds = (time.perf_counter() - start) * values / len(timed) * steps
+    dense_bytes = ring_bytes(4 * values, comm.size) * steps
     sent = sum(epoch.volume for epoch in log.epochs)
     waited = sum(epoch.communication_seconds for epoch in log.epochs)
     console.print(

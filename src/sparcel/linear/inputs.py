@@ -12,7 +12,7 @@ import numpy as np
 from sparcel.comm import Communicator
 from sparcel.errors import optional
 from sparcel.linear.ranks import gathered, together
-from sparcel.rows import Rows, SvmLight
+from sparcel.rows import Rows, SvmLight, check
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
@@ -23,18 +23,22 @@ Data: TypeAlias = Any
 """An array, a sparse matrix, `Rows`, or the path of SVMlight files."""
 
 
-def as_matrix(data: Data, y: Any = None, comm: Communicator | None = None) -> tuple[Any, Any]:
+def as_matrix(
+    data: Data, y: Any = None, comm: Communicator | None = None, dimensions: int | None = None
+) -> tuple[Any, Any]:
     """Return what scikit-learn takes: rows and files as matrices, with their labels if they have.
 
-    Of files each rank reads its own part; all ranks call, and get the same dimensions.
+    Of files each rank reads its own part; all ranks call, and get the same dimensions: those given,
+    or what the highest index needs.
     """
     if isinstance(data, str | os.PathLike):
         rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
         path = Path(data)
-        data = together(comm, lambda: SvmLight().read(path, rank, ranks))
+        data = together(comm, lambda: SvmLight(dimensions).read(path, rank, ranks))
         data = replace(data, dimensions=max(gathered(comm, data.dimensions)))
     if not isinstance(data, Rows):
         return data, y
+    check(data)
     shape = len(data), data.dimensions
     matrix = sp.csr_matrix((data.values, data.columns, data.offsets), shape)
     return matrix, data.labels if y is None else y

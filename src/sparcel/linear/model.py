@@ -12,7 +12,7 @@ import numpy as np
 from sparcel.errors import InputError, optional
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import labels, probabilities
-from sparcel.rows import Rows
+from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
 
@@ -53,6 +53,7 @@ class LinearModel:
                 f"these rows have {rows.dimensions} dimensions, the model {len(self.coefficients)};"
                 " make the rows as those that it was fitted to"
             )
+        check(rows)
         with optional("sparcel linear", "linear"):
             import scipy.sparse as sp
         shape = len(rows), len(self.coefficients)

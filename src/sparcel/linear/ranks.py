@@ -20,7 +20,14 @@ def ranks_of(group: Group) -> Communicator | None:
     Without a group, these are the ranks that this process was launched with.
     """
     comm = world() if group is None else resolve(group)
-    return comm if comm is not None and comm.size > 1 else None
+    if comm is None or comm.size == 1:
+        return None
+    if comm.device.type != "cpu":
+        raise InputError(
+            f"linear models are trained on CPUs, and this group communicates from {comm.device};"
+            " give a group of Gloo or MPI, such as group=dist.new_group(backend='gloo')"
+        )
+    return comm
 
 
 def gathered(comm: Communicator | None, value: Any) -> list[Any]:
@@ -39,17 +46,20 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
 
 
 def check_alike(
-    comm: Communicator | None, rows: int, weight: float, dimensions: int, dtype: Any
+    comm: Communicator | None, rows: int, weight: float, dimensions: int, dtype: Any, settings: str
 ) -> float:
     """Return the weight of all ranks' rows, from those of each; all ranks call.
+
+    ``settings`` is a text that tells all settings, which must be the same on all ranks.
 
     Raises
     ------
     InputError
-        On all ranks, when no rank has rows, none has weight, or their rows differ in shape.
+        On all ranks, when no rank has rows, none has weight, or they differ in the shape of their
+        rows or in their settings.
     """
-    own = [rows, weight, dimensions, str(dtype)]
-    counts, weights, widths, dtypes = zip(*gathered(comm, own), strict=True)
+    own = [rows, weight, dimensions, str(dtype), settings]
+    counts, weights, widths, dtypes, told = zip(*gathered(comm, own), strict=True)
     if max(counts) == 0:
         raise InputError("there are no rows to fit a model to, on any rank")
     if sum(weights) == 0:
@@ -57,6 +67,10 @@ def check_alike(
     for name, values in (("dimensions", widths), ("the dtype", dtypes)):
         if len(set(values)) > 1:
             raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")
+    if len(set(told)) > 1:
+        raise InputError(
+            f"ranks must have the same settings, got {' and '.join(sorted(set(told)))}"
+        )
     return float(sum(weights))
 
 
@@ -66,14 +80,15 @@ def together(comm: Communicator | None, own: Callable[[], T]) -> T:
     Raises
     ------
     InputError
-        What ``own`` raised, on the lowest rank that failed.
+        With the message of a `ValueError` (as an `InputError` is) or an `OSError` that ``own``
+        raised, on the lowest rank that failed. A process alone raises it as it is.
     """
+    if comm is None:
+        return own()
     result, wrong = None, None
     try:
         result = own()
-    except InputError as error:
-        if comm is None:
-            raise
+    except (ValueError, OSError) as error:
         wrong = str(error)
     for found in gathered(comm, wrong):
         if found is not None:

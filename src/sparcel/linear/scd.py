@@ -13,16 +13,18 @@ from sparcel._checks import whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.linear.coordinates import by_coordinates, draws
-from sparcel.linear.ranks import check_alike
+from sparcel.linear.ranks import check_alike, together
 from sparcel.linear.sgd import Epoch
 from sparcel.linear.updates import Updates
-from sparcel.rows import Rows
+from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
 _LOSSES = ("logistic", "squared_hinge", "squared")
 
 _LEAST_STEPS = 16
 """An epoch has so many steps where it can: coordinates that change together take shorter steps."""
+
+_MOST_DIMENSIONS = 2**31 - 1
 
 _NONE = np.empty(0, np.int64)
 
@@ -109,8 +111,13 @@ class Scd:
             )
         self._loss, self._l1, self._l2 = known(loss, _LOSSES, "loss"), l1, l2
         block = whole_number(block, "block", at_least=1)
+        together(comm, lambda: _check(rows, targets))
         own = len(rows) if row_weights is None else row_weights.sum(dtype=np.float64)
-        self._weight = check_alike(comm, len(rows), float(own), rows.dimensions, rows.values.dtype)
+        told = f"{loss}, l1={l1}, l2={l2}, block={block}, gather={gather}, seed={seed}"
+        self._weight = check_alike(
+            *(comm, len(rows), float(own), rows.dimensions, rows.values.dtype),
+            f"{told}, {asynchronous=}, {fit_intercept=}",
+        )
         self._dimensions, self._seed, self._asynchronous = rows.dimensions, seed, asynchronous
         self._shard = by_coordinates(rows, targets, row_weights, fit_intercept, comm)
         self.values = np.zeros(self._shard.size, rows.values.dtype)
@@ -211,9 +218,7 @@ class Scd:
         # Without rows of any weight nor regularisation, nothing pulls.
         new = np.divide(pull, steepness, out=old, where=steepness > 0)
         rounded: Array = new.astype(self.values.dtype)
-        rounded[rounded == 0] = (
-            0  # without a sign, since a sparse stream leaves unchanged zeros out
-        )
+        rounded += 0  # makes -0 a 0, since a sparse stream leaves unchanged zeros out
         return rounded
 
     def _change(self, chosen: Array, new: Array) -> None:
@@ -224,3 +229,14 @@ class Scd:
 
     def _add_to_margins(self, columns: Array, changes: Array) -> None:
         self._shard.entries.change(columns, changes, self._margins, torch.get_num_threads())
+
+
+def _check(rows: Rows, targets: Array) -> None:
+    check(rows)
+    if len(rows) != len(targets):
+        raise InputError(f"{len(rows)} rows need as many targets, got {len(targets)}")
+    if rows.dimensions > _MOST_DIMENSIONS:
+        raise InputError(
+            f"coordinate descent takes up to {_MOST_DIMENSIONS} dimensions, got {rows.dimensions};"
+            " stochastic gradient descent takes more"
+        )

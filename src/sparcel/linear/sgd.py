@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparcel.comm import Communicator
+from sparcel.errors import InputError
 from sparcel.linear.alone import Alone
 from sparcel.linear.batches import TAIL, Batch, most_entries
 from sparcel.linear.replicated import Numbers, Pending, Point, Replicated, Stepped
@@ -118,6 +119,10 @@ class Sgd:
         if pending is not None:
             self._count(pending())
         loss = self.mean_loss
+        if not np.isfinite(loss):
+            raise InputError(
+                f"the loss became {loss} in epoch {self.epochs + 1}: lower eta0, or scale the data"
+            )
         self._sizes.epoch_ended(loss)
         self.epochs += 1
         self.losses.append(loss)

@@ -9,10 +9,10 @@ each column of its batch, however many ranks there are, and holds 1/P of the mod
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
 from sparcel.linear.weights import Weights
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, reduce
+
+T = TypeVar("T")
 
 _BINS = 4096
 """Ranges of columns whose use is counted to find owners that have about equally much to do."""
@@ -64,7 +66,8 @@ class Sharded:
     def __init__(
         self, settings: Mapping[str, Any], batches: Sequence[Batch], comm: Communicator
     ) -> None:
-        self._settings, self._comm, self.seconds = dict(settings), comm, 0.0
+        self._settings, self._comm = dict(settings), comm
+        self.seconds = self._exchanging = 0.0
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
         starts = _owners(own, settings["dimensions"], comm)
         # Where the columns of each owner begin in each batch.
@@ -77,15 +80,23 @@ class Sharded:
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
-        return self._comm.run(lambda: self._pull(numbers))
+        return self._counted(lambda: self._pull(numbers))
 
     def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
         """Take a step with the gradients of these batches, and read those wanted next."""
-        return self._comm.run(lambda: self._step(numbers, gradient, rate, wanted))
+        return self._counted(lambda: self._step(numbers, gradient, rate, wanted))
 
     def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
         """Begin what `step` does, on the communicator's thread."""
-        return self._comm.submit(lambda: self._step(numbers, gradient, rate, wanted)).wait
+        job = self._comm.submit(lambda: self._step(numbers, gradient, rate, wanted))
+
+        def wait() -> Stepped:
+            start = time.perf_counter()
+            stepped = job.wait()
+            self.seconds += time.perf_counter() - start
+            return stepped
+
+        return wait
 
     def whole(self) -> Weights:
         """Return the whole model; all ranks call."""
@@ -104,6 +115,13 @@ class Sharded:
         """Take this rank's part of the state of a whole model."""
         parts = {name: state[name][self._columns] for name in ("rows", "sums") if name in state}
         self.weights.restore({**state, **parts})
+
+    def _counted(self, run: Callable[[], T]) -> T:
+        """Run a job at once, and count the time of its exchanges."""
+        before = self._exchanging
+        result = self._comm.run(run)
+        self.seconds += self._exchanging - before
+        return result
 
     def _step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
         total, tail = self._push(numbers, gradient)
@@ -154,7 +172,7 @@ class Sharded:
             {r: parts[r].reshape(-1).view(torch.uint8) for r in others if parts[r].numel()},
             {r: lengths[r] * dtype.itemsize for r in others if lengths[r]},
         )
-        self.seconds += time.perf_counter() - start
+        self._exchanging += time.perf_counter() - start
         found = {rank: message.view(dtype) for rank, message in arrived.items()}
         found[comm.rank] = parts[comm.rank].reshape(-1)
         none = torch.empty(0, dtype=dtype)
@@ -172,7 +190,9 @@ class Sharded:
             ]
             counts.append([len(piece) for piece in pieces])
             parts.append(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *pieces])))
-        told = [one[comm.rank] for one in gathered(comm, counts)]
+        batches = gathered(comm, len(own))
+        numbers_of = [torch.tensor(numbers, dtype=torch.int64) for numbers in counts]
+        told = [one.tolist() for one in comm.run(lambda: self._exchange(numbers_of, batches))]
         arrived = comm.run(lambda: self._exchange(parts, [sum(numbers) for numbers in told]))
         return [
             Asked(columns.numpy(), np.cumsum([0, *numbers]))

@@ -15,14 +15,14 @@ from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME
 from sparcel.linear.alone import Alone, by_frequency
 from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
-from sparcel.linear.ranks import check_alike, gathered
+from sparcel.linear.ranks import check_alike, gathered, together
 from sparcel.linear.replicated import Replicated
 from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import Rule, StepSizes
 from sparcel.linear.weights import Weights
-from sparcel.rows import Rows
+from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
 LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
@@ -64,6 +64,11 @@ class Settings:
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
         known(self.format, FORMATS_BY_NAME, "format")
         whole_number(self.seed, "the seed", at_least=0)
+
+    def described(self) -> str:
+        """Return a text that is the same for the same settings, in any process."""
+        step = getattr(self.step, "__qualname__", self.step)
+        return ", ".join(f"{name}={value}" for name, value in {**vars(self), "step": step}.items())
 
     def scd(
         self,
@@ -136,15 +141,17 @@ def prepare(
     InputError
         On all ranks, when no rank has rows or the ranks' models differ in shape.
     """
-    rank = 0 if comm is None else comm.rank
-    dimensions = rows.dimensions
+    together(comm, lambda: check(rows))
+    rank, dimensions = 0 if comm is None else comm.rank, rows.dimensions
     if is_alone := comm is None and weights is None:
         columns, rows = by_frequency(rows)
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
     batches = arrange(rows, targets, row_weights, settings.batch_size, order)
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
-    check_alike(comm, len(batches), weight, dimensions, dtype)
+    check_alike(
+        comm, len(batches), weight, dimensions, dtype, f"{settings.described()}, width={width}"
+    )
     counts, entries = zip(*gathered(comm, [len(batches), most_entries(batches)]), strict=True)
     arguments = settings.weights(dimensions, width, dtype)
     model: Alone | Replicated | Sharded

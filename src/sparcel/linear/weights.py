@@ -121,15 +121,25 @@ class Weights:
             model.scale = 1.0
 
     def load(self, coordinates: Array, intercepts: Array) -> None:
-        """Begin with a model: coordinates ``[dimensions, width]``, intercepts ``[width]``."""
+        """Begin with a model: coordinates ``[dimensions, width]``, intercepts ``[width]``.
+
+        AdaGrad takes them for coordinates that have had gradients of 1 so far.
+        """
         self.rows[:, : self.width] = coordinates
         self.intercept[:] = intercepts
+        if self.adaptive:
+            self.rows[:, self.width : 2 * self.width] = np.asarray(coordinates) != 0
+
+    def is_like(self, other: Weights) -> bool:
+        """Tell whether another model has the same shape, dtype and settings."""
+        return self._settings == other._settings
 
     def state(self) -> dict[str, Array]:
-        """Return all that steps changed, as arrays of this model's own."""
+        """Return a copy of all that steps changed."""
         counts = np.array([self.steps, self.scales, self._model.scale, self._model.now])
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        return {"counts": counts} | {n: array for n, array in arrays.items() if array is not None}
+        kept = {name: array.copy() for name, array in arrays.items() if array is not None}
+        return {"counts": counts, **kept}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take over the state of a model with the same settings, bit by bit."""

@@ -3,7 +3,7 @@
 from sparcel.rows.cache import fingerprint, load, shard, verify
 from sparcel.rows.cache_writer import CacheWriter, save
 from sparcel.rows.documents import read_json_lines, read_lines, read_tsv
-from sparcel.rows.rows import Rows, concatenate
+from sparcel.rows.rows import Rows, check, concatenate
 from sparcel.rows.sources import SvmLight, Text, cached, describe, described, make_cache
 from sparcel.rows.svmlight import read_svmlight, svmlight_blocks
 from sparcel.rows.text import HashedNGrams
@@ -15,6 +15,7 @@ __all__ = [
     "SvmLight",
     "Text",
     "cached",
+    "check",
     "concatenate",
     "describe",
     "described",

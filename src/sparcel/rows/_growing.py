@@ -1,11 +1,16 @@
-"""Arrays of unknown length."""
+"""Arrays of unknown length, and rows of unknown number."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from sparcel.rows.rows import Array
+from sparcel.errors import InputError
+from sparcel.rows.rows import Array, Rows
+
+MOST_INT32 = 2**31 - 1
 
 SEGMENT = 1 << 24
 """Entries of a segment: so many that its memory goes back to the system when it is freed."""
@@ -39,3 +44,31 @@ class Growing:
         for place in range(0, self.length, SEGMENT):
             whole[place : place + SEGMENT] = self._segments.pop(0)[: self.length - place]
         return whole
+
+
+def join(parts: Iterable[Rows], dimensions: int | None, none: Array | None) -> Rows:
+    """Join blocks of rows as they come, so that they are in memory once.
+
+    Parameters
+    ----------
+    dimensions
+        Of the result; None for the most of any block.
+    none
+        The labels of no rows at all.
+    """
+    wide = dimensions is not None and dimensions > MOST_INT32
+    offsets, values = Growing(np.int64), Growing(np.float32)
+    columns = Growing(np.int64 if wide else np.int32)
+    offsets.extend(np.zeros(1, np.int64))
+    labels: list[Array] = []
+    highest = 0
+    for part in parts:
+        offsets.extend(part.offsets[1:] + columns.length)
+        columns.extend(part.columns)
+        values.extend(part.values)
+        labels += [] if part.labels is None else [part.labels]
+        highest = max(highest, part.dimensions)
+    if len({one.dtype.kind for one in labels}) > 1:
+        raise InputError("labels are numbers in some of these rows, and texts in others")
+    found = np.concatenate(labels) if labels else none
+    return Rows(offsets.take(), columns.take(), values.take(), dimensions or highest, found)

@@ -120,7 +120,7 @@ def _open(path: Path) -> tuple[dict[str, Any], mmap.mmap] | None:
     with file:
         start = file.read(START.size)
         if len(start) < START.size or not start.startswith(MAGIC):
-            raise _broken(path, "its beginning is not that of a cache of rows")
+            raise InputError(f"{path} is no cache of rows; give the cache another path")
         _, version, crc32, place, length = START.unpack(start)
         if version != VERSION:
             return None

@@ -30,7 +30,7 @@ def save(path: str | os.PathLike[str], rows: Rows, fingerprint: str) -> None:
 
 
 @dataclass
-class _Growing:
+class _Section:
     """An array that is being written, in a file of its own until its place is known."""
 
     file: IO[bytes]
@@ -66,7 +66,7 @@ class CacheWriter:
         self._files = ExitStack()
         self._file = self._files.enter_context(self._part.open("xb"))
         self._file.write(bytes(ALIGNMENT))
-        self._arrays: dict[str, _Growing] = {}
+        self._arrays: dict[str, _Section] = {}
         self._classes: dict[str, int] = {}
         self._dimensions = 0
 
@@ -91,7 +91,7 @@ class CacheWriter:
             raise InputError(f"all rows of a cache are alike, but {found} follow {begun}")
         for name, part in parts.items():
             self._arrays[name].write(part)
-        self._dimensions = max(self._dimensions, rows.dimensions)
+        self._dimensions = max(self._dimensions, int(rows.dimensions))
 
     def _begin(self, parts: Mapping[str, Array]) -> None:
         for name, part in parts.items():
@@ -99,7 +99,7 @@ class CacheWriter:
             file: IO[bytes] = self._file
             if name != "columns":
                 file = self._files.enter_context(TemporaryFile(dir=self._path.parent))  # noqa: SIM115
-            self._arrays[name] = _Growing(file, part.dtype)
+            self._arrays[name] = _Section(file, part.dtype)
         self._arrays["offsets"].write(np.zeros(1, np.int64))
 
     def _labels(self, labels: Array | None) -> dict[str, Array]:
@@ -125,7 +125,7 @@ class CacheWriter:
         finally:
             self.drop()
 
-    def _place(self, array: _Growing) -> dict[str, object]:
+    def _place(self, array: _Section) -> dict[str, object]:
         """Move an array to the end of the cache, and return what the header says about it."""
         place = ALIGNMENT
         if array.file is not self._file:
@@ -175,5 +175,5 @@ class CacheWriter:
             self.drop()
 
 
-def _dtypes(arrays: Mapping[str, Array | _Growing]) -> str:
+def _dtypes(arrays: Mapping[str, Array | _Section]) -> str:
     return ", ".join(f"{name} of {array.dtype}" for name, array in arrays.items())

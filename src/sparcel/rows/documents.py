@@ -89,6 +89,8 @@ def _label(record: dict[str, Any], name: str, before: Sequence[Any]) -> Any:
     found = _field(record, name, [type(before[0])] if before else [str, int])
     if found == "":
         raise InputError(f"the label, field {name!r}, is empty")
+    if isinstance(found, int) and not -(2**63) <= found < 2**63:
+        raise InputError(f"the label, field {name!r}, must fit in 64 bits, got {found}")
     return found
 
 
@@ -99,6 +101,11 @@ def _field(record: dict[str, Any], name: str, kinds: Sequence[type]) -> Any:
     if type(value) not in kinds:  # True is an int as well
         expected = " or ".join({str: "a string", int: "an integer"}[kind] for kind in kinds)
         raise InputError(f"field {name!r} must be {expected}, got {json.dumps(value)[:40]}")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"field {name!r} has half of a surrogate pair") from None
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
 import lzma
@@ -94,6 +95,9 @@ def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
             case ".gz":
                 with gzip.GzipFile(fileobj=file) as text:
                     yield from iter(partial(text.read, BLOCK_BYTES), b"")
+            case ".bz2":
+                with bz2.BZ2File(file) as text:
+                    yield from iter(partial(text.read, BLOCK_BYTES), b"")
             case ".xz":
                 with lzma.LZMAFile(file) as text:
                     yield from iter(partial(text.read, BLOCK_BYTES), b"")
@@ -110,17 +114,22 @@ def _zstd_chunks(file: BinaryIO) -> Iterator[bytes]:
     """Decompress frame by frame; zstandard's own reader takes a truncated file for a short one."""
     with optional("reading .zst files", "linear"):
         import zstandard
-    frame = None
-    # What is decompressed is several times as long.
-    while packed := file.read(max(1, BLOCK_BYTES // 8)):
+    frame, held, length = None, [], 0
+    # Little at a time, because it may become thousands of times as long.
+    while packed := file.read(max(1, BLOCK_BYTES // 256)):
         while packed:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
-                yield frame.decompress(packed)
+                held.append(frame.decompress(packed))
             except zstandard.ZstdError as error:
                 raise OSError(str(error)) from error
+            length += len(held[-1])
             packed = frame.unused_data
             frame = None if frame.eof else frame
+        if length >= BLOCK_BYTES:
+            yield b"".join(held)
+            held, length = [], 0
+    yield b"".join(held)
     if frame is not None:
         raise EOFError("the file ends within a frame")
 

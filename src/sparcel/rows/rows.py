@@ -77,6 +77,8 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
             )
         if (other.labels is None) != (first.labels is None):
             raise InputError("some of these rows have labels, and some have none")
+        if _kind(other) != _kind(first):
+            raise InputError("labels are numbers in some of these rows, and texts in others")
     if len(parts) == 1:
         return first
     starts = np.cumsum([0, *(part.nnz for part in parts[:-1])])
@@ -89,3 +91,24 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
         first.dimensions,
         np.concatenate(labels) if labels else None,
     )
+
+
+def check(rows: Rows) -> None:
+    """Raise an `InputError` unless offsets and columns can be used as they are.
+
+    What was mapped from a file may hold anything.
+    """
+    offsets, columns = rows.offsets, rows.columns
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(columns):
+        raise InputError(f"offsets of rows must go from 0 to their {len(columns)} entries")
+    if len(columns) != len(rows.values) or (np.diff(offsets) < 0).any():
+        raise InputError("offsets of rows must not decrease, and each column needs its value")
+    if len(columns) and not 0 <= columns.min() <= columns.max() < rows.dimensions:
+        raise InputError(
+            f"columns must lie in [0, {rows.dimensions}), got {columns.min()} to {columns.max()}"
+        )
+
+
+def _kind(rows: Rows) -> str:
+    kind = "" if rows.labels is None else rows.labels.dtype.kind
+    return "number" if kind in "biuf" else kind

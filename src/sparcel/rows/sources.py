@@ -10,15 +10,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
+from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
 from sparcel.rows import cache, cache_writer
+from sparcel.rows._growing import join
 from sparcel.rows._threads import in_order
 from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines, read_tsv
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, Piece, pieces
-from sparcel.rows.rows import Rows, concatenate
+from sparcel.rows.rows import Rows
 from sparcel.rows.svmlight import Labels, TextLabelError, read_svmlight, svmlight_blocks
 from sparcel.rows.text import HashedNGrams
 
@@ -39,6 +42,13 @@ class SvmLight:
 
     dimensions: int | None = None
     index_from: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            given = whole_number(self.dimensions, "dimensions", at_least=1, at_most=2**62)
+            object.__setattr__(self, "dimensions", given)
+        index_from = whole_number(self.index_from, "index_from", at_least=0, at_most=1)
+        object.__setattr__(self, "index_from", index_from)
 
     def read(self, paths: Paths, rank: int = 0, ranks: int = 1) -> Rows:
         """Return a rank's part of the rows."""
@@ -80,8 +90,7 @@ class Text:
         InputError
             When a file cannot be read, or a line is not as it should be, with the file and line.
         """
-        found = list(self._blocks(pieces(paths, rank, ranks)))
-        return concatenate(found) if found else self.ngrams.rows([])
+        return join(self._blocks(pieces(paths, rank, ranks)), self.ngrams.dimensions, None)
 
     def blocks(self, paths: Paths, labels: Labels = "numbers") -> Iterator[Rows]:
         """Yield all rows, block by block; ``labels`` is `SvmLight`'s, the files' types stay."""
@@ -89,7 +98,8 @@ class Text:
 
     def _blocks(self, own: list[Piece]) -> Iterator[Rows]:
         read = chain.from_iterable(self._readable(piece) for piece in own)
-        return in_order(self._rows, read, torch.get_num_threads())
+        found = in_order(self._rows, read, torch.get_num_threads())
+        return (rows for rows in found if len(rows))
 
     def _readable(self, piece: Piece) -> Iterator[tuple[Block, Callable[[bytes, Fail], Documents]]]:
         reader: Callable[[bytes, Fail], Documents] = read_lines
@@ -98,6 +108,10 @@ class Text:
         elif self.layout == "tsv":
             header = _first_line(piece.path)
             reader = partial(read_tsv, header=header, label=self.label, text=self.text)
+            try:
+                reader(b"", lambda _, what: InputError(what))
+            except InputError as error:
+                raise InputError(f"{piece.path}:1: {error}") from None
         for block in blocks(piece):
             yield block, reader
 
@@ -106,8 +120,15 @@ class Text:
         lines, skipped = block.lines, 0
         if self.layout == "tsv" and block.offset == 0:
             lines, skipped = lines.partition(b"\n")[2], 1
-        documents, labels = reader(lines, lambda line, what: block.error(line + skipped, what))
-        return self.ngrams.rows(documents, labels, threads=1)
+
+        def fail(line: int, what: str) -> InputError:
+            return block.error(line + skipped, what)
+
+        documents, labels = reader(lines, fail)
+        found = None
+        if labels:
+            found = np.array(labels, np.str_ if isinstance(labels[0], str) else np.int64)
+        return self.ngrams.rows(documents, found, threads=1)
 
 
 Source: TypeAlias = SvmLight | Text
@@ -143,6 +164,8 @@ def make_cache(path: str | os.PathLike[str], paths: Paths, source: Source) -> No
             _write(path, made_of, source.blocks(paths, "numbers"))
         except TextLabelError:
             _write(path, made_of, source.blocks(paths, "texts"))
+        except OSError as error:
+            raise InputError(f"{path} can't be written: {error.strerror}") from error
 
 
 def _write(path: str | os.PathLike[str], made_of: str, parts: Iterator[Rows]) -> None:

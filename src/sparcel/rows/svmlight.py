@@ -13,7 +13,7 @@ import torch
 from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
-from sparcel.rows._growing import Growing
+from sparcel.rows._growing import MOST_INT32, join
 from sparcel.rows._threads import in_order
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, pieces
@@ -21,7 +21,8 @@ from sparcel.rows.rows import Array, Rows
 
 Labels = Literal["numbers", "texts"]
 
-MOST_INT32 = 2**31 - 1
+_NONE: dict[Labels, Array] = {"numbers": np.zeros(0, np.float64), "texts": np.zeros(0, np.str_)}
+_MOST_LABEL_BYTES = 1000  # an array of texts is as wide as the longest
 
 
 class TextLabelError(InputError):
@@ -40,7 +41,7 @@ def read_svmlight(
     """Read rows that are written as ``label index:value index:value ... # comment``.
 
     Indices increase within a line. Blank lines and comments are skipped. Files whose names end in
-    ``.gz``, ``.xz`` or ``.zst`` are decompressed.
+    ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` are decompressed.
 
     Parameters
     ----------
@@ -75,11 +76,11 @@ def read_svmlight(
     """
     settings = (dimensions, index_from, rank, ranks, threads)
     if labels is not None:
-        return _join(svmlight_blocks(paths, *settings, labels), dimensions, labels)
+        return join(svmlight_blocks(paths, *settings, labels), dimensions, _NONE[labels])
     try:
-        return _join(svmlight_blocks(paths, *settings, "numbers"), dimensions, "numbers")
+        return join(svmlight_blocks(paths, *settings, "numbers"), dimensions, _NONE["numbers"])
     except TextLabelError:
-        return _join(svmlight_blocks(paths, *settings, "texts"), dimensions, "texts")
+        return join(svmlight_blocks(paths, *settings, "texts"), dimensions, _NONE["texts"])
 
 
 def svmlight_blocks(
@@ -98,8 +99,6 @@ def svmlight_blocks(
     if dimensions is not None:
         whole_number(dimensions, "dimensions", at_least=1, at_most=2**62)
     whole_number(index_from, "index_from", at_least=0, at_most=1)
-    whole_number(ranks, "ranks", at_least=1)
-    whole_number(rank, "rank", at_least=0, at_most=ranks - 1)
     known(labels, ("numbers", "texts"), "labels")
     if threads is None:
         threads = torch.get_num_threads()
@@ -134,27 +133,12 @@ def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
 def _texts(block: Block, spans: Array) -> Array:
     labels = []
     for start, stop in spans.tolist():
+        if stop - start > _MOST_LABEL_BYTES:
+            line = block.lines.count(b"\n", 0, start)
+            raise block.error(line, f"the label is longer than {_MOST_LABEL_BYTES} bytes")
         try:
             labels.append(block.lines[start:stop].decode())
         except UnicodeDecodeError as error:
             line = block.lines.count(b"\n", 0, start)
             raise block.error(line, f"the label {error.object!r} is not UTF-8") from None
     return np.array(labels, np.str_)
-
-
-def _join(parts: Iterator[Rows], dimensions: int | None, labels: Labels) -> Rows:
-    """Join blocks as they come."""
-    wide = dimensions is not None and dimensions > MOST_INT32
-    offsets, values = Growing(np.int64), Growing(np.float32)
-    columns = Growing(np.int64 if wide else np.int32)
-    offsets.extend(np.zeros(1, np.int64))
-    found: list[Array] = [np.zeros(0, np.float64 if labels == "numbers" else np.str_)]
-    highest = 0
-    for part in parts:
-        offsets.extend(part.offsets[1:] + columns.length)
-        columns.extend(part.columns)
-        values.extend(part.values)
-        found += [] if part.labels is None else [part.labels]
-        highest = max(highest, part.dimensions)
-    arrays = offsets.take(), columns.take(), values.take()
-    return Rows(*arrays, dimensions or highest, np.concatenate(found))

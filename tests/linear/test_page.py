@@ -1,0 +1,45 @@
+"""The example of docs/linear.md runs as printed, and the page has the tables of its records."""
+
+import importlib
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "linear.md").read_text()
+
+
+def test_the_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
+    exec(code, {})
+    assert capsys.readouterr().out == printed
+
+
+def test_the_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report: Any = importlib.import_module("linear_report")
+    rows = report.rows_of(report.RESULTS / "linear_models.json")
+    lines = [
+        *report.arms_table(rows, "urls", 8),
+        *report.arms_table(rows, "posts-reviews", 8),
+        *report.nodes_table(rows),
+        *report.single_table(report.rows_of(report.RESULTS / "linear_single.json")),
+    ]
+    assert set(lines) <= set(PAGE.splitlines())
+
+
+def test_the_example_script_classifies_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "texts.tsv"
+    rows = ["spam\tbuy cheap pills now", "ham\tlunch at noon", "spam\tcheap pills", "ham\tsee you"]
+    file.write_text("label\ttext\n" + "".join(f"{row}\n" for row in rows * 10))
+    monkeypatch.setattr("sys.argv", ["text_classifier.py", str(file)])
+    runpy.run_path(str(ROOT / "examples/text_classifier.py"), run_name="__main__")
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("after 10 epochs, mean loss 0.0")
+    ham, spam = (float(number) for number in re.findall(r"\d\.\d*", told[1]))
+    assert ham < 0.2 < 0.8 < spam
