@@ -36,6 +36,7 @@ def arms_table(rows: list[Row], name: str, nodes: int) -> Iterator[str]:
         *("training loss at the end", "accuracy"),
     )
     own = [row for row in rows if (row["set"], row["nodes"]) == (name, nodes)]
+    own.sort(key=lambda row: (not row["arm"].startswith("dense"), row["arm"], row["loss"]))
     dense = {row["loss"]: of_epoch(row) for row in own if row["arm"] == "dense"}
     yield from table(columns, (_arm(row, dense) for row in own))
 
@@ -73,9 +74,10 @@ def nodes_table(rows: list[Row]) -> Iterator[str]:
             one = found.get((name, count, arm))
             yield "" if one is None else f"{one['seconds']:.2f} s, {one['bytes'] / 1e6:,.1f} MB"
 
-    yield from table(
-        ("set", "nodes", *arms), (cells(name, count) for name in sets for count in nodes)
-    )
+    places = [
+        (name, count) for name in sets for count in nodes if (name, count, "sharded") in found
+    ]
+    yield from table(("set", "nodes", *arms), (cells(*place) for place in places))
 
 
 def single_table(rows: list[Row]) -> Iterator[str]:
