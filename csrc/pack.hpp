@@ -39,8 +39,8 @@ struct Packing {
     uint64_t words = 0;
 };
 
-// Writes all words, and tells whether the bitmap has a place for every index. Garbage writes nowhere
-// else.
+// Writes all words, and tells whether the bitmap has a place for every index. Garbage writes
+// nowhere else.
 template <class Index>
 bool pack_indices(Packing packing, const Index* indices, uint64_t* words) {
     std::fill_n(words, packing.words, 0);
