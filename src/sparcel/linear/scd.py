@@ -131,7 +131,7 @@ class Scd:
     def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
         """Change each coordinate once; all ranks call. The epoch's loss is that at its end."""
         start = time.perf_counter()
-        waited, sent = self._updates.seconds, self._updates.volume
+        waited, sent = self.waited, self._updates.volume
         self._read_margins()
         drawn = draws(self._seed, self.epochs, self._updates.slices, self.steps)
         pending: Callable[[], Array] | None = None
@@ -153,9 +153,14 @@ class Scd:
             self.epochs,
             loss,
             time.perf_counter() - start,
-            self._updates.seconds - waited,
+            self.waited - waited,
             self._updates.volume - sent,
         )
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for others."""
+        return self._updates.seconds
 
     def loss(self) -> float:
         """Return the mean loss of all ranks' rows; all ranks call."""
