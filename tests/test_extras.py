@@ -33,7 +33,7 @@ EXTRAS_OF = {
     "demo": {"cli", "demo"},
     "comm": {"mpi"},
     "rows": {"linear"},
-    "linear": {"linear"},
+    "linear": {"linear", "cli", "plots"},
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 

@@ -57,7 +57,10 @@ def test_tsv_takes_two_of_its_columns(rows: list[tuple[str, str, str]], end: str
 
 @given(
     st.one_of(
-        *(st.lists(st.tuples(kind, st.text())) for kind in (st.text(min_size=1), st.integers()))
+        *(
+            st.lists(st.tuples(kind, st.text()))
+            for kind in (st.text(min_size=1), st.integers(-(2**63), 2**63 - 1))
+        )
     ),
     st.booleans(),
     ends,
