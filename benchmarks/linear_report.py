@@ -104,6 +104,26 @@ def single_table(rows: list[Row]) -> Iterator[str]:
     )
 
 
+def gathers_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of an iteration of coordinate descent with each gather."""
+    names = ("seconds", "communication_seconds", "bytes")
+    found = {
+        gather: [np.median([r[name] for r in rows if r["gather"] == gather]) for name in names]
+        for gather in dict.fromkeys(row["gather"] for row in rows)
+    }
+    columns = ("gather", "iteration", "of it communication", "bytes")
+    ratios = ("× dense iteration", "× dense communication")
+    whole, waited, _ = found["dense"]
+    cells = (
+        (
+            *(gather, f"{1e3 * a:.1f} ms", f"{1e3 * b:.1f} ms", f"{c / 1e3:,.1f} kB"),
+            *(f"{whole / a:.1f}", f"{waited / b:.1f}"),
+        )
+        for gather, (a, b, c) in found.items()
+    )
+    yield from table((*columns, *ratios), cells)
+
+
 def draw(rows: list[Row], name: str) -> None:
     """Draw the loss against time of the arms on 8 nodes."""
     from matplotlib import pyplot as plt
@@ -124,6 +144,7 @@ def main() -> None:
         print(f"\n{name}, paper {PAPER[name]}\n", *arms_table(rows, name, 8), sep="\n")
         draw(rows, name)
     print("", *nodes_table(rows), sep="\n")
+    print("", *gathers_table(rows_of(RESULTS / "linear_scd.json")), sep="\n")
     print("", *single_table(rows_of(RESULTS / "linear_single.json")), sep="\n")
 
 

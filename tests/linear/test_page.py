@@ -28,7 +28,8 @@ def test_the_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch)
         *report.nodes_table(rows),
         *report.single_table(report.rows_of(report.RESULTS / "linear_single.json")),
     ]
-    assert set(lines) <= set(PAGE.splitlines())
+    gathers = report.gathers_table(report.rows_of(report.RESULTS / "linear_scd.json"))
+    assert {*lines, *gathers} <= set(PAGE.splitlines())
 
 
 def test_the_example_script_classifies_text(
