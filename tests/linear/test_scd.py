@@ -191,7 +191,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(asynchronous):
             for _ in range(2)
         )
         first.epoch()
-        second.load(first.state())
+        second.restore(first.state())
         assert second.objective() == pytest.approx(first.objective())
         losses = [(first.epoch().loss, second.epoch().loss) for _ in range(2)]
         assert first.values.tobytes() == second.values.tobytes()
@@ -200,7 +200,7 @@ def test_training_goes_on_from_a_state_bit_for_bit(asynchronous):
     for losses in simulate(3, run).results:
         assert all(one == two for one, two in losses)
     with pytest.raises(InputError, match="the state has 3 coordinates, and these rows have 14"):
-        trainer(None, "logistic").load({"epochs": 1, "values": np.zeros(3)})
+        trainer(None, "logistic").restore({"epochs": 1, "values": np.zeros(3)})
 
 
 def test_bytes_are_those_of_the_messages():

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparcel.linear.batches import TAIL, Batch
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
-from sparcel.linear.weights import Weights
+from sparcel.linear.weights import Weights, part_of, whole_of
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -69,20 +69,11 @@ class Alone:
 
     def whole(self) -> Weights:
         """Return the whole model."""
-        state = self.weights.state()
-        for name in ("rows", "sums"):
-            if name in state:
-                part = state[name]
-                state[name] = np.zeros((self._settings["dimensions"], part.shape[1]), part.dtype)
-                state[name][self._columns] = part
-        whole = Weights(**self._settings)
-        whole.restore(state)
-        return whole
+        return whole_of(self.weights.state(), self._columns, self._settings)
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take what belongs to these columns out of the state of a whole model."""
-        parts = {name: state[name][self._columns] for name in ("rows", "sums") if name in state}
-        self.weights.restore({**state, **parts})
+        self.weights.restore(part_of(state, self._columns))
 
 
 def by_frequency(rows: Rows) -> tuple[Array, Rows]:

@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
-from sparcel.comm import Communicator, Group
-from sparcel.errors import InputError, known, optional
+from sparcel.comm import Group
+from sparcel.errors import InputError, optional
+from sparcel.linear.base import LinearBase, takes_steps
 from sparcel.linear.classes import Classes, labels, probabilities
-from sparcel.linear.inputs import as_matrix, as_rows, sample_weights
+from sparcel.linear.inputs import sample_weights
 from sparcel.linear.ranks import ranks_of, together
-from sparcel.linear.scd import Scd
-from sparcel.linear.sgd import Epoch, Sgd
-from sparcel.linear.step_sizes import Rule
-from sparcel.linear.training import Settings, prepare, train
-from sparcel.linear.weights import Weights
-from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
-    import scipy.sparse as sp
-    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils.metaestimators import available_if
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, validate_data
-
-_FLOATS = [np.float32, np.float64]
-_SOLVERS = ("sgd", "scd")
 
 E = TypeVar("E")
-
-
-def _takes_steps(estimator: _Linear) -> bool:
-    """Tell whether an estimator can go on with other rows; raise why not."""
-    if known(estimator.solver, _SOLVERS, "solver") == "scd":
-        raise InputError(
-            "partial_fit takes steps of stochastic gradient descent, and solver='scd' needs all"
-            " rows in each step; call fit, or take solver='sgd'"
-        )
-    return True
 
 
 def _documented(estimator: type[E]) -> type[E]:
     """Add what an estimator inherits to its docstring."""
     inherited = [
-        base.__doc__ or "" for base in (_Linear, _Classifier) if issubclass(estimator, base)
+        base.__doc__ or "" for base in (LinearBase, _Classifier) if issubclass(estimator, base)
     ]
     bodies = [text.partition("\n")[2] for text in inherited]
     estimator.__doc__ = (estimator.__doc__ or "") + "".join(bodies)
@@ -55,174 +35,7 @@ def _documented(estimator: type[E]) -> type[E]:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class _Linear(BaseEstimator):  # type: ignore[misc]
-    """What the estimators share: their parameters, and a training on all ranks.
-
-    Parameters
-    ----------
-    l2, l1
-        The model minimises the mean loss + l2 / 2 · |w|₂² + l1 · |w|₁, without the intercepts.
-    solver
-        ``"sgd"``, mini-batch stochastic gradient descent, or ``"scd"``, block coordinate descent:
-        more exact, for two classes or regression and a loss with a derivative everywhere. Of the
-        parameters from ``batch_size`` on it uses only ``block``, ``fit_intercept``,
-        ``asynchronous`` and ``random_state``.
-    epochs
-        The most passes over the rows, or, with ``"scd"``, over the coordinates.
-    tol
-        Training ends earlier when five epochs (of few rows, 100 steps) did not bring the mean loss
-        ``tol`` below the lowest before them; None goes through all epochs.
-    batch_size
-        The most rows that each rank takes one step with, in [1, 32768].
-    step
-        ``"adagrad"``, ``"constant"``, ``"inverse"``, ``"inverse_sqrt"``, ``"bold_driver"``, or a
-        function from the epochs done to the size of a step: see `sparcel.linear.step_sizes`.
-    eta0
-        The size of the first step.
-    average
-        Whether the model is the average of the models after each step.
-    block
-        With ``"scd"``, the most coordinates that each rank changes in a step.
-    fit_intercept
-        Whether the model has an intercept.
-    asynchronous
-        Whether a gradient is computed while the one before is summed over the ranks. The model that
-        it is taken at is then older by one step, on every rank and in every run.
-    algorithm
-        How ranks share gradients. ``"sharded"`` gives each coordinate an owner, to which gradients
-        go and from which each rank gets what its next batch needs. Otherwise every rank holds the
-        whole model, and gradients are summed by this algorithm of `sparcel.all_reduce`.
-    format
-        How gradients are laid out in messages where they are summed: ``"packed"``, or ``"coo"``,
-        which is faster on networks beyond 10 Gbit/s.
-    random_state
-        Decides the order of the rows and of the batches.
-
-    Attributes
-    ----------
-    coef_
-        ``[classes, features]``, one row for two classes; for regression ``[features]``.
-    intercept_
-        ``[classes]``, or one number.
-    epochs_
-        What each epoch was like, a list of `Epoch`.
-    n_iter_
-        How many epochs the model was trained for.
-    """
-
-    l2: float = 1e-6
-    l1: float = 0.0
-    solver: Literal["sgd", "scd"] = "sgd"
-    epochs: int = 100
-    tol: float | None = 1e-3
-    batch_size: int = 1000
-    step: Rule = "adagrad"
-    eta0: float = 0.5
-    average: bool = False
-    block: int = 100
-    fit_intercept: bool = True
-    asynchronous: bool = False
-    algorithm: str = "sharded"
-    format: str = "packed"
-    random_state: int = 0
-
-    coef_: Any = field(init=False)
-    intercept_: Any = field(init=False)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        return tags
-
-    def _settings(self, loss: str) -> Settings:
-        own = {"solver", "block", "random_state"}
-        shared = {one.name for one in fields(_Linear) if one.init} - own
-        chosen = {name: getattr(self, name) for name in shared}
-        return Settings(loss=loss, seed=self.random_state, **chosen)
-
-    def _train(
-        self,
-        X: Any,
-        targets: Array,
-        row_weights: Array | None,
-        width: int,
-        loss: str,
-        comm: Communicator | None,
-        once: bool,
-    ) -> None:
-        """Fit the model, or pass ``once`` over more rows; all ranks call."""
-        settings, rows = self._settings(loss), as_rows(X)
-        trainer: Sgd | Scd
-        weights = None
-        if known(self.solver, _SOLVERS, "solver") == "scd":
-            trainer = settings.scd(rows, targets, row_weights, self.block, comm)
-        else:
-            weights = self._begin(settings, rows, width) if once else None
-            trainer = prepare(rows, targets, row_weights, width, settings, comm, weights)
-            trainer.epochs = getattr(self, "n_iter_", 0) if once else 0
-        epochs: list[Epoch] = []
-        if once:
-            epochs.append(trainer.epoch())
-        else:
-            train(trainer, settings, epochs.append)
-        # A pass over more rows goes on from here.
-        self._weights = trainer.model.whole() if isinstance(trainer, Sgd) else None
-        self.epochs_, self.n_iter_ = epochs, trainer.epochs
-        coefficients, intercepts = (self._weights or trainer).read()
-        self.coef_, self.intercept_ = coefficients.T, intercepts.astype(coefficients.dtype)
-
-    def _begin(self, settings: Settings, rows: Rows, width: int) -> Weights:
-        """Return the model that a pass begins with: where the last one, or `fit`, ended."""
-        weights = Weights(**settings.weights(rows.dimensions, width, rows.values.dtype))
-        kept: Weights | None = getattr(self, "_weights", None)
-        if kept is not None and kept.is_like(weights):
-            return kept
-        if hasattr(self, "n_iter_"):
-            self.densify()
-            weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
-        return weights
-
-    def _checked(
-        self, X: Any, y: Any, comm: Communicator | None, fresh: bool, **more: Any
-    ) -> tuple[Any, Array]:
-        """Return checked rows and labels; what is wrong on one rank is raised on all."""
-        kept: Weights | None = None if fresh else getattr(self, "_weights", None)
-        X, y = as_matrix(X, y, comm, None if fresh else self.n_features_in_)
-        settings = {
-            "accept_sparse": "csr",
-            "dtype": _FLOATS if kept is None else kept.dtype,
-            "ensure_min_samples": 1 if comm is None else 0,
-            "reset": fresh,
-            **more,
-        }
-        checked: tuple[Any, Array] = together(comm, lambda: validate_data(self, X, y, **settings))
-        return checked
-
-    def _scores(self, X: Any) -> Array:
-        check_is_fitted(self, "coef_")
-        X, _ = as_matrix(X, dimensions=self.n_features_in_)
-        X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
-        scores = X @ self.coef_.T
-        dense: Array = (scores.toarray() if sp.issparse(scores) else scores) + self.intercept_
-        return dense
-
-    def sparsify(self) -> Self:
-        """Make ``coef_`` a sparse matrix, which is smaller where most coordinates are zero."""
-        check_is_fitted(self, "coef_")
-        self.coef_ = sp.csr_matrix(self.coef_)
-        return self
-
-    def densify(self) -> Self:
-        """Make ``coef_`` an array again."""
-        check_is_fitted(self, "coef_")
-        if sp.issparse(self.coef_):
-            dense = self.coef_.toarray()
-            self.coef_ = dense[0] if isinstance(self, RegressorMixin) else dense
-        return self
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
+class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
     """A linear classifier; with more than two classes, each is told from all others.
 
     Parameters
@@ -265,7 +78,7 @@ class _Classifier(ClassifierMixin, _Linear):  # type: ignore[misc]
         """
         return self._fit(X, y, sample_weight, group, once=False)
 
-    @available_if(_takes_steps)  # type: ignore[untyped-decorator]
+    @available_if(takes_steps)  # type: ignore[untyped-decorator]
     def partial_fit(
         self,
         X: Any,
@@ -361,7 +174,7 @@ class SparseLinearSVC(_Classifier):
 
 @_documented
 @dataclass(kw_only=True, eq=False, repr=False)
-class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
+class SparseLinearRegression(RegressorMixin, LinearBase):  # type: ignore[misc]
     """Least squares on sparse rows, by SGD or SCD: ridge regression, Lasso or elastic net."""
 
     def fit(self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None) -> Self:
@@ -371,7 +184,7 @@ class SparseLinearRegression(RegressorMixin, _Linear):  # type: ignore[misc]
         """
         return self._fit(X, y, sample_weight, group, once=False)
 
-    @available_if(_takes_steps)  # type: ignore[untyped-decorator]
+    @available_if(takes_steps)  # type: ignore[untyped-decorator]
     def partial_fit(
         self, X: Any, y: Any = None, sample_weight: Any = None, group: Group = None
     ) -> Self:

@@ -182,10 +182,10 @@ class Scd:
         return out, intercept if len(intercept) else np.zeros(1)
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` goes on from, between two epochs; equal on all ranks."""
+        """Return what `restore` goes on from, between two epochs; equal on all ranks."""
         return {"epochs": self.epochs, "values": self.values.copy()}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `state` of the same rows and settings, bit for bit."""
         if state["values"].shape != self.values.shape:
             raise InputError(

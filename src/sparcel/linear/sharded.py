@@ -21,7 +21,7 @@ from sparcel.comm import Communicator
 from sparcel.linear.batches import TAIL, Batch, column_dtype
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
-from sparcel.linear.weights import Weights
+from sparcel.linear.weights import BY_COLUMN, Weights, part_of, whole_of
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, reduce
 
@@ -100,21 +100,15 @@ class Sharded:
 
     def whole(self) -> Weights:
         """Return the whole model; all ranks call."""
-        state = self.weights.state()
-        columns = self._gather(self._columns)
-        for name in ("rows", "sums"):
-            if name in state:
-                found = self._gather(state[name])
-                state[name] = np.zeros((self._settings["dimensions"], found.shape[1]), found.dtype)
-                state[name][columns] = found
-        whole = Weights(**self._settings)
-        whole.restore(state)
-        return whole
+        state = {
+            name: self._gather(array) if name in BY_COLUMN else array
+            for name, array in self.weights.state().items()
+        }
+        return whole_of(state, self._gather(self._columns), self._settings)
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take this rank's part of the state of a whole model."""
-        parts = {name: state[name][self._columns] for name in ("rows", "sums") if name in state}
-        self.weights.restore({**state, **parts})
+        self.weights.restore(part_of(state, self._columns))
 
     def _counted(self, run: Callable[[], T]) -> T:
         """Run a job at once, and count the time of its exchanges."""

@@ -14,6 +14,9 @@ from sparcel.rows.rows import Array
 
 _ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
 
+BY_COLUMN = ("rows", "sums")
+"""What of a state has a row for each coordinate."""
+
 _LEAST_SCALE = 1e-6
 """Below this the scale is multiplied into the coordinates, before precision suffers."""
 
@@ -169,6 +172,24 @@ class Weights:
         out -= self.sums
         out /= self.steps
         return out, self.intercept_sums / self.steps
+
+
+def whole_of(state: Mapping[str, Array], columns: Array, settings: Mapping[str, Any]) -> Weights:
+    """Return a model that is zero but for some columns, whose state is given.
+
+    ``settings`` are the whole model's arguments of `Weights`.
+    """
+    whole = Weights(**settings)
+    for name, array in state.items():
+        if name in BY_COLUMN:
+            getattr(whole, name)[columns] = array
+    whole.restore({name: array for name, array in state.items() if name not in BY_COLUMN})
+    return whole
+
+
+def part_of(state: Mapping[str, Array], columns: Array) -> dict[str, Array]:
+    """Return what the state of a whole model holds for some columns."""
+    return {name: a[columns] if name in BY_COLUMN else a for name, a in state.items()}
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

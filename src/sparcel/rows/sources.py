@@ -93,7 +93,7 @@ class Text:
         return join(self._blocks(pieces(paths, rank, ranks)), self.ngrams.dimensions, None)
 
     def blocks(self, paths: Paths, labels: Labels = "numbers") -> Iterator[Rows]:
-        """Yield all rows, block by block; ``labels`` is `SvmLight`'s, the files' types stay."""
+        """Yield all rows, block by block; labels keep their types, whatever ``labels`` is."""
         return self._blocks(pieces(paths, 0, 1))
 
     def _blocks(self, own: list[Piece]) -> Iterator[Rows]:
