@@ -124,6 +124,34 @@ def gathers_table(rows: list[Row]) -> Iterator[str]:
     yield from table((*columns, *ratios), cells)
 
 
+def spark_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of Spark's MLlib beside sparcel, on one node and on several."""
+    epochs = {
+        (row["nodes"], row["solver"]): row["iteration_seconds"] * row["iterations_an_epoch"]
+        for row in rows
+    }
+    columns = (
+        *("nodes", "solver", "iteration", "bytes", "iterations an epoch", "epoch"),
+        *("× sparcel", "iterations", "training loss after them", "accuracy"),
+    )
+    cells = (
+        (
+            str(row["nodes"]),
+            row["solver"],
+            f"{row['iteration_seconds']:.3f} s",
+            f"{max(row['bytes'], 0) / 1e6:,.1f} MB",
+            f"{row['iterations_an_epoch']:.0f}",
+            f"{epochs[row['nodes'], row['solver']]:.2f} s",
+            f"{epochs[row['nodes'], row['solver']] / epochs[row['nodes'], 'sparcel, SGD']:.1f}",
+            str(row["iterations"]),
+            f"{row['train_loss']:.4f}",
+            f"{100 * row['accuracy']:.1f} %",
+        )
+        for row in rows
+    )
+    yield from table(columns, cells)
+
+
 def draw(rows: list[Row], name: str) -> None:
     """Draw the loss against time of the arms on 8 nodes."""
     from matplotlib import pyplot as plt
@@ -145,6 +173,7 @@ def main() -> None:
         draw(rows, name)
     print("", *nodes_table(rows), sep="\n")
     print("", *gathers_table(rows_of(RESULTS / "linear_scd.json")), sep="\n")
+    print("", *spark_table(rows_of(RESULTS / "linear_spark.json")), sep="\n")
     print("", *single_table(rows_of(RESULTS / "linear_single.json")), sep="\n")
 
 
