@@ -112,9 +112,7 @@ class Qsgd:
         to_packed.copy_(packed)
         if stream.indices is not None:
             indices = stream.indices.contiguous()
-            to_indices.copy_(
-                kernels.pack_indices(indices, stream.size) if self.packed else indices
-            )
+            to_indices.copy_(kernels.pack_indices(indices, stream.size) if self.packed else indices)
         decoded = kernels.dequantize(packed, scales, stream.nnz, self.bits, self.bucket)
         lost = values - decoded.to(stream.dtype)
         return Encoded(message, SparseStream.unchecked(stream.indices, lost, stream.size))

@@ -77,4 +77,3 @@ class Rounded:
         values = formats.decode(part[: -self._tail_bytes], due, self._quantizer).values
         tail = part[-self._tail_bytes :].view(self._dtype)
         return values.view(-1, self._width), tail.view(-1, self._width)
-

@@ -14,7 +14,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME, Qsgd
 from sparcel.linear.alone import Alone, by_frequency
-from sparcel.linear.batches import MOST_ROWS, TAIL, arrange, most_entries
+from sparcel.linear.batches import MOST_ROWS, TAIL, Batch, arrange, most_entries
 from sparcel.linear.lossy import Lossy
 from sparcel.linear.ranks import check_alike, gathered, together
 from sparcel.linear.replicated import Replicated
@@ -28,6 +28,8 @@ from sparcel.rows.rows import Array
 from sparcel.schemes.density import checked_density, count_for
 
 LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
+
+_BITS = (8, 4)
 
 SHARDED = "sharded"
 """The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
@@ -71,7 +73,8 @@ class Settings:
             checked_density(self.density)
             self._goes_with("density", "auto", *ALGORITHMS.keys() - {"dense"})
         if self.bits is not None:
-            Qsgd(self.bits)
+            if self.bits not in _BITS:
+                raise InputError(f"bits must be 8, 4 or None for all, got {self.bits!r}")
             self._goes_with("bits", SHARDED, "auto", "split_allgather")
         whole_number(self.seed, "the seed", at_least=0)
 
