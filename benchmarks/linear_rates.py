@@ -66,12 +66,13 @@ def measure(work: Path, epochs: int = 5, **job: str | int) -> Row:
     rows = rows_of(SETS[str(job["set"])], work, "train")
     classes = np.unique(rows.labels)
     settings = Settings(loss=str(job["loss"]), l2=0.0, algorithm=str(job["algorithm"]))
-    ranks = int(job["ranks"])
+    ranks, steps = int(job["ranks"]), []
 
     def on_rank(comm: SimulatedCommunicator) -> list[Marked]:
         own = shard(rows, comm.rank, ranks)
         targets = np.where(own.labels == classes[1], 1, -1).astype(np.float32)
         sgd = prepare(own, targets, None, 1, settings, comm)
+        steps.append(sgd.steps)
         events, marked = comm.cluster.trace.events[comm.rank], []
         for _ in range(1 + epochs):
             start = len(events)
@@ -86,7 +87,7 @@ def measure(work: Path, epochs: int = 5, **job: str | int) -> Row:
     compute = [max(e.seconds - e.communication_seconds for e, *_ in marks) for marks in by_epoch]
     return {
         **job,
-        "steps": -(-len(rows) // (ranks * settings.batch_size)),
+        "steps": steps[0],
         "bytes": [max(epoch.volume for epoch, *_ in marks) for marks in by_epoch],
         "compute_seconds": compute,
         "networks": {name: timed(parts, compute, one) for name, one in NETWORKS.items()},
