@@ -76,7 +76,7 @@ def test_what_is_sent_and_what_is_owed_are_the_gradient_and_what_was_owed(seed, 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_sending_all_takes_the_steps_of_sending_without_loss(classes, ranks, algorithm):
     def run(comm, density):
-        more = {"algorithm": algorithm, "density": density, "classes": classes}
+        more = {"algorithm": algorithm, "density": density, "classes": classes, "rows": 12}
         return model_of(trained(comm, 2, **more)[0])
 
     lossless, whole = (
@@ -158,7 +158,7 @@ def test_pushed_values_are_rounded_and_the_tail_is_not(dtype, count, width, bits
     )
     pushes = Rounded(width, dtype, Qsgd(bits, seed=seed))
     part = pushes.pack(values, tail, 3, 7)
-    assert part.numel() <= pushes.most(count)
+    assert part.numel() == pushes.most(count)
     found, found_tail = pushes.unpack(part, count)
     assert (found_tail.numpy() == tail).all()
     largest = np.abs(values).max(initial=0)

@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparcel import formats
+from sparcel import kernels
 from sparcel.formats import Qsgd
 from sparcel.linear.batches import TAIL
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
-from sparcel.wire import Due
 
 
 class Exact:
@@ -43,6 +41,8 @@ class Exact:
 class Rounded:
     """Values in few bits, without bias, and the tail as it is.
 
+    Both ends know how many values travel, so a message has no header.
+
     Parameters
     ----------
     width
@@ -50,7 +50,7 @@ class Rounded:
     dtype
         Theirs.
     quantizer
-        What rounds them; each step has random numbers of its own.
+        Tells how they are rounded.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, quantizer: Qsgd) -> None:
@@ -58,22 +58,27 @@ class Rounded:
         self._tail_bytes = TAIL * width * dtype.itemsize
 
     def pack(self, values: Array, tail: Array, step: int, start: int) -> Tensor:
-        """Return the bytes of the values ``[count, width]``, and of the tail.
+        """Return the bytes of the tail, of the scales and of the values ``[count, width]``.
 
         ``start`` is the first of this step's random numbers that these values use.
         """
-        stream = SparseStream.unchecked(None, torch.from_numpy(values.reshape(-1)), values.size)
-        message = self._quantizer.at_step(step).encode(stream, start).message
-        return torch.cat([message, torch.from_numpy(tail.reshape(-1)).view(torch.uint8)])
+        by = self._quantizer.at_step(step)
+        flat = torch.from_numpy(values.reshape(-1))
+        codes, scales = kernels.quantize(flat, by.bits, by.bucket, by.seed, start)
+        exact = torch.from_numpy(tail.reshape(-1)).view(torch.uint8)
+        return torch.cat([exact, scales.view(torch.uint8), codes])
 
     def most(self, count: int) -> int:
-        """Return the most bytes that `pack` returns for so many columns."""
-        size = count * self._width
-        return self._quantizer.max_bytes(None, size, self._dtype.itemsize) + self._tail_bytes
+        """Return how many bytes `pack` returns for so many columns."""
+        size, by = count * self._width, self._quantizer
+        return self._tail_bytes + 4 * -(-size // by.bucket) + -(-size * by.bits // 8)
 
     def unpack(self, part: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the values, as `pack` rounded them, and the tail."""
-        due = Due(count * self._width, self._dtype, None)
-        values = formats.decode(part[: -self._tail_bytes], due, self._quantizer).values
-        tail = part[-self._tail_bytes :].view(self._dtype)
+        size, by = count * self._width, self._quantizer
+        end = self._tail_bytes + 4 * -(-size // by.bucket)
+        tail, scales = part[: self._tail_bytes].view(self._dtype), part[self._tail_bytes : end]
+        values = kernels.dequantize(
+            part[end:], scales.view(torch.float32), size, by.bits, by.bucket
+        ).to(self._dtype)
         return values.view(-1, self._width), tail.view(-1, self._width)

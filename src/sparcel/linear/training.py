@@ -30,6 +30,9 @@ from sparcel.schemes.density import checked_density, count_for
 LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
 
 _BITS = (8, 4)
+_BUCKET = 64
+"""Values that share a scale. Columns are as different as their frequencies, so a scale for few is
+worth its half a bit a value."""
 
 SHARDED = "sharded"
 """The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
@@ -91,7 +94,7 @@ class Settings:
         """Return what rounds the values of gradients; None where they travel as they are."""
         if self.bits is None:
             return None
-        return Qsgd(self.bits, seed=self.seed, packed=self.format == "packed")
+        return Qsgd(self.bits, _BUCKET, self.seed, packed=self.format == "packed")
 
     def described(self) -> str:
         """Return a text that is the same for the same settings, in any process."""
