@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import all_finite, whole_number
+from sparcel._checks import all_finite, flag, whole_number
 from sparcel.errors import FormatError, InputError
 from sparcel.formats.base import Encoded
 from sparcel.formats.coo import COO, check_indices
@@ -64,6 +64,7 @@ class Qsgd:
         if whole_number(self.bits, "bits") not in _BITS:
             raise InputError(f"bits must be 8, 4 or 2, got {self.bits}")
         whole_number(self.seed, "seed")
+        flag(self.packed, "packed")
         if not 8 <= whole_number(self.bucket, "bucket") < 1 << 16 or self.bucket % 8:
             raise InputError(f"bucket must be a multiple of 8 from 8 to 65528, got {self.bucket}")
 

@@ -214,8 +214,8 @@ def _replicated(
     if quantizer is not None and weights.width > 1:
         raise InputError(
             f"bits={settings.bits} goes with one class that is told from the rest where gradients"
-            f" are summed on all ranks, got {weights.width} classes; leave out bits, or call fit with"
-            " algorithm='sharded'"
+            f" are summed on all ranks, got {weights.width} classes; leave out bits, or call fit"
+            " with algorithm='sharded'"
         )
     if settings.density is not None:
         count = count_for(settings.density, weights.dimensions)
