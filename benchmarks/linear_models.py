@@ -30,7 +30,7 @@ from record import rows_of as recorded
 from sparcel.comm import world
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered
-from sparcel.linear.replicated import Numbers, Replicated
+from sparcel.linear.replicated import Replicated
 from sparcel.linear.training import Settings, prepare
 from sparcel.rows import shard
 from sparcel.stream import SparseStream
@@ -47,6 +47,8 @@ class Arm:
     compact: bool = False
     half: bool = False
     format: str = "packed"
+    density: float | None = None
+    bits: int | None = None
 
 
 LOSSES = ("logistic", "hinge")
@@ -71,18 +73,26 @@ ARMS = [
     *(Arm(f"{name}, coo", name, format="coo") for name in SPARSE[1:3]),
     Arm("dense, asynchronous", "dense", asynchronous=True),
     *(Arm(f"{name}, asynchronous", name, asynchronous=True) for name in SPARSE[:2]),
+    Arm("split_allgather, top 0.1 %", "split_allgather", density=0.001),
+    Arm("split_allgather, top 0.1 %, 8 bits", "split_allgather", density=0.001, bits=8),
+    *(
+        Arm(f"{name}, {bits} bits", name, bits=bits)
+        for name in ("split_allgather", "sharded")
+        for bits in (8, 4)
+    ),
 ]
 
 
 class HalfPrecision(Replicated):
     """Sums dense gradients in bfloat16; the tail, which counts rows, in float32."""
 
-    def _all_reduce(self, numbers: Numbers, gradient: np.ndarray) -> SparseStream:
-        vector = self._stream(numbers, gradient).to_dense()
+    def _sum(self, stream: SparseStream) -> SparseStream:
+        vector = stream.to_dense()
         half, tail = vector.bfloat16(), vector[-3:].clone()
         comm = self._comm
         assert comm is not None
-        comm.run(lambda: [comm.all_reduce(part) for part in (half, tail)])
+        for part in (half, tail):
+            comm.all_reduce(part)
         total = half.float()
         total[-3:] = tail
         return SparseStream.unchecked(None, total, len(total))
@@ -103,6 +113,8 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
         algorithm=arm.algorithm,
         asynchronous=arm.asynchronous,
         format=arm.format,
+        density=arm.density,
+        bits=arm.bits,
     )
     sgd = prepare(rows, targets, None, 1, settings, comm)
     if arm.half:

@@ -11,6 +11,7 @@ from sparcel import SparseStream, formats
 from sparcel.errors import FormatError, InputError
 from sparcel.formats import COO, Qsgd
 from sparcel.formats.header import Header
+from sparcel.kernels import packed_words
 from tests.strategies import FLOATS, full, same_stream, streams
 
 bits = st.sampled_from([2, 4, 8])
@@ -41,10 +42,12 @@ def padded(count):
     st.sampled_from(FLOATS),
     st.integers(0, 2**70),
     st.booleans(),
+    st.booleans(),
 )
-def test_decoded_values_differ_by_at_most_a_level(bits, bucket, size, dtype, seed, dense):
+def test_decoded_values_differ_by_at_most_a_level(bits, bucket, size, dtype, seed, dense, packed):
     stream = (dense_stream if dense else sparse_stream)(size, dtype, seed % 1000)
-    decoded = formats.decode(Qsgd(bits, bucket, seed).encode(stream, start=3).message, stream)
+    quantizer = Qsgd(bits, bucket, seed, packed)
+    decoded = formats.decode(quantizer.encode(stream, start=3).message, stream)
     assert (decoded.dtype, decoded.size, decoded.is_dense) == (dtype, stream.size, dense)
     assert dense or torch.equal(decoded.indices, stream.indices)
     levels = 2 ** (bits - 1) - 1
@@ -69,11 +72,14 @@ def test_message_has_the_documented_length(bits, bucket, count, dtype, index_byt
     told = Qsgd(bits, bucket).expected_bytes(nnz, stream.size, dtype.itemsize)
     assert message.numel() == told
     assert message.numel() <= Qsgd(bits, bucket).max_bytes(nnz, stream.size, dtype.itemsize)
+    if nnz is not None:
+        short = Qsgd(bits, bucket, packed=True).encode(stream).message.numel()
+        assert short == min(exact, narrow + 8 * packed_words(count, stream.size))
 
 
-@given(bits, buckets, st.integers(0, 5000), st.sampled_from(FLOATS))
-def test_a_stream_turns_dense_where_that_takes_fewer_bytes(bits, bucket, size, dtype):
-    format, value_bytes = Qsgd(bits, bucket), dtype.itemsize
+@given(bits, buckets, st.integers(0, 5000), st.sampled_from(FLOATS), st.booleans())
+def test_a_stream_turns_dense_where_that_takes_fewer_bytes(bits, bucket, size, dtype, packed):
+    format, value_bytes = Qsgd(bits, bucket, packed=packed), dtype.itemsize
     least = format.dense_from(size, value_bytes)
     dense = format.expected_bytes(None, size, value_bytes)
     assert format.expected_bytes(least - 1, size, value_bytes) <= dense
@@ -155,10 +161,10 @@ def test_a_sparse_stream_is_rounded_as_its_values_are():
     assert torch.equal(one.values, other.values)
 
 
-@given(st.data(), bits, st.booleans())
-def test_truncated_and_overwritten_messages_are_refused_or_harmless(data, bits, dense):
+@given(st.data(), bits, st.booleans(), st.booleans())
+def test_truncated_and_overwritten_messages_are_refused_or_harmless(data, bits, dense, packed):
     stream = dense_stream(30) if dense else sparse_stream(30, spacing=data.draw(SPACINGS))
-    message = Qsgd(bits, 8, seed=1).encode(stream).message
+    message = Qsgd(bits, 8, seed=1, packed=packed).encode(stream).message
     length = data.draw(st.integers(0, message.numel() - 1))
     with pytest.raises(FormatError):
         formats.decode(message[:length])
@@ -193,6 +199,7 @@ def forged(**changes):
         ({"dtype": torch.int32}, "impossible qsgd header"),
         ({"detail": 3 << 16 | 8}, "impossible qsgd header: bits=3, bucket=8"),
         ({"detail": 4 << 16}, "impossible qsgd header: bits=4, bucket=0"),
+        ({"detail": 1 << 25 | 4 << 16 | 8}, "impossible qsgd header: bits=516, bucket=8"),
     ],
 )
 def test_decode_says_what_is_wrong_with_a_message(changes, said):
@@ -204,6 +211,13 @@ def test_indices_out_of_order_are_refused():
     message = forged()
     message[192 - 4 * 30 : 192 - 4 * 29].view(torch.int32)[0] = 10  # as the second one
     with pytest.raises(FormatError, match="index 10 at position 1 is out of order"):
+        formats.decode(message)
+
+
+def test_packed_indices_that_are_missing_are_refused():
+    message = Qsgd(4, 8, packed=True).encode(sparse_stream(30)).message
+    message[40 + 16 + 16 :] = 0
+    with pytest.raises(FormatError, match="it does not hold 30 packed indices"):
         formats.decode(message)
 
 

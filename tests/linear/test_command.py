@@ -114,6 +114,8 @@ def test_a_training_goes_on_where_it_was_and_plots_its_loss(tmp_path, svmlight):
         ("1 1:1\n-1 2:1\n", ("--loss", "hings"), "did you mean 'hinge'"),
         ("1 1:1\n-1 2:1\n", ("--step", "adagrat"), "did you mean 'adagrad'"),
         ("1 1:1\n-1 2:1\n", ("--algorithm", "rings"), "did you mean 'ring'"),
+        ("1 1:1\n-1 2:1\n", ("--density", 0.1), "density=0.1 goes with algorithm='allgather' or"),
+        ("1 1:1\n-1 2:1\n", ("--bits", 3), "bits must be 8, 4 or None for all, got 3"),
         ("1 1:1\n-1 2:1\n", ("--resume",), "--resume needs --checkpoint"),
         ("1 1:1\n-1 2:1\n", ("--layout", "lines"), "no label to fit to"),
         ("1 1:1\n-1 2:1\n", ("--layout", "jsonl"), "train.svm:1: not JSON"),

@@ -149,8 +149,9 @@ def test_training_ends_when_the_loss_no_longer_falls():
 @pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_real_processes_agree_with_the_simulated_cluster(run_on, world_size):
-    for algorithm in ("auto", "sharded"):
-        settings = exact(asynchronous=True, algorithm=algorithm)
+    few = ({"algorithm": "auto", "density": 0.2, "bits": 4}, {"algorithm": "sharded", "bits": 8})
+    for more in ({"algorithm": "auto"}, {"algorithm": "sharded"}, *few):
+        settings = exact(asynchronous=True, **more)
         expected = simulate(world_size, lambda comm, s=settings: fitted(comm, 20, s)).results
         assert run_on(world_size, fitted, 20, settings) == expected
 

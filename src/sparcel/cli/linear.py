@@ -106,6 +106,20 @@ def fit(
     format: Annotated[
         str, typer.Option(help="How summed gradients are laid out in messages: packed or coo.")
     ] = "packed",
+    density: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the coordinates, such as 0.001, that a process sends in a step: the"
+            " largest; it keeps the rest for later steps. For algorithms that sum. By default all."
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Send the values of gradients in 8 or 4 bits, rounded without bias. For"
+            " sharded, auto and split_allgather. By default as they are."
+        ),
+    ] = None,
     asynchronous: Annotated[
         bool,
         typer.Option("--asynchronous", help="Sum a gradient while the next one is computed."),
@@ -139,6 +153,8 @@ def fit(
         asynchronous=asynchronous,
         algorithm=algorithm,
         format=format,
+        density=density,
+        bits=bits,
         seed=seed,
     )
     source = _source(data, layout, label, text, ngrams, dimensions, index_from)

@@ -71,6 +71,10 @@ class Alone:
         """Return the whole model."""
         return whole_of(self.weights.state(), self._columns, self._settings)
 
+    def state(self) -> dict[str, Array]:
+        """Return what a later training needs to go on from here."""
+        return self.whole().state()
+
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take what belongs to these columns out of the state of a whole model."""
         self.weights.restore(part_of(state, self._columns))

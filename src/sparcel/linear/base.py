@@ -35,6 +35,11 @@ def takes_steps(estimator: LinearBase) -> bool:
             "partial_fit takes steps of stochastic gradient descent, and solver='scd' needs all"
             " rows in each step; call fit, or take solver='sgd'"
         )
+    if estimator.density is not None:
+        raise InputError(
+            f"partial_fit forgets what density={estimator.density} has kept back when it ends;"
+            " call fit, or leave out density"
+        )
     return True
 
 
@@ -79,8 +84,15 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     format
         How gradients are laid out in messages where they are summed: ``"packed"``, or ``"coo"``,
         which takes less work and more bytes.
+    density
+        Share of the coordinates, in (0, 1], that a rank sends of its gradient in a step: the
+        largest. It keeps the rest, and adds it to the gradient of its next batch that has the same
+        columns. For algorithms that sum; None sends all.
+    bits
+        8 or 4: the values of gradients travel in so many bits, rounded without bias. For
+        ``"sharded"``, ``"split_allgather"`` and ``"auto"``; None sends them as they are.
     random_state
-        Decides the order of the rows and of the batches.
+        Decides the order of the rows and of the batches, and the rounding.
 
     Attributes
     ----------
@@ -108,6 +120,8 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     asynchronous: bool = False
     algorithm: str = "sharded"
     format: str = "packed"
+    density: float | None = None
+    bits: int | None = None
     random_state: int = 0
 
     coef_: Any = field(init=False)

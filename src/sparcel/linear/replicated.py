@@ -9,13 +9,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from sparcel import api
+from sparcel import auto
 from sparcel.comm import Communicator, Job
+from sparcel.formats import FORMATS_BY_NAME
 from sparcel.kernels import index_dtype
 from sparcel.linear.batches import TAIL, Batch
 from sparcel.linear.weights import Weights
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
+from sparcel.wire import Wire
 
 
 class Point(NamedTuple):
@@ -51,7 +53,8 @@ class Replicated:
     comm
         The ranks; None for one alone, whose gradient is the sum.
     exchange
-        How gradients are summed: arguments of `sparcel.all_reduce`, alike on all ranks.
+        How gradients are summed: ``algorithm``, ``format`` and ``max_nnz`` of
+        `sparcel.all_reduce`, alike on all ranks.
 
     Attributes
     ----------
@@ -81,9 +84,10 @@ class Replicated:
 
     def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
         """Take a step with the gradients of these batches, and read those wanted next."""
-        if self._comm is None:
-            return self._finish(self._stream(numbers, gradient), rate, wanted)
-        total = self._timed(lambda: self._all_reduce(numbers, gradient))
+        comm, stream = self._comm, self._stream(numbers, gradient)
+        if comm is None:
+            return self._finish(stream, rate, wanted)
+        total = self._timed(lambda: comm.run(lambda: self._sum(stream)))
         return self._finish(total, rate, wanted)
 
     def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
@@ -91,23 +95,26 @@ class Replicated:
         if self._comm is None:
             return lambda: self.step(numbers, gradient, rate, wanted)
         stream = self._stream(numbers, gradient)
-        job: Job[SparseStream] = api.all_reduce(
-            stream, group=self._comm, async_op=True, **self._exchange
-        )
+        job: Job[SparseStream] = self._comm.submit(lambda: self._sum(stream))
         return lambda: self._finish(self._timed(job.wait), rate, wanted)
 
     def whole(self) -> Weights:
         """Return the whole model; all ranks call."""
         return self.weights
 
+    def state(self) -> dict[str, Array]:
+        """Return what a later training needs to go on from here; all ranks call."""
+        return self.weights.state()
+
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over the state of a whole model."""
+        """Take over what `state` returned."""
         self.weights.restore(state)
 
-    def _all_reduce(self, numbers: Numbers, gradient: Array) -> SparseStream:
-        stream = self._stream(numbers, gradient)
-        total: SparseStream = api.all_reduce(stream, group=self._comm, **self._exchange)
-        return total
+    def _sum(self, stream: SparseStream) -> SparseStream:
+        """Return the sum of all ranks' streams, inside a job of the communicator."""
+        assert self._comm is not None, "one alone has nothing to sum"
+        by = dict(self._exchange)
+        return auto.all_reduce(stream, Wire(self._comm, FORMATS_BY_NAME[by.pop("format")]), **by)
 
     def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:
         """Return a gradient with its tail as a stream; one without entries if there is no batch."""

@@ -143,7 +143,7 @@ class Sgd:
         """Return what a later training needs to go on from here, bit by bit; all ranks call."""
         progress = np.array([self.epochs, self._sizes.size, self._sizes.last_loss])
         return {
-            **self.model.whole().state(),
+            **self.model.state(),
             "progress": progress,
             "losses": np.array(self.losses),
         }

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from sparcel.comm import Communicator
+from sparcel.formats import Qsgd
 from sparcel.linear.batches import TAIL, Batch, column_dtype
+from sparcel.linear.pushes import Exact, Rounded
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
 from sparcel.linear.weights import BY_COLUMN, Weights, part_of, whole_of
@@ -60,11 +62,15 @@ class Asked:
 class Sharded:
     """A rank's part of a model, and the exchange with the owners of the others.
 
-    All ranks make one, with what their `Replicated` would get.
+    All ranks make one, with what their `Lossy` would get. What owners answer is never rounded.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], batches: Sequence[Batch], comm: Communicator
+        self,
+        settings: Mapping[str, Any],
+        batches: Sequence[Batch],
+        comm: Communicator,
+        quantizer: Qsgd | None = None,
     ) -> None:
         self._settings, self._comm = dict(settings), comm
         self.seconds = self._exchanging = 0.0
@@ -77,6 +83,11 @@ class Sharded:
         self._columns = np.unique(np.concatenate([one.columns for one in asked]))
         self._asked = [one.numbered(self._columns) for one in asked]
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
+        width = self.weights.width
+        self._pushes: Exact | Rounded = Exact(width)
+        if quantizer is not None:
+            dtype = torch.from_numpy(np.empty(0, self.weights.dtype)).dtype
+            self._pushes = Rounded(width, dtype, quantizer)
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
@@ -106,6 +117,10 @@ class Sharded:
         }
         return whole_of(state, self._gather(self._columns), self._settings)
 
+    def state(self) -> dict[str, Array]:
+        """Return what a later training needs to go on from here; all ranks call."""
+        return self.whole().state()
+
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take this rank's part of the state of a whole model."""
         self.weights.restore(part_of(state, self._columns))
@@ -131,15 +146,19 @@ class Sharded:
         number = numbers[rank]
         cuts = [0] * (self._comm.size + 1) if number is None else self._cuts[number].tolist()
         own = gradient[: cuts[-1] + TAIL] if number is not None else np.zeros_like(gradient[:TAIL])
-        parts = [_joined(own[first:last], own[-TAIL:]) for first, last in pairwise(cuts)]
-        counts = [len(asked.of(n)) for asked, n in zip(self._asked, numbers, strict=True)]
-        arrived = self._exchange(parts, [(count + TAIL) * width for count in counts])
+        values, pushes, begin = own[:-TAIL], self._pushes, rank * self._settings["dimensions"]
+        parts = [
+            pushes.pack(values[a:b], own[-TAIL:], self.weights.steps, (begin + a) * width)
+            for a, b in pairwise(cuts)
+        ]
+        columns = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
+        arrived = self._exchange(parts, [pushes.most(len(asked)) for asked in columns])
         streams, tail = [], np.zeros((TAIL, width))
-        for values, asked, n in zip(arrived, self._asked, numbers, strict=True):
-            rows = values.view(-1, width)
-            tail += rows[-TAIL:].numpy()
-            shaped = rows[:-TAIL] if width > 1 else rows[:-TAIL, 0]
-            streams.append(SparseStream.unchecked(asked.of(n), shaped, self.weights.dimensions))
+        for part, asked in zip(arrived, columns, strict=True):
+            rows, own_tail = pushes.unpack(part, len(asked))
+            tail += own_tail.numpy()
+            shaped = rows if width > 1 else rows[:, 0]
+            streams.append(SparseStream.unchecked(asked, shaped, self.weights.dimensions))
         return reduce(streams), tail
 
     def _pull(self, numbers: Numbers) -> Point | None:
@@ -210,7 +229,3 @@ def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[i
     total = np.cumsum(np.sum(gathered(comm, (uses + 1).tolist()), axis=0))
     shares = total[-1] * np.arange(1, comm.size) / comm.size
     return [0, *edges[1 + np.searchsorted(total, shares)].tolist(), dimensions]
-
-
-def _joined(values: Array, tail: Array) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([values, tail]))

@@ -12,9 +12,10 @@ from sparcel._checks import flag, number, whole_number
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
-from sparcel.formats import FORMATS_BY_NAME
+from sparcel.formats import FORMATS_BY_NAME, Qsgd
 from sparcel.linear.alone import Alone, by_frequency
-from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
+from sparcel.linear.batches import MOST_ROWS, TAIL, Batch, arrange, most_entries
+from sparcel.linear.lossy import Lossy
 from sparcel.linear.ranks import check_alike, gathered, together
 from sparcel.linear.replicated import Replicated
 from sparcel.linear.scd import Scd
@@ -24,8 +25,14 @@ from sparcel.linear.step_sizes import Rule, StepSizes
 from sparcel.linear.weights import Weights
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
+from sparcel.schemes.density import checked_density, count_for
 
 LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
+
+_BITS = (8, 4)
+_BUCKET = 64
+"""Values that share a scale. Columns are as different as their frequencies, so a scale for few is
+worth its half a bit a value."""
 
 SHARDED = "sharded"
 """The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
@@ -48,6 +55,8 @@ class Settings:
     asynchronous: bool = False
     algorithm: str = "sharded"
     format: str = "packed"
+    density: float | None = None
+    bits: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,7 +72,29 @@ class Settings:
             flag(getattr(self, name), name)
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
         known(self.format, FORMATS_BY_NAME, "format")
+        if self.density is not None:
+            checked_density(self.density)
+            self._goes_with("density", "auto", *ALGORITHMS.keys() - {"dense"})
+        if self.bits is not None:
+            if self.bits not in _BITS:
+                raise InputError(f"bits must be 8, 4 or None for all, got {self.bits!r}")
+            self._goes_with("bits", SHARDED, "auto", "split_allgather")
         whole_number(self.seed, "the seed", at_least=0)
+
+    def _goes_with(self, name: str, *algorithms: str) -> None:
+        """Refuse an algorithm that has no use for a setting."""
+        if self.algorithm not in algorithms:
+            raise InputError(
+                f"{name}={getattr(self, name)} goes with algorithm="
+                f"{' or '.join(map(repr, sorted(algorithms)))}, got {self.algorithm!r};"
+                f" choose one of these, or leave out {name}"
+            )
+
+    def quantizer(self) -> Qsgd | None:
+        """Return what rounds the values of gradients; None where they travel as they are."""
+        if self.bits is None:
+            return None
+        return Qsgd(self.bits, _BUCKET, self.seed, packed=self.format == "packed")
 
     def described(self) -> str:
         """Return a text that is the same for the same settings, in any process."""
@@ -158,15 +189,38 @@ def prepare(
     if is_alone:
         model = Alone(arguments, columns, batches)
     elif settings.algorithm == SHARDED and comm is not None and weights is None:
-        model = Sharded(arguments, batches, comm)
+        model = Sharded(arguments, batches, comm, settings.quantizer())
     else:
         by = "auto" if settings.algorithm == SHARDED else settings.algorithm
         exchange = {"algorithm": by, "format": settings.format, "max_nnz": max(entries)}
-        model = Replicated(weights or Weights(**arguments), batches, comm, exchange)
+        model = _replicated(settings, weights or Weights(**arguments), batches, comm, exchange)
     sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
         model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed
     )
+
+
+def _replicated(
+    settings: Settings,
+    weights: Weights,
+    batches: Sequence[Batch],
+    comm: Communicator | None,
+    exchange: dict[str, Any],
+) -> Replicated:
+    """Return a whole model on this rank, and what is sent of its gradients."""
+    quantizer, count = settings.quantizer(), None
+    if comm is None or (quantizer is None and settings.density is None):
+        return Replicated(weights, batches, comm, exchange)
+    if quantizer is not None and weights.width > 1:
+        raise InputError(
+            f"bits={settings.bits} goes with one class that is told from the rest where gradients"
+            f" are summed on all ranks, got {weights.width} classes; leave out bits, or call fit"
+            " with algorithm='sharded'"
+        )
+    if settings.density is not None:
+        count = count_for(settings.density, weights.dimensions)
+        exchange["max_nnz"] = min(exchange["max_nnz"], count + TAIL)
+    return Lossy(weights, batches, comm, exchange, count, quantizer)
 
 
 def train(

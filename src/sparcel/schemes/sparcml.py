@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sparcel._checks import whole_number
 from sparcel.collectives.split_allgather import quantized_split_allgather
@@ -60,7 +60,6 @@ class SparCML(Sparsifier):
         if self._quantizer is None:
             return exchange_topk(selection, wire)
         sent, most = selection.stream, selection.most
-        seed = self._quantizer.seed + (self.steps << 32)
-        quantizer = replace(self._quantizer, seed=seed)
+        quantizer = self._quantizer.at_step(self.steps)
         outcome = quantized_split_allgather(sent, wire, quantizer, most)
         return Exchanged(outcome.total, sent, outcome.lost)

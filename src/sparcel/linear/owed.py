@@ -1,0 +1,87 @@
+"""What a rank has not sent yet of its gradients: the error feedback of top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparcel import api, kernels
+from sparcel.comm import Communicator
+from sparcel.linear.weights import Weights
+from sparcel.ops import SUM
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
+
+
+class Owed:
+    """What a rank keeps back of its gradients, at each coordinate of the model.
+
+    A step looks at the columns of its batch alone, so it costs what these cost. What is owed
+    elsewhere waits for a batch that has those columns.
+
+    Parameters
+    ----------
+    weights
+        The model, whose shape and dtype are those of what is owed.
+    most
+        How many columns a step sends.
+    """
+
+    def __init__(self, weights: Weights, most: int) -> None:
+        shape = (weights.dimensions, weights.width)
+        dtype = torch.from_numpy(np.empty(0, weights.dtype)).dtype
+        self.values = torch.zeros(shape[:1] if weights.width == 1 else shape, dtype=dtype)
+        self._most = most
+
+    def take(self, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Take out the columns with most of what is owed and the gradient; keep the rest.
+
+        Parameters
+        ----------
+        columns
+            ``[count]`` increasing.
+        gradient
+            ``[count]``, or ``[count, width]``: a column then counts by the norm of its row.
+
+        Returns
+        -------
+        tuple
+            The columns, increasing, and the values there.
+        """
+        total = self.values.index_select(0, columns).add_(gradient)
+        sizes = total if total.ndim == 1 else total.norm(dim=1)
+        chosen, _ = kernels.topk(sizes, self._most)
+        taken = total.index_select(0, chosen)
+        total.index_fill_(0, chosen.long(), 0)
+        kernels.scatter(self.values, columns, total)
+        return columns.index_select(0, chosen), taken
+
+    def give_back(self, lost: SparseStream) -> None:
+        """Owe what rounding took as well."""
+        if lost.indices is None:
+            self.values += lost.values
+        else:
+            kernels.scatter_reduce(self.values, lost.indices, lost.values, SUM)
+
+    def state(self, comm: Communicator) -> dict[str, Array]:
+        """Return what all ranks owe, one after the other; all ranks call."""
+        columns, values = [], []
+        for part in api.all_gather(SparseStream.from_dense(self.values), comm):
+            dense = torch.arange(part.size, dtype=kernels.index_dtype(part.size))
+            columns.append((dense if part.indices is None else part.indices).numpy())
+            values.append(part.values.numpy())
+        return {
+            "owed_columns": np.concatenate(columns),
+            "owed": np.concatenate(values),
+            "owed_bounds": np.cumsum([0, *map(len, columns)]),
+        }
+
+    def restore(self, state: Mapping[str, Array], rank: int) -> None:
+        """Take over what this rank owed."""
+        first, last = state["owed_bounds"][rank : rank + 2]
+        columns, values = state["owed_columns"][first:last], state["owed"][first:last]
+        self.values.zero_()
+        kernels.scatter(self.values, torch.from_numpy(columns), torch.from_numpy(values))

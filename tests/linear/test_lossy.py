@@ -1,0 +1,193 @@
+"""Gradients of which a rank sends a part, or few bits: what is lost, kept and restored."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel import simulate
+from sparcel.errors import InputError
+from sparcel.formats import Qsgd
+from sparcel.linear import SparseLogisticRegression, checkpoint
+from sparcel.linear.batches import TAIL
+from sparcel.linear.owed import Owed
+from sparcel.linear.pushes import Rounded
+from sparcel.linear.training import Settings, prepare, train
+from sparcel.linear.weights import Weights
+from tests.linear.reference import random_rows, rows_of
+
+DIMENSIONS = 50
+SUMS = ("auto", "split_allgather")
+LOSSY = [
+    {"algorithm": "auto", "density": 0.1},
+    {"algorithm": "ring", "density": 0.3, "asynchronous": True},
+    {"algorithm": "split_allgather", "density": 0.2, "bits": 4},
+    {"algorithm": "split_allgather", "bits": 8, "format": "coo"},
+    {"algorithm": "sharded", "bits": 4},
+    {"algorithm": "sharded", "bits": 8, "asynchronous": True},
+]
+
+
+def trained(comm, epochs=1, rows=40, classes=2, state=None, **more):
+    """Train on a rank's own rows; return the trainer and its states after each epoch."""
+    settings = Settings(epochs=epochs, tol=None, l2=0.0, **{"batch_size": 4, **more})
+    dense = random_rows(comm.rank, rows, DIMENSIONS)
+    truth = np.random.default_rng(7).standard_normal((DIMENSIONS, classes))
+    targets = (dense @ truth).argmax(axis=1).astype(np.float32)
+    targets = 2 * targets - 1 if classes == 2 else targets
+    sgd = prepare(rows_of(dense), targets, None, 1 if classes == 2 else classes, settings, comm)
+    if state is not None:
+        sgd.restore(state(comm))
+    states = []
+    train(sgd, settings, lambda epoch: states.append(sgd.state()))
+    return sgd, states
+
+
+def model_of(sgd):
+    coordinates, intercepts = sgd.model.whole().read()
+    return coordinates.tobytes(), intercepts.tolist(), sgd.losses
+
+
+@given(st.integers(0, 1000), st.sampled_from([1, 3]), st.integers(1, 60))
+def test_what_is_sent_and_what_is_owed_are_the_gradient_and_what_was_owed(seed, width, most):
+    random = np.random.default_rng(seed)
+    owed = Owed(Weights(DIMENSIONS, width), most)
+    shape = () if width == 1 else (width,)
+    for _ in range(4):
+        columns = np.sort(random.choice(DIMENSIONS, random.integers(1, 40), replace=False))
+        gradient = random.integers(-9, 9, (len(columns), *shape)).astype(np.float32)
+        due = owed.values.numpy().copy()
+        due[columns] += gradient
+        sent, values = owed.take(torch.from_numpy(columns.astype(np.int32)), torch.tensor(gradient))
+        assert len(sent) <= most
+        assert (np.diff(sent.numpy()) > 0).all()
+        assert (values.numpy() == due[sent.numpy()]).all()
+        kept = np.setdiff1d(columns, sent.numpy())
+        size = np.linalg.norm(due.reshape(DIMENSIONS, -1), axis=1)
+        assert size[kept].max(initial=0) <= size[sent.numpy()].min(initial=np.inf)
+        due[sent.numpy()] = 0
+        assert (owed.values.numpy() == due).all()
+
+
+@given(st.integers(1, 5), st.sampled_from(["auto", "ring", "split_allgather"]))
+@pytest.mark.parametrize("classes", [2, 3])
+def test_sending_all_takes_the_steps_of_sending_without_loss(classes, ranks, algorithm):
+    def run(comm, density):
+        more = {"algorithm": algorithm, "density": density, "classes": classes, "rows": 12}
+        return model_of(trained(comm, 2, **more)[0])
+
+    lossless, whole = (
+        simulate(ranks, lambda comm, d=density: run(comm, d)).results for density in (None, 1)
+    )
+    assert whole == lossless
+
+
+@given(st.integers(1, 6), st.sampled_from([8, 4]), st.sampled_from([None, 0.1, 0.5]))
+@pytest.mark.parametrize("algorithm", ["sharded", *SUMS])
+def test_a_step_is_within_the_bound_of_rounding(algorithm, ranks, bits, density):
+    """What ranks still owe makes the sum exact up to the rounding; the tail is exact."""
+    density = None if algorithm == "sharded" else density
+    one = {"loss": "hinge", "step": "constant", "eta0": 1.0, "batch_size": 40, "rows": 40}
+
+    def run(comm, **more):
+        sgd, states = trained(comm, algorithm=algorithm, **one, **more)
+        coordinates, intercept = sgd.model.whole().read()
+        columns, owed = (states[-1].get(name, np.zeros(0)) for name in ("owed_columns", "owed"))
+        due = np.bincount(columns.astype(int), owed, DIMENSIONS)
+        own = np.abs(random_rows(comm.rank, 40, DIMENSIONS)).sum(axis=0).max()
+        return coordinates[:, 0] * -40 * comm.size + due, intercept, sgd.losses, float(own)
+
+    exact = simulate(ranks, run).results
+    rounded = simulate(ranks, lambda comm: run(comm, density=density, bits=bits)).results
+    # Rounding changes a value by at most the largest one over the levels; the sum is rounded too.
+    levels = 2 ** (bits - 1) - 1
+    most = 0.01 + (2 + 1 / levels) * sum(own for *_, own in exact) / levels * (density is None)
+    for (total, *rest, _), (expected, *same, _) in zip(rounded, exact, strict=True):
+        assert rest == same
+        assert np.abs(total - expected).max() <= most
+        assert (total == rounded[0][0]).all()
+
+
+@pytest.mark.parametrize("more", LOSSY, ids=str)
+def test_a_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, more):
+    file = tmp_path / "state.npz"
+
+    def state(comm):
+        own = checkpoint.read(file, "checkpoint")[1] if comm.rank == 0 else None
+        return checkpoint.share(own, comm)
+
+    def run(comm, state=None):
+        sgd, states = trained(comm, 4, state=state, **more)
+        if state is None and comm.rank == 0:
+            checkpoint.write(file, "checkpoint", {}, states[1])
+        return model_of(sgd)
+
+    expected = simulate(3, run).results
+    assert expected == [expected[0]] * 3
+    assert simulate(3, lambda comm: run(comm, state)).results == expected
+
+
+@pytest.mark.parametrize("more", LOSSY, ids=str)
+def test_training_lowers_the_loss_and_sends_less(more):
+    def run(comm, **settings):
+        sgd, _ = trained(comm, 8, rows=200, batch_size=100, **settings)
+        sent = comm.traffic.volume
+        sgd.epoch()
+        return sgd.losses, comm.traffic.volume - sent
+
+    exact = {**more, "density": None, "bits": None}
+    for (losses, volume), (best, most) in zip(
+        *(simulate(4, lambda comm, s=one: run(comm, **s)).results for one in (more, exact)),
+        strict=True,
+    ):
+        assert losses[-1] < 0.9 * losses[0]
+        assert losses[-1] < best[-1] * 1.5
+        assert volume < most or "bits" in more  # of few values, headers are the most
+
+
+@given(st.integers(0, 100), st.integers(1, 3), st.sampled_from([8, 4]), st.integers(0, 99))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pushed_values_are_rounded_and_the_tail_is_not(dtype, count, width, bits, seed):
+    random = np.random.default_rng(seed)
+    values, tail = (
+        random.standard_normal((length, width)).astype(str(dtype).removeprefix("torch."))
+        for length in (count, TAIL)
+    )
+    pushes = Rounded(width, dtype, Qsgd(bits, seed=seed))
+    part = pushes.pack(values, tail, 3, 7)
+    assert part.numel() == pushes.most(count)
+    found, found_tail = pushes.unpack(part, count)
+    assert (found_tail.numpy() == tail).all()
+    largest = np.abs(values).max(initial=0)
+    assert np.abs(found.numpy() - values).max(initial=0) <= largest / (2 ** (bits - 1) - 1) * 1.001
+    assert torch.equal(part, pushes.pack(values, tail, 3, 7))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"density": 0.1}, "density=0.1 goes with algorithm='allgather' or 'auto' or"),
+        ({"density": 0.1, "algorithm": "dense"}, "got 'dense'; choose one of these"),
+        ({"bits": 8, "algorithm": "ring"}, "'sharded' or 'split_allgather', got 'ring'"),
+        ({"density": 5, "algorithm": "auto"}, "for a percentage pass density=0.05"),
+        ({"bits": 2}, "bits must be 8, 4 or None for all, got 2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        Settings(**settings)
+
+
+def test_sums_of_several_classes_are_not_rounded():
+    with pytest.raises(InputError, match=r"bits=8 goes with one class .* got 3 classes"):
+        simulate(2, lambda comm: trained(comm, classes=3, algorithm="auto", bits=8))
+    simulate(2, lambda comm: trained(comm, classes=3, algorithm="sharded", bits=8))
+
+
+def test_a_pass_over_more_rows_does_not_forget_what_is_owed():
+    with pytest.raises(AttributeError) as error:
+        SparseLogisticRegression(density=0.1, algorithm="auto").partial_fit(np.eye(2), [0, 1])
+    assert "partial_fit forgets what density=0.1" in str(error.value.__cause__)
