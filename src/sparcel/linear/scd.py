@@ -76,9 +76,10 @@ class Scd:
 
     Attributes
     ----------
+    columns
+        The columns that occur on any rank, increasing.
     values
-        ``[coordinates, width]``: of the columns that occur on any rank, then the intercept. Equal
-        on all ranks.
+        ``[coordinates, width]``: of these columns, then the intercept. Equal on all ranks.
     updates
         The exchange with the other ranks.
     steps
@@ -130,6 +131,7 @@ class Scd:
         )
         self._dimensions, self._seed, self._asynchronous = rows.dimensions, seed, asynchronous
         self._shard = by_coordinates(rows, targets, row_weights, width, fit_intercept, comm)
+        self.columns = self._shard.columns
         self.values = np.zeros((self._shard.size, width), rows.values.dtype)
         self._margins = np.zeros((len(rows), width))
         self.updates = updates(comm, self._shard.size)
@@ -184,13 +186,13 @@ class Scd:
 
     def objective(self) -> float:
         """Return what is minimised; all ranks call."""
-        coordinates = self.values[: len(self._shard.columns)].astype(np.float64)
+        coordinates = self.values[: len(self.columns)].astype(np.float64)
         penalty = self._l2 / 2 * (coordinates**2).sum() + self._l1 * np.abs(coordinates).sum()
         return self.loss() + float(penalty)
 
     def read(self) -> tuple[Array, Array]:
         """Return the coordinates ``[dimensions, width]`` and the intercepts, as copies."""
-        columns, width = self._shard.columns, self.values.shape[1]
+        columns, width = self.columns, self.values.shape[1]
         out = np.zeros((self._dimensions, width), self.values.dtype)
         out[columns] = self.values[: len(columns)]
         # Without an intercept there is no last row, and the sum of none is 0.
@@ -232,7 +234,7 @@ class Scd:
         """Return the least of each coordinate's parabola with its regularisation."""
         slope, curvature = sums[..., 0] / self._weight, sums[..., 1] / self._weight
         old = self.values[chosen].astype(np.float64)
-        is_regular = (chosen < len(self._shard.columns))[:, None]  # all but the intercept
+        is_regular = (chosen < len(self.columns))[:, None]  # all but the intercept
         pull = curvature * old - slope
         pull = np.copysign(np.maximum(np.abs(pull) - self._l1 * is_regular, 0), pull)
         steepness = curvature + self._l2 * is_regular
