@@ -138,12 +138,17 @@ void differentiate(L, const ShardView<Value>& shard, const Draw& draw, const dou
     detail::in_blocks(blocks, threads, [&](size_t block) {
         const auto mark = [&](ColumnList columns, const auto& change) {
             shard.visit(columns, block, blocks, [&](size_t, size_t at, size_t last) {
-                for (; at < last; ++at) change(marks[shard.rows[at]]);
+                for (; at < last; ++at) change(size_t(shard.rows[at]));
             });
         };
-        mark(draw.chosen, [](uint32_t& row) { ++row; });
-        mark(draw.before, [](uint32_t& row) { row |= detail::kBefore; });
-        mark(draw.after, [](uint32_t& row) { row |= detail::kAfter; });
+        mark(draw.chosen, [&](size_t row) {
+            ++marks[row];
+            // Fetched one by one, in between the exponentials, these would be waited for.
+            __builtin_prefetch(margins + row * width);
+            __builtin_prefetch(targets.targets + row);
+        });
+        mark(draw.before, [&](size_t row) { marks[row] |= detail::kBefore; });
+        mark(draw.after, [&](size_t row) { marks[row] |= detail::kAfter; });
         double* sum = parts.data() + block * numbers;
         shard.visit(draw.chosen, block, blocks, [&](size_t, size_t first, size_t last) {
             for (size_t k = 0; k < width; ++k, sum += 2) {
@@ -163,7 +168,7 @@ void differentiate(L, const ShardView<Value>& shard, const Draw& draw, const dou
             }
         });
         for (const ColumnList columns : {draw.chosen, draw.before, draw.after}) {
-            mark(columns, [](uint32_t& row) { row = 0; });
+            mark(columns, [&](size_t row) { marks[row] = 0; });
         }
     });
     std::fill_n(sums, numbers, 0.0);
