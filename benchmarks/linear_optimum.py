@@ -38,6 +38,9 @@ from sparcel.rows import Rows, shard
 
 L2 = 1e-6
 
+ETA0 = 0.3
+"""AdaGrad's first step: larger ones are better in the first epochs, and worse in the end."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -49,18 +52,17 @@ class Arm:
 
 
 def arms(ranks: int) -> list[Arm]:
-    """Return what is compared; SGD's steps take 8000 rows of all ranks together."""
-    # With few ranks, blocks are longer, so that a step of all takes as many coordinates.
-    scd = {"solver": "scd", "block": 800 // ranks}
+    """Return what is compared; a step takes as many rows or coordinates of all ranks together."""
+    small, large = ({"solver": "scd", "block": count // ranks} for count in (800, 8000))
     sgd = {"batch_size": 8000 // ranks}
     found = [
-        Arm("scd", 300, scd),
-        Arm("sgd, adagrad", 100, {**sgd, "step": "adagrad", "eta0": 0.5}),
-        Arm("sgd, constant", 100, {**sgd, "step": "constant", "eta0": 50.0}),
-        Arm("sgd, inverse_sqrt", 100, {**sgd, "step": "inverse_sqrt", "eta0": 50.0}),
+        Arm("scd, 800 coordinates", 100, small),
+        Arm("scd, 8000 coordinates", 150, large),
+        Arm("sgd, adagrad", 200, {**sgd, "step": "adagrad", "eta0": ETA0}),
     ]
     if ranks == 1:
-        return found
+        # What does not get there: large steps of one size are unstable, small ones slow.
+        return [*found, Arm("sgd, constant", 50, {**sgd, "step": "constant", "eta0": 10.0})]
     return [
         Arm(f"{arm.label}{', asynchronous' * late}", arm.epochs, {**arm.settings, **more})
         for arm in found
