@@ -121,7 +121,7 @@ def timed(arm: str, scd: Scd, dimensions: int, iterations: int, comm: Communicat
         now = [time.perf_counter(), scd.waited, comm.traffic.volume]
     took = (np.array(now) - begun) / iterations
     seconds, waited, volume = np.max(gathered(comm, took.tolist()), axis=0).tolist()
-    return {"arm": arm, "iterations": iterations, "steps_an_epoch": scd.steps} | {
+    return {"gather": arm, "iterations": iterations, "steps_an_epoch": scd.steps} | {
         "seconds": seconds,
         "communication_seconds": waited,
         "bytes": volume,
@@ -152,7 +152,7 @@ def main() -> None:
             if comm.rank == 0:
                 print(rows[-1], flush=True)
                 write(arguments.output, machine(), rows)
-    bits = {row["bits"] for row in rows if not row["arm"].endswith("asynchronous")}
+    bits = {row["bits"] for row in rows if not row["gather"].endswith("asynchronous")}
     assert len(bits) <= 1, f"all arms should end with the same bits, got {bits}"
 
 
