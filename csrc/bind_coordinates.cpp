@@ -17,14 +17,17 @@ namespace {
 struct Shard {
     Input offsets, rows, values, targets;
     std::optional<Input> weights;
+    size_t width;  // how many classes are told from the rest
     Buffer<uint32_t> marks;
 
-    Shard(Input offsets, Input rows, Input values, Input targets, std::optional<Input> weights)
+    Shard(Input offsets, Input rows, Input values, Input targets, std::optional<Input> weights,
+          size_t width)
         : offsets(std::move(offsets)),
           rows(std::move(rows)),
           values(std::move(values)),
           targets(std::move(targets)),
           weights(std::move(weights)),
+          width(width),
           marks(height()) {
         require(this->offsets.dtype() == dtype_of<int64_t>() && this->offsets.size() > 0 &&
                     this->rows.dtype() == dtype_of<int32_t>() &&
@@ -34,6 +37,7 @@ struct Shard {
                     (!this->weights || (this->weights->dtype() == this->values.dtype() &&
                                         this->weights->size() == height())),
                 "each row needs its target and its weight, like the values");
+        require(width > 0, "there must be a class to tell from the rest");
         check_entries();
         std::fill_n(marks.data(), height(), 0);
     }
@@ -66,8 +70,8 @@ struct Shard {
     }
 
     void check_margins(const auto& margins) const {
-        require(margins.dtype() == dtype_of<double>() && margins.size() == height(),
-                "each row needs its margin, as float64");
+        require(margins.dtype() == dtype_of<double>() && margins.size() == height() * width,
+                "each row needs its margin in each class, as float64");
     }
 
     template <class Value>
@@ -117,14 +121,17 @@ void differentiate_columns(Shard& shard, std::string_view loss, const Input& mar
                            const InOut& out, int threads) {
     const Draw draw{shard.list(chosen), shard.list(before), shard.list(after)};
     shard.check_margins(margins);
-    require(out.dtype() == dtype_of<double>() && out.size() == 2 * chosen.size(),
-            "each column needs two sums, as float64");
+    require(out.dtype() == dtype_of<double>() && out.size() == 2 * shard.width * chosen.size(),
+            "each column needs two sums for each class, as float64");
     bool known = false;
     with_type<float, double>(shard.values.dtype(), [&]<class Value>(Type<Value>) {
         nb::gil_scoped_release release;
         known = with_smooth_loss(loss, [&](auto function) {
-            differentiate(function, shard.view<Value>(), draw, data<double>(margins),
-                          shard.fitted<Value>(), shard.marks.data(), threads, data<double>(out));
+            with_width(shard.width, [&](auto width) {
+                differentiate(function, shard.view<Value>(), draw, data<double>(margins), width,
+                              shard.fitted<Value>(), shard.marks.data(), threads,
+                              data<double>(out));
+            });
         });
     });
     require(known, "there is no smooth loss of that name");
@@ -134,12 +141,14 @@ void change_shard(const Shard& shard, const Input& columns, const Input& changes
                   const InOut& margins, int threads) {
     const ColumnList found = shard.list(columns);
     shard.check_margins(margins);
-    require(changes.dtype() == dtype_of<double>() && changes.size() == found.size(),
-            "each column needs its change, as float64");
+    require(changes.dtype() == dtype_of<double>() && changes.size() == shard.width * found.size(),
+            "each column needs its change in each class, as float64");
     with_type<float, double>(shard.values.dtype(), [&]<class Value>(Type<Value>) {
         nb::gil_scoped_release release;
-        change_margins(shard.view<Value>(), found, data<double>(changes), threads,
-                       data<double>(margins));
+        with_width(shard.width, [&](auto width) {
+            change_margins(shard.view<Value>(), found, data<double>(changes), width, threads,
+                           data<double>(margins));
+        });
     });
 }
 
@@ -150,7 +159,7 @@ double loss_of(const Shard& shard, std::string_view loss, const Input& margins, 
     with_type<float, double>(shard.values.dtype(), [&]<class Value>(Type<Value>) {
         nb::gil_scoped_release release;
         known = with_loss(loss, [&](auto function) {
-            total = sum_losses(function, data<double>(margins), shard.height(),
+            total = sum_losses(function, data<double>(margins), shard.height(), shard.width,
                                shard.fitted<Value>(), threads);
         });
     });
@@ -163,8 +172,8 @@ double loss_of(const Shard& shard, std::string_view loss, const Input& margins, 
 void bind_coordinates(nb::module_& module) {
     using namespace nb::literals;
     nb::class_<Shard>(module, "LinearShard")
-        .def(nb::init<Input, Input, Input, Input, std::optional<Input>>(), "offsets"_a, "rows"_a,
-             "values"_a, "targets"_a, "weights"_a.none())
+        .def(nb::init<Input, Input, Input, Input, std::optional<Input>, size_t>(), "offsets"_a,
+             "rows"_a, "values"_a, "targets"_a, "weights"_a.none(), "width"_a)
         .def("differentiate", differentiate_columns, "loss"_a, "margins"_a, "chosen"_a, "before"_a,
              "after"_a, "out"_a, "threads"_a)
         .def("change", change_shard, "columns"_a, "changes"_a, "margins"_a, "threads"_a)

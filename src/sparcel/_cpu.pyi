@@ -180,6 +180,7 @@ class LinearShard:
         values: NumpyArray,
         targets: NumpyArray,
         weights: NumpyArray | None,
+        width: int,
     ) -> None: ...
     def differentiate(
         self,

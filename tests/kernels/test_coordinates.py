@@ -46,27 +46,38 @@ def test_columns_hold_the_entries_of_the_rows_in_order(threads, dtype, seed, row
     dimensions=st.integers(3, 40),
     weighted=st.booleans(),
     stale=st.booleans(),
+    width=st.sampled_from([1, 3]),
 )
-def test_derivatives_and_curvatures(loss, seed, rows, dimensions, weighted, stale):
+def test_derivatives_and_curvatures(loss, seed, rows, dimensions, weighted, stale, width):
     random = np.random.default_rng(seed)
     dense = random_rows(seed, rows, dimensions, np.float64)
-    targets, margins = random.choice([-1.0, 1.0], rows), random.normal(size=rows) * 3
+    classes = random.integers(0, max(width, 2), rows)
+    signs = np.where(classes[:, None] == np.arange(width), 1.0, -1.0)
+    targets = signs[:, 0].copy() if width == 1 else classes.astype(float)
+    margins = random.normal(size=(rows, width)) * 3
     weights = random.integers(0, 3, rows).astype(float) if weighted else None
-    shard = by_coordinates(rows_of(dense), targets, weights, True, None)
+    shard = by_coordinates(rows_of(dense), targets, weights, width, True, None)
     matrix = np.column_stack([dense[:, shard.columns], np.ones(rows)])
     drawn = np.array_split(random.permutation(shard.size), 3)
     before, after = drawn[1:] if stale else (NONE, NONE)
-    sums = np.empty((len(drawn[0]), 2))
+    sums = np.empty((len(drawn[0]), width, 2))
     for _ in range(2):  # the second call finds clean marks
         shard.entries.differentiate(loss, margins, drawn[0], before, after, sums, threads=2)
     each = np.ones(rows) if weights is None else weights
     meets = [(matrix[:, columns] != 0).sum(axis=1) for columns in (drawn[0], before, after)]
     others = (meets[1] > 0).astype(int) + (meets[2] > 0)
-    curved = np.where(others > 0, LARGEST[loss] * (1 + others), curvature_at(loss, margins))
     chosen = matrix[:, drawn[0]]
-    slopes = loss_at(loss, margins, targets)[1]
-    assert sums[:, 0] == pytest.approx(chosen.T @ (each * slopes))
-    assert sums[:, 1] == pytest.approx(chosen.T**2 @ (each * meets[0] * curved))
+    for k in range(width):
+        own = curvature_at(loss, margins[:, k])
+        curved = np.where(others > 0, LARGEST[loss] * (1 + others), own)
+        slopes = loss_at(loss, margins[:, k], signs[:, k])[1]
+        assert sums[:, k, 0] == pytest.approx(chosen.T @ (each * slopes))
+        assert sums[:, k, 1] == pytest.approx(chosen.T**2 @ (each * meets[0] * curved))
+    total = shard.entries.loss(loss, margins, threads=2)
+    assert total == pytest.approx((loss_at(loss, margins, signs)[0].T * each).sum())
+    changes = random.normal(size=(len(drawn[0]), width))
+    shard.entries.change(drawn[0], changes, moved := margins.copy(), threads=2)
+    assert moved == pytest.approx(margins + chosen @ changes)
 
 
 @given(seed=seeds, loss=st.sampled_from(sorted(LARGEST)), scale=st.sampled_from([1e-4, 1, 30]))
@@ -74,7 +85,7 @@ def test_the_parabolas_lie_nowhere_below_the_losses(loss, seed, scale):
     random = np.random.default_rng(seed)
     targets, margins = random.choice([-1.0, 1.0], 50), random.normal(size=50) * scale
     change = random.normal(size=50) * random.choice([1e-3, 1, 30], 50)
-    shard = by_coordinates(rows_of(np.eye(50)), targets, None, False, None)
+    shard = by_coordinates(rows_of(np.eye(50)), targets, None, 1, False, None)
     bounds = np.empty((50, 2))
     shard.entries.differentiate(loss, margins, np.arange(50), NONE, NONE, bounds, threads=1)
     before, after = (loss_at(loss, at, targets)[0] for at in (margins, margins + change))
@@ -86,7 +97,7 @@ def test_bits_are_the_same_at_any_number_of_threads():
     random = np.random.default_rng(0)
     dense = random_rows(7, 30000, 9) * np.float32(0.37)
     targets, margins = random.choice([-1, 1], 30000).astype(np.float32), random.normal(size=30000)
-    shard = by_coordinates(rows_of(dense), targets, None, True, None)
+    shard = by_coordinates(rows_of(dense), targets, None, 1, True, None)
     chosen, changes = np.arange(shard.size), random.normal(size=shard.size)
     found = []
     for threads in (1, 2, 5):
@@ -104,7 +115,7 @@ def test_bits_are_the_same_at_any_number_of_threads():
 def test_arrays_that_do_not_fit_are_refused():
     rows = rows_of(np.eye(3, dtype=np.float32))
     ones = np.ones(3, np.float32)
-    shard = by_coordinates(rows, ones, None, False, None).entries
+    shard = by_coordinates(rows, ones, None, 1, False, None).entries
     margins, sums = np.zeros(3), np.empty((1, 2))
     for column in (-1, 3):
         with pytest.raises(ValueError, match="no such column"):
@@ -124,6 +135,6 @@ def test_arrays_that_do_not_fit_are_refused():
     ]:
         arrays = np.array(offsets), np.array(places, np.int32), ones
         with pytest.raises(ValueError, match=r"offsets do not fit|in order"):
-            _cpu.LinearShard(*arrays, ones, None)
+            _cpu.LinearShard(*arrays, ones, None, 1)
     with pytest.raises(ValueError, match="outside of the dimensions"):
         _cpu.transpose(rows.offsets, rows.columns, ones, np.empty(3, np.int64), *good[1:], 1)

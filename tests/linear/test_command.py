@@ -87,18 +87,31 @@ def test_regression(tmp_path, svmlight):
     assert measures(sparcel("evaluate", model, svmlight))["r2"] > 0.5
 
 
-def test_a_training_goes_on_where_it_was_and_plots_its_loss(tmp_path, svmlight):
+@pytest.mark.parametrize(
+    "options", [("--batch-size", 40, "--step", "inverse"), ("--solver", "scd", "--block", 3)]
+)
+def test_a_training_goes_on_where_it_was_and_plots_its_loss(tmp_path, svmlight, options):
     checkpoint, cache, picture = tmp_path / "state.npz", tmp_path / "cache", tmp_path / "loss.png"
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
-    base = ("fit", svmlight, "--batch-size", 40, "--step", "inverse", "--cache", cache)
+    base = ("fit", svmlight, *options, "--cache", cache)
     sparcel(*base, "--epochs", 4, "--out", one, "--plot", picture)
     sparcel(*base, "--epochs", 2, "--out", two, "--checkpoint", checkpoint)
     told = sparcel(*base, "--epochs", 4, "--out", two, "--checkpoint", checkpoint, "--resume")
     assert "Going on after epoch 2" in told
     assert one.read_bytes() == two.read_bytes()
     assert picture.stat().st_size > 1000
-    with pytest.raises(InputError, match="is of a training with other settings"):
-        sparcel(*base, "--l2", 0.5, "--checkpoint", checkpoint, "--resume")
+    for other in (("--l2", 0.5), ("--seed", 1)):
+        with pytest.raises(InputError, match="is of a training with other settings"):
+            sparcel(*base, *other, "--checkpoint", checkpoint, "--resume")
+
+
+def test_coordinate_descent_fits_several_classes_and_numbers(tmp_path, svmlight, tsv):
+    model = tmp_path / "model.npz"
+    settings = ("--solver", "scd", "--epochs", 20, "--l2", 1e-3, "--out", model)
+    sparcel("fit", tsv, *settings, "--ngrams", "word:1", "--dimensions", 500)
+    assert measures(sparcel("evaluate", model, tsv))["accuracy"] == 1
+    sparcel("fit", svmlight, *settings, "--loss", "squared")
+    assert measures(sparcel("evaluate", model, svmlight))["r2"] > 0.5
 
 
 @pytest.mark.parametrize(
@@ -117,6 +130,15 @@ def test_a_training_goes_on_where_it_was_and_plots_its_loss(tmp_path, svmlight):
         ("1 1:1\n-1 2:1\n", ("--density", 0.1), "density=0.1 goes with algorithm='allgather' or"),
         ("1 1:1\n-1 2:1\n", ("--bits", 3), "bits must be 8, 4 or None for all, got 3"),
         ("1 1:1\n-1 2:1\n", ("--resume",), "--resume needs --checkpoint"),
+        ("1 1:1\n-1 2:1\n", ("--solver", "scdd"), "did you mean 'scd'"),
+        ("1 1:1\n-1 2:1\n", ("--solver", "scd", "--gather", "spars"), "did you mean 'sparse'"),
+        ("1 1:1\n-1 2:1\n", ("--solver", "scd", "--loss", "hinge"), "take 'squared_hinge'"),
+        (
+            "1 1:1\n-1 2:1\n",
+            ("--solver", "scd", "--batch-size", 10),
+            "--batch-size is a setting of --solver sgd, and the solver is scd",
+        ),
+        ("1 1:1\n-1 2:1\n", ("--block", 10), "--block is a setting of --solver scd"),
         ("1 1:1\n-1 2:1\n", ("--layout", "lines"), "no label to fit to"),
         ("1 1:1\n-1 2:1\n", ("--layout", "jsonl"), "train.svm:1: not JSON"),
         ("1 1:1\n-1 2:1\n", ("--layout", "tsv", "--ngrams", "words:2"), "--ngrams must be word"),
@@ -174,9 +196,15 @@ def started(ranks: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_killed_rank_is_one_error_and_the_training_goes_on_to_the_same_model(tmp_path, svmlight):
+@pytest.mark.parametrize(
+    "options",
+    [("--batch-size", "20", "--epochs", "60"), ("--solver", "scd", "--epochs", "60")],
+)
+def test_a_killed_rank_is_one_error_and_the_training_goes_on_to_the_same_model(
+    tmp_path, svmlight, options
+):
     checkpoint, one, two = (tmp_path / name for name in ("state.npz", "one.npz", "two.npz"))
-    base = ["fit", str(svmlight), "--batch-size", "20", "--epochs", "60", "--checkpoint"]
+    base = ["fit", str(svmlight), *options, "--checkpoint"]
     for process in started(3, [*base, str(tmp_path / "own.npz"), "--out", str(one)]):
         assert process.wait(120) == 0, process.communicate()
     processes = started(3, [*base, str(checkpoint), "--out", str(two)])

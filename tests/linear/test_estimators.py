@@ -58,6 +58,15 @@ def test_training_to_the_end_reaches_the_optimum(step):
     assert found <= least * (1 + 1e-4)
 
 
+def test_coordinate_descent_with_several_classes_is_one_against_the_rest():
+    X, y = problem(4)
+    model = SparseLogisticRegression(l2=1e-2, epochs=100, tol=None, solver="scd").fit(X, y)
+    for k in range(4):
+        one = clone(model).fit(X, y == k)
+        assert (model.coef_[k] == one.coef_[0]).all()
+        assert model.intercept_[k] == one.intercept_[0]
+
+
 def test_coordinate_descent_reaches_the_optimum_sooner():
     X, y = problem()
     model = SparseLogisticRegression(l2=1e-2, epochs=300, tol=None, solver="scd").fit(X, y)
@@ -72,8 +81,6 @@ def test_what_coordinate_descent_does_not_do_is_said_in_words():
     with pytest.raises(AttributeError) as error:
         SparseLinearRegression(solver="scd").partial_fit(X, y)
     assert "solver='scd' needs all rows in each step; call fit" in str(error.value.__cause__)
-    with pytest.raises(InputError, match=r"Only binary classification .* labels of 3 classes"):
-        SparseLogisticRegression(solver="scd").fit(X, y)
     with pytest.raises(InputError, match="'hinge' is not; take 'squared_hinge'"):
         SparseLinearSVC(solver="scd").fit(X, y > 0)
     with pytest.raises(InputError, match="did you mean 'scd'"):
@@ -89,7 +96,7 @@ def test_regression_reaches_ridge_regression():
     assert model.intercept_ == pytest.approx(ridge.intercept_, abs=1e-3)
 
 
-@pytest.mark.parametrize("model", CLASSIFIERS, ids=lambda model: f"{model.__class__.__name__}")
+@pytest.mark.parametrize("model", [*CLASSIFIERS, *BY_COORDINATES[:2]], ids=str)
 @pytest.mark.parametrize("classes", [2, 4])
 def test_ranks_fit_the_same_model_as_one_another(model, classes):
     X, y = problem(classes, 300)

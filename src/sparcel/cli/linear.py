@@ -43,11 +43,19 @@ def _linear() -> None:
 
 @linear.command()
 def fit(
+    context: typer.Context,
     data: _Data,
     out: Annotated[Path, typer.Option(help="File for the model.")] = Path("model.npz"),
     loss: Annotated[
         str, typer.Option(help="logistic, hinge, squared_hinge, or squared for regression.")
     ] = "logistic",
+    solver: Annotated[
+        str,
+        typer.Option(
+            help="sgd, mini-batch stochastic gradient descent; or scd, block coordinate descent:"
+            " more exact and slower, for losses other than hinge."
+        ),
+    ] = "sgd",
     l2: Annotated[float, typer.Option(min=0, help="Weight of half the squared norm.")] = 1e-6,
     l1: Annotated[float, typer.Option(min=0, help="Weight of the sum of magnitudes.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 5,
@@ -62,6 +70,16 @@ def fit(
     average: Annotated[
         bool, typer.Option("--average", help="Average the models after all steps.")
     ] = False,
+    block: Annotated[
+        int, typer.Option(min=1, help="With scd, coordinates of each process that a step changes.")
+    ] = 100,
+    gather: Annotated[
+        str,
+        typer.Option(
+            help="With scd, what processes send of new values: nothing, as each computes all; or"
+            " sparse, those that changed."
+        ),
+    ] = "nothing",
     layout: _Layout = None,
     label: _Label = "label",
     text: _TextName = "text",
@@ -129,9 +147,9 @@ def fit(
 ) -> None:
     """Fit a model to labelled rows.
 
-    Shows the mean loss of each epoch, of every row before the step that used it: the loss on rows
-    not seen yet, in the first epoch. Several processes share the rows; start them with torchrun,
-    mpiexec or `sparcel lab run`.
+    Shows the mean loss of each epoch: with sgd, of every row before the step that used it, which in
+    the first epoch is the loss on rows not seen yet; with scd, at the epoch's end. Several
+    processes share the rows; start them with torchrun, mpiexec or `sparcel lab run`.
     """
     from sparcel.linear.fit import Job, run
     from sparcel.linear.training import Settings
@@ -140,8 +158,10 @@ def fit(
         check_output(file)
     if resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
+    _check_solver(solver, context)
     settings = Settings(
         loss=loss,
+        solver=solver,
         l1=l1,
         l2=l2,
         epochs=epochs,
@@ -150,6 +170,8 @@ def fit(
         step=step,
         eta0=eta0,
         average=average,
+        block=block,
+        gather=gather,
         asynchronous=asynchronous,
         algorithm=algorithm,
         format=format,
@@ -202,6 +224,26 @@ def evaluate(
     fitted = LinearModel.load(model)
     for name, value in evaluate(fitted, _blocks(fitted, data, layout, label, text)).items():
         typer.echo(f"{name:10} {value:.6g}")
+
+
+_OWN_OPTIONS = {
+    "sgd": ("batch_size", "step", "eta0", "average", "algorithm", "format"),
+    "scd": ("block", "gather"),
+}
+"""The options of each solver that the other has not."""
+
+
+def _check_solver(solver: str, context: typer.Context) -> None:
+    """Refuse options that were given and that the solver would not use."""
+    known(solver, _OWN_OPTIONS, "--solver")
+    for other in _OWN_OPTIONS.keys() - {solver}:
+        for name in _OWN_OPTIONS[other]:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                raise InputError(
+                    f"--{name.replace('_', '-')} is a setting of --solver {other}, and the solver"
+                    f" is {solver}; leave it out, or give --solver {other}"
+                )
 
 
 def _predicted(model: Any, blocks: Iterator[Rows], probabilities: bool) -> Iterator[str]:

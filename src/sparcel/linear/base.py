@@ -14,7 +14,7 @@ from sparcel.linear.ranks import together
 from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.step_sizes import Rule
-from sparcel.linear.training import Settings, prepare, train
+from sparcel.linear.training import SOLVERS, Settings, prepare, train, trainer_of
 from sparcel.linear.weights import Weights
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
@@ -25,12 +25,11 @@ with optional("sparcel.linear", "linear"):
     from sklearn.utils.validation import check_is_fitted, validate_data
 
 _FLOATS = [np.float32, np.float64]
-_SOLVERS = ("sgd", "scd")
 
 
 def takes_steps(estimator: LinearBase) -> bool:
     """Tell whether an estimator can go on with other rows; raise why not."""
-    if known(estimator.solver, _SOLVERS, "solver") == "scd":
+    if known(estimator.solver, SOLVERS, "solver") == "scd":
         raise InputError(
             "partial_fit takes steps of stochastic gradient descent, and solver='scd' needs all"
             " rows in each step; call fit, or take solver='sgd'"
@@ -53,9 +52,9 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         The model minimises the mean loss + l2 / 2 · |w|₂² + l1 · |w|₁, without the intercepts.
     solver
         ``"sgd"``, mini-batch stochastic gradient descent, or ``"scd"``, block coordinate descent:
-        more exact, for two classes or regression and a loss with a derivative everywhere. Of the
-        parameters from ``batch_size`` on it uses only ``block``, ``fit_intercept``,
-        ``asynchronous`` and ``random_state``.
+        more exact, for a loss with a derivative everywhere. Of the parameters from ``batch_size``
+        on it uses only ``block``, ``gather``, ``fit_intercept``, ``asynchronous`` and
+        ``random_state``.
     epochs
         The most passes over the rows, or, with ``"scd"``, over the coordinates.
     tol
@@ -71,7 +70,11 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     average
         Whether the model is the average of the models after each step.
     block
-        With ``"scd"``, the most coordinates that each rank changes in a step.
+        With ``"scd"``, the most coordinates of each rank that change in a step.
+    gather
+        With ``"scd"``, what ranks send one another after they have summed derivatives:
+        ``"nothing"``, as every rank computes all new values itself; or ``"sparse"``, the
+        coordinates that changed, as in SparCML. The model is the same.
     fit_intercept
         Whether the model has an intercept.
     asynchronous
@@ -116,6 +119,7 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     eta0: float = 0.5
     average: bool = False
     block: int = 100
+    gather: Literal["nothing", "sparse"] = "nothing"
     fit_intercept: bool = True
     asynchronous: bool = False
     algorithm: str = "sharded"
@@ -133,8 +137,7 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _settings(self, loss: str) -> Settings:
-        own = {"solver", "block", "random_state"}
-        shared = {one.name for one in fields(LinearBase) if one.init} - own
+        shared = {one.name for one in fields(LinearBase) if one.init} - {"random_state"}
         chosen = {name: getattr(self, name) for name in shared}
         return Settings(loss=loss, seed=self.random_state, **chosen)
 
@@ -150,18 +153,15 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Fit the model, or pass ``once`` over more rows; all ranks call."""
         settings, rows = self._settings(loss), as_rows(X)
-        trainer: Sgd | Scd
-        weights = None
-        if known(self.solver, _SOLVERS, "solver") == "scd":
-            trainer = settings.scd(rows, targets, row_weights, self.block, comm)
-        else:
-            weights = self._begin(settings, rows, width) if once else None
-            trainer = prepare(rows, targets, row_weights, width, settings, comm, weights)
-            trainer.epochs = getattr(self, "n_iter_", 0) if once else 0
         epochs: list[Epoch] = []
+        trainer: Sgd | Scd
         if once:
+            weights = self._begin(settings, rows, width)
+            trainer = prepare(rows, targets, row_weights, width, settings, comm, weights)
+            trainer.epochs = getattr(self, "n_iter_", 0)
             epochs.append(trainer.epoch())
         else:
+            trainer = trainer_of(rows, targets, row_weights, width, settings, comm)
             train(trainer, settings, epochs.append)
         # A pass over more rows goes on from here.
         self._weights = trainer.model.whole() if isinstance(trainer, Sgd) else None

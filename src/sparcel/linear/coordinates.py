@@ -41,6 +41,7 @@ def by_coordinates(
     rows: Rows,
     targets: Array,
     weights: Array | None,
+    width: int,
     fit_intercept: bool,
     comm: Communicator | None,
 ) -> Shard:
@@ -58,7 +59,7 @@ def by_coordinates(
     ends = [rows.nnz, rows.nnz + ones] if fit_intercept else [rows.nnz]
     # No entries lie between the starts of columns that occur.
     offsets = np.concatenate([starts[columns], ends])
-    entries = _cpu.LinearShard(offsets, places, values, targets, weights)
+    entries = _cpu.LinearShard(offsets, places, values, targets, weights, width)
     return Shard(columns, entries, len(offsets) - 1)
 
 

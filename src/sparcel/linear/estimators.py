@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 
 from sparcel.comm import Group
-from sparcel.errors import InputError, optional
+from sparcel.errors import optional
 from sparcel.linear.base import LinearBase, takes_steps
 from sparcel.linear.classes import Classes, labels, probabilities
 from sparcel.linear.inputs import sample_weights
@@ -51,11 +51,6 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
     """
 
     class_weight: Mapping[Any, float] | str | None = None
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = self.solver != "scd"
-        return tags
 
     def _loss(self) -> str:
         raise NotImplementedError
@@ -112,11 +107,6 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
         classes_known = Classes(self.classes_)
-        if self.solver == "scd" and classes_known.width > 1:
-            raise InputError(
-                "Only binary classification is supported by solver='scd', got labels of"
-                f" {classes_known.width} classes; solver='sgd' tells each class from the rest"
-            )
         numbers = together(comm, lambda: classes_known.numbers(y))
         given = together(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
         row_weights = classes_known.row_weights(numbers, self.class_weight, given, X.dtype, comm)

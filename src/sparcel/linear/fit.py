@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from sparcel.comm import Communicator, ring_bytes, world
-from sparcel.errors import InputError, optional
+from sparcel.comm import Communicator, world
+from sparcel.errors import InputError
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import Classes
+from sparcel.linear.fit_report import Log, draw, summarise
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered, together
+from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
-from sparcel.linear.training import Settings, prepare, train
+from sparcel.linear.training import Settings, train, trainer_of
 from sparcel.rows import Rows, SvmLight, Text, cached, describe, make_cache
 from sparcel.rows.rows import Array
-
-_MOST_TIMED = 1 << 24
-"""The most values of the dense exchange that is timed for comparison; more take proportionally."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,6 @@ class Job:
         return json.dumps([describe(self.source), settings, counts, labels])
 
 
-@dataclass
-class Log:
-    """What a training was like: its epochs, and the loss against time."""
-
-    epochs: list[Epoch] = field(default_factory=list)
-    curve: list[tuple[float, float]] = field(default_factory=list)
-
-
 def run(job: Job, console: Console) -> LinearModel:
     """Fit a model and save it; all ranks that were launched call."""
     comm = world()
@@ -66,12 +56,12 @@ def run(job: Job, console: Console) -> LinearModel:
     classes, targets = _targets(job, rows, comm)
     console.print(_described(job, rows, classes, comm), soft_wrap=True)
     width = 1 if classes is None else classes.width
-    sgd = prepare(rows, targets, None, width, job.settings, comm)
+    trainer = trainer_of(rows, targets, None, width, job.settings, comm)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     about = job.about(rows, classes, comm)
-    _resume(job, about, sgd, comm, console)
-    log = _trained(job, about, sgd, console, speaks)
-    coefficients, intercepts = sgd.read()
+    _resume(job, about, trainer, comm, console)
+    log = _trained(job, about, trainer, console, speaks)
+    coefficients, intercepts = trainer.read()
     model = LinearModel(
         *(coefficients, intercepts, job.settings.loss),
         None if classes is None else classes.labels,
@@ -80,9 +70,11 @@ def run(job: Job, console: Console) -> LinearModel:
     if speaks:
         model.save(job.out)
         if job.plot is not None:
-            _draw(log, job.plot)
+            draw(log, job.plot)
     console.print(f"Model: {job.out}", soft_wrap=True)
-    _summarise(log, sgd, rows.dimensions * width, comm, console)
+    if comm is not None and log.epochs:
+        told = summarise(log, trainer, rows.dimensions * width, comm)
+        console.print(told, soft_wrap=True)
     return model
 
 
@@ -142,7 +134,9 @@ def _described(job: Job, rows: Rows, classes: Classes | None, comm: Communicator
     )
 
 
-def _resume(job: Job, about: str, sgd: Sgd, comm: Communicator | None, console: Console) -> None:
+def _resume(
+    job: Job, about: str, trainer: Sgd | Scd, comm: Communicator | None, console: Console
+) -> None:
     """Go on from a checkpoint if that was asked for and rank 0 has one."""
     file = job.checkpoint
     if not job.resume or file is None:
@@ -161,21 +155,22 @@ def _resume(job: Job, about: str, sgd: Sgd, comm: Communicator | None, console: 
 
     state = together(comm, own)
     if any(gathered(comm, state is not None)):
-        sgd.restore(checkpoint.share(state, comm))
-        console.print(f"Going on after epoch {sgd.epochs}")
+        trainer.restore(checkpoint.share(state, comm))
+        console.print(f"Going on after epoch {trainer.epochs}")
 
 
-def _trained(job: Job, about: str, sgd: Sgd, console: Console, speaks: bool) -> Log:
+def _trained(job: Job, about: str, trainer: Sgd | Scd, console: Console, speaks: bool) -> Log:
     """Train, and show how it goes."""
     log, begun = Log(), time.perf_counter()
     console.print("epoch      loss   seconds   waiting      sent")
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sgd.steps)
+        task = bar.add_task("", total=trainer.steps)
 
         def after_step(step: int) -> None:
-            if job.plot is not None:
-                log.curve.append((time.perf_counter() - begun, sgd.mean_loss))
-            bar.update(task, completed=step + 1, description=f"loss {sgd.mean_loss:.4f}")
+            loss = trainer.mean_loss
+            if job.plot is not None and isinstance(trainer, Sgd):
+                log.curve.append((time.perf_counter() - begun, loss))
+            bar.update(task, completed=step + 1, description=f"loss {loss:.4f}")
 
         def after_epoch(epoch: Epoch) -> None:
             log.epochs.append(epoch)
@@ -184,47 +179,9 @@ def _trained(job: Job, about: str, sgd: Sgd, console: Console, speaks: bool) -> 
                 f" {epoch.communication_seconds:7.2f} s  {epoch.volume / 1e6:6.1f} MB"
             )
             if job.checkpoint is not None:
-                state = sgd.state()
+                state = trainer.state()
                 if speaks:
                     checkpoint.write(job.checkpoint, "checkpoint", {"training": about}, state)
 
-        train(sgd, job.settings, after_epoch, after_step)
+        train(trainer, job.settings, after_epoch, after_step)
     return log
-
-
-def _summarise(
-    log: Log, sgd: Sgd, values: int, comm: Communicator | None, console: Console
-) -> None:
-    """Say what the exchange cost, and what one of dense gradients would have."""
-    if comm is None or not log.epochs:
-        return
-    steps = sgd.steps * len(log.epochs)
-    timed = torch.zeros(min(values, _MOST_TIMED))
-    start = time.perf_counter()
-    comm.run(lambda: comm.all_reduce(timed))
-    dense_seconds = (time.perf_counter() - start) * values / len(timed) * steps
-    dense_bytes = ring_bytes(4 * values, comm.size) * steps
-    sent = sum(epoch.volume for epoch in log.epochs)
-    waited = sum(epoch.communication_seconds for epoch in log.epochs)
-    console.print(
-        f"Exchange: {sent / 1e6:,.1f} MB and {waited:.2f} s on this rank. Dense gradients: "
-        f"{dense_bytes / 1e6:,.1f} MB, and {dense_seconds:.2f} s by one exchange timed now "
-        f"({dense_seconds / max(waited, 1e-9):.1f} times)",
-        soft_wrap=True,
-    )
-
-
-def _draw(log: Log, file: Path) -> None:
-    with optional("a plot of the loss", "plots"):
-        import matplotlib as mpl
-
-        mpl.use("agg")
-        from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    ends = np.cumsum([epoch.seconds for epoch in log.epochs])
-    axes.plot(*zip(*log.curve, strict=True), linewidth=0.8, label="since the epoch began")
-    axes.plot(ends, [epoch.loss for epoch in log.epochs], "o", label="of an epoch")
-    axes.set(xlabel="seconds", ylabel="mean loss before each step")
-    axes.legend()
-    figure.savefig(file)
-    pyplot.close(figure)

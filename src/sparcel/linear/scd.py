@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from sparcel.errors import InputError, known
 from sparcel.linear.coordinates import by_coordinates, draws
 from sparcel.linear.ranks import check_alike, together
 from sparcel.linear.sgd import Epoch
-from sparcel.linear.updates import Updates
+from sparcel.linear.updates import GATHERS
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
@@ -34,8 +33,11 @@ class Scd:
 
     The coordinates are divided among the ranks, and in each step every rank is responsible for
     ``block`` random ones of its own. All ranks know all P · ``block`` of them from the seed. Each
-    takes the derivatives of its rows' losses by them; their sums go to the coordinates' owners, who
-    give the coordinates new values, and these go to all ranks.
+    takes the derivatives of its rows' losses by them. Every rank gets their sums, from which it
+    computes the new values of all of them: nothing else has to be sent.
+
+    With several classes, each is told from the rest; a chosen coordinate changes in all classes, so
+    that one exchange serves them all.
 
     A coordinate moves to the least of a parabola plus its regularisation. The parabolas of all
     coordinates together lie nowhere below the objective, which therefore never rises, but for
@@ -53,32 +55,39 @@ class Scd:
     Parameters
     ----------
     rows, targets, row_weights
-        This rank's, as for `sparcel.linear.batches.arrange`, but not classes of more than two. A
-        rank may have none. They are copied, by columns.
+        This rank's, as for `sparcel.linear.batches.arrange`. A rank may have none. They are copied,
+        by columns.
     loss
         ``"logistic"``, ``"squared_hinge"`` or ``"squared"``.
     block
         The most coordinates of each rank that change in a step.
     gather
-        ``"sparse"``, ``"values"`` or ``"dense"``: see `sparcel.linear.updates.Updates`.
+        ``"nothing"``; or ``"sparse"``, with which each rank computes only the values of its own
+        coordinates, and sends the others those that changed, as SparCML does. The bits are the
+        same.
     comm
         The ranks; None for one alone. All of them call.
     seed
         Decides which coordinates change in which step.
     asynchronous
-        Whether derivatives are taken while the coordinates of the step before are exchanged.
+        Whether derivatives are taken while those of the step before are exchanged.
+    width
+        Number of classes that are told from the rest, 1 for two classes and for regression.
 
     Attributes
     ----------
+    columns
+        The columns that occur on any rank, increasing.
     values
-        ``[coordinates]``: of the columns that occur on any rank, then the intercept. Equal on all
-        ranks.
+        ``[coordinates, width]``: of these columns, then the intercept. Equal on all ranks.
+    updates
+        The exchange with the other ranks.
     steps
         Steps an epoch, in which each coordinate changes once, the intercept as well.
     epochs
         How many are done.
     losses
-        Mean losses at the ends of the epochs that this object took.
+        Mean losses at the ends of the epochs so far; with several classes, the sums over these.
 
     Raises
     ------
@@ -98,11 +107,12 @@ class Scd:
         l1: float = 0.0,
         l2: float = 1e-6,
         block: int = 100,
-        gather: str = "sparse",
+        gather: str = "nothing",
         comm: Communicator | None = None,
         seed: int = 0,
         asynchronous: bool = False,
         fit_intercept: bool = True,
+        width: int = 1,
     ) -> None:
         if loss == "hinge":
             raise InputError(
@@ -110,20 +120,22 @@ class Scd:
                 " not; take 'squared_hinge', or stochastic gradient descent"
             )
         self._loss, self._l1, self._l2 = known(loss, _LOSSES, "loss"), l1, l2
+        updates = GATHERS[known(gather, GATHERS, "gather")]
         block = whole_number(block, "block", at_least=1)
         together(comm, lambda: _check(rows, targets))
         own = len(rows) if row_weights is None else row_weights.sum(dtype=np.float64)
         told = f"{loss}, l1={l1}, l2={l2}, block={block}, gather={gather}, seed={seed}"
         self._weight = check_alike(
             *(comm, len(rows), float(own), rows.dimensions, rows.values.dtype),
-            f"{told}, {asynchronous=}, {fit_intercept=}",
+            f"{told}, {asynchronous=}, {fit_intercept=}, {width=}",
         )
         self._dimensions, self._seed, self._asynchronous = rows.dimensions, seed, asynchronous
-        self._shard = by_coordinates(rows, targets, row_weights, fit_intercept, comm)
-        self.values = np.zeros(self._shard.size, rows.values.dtype)
-        self._margins = np.zeros(len(rows))
-        self._updates = Updates(comm, gather, self._shard.size)
-        longest = int(np.diff(self._updates.slices).max())
+        self._shard = by_coordinates(rows, targets, row_weights, width, fit_intercept, comm)
+        self.columns = self._shard.columns
+        self.values = np.zeros((self._shard.size, width), rows.values.dtype)
+        self._margins = np.zeros((len(rows), width))
+        self.updates = updates(comm, self._shard.size)
+        longest = int(np.diff(self.updates.slices).max())
         self.steps = max(-(-longest // min(block, max(longest // _LEAST_STEPS, 1))), 1)
         self.epochs = 0
         self.losses: list[float] = []
@@ -131,18 +143,18 @@ class Scd:
     def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
         """Change each coordinate once; all ranks call. The epoch's loss is that at its end."""
         start = time.perf_counter()
-        waited, sent = self.waited, self._updates.volume
+        waited, sent = self.waited, self.updates.volume
         self._read_margins()
-        drawn = draws(self._seed, self.epochs, self._updates.slices, self.steps)
+        drawn = draws(self._seed, self.epochs, self.updates.slices, self.steps)
         pending: Callable[[], Array] | None = None
         for step, chosen in enumerate(drawn):
             sums = self._differentiate(drawn, step)
             if not self._asynchronous:
-                self._change(chosen, self._updates.make(chosen, sums, self.values, self._step))
+                self._change(chosen, self.updates.make(chosen, sums, self.values, self._step))
             else:
                 if pending is not None:
                     self._change(drawn[step - 1], pending())
-                pending = self._updates.start(chosen, sums, self.values, self._step)
+                pending = self.updates.start(chosen, sums, self.values, self._step)
             after_step(step)
         if pending is not None:
             self._change(drawn[-1], pending())
@@ -154,58 +166,64 @@ class Scd:
             loss,
             time.perf_counter() - start,
             self.waited - waited,
-            self._updates.volume - sent,
+            self.updates.volume - sent,
         )
 
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited for others."""
-        return self._updates.seconds
+        return self.updates.seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss at the end of the last epoch; NaN before."""
+        return self.losses[-1] if self.losses else float("nan")
 
     def loss(self) -> float:
         """Return the mean loss of all ranks' rows; all ranks call."""
         own = self._shard.entries.loss(self._loss, self._margins, torch.get_num_threads())
-        return self._updates.total(own) / self._weight
+        return self.updates.total(own) / self._weight
 
     def objective(self) -> float:
         """Return what is minimised; all ranks call."""
-        coordinates = self.values[: len(self._shard.columns)].astype(np.float64)
+        coordinates = self.values[: len(self.columns)].astype(np.float64)
         penalty = self._l2 / 2 * (coordinates**2).sum() + self._l1 * np.abs(coordinates).sum()
         return self.loss() + float(penalty)
 
     def read(self) -> tuple[Array, Array]:
-        """Return the coordinates ``[dimensions, 1]`` and the intercept ``[1]``, as copies."""
-        columns = self._shard.columns
-        out = np.zeros((self._dimensions, 1), self.values.dtype)
-        out[columns, 0] = self.values[: len(columns)]
-        intercept = self.values[len(columns) :].astype(np.float64)
-        return out, intercept if len(intercept) else np.zeros(1)
+        """Return the coordinates ``[dimensions, width]`` and the intercepts, as copies."""
+        columns, width = self.columns, self.values.shape[1]
+        out = np.zeros((self._dimensions, width), self.values.dtype)
+        out[columns] = self.values[: len(columns)]
+        # Without an intercept there is no last row, and the sum of none is 0.
+        return out, self.values[len(columns) :].sum(axis=0, dtype=np.float64)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Array]:
         """Return what `restore` goes on from, between two epochs; equal on all ranks."""
-        return {"epochs": self.epochs, "values": self.values.copy()}
+        return {"values": self.values.copy(), "losses": np.array(self.losses)}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Array]) -> None:
         """Go on from a `state` of the same rows and settings, bit for bit."""
         if state["values"].shape != self.values.shape:
             raise InputError(
                 f"the state has {len(state['values'])} coordinates, and these rows have"
                 f" {len(self.values)}; load the state of a training on the same rows"
             )
-        self.epochs, self.values[:] = state["epochs"], state["values"]
+        self.values[:], self.losses = state["values"], state["losses"].tolist()
+        self.epochs = len(self.losses)
         self._read_margins()
 
     def _read_margins(self) -> None:
         """Compute the margins anew, so that they depend on the model alone and never drift."""
         self._margins.fill(0)
-        nonzero = np.flatnonzero(self.values)
+        nonzero = np.flatnonzero(self.values.any(axis=1))
         self._add_to_margins(nonzero, self.values[nonzero].astype(np.float64))
 
     def _differentiate(self, drawn: list[Array], step: int) -> Array:
-        """Return the derivative and the curvature of this rank's losses, ``[chosen, 2]``."""
+        """Return the derivative and the curvature of this rank's losses, ``[chosen, width, 2]``."""
         before = drawn[step - 1] if self._asynchronous and step > 0 else _NONE
         after = drawn[step + 1] if self._asynchronous and step + 1 < self.steps else _NONE
-        sums = np.empty((len(drawn[step]), 2))
+        sums = np.empty((len(drawn[step]), self.values.shape[1], 2))
         self._shard.entries.differentiate(
             *(self._loss, self._margins, drawn[step], before, after, sums),
             threads=torch.get_num_threads(),
@@ -214,9 +232,9 @@ class Scd:
 
     def _step(self, chosen: Array, sums: Array) -> Array:
         """Return the least of each coordinate's parabola with its regularisation."""
-        slope, curvature = sums.T / self._weight
+        slope, curvature = sums[..., 0] / self._weight, sums[..., 1] / self._weight
         old = self.values[chosen].astype(np.float64)
-        is_regular = chosen < len(self._shard.columns)  # all but the intercept
+        is_regular = (chosen < len(self.columns))[:, None]  # all but the intercept
         pull = curvature * old - slope
         pull = np.copysign(np.maximum(np.abs(pull) - self._l1 * is_regular, 0), pull)
         steepness = curvature + self._l2 * is_regular
@@ -228,7 +246,7 @@ class Scd:
 
     def _change(self, chosen: Array, new: Array) -> None:
         changes = new.astype(np.float64) - self.values[chosen]
-        changed = np.flatnonzero(changes)
+        changed = np.flatnonzero(changes.any(axis=1))
         self.values[chosen] = new
         self._add_to_margins(chosen[changed], changes[changed])
 

@@ -22,6 +22,7 @@ from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import Rule, StepSizes
+from sparcel.linear.updates import GATHERS
 from sparcel.linear.weights import Weights
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
@@ -34,6 +35,8 @@ _BUCKET = 64
 """Values that share a scale. Columns are as different as their frequencies, so a scale for few is
 worth its half a bit a value."""
 
+SOLVERS = ("sgd", "scd")
+
 SHARDED = "sharded"
 """The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
 
@@ -43,6 +46,7 @@ class Settings:
     """How a model is trained; the estimators and the command describe each."""
 
     loss: str = "logistic"
+    solver: str = "sgd"
     l1: float = 0.0
     l2: float = 1e-6
     epochs: int = 100
@@ -51,6 +55,8 @@ class Settings:
     step: Rule = "adagrad"
     eta0: float = 0.5
     average: bool = False
+    block: int = 100
+    gather: str = "nothing"
     fit_intercept: bool = True
     asynchronous: bool = False
     algorithm: str = "sharded"
@@ -61,6 +67,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         known(self.loss, LOSSES, "loss")
+        known(self.solver, SOLVERS, "solver")
         number(self.l1, "l1", at_least=0)
         number(self.l2, "l2", at_least=0)
         whole_number(self.epochs, "epochs", at_least=1)
@@ -68,6 +75,8 @@ class Settings:
             number(self.tol, "tol", at_least=0)
         whole_number(self.batch_size, "batch_size", at_least=1, at_most=MOST_ROWS)
         StepSizes(self.step, number(self.eta0, "eta0", above=0))
+        whole_number(self.block, "block", at_least=1)
+        known(self.gather, GATHERS, "gather")
         for name in ("average", "fit_intercept", "asynchronous"):
             flag(getattr(self, name), name)
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
@@ -100,24 +109,6 @@ class Settings:
         """Return a text that is the same for the same settings, in any process."""
         step = getattr(self.step, "__qualname__", self.step)
         return ", ".join(f"{name}={value}" for name, value in {**vars(self), "step": step}.items())
-
-    def scd(
-        self,
-        rows: Rows,
-        targets: Array,
-        row_weights: Array | None,
-        block: int,
-        comm: Communicator | None,
-    ) -> Scd:
-        """Return what trains a model by coordinate descent; all ranks call."""
-        return Scd(
-            *(rows, targets, row_weights, self.loss, self.l1, self.l2),
-            block=block,
-            comm=comm,
-            seed=self.seed,
-            asynchronous=self.asynchronous,
-            fit_intercept=self.fit_intercept,
-        )
 
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
         """Return the arguments of the model's `Weights`."""
@@ -153,7 +144,7 @@ def prepare(
     comm: Communicator | None = None,
     weights: Weights | None = None,
 ) -> Sgd:
-    """Arrange a rank's rows in batches and agree with the others on what they share.
+    """Arrange a rank's rows for SGD and agree with the others on what they share.
 
     Parameters
     ----------
@@ -221,6 +212,29 @@ def _replicated(
         count = count_for(settings.density, weights.dimensions)
         exchange["max_nnz"] = min(exchange["max_nnz"], count + TAIL)
     return Lossy(weights, batches, comm, exchange, count, quantizer)
+
+
+def trainer_of(
+    rows: Rows,
+    targets: Array,
+    row_weights: Array | None,
+    width: int,
+    settings: Settings,
+    comm: Communicator | None = None,
+) -> Sgd | Scd:
+    """Return what trains a new model by the solver that was chosen; otherwise as `prepare`."""
+    if settings.solver == "sgd":
+        return prepare(rows, targets, row_weights, width, settings, comm)
+    return Scd(
+        *(rows, targets, row_weights, settings.loss, settings.l1, settings.l2),
+        block=settings.block,
+        gather=settings.gather,
+        comm=comm,
+        seed=settings.seed,
+        asynchronous=settings.asynchronous,
+        fit_intercept=settings.fit_intercept,
+        width=width,
+    )
 
 
 def train(
