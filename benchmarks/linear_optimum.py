@@ -39,7 +39,8 @@ from sparcel.rows import Rows, shard
 L2 = 1e-6
 
 ETA0 = 0.5
-"""AdaGrad's first step: twice that, or half of it, takes more epochs to the end."""
+"""AdaGrad's first step, chosen among 0.2 to 2 for this objective; coordinate descent has no such
+setting."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,12 @@ class Arm:
 
 def arms(ranks: int) -> list[Arm]:
     """Return what is compared; a step takes as many rows or coordinates of all ranks together."""
-    small, large = ({"solver": "scd", "block": count // ranks} for count in (800, 8000))
-    sgd = {"batch_size": 8000 // ranks}
+    scd, sgd = {"solver": "scd", "block": 8000 // ranks}, {"batch_size": 8000 // ranks}
     found = [
-        Arm("scd, 800 coordinates", 100, small),
-        Arm("scd, 8000 coordinates", 150, large),
+        Arm("scd", 150, scd),
         Arm("sgd, adagrad", 200, {**sgd, "step": "adagrad", "eta0": ETA0}),
     ]
     if ranks == 1:
-        # What does not get there: large steps of one size are unstable, small ones slow.
         return [*found, Arm("sgd, constant", 50, {**sgd, "step": "constant", "eta0": 10.0})]
     return [
         Arm(f"{arm.label}{', asynchronous' * late}", arm.epochs, {**arm.settings, **more})
@@ -138,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--gap", type=float, default=1e-4, help="of the least objective")
-    parser.add_argument("--tolerance", type=float, default=1e-6, help="of liblinear")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of liblinear")
     parser.add_argument("--arms", nargs="+", metavar="LABEL", help="default: all")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
