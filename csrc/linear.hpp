@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -29,13 +30,14 @@ inline size_t block_count(size_t entries, size_t height) {
     return std::clamp<size_t>(wanted, 1, kMostBlocks);
 }
 
-// Calls run(block) for each block, on up to `threads` threads.
+// Calls run(block) for each block, on up to `threads` threads. Each takes the next block when it is
+// done with one, so none waits long for another.
 template <class Run>
 void in_blocks(size_t blocks, int threads, const Run& run) {
     const size_t tasks = std::clamp<size_t>(size_t(std::max(threads, 1)), 1, blocks);
-    parallel(tasks, [&](size_t task) {
-        const size_t end = split_point(blocks, task + 1, tasks);
-        for (size_t block = split_point(blocks, task, tasks); block < end; ++block) run(block);
+    std::atomic<size_t> next = 0;
+    parallel(tasks, [&](size_t) {
+        for (size_t block = next++; block < blocks; block = next++) run(block);
     });
 }
 
@@ -173,30 +175,93 @@ void gradient(const BatchView<Column, Value>& batch, const Value* derivatives, a
     });
 }
 
-// Takes a step against a gradient: factor · values[i] at columns[i], or at i if columns is null.
-// Rows without a gradient are left alone, whether they are listed or not. With `sums`, adds to it
-// `weight` times what the step changed, for the average of all steps' models.
+// What a step does to a coordinate. Coordinates without a gradient are left alone. With `sums`,
+// adds to it `weight` times what the step changed, for the average of all steps' models.
+template <class Value, class Rule>
+struct Stepper {
+    using Number = Value;
+
+    const ModelRows<Value>& model;
+    const Rule& rule;
+    double factor, rate;
+    Value* sums;
+    double weight;
+
+    // Takes a step against factor · gradient at one column.
+    void operator()(size_t at, const Value* gradient, auto width) const {
+        bool touched = false;
+        for (size_t k = 0; k < width; ++k) touched |= gradient[k] != 0;
+        if (!touched) return;
+        Value* const row = model.row(at);
+        rule.settle(row, width);
+        for (size_t k = 0; k < width; ++k) {
+            const Value before = row[k];
+            rule.step(row, k, width, Value(factor) * gradient[k], rate);
+            if (sums) sums[at * width + k] += Value(weight * double(row[k] - before));
+        }
+    }
+};
+
+// Takes a step against a gradient: values[i] at columns[i], or at i if columns is null.
 template <class Column, class Value, class Rule>
-void take_step(const Column* columns, const Value* values, size_t count, double factor,
-               const ModelRows<Value>& model, const Rule& rule, auto width, double rate,
-               Value* sums, double weight, int threads) {
+void take_step(const Column* columns, const Value* values, size_t count,
+               const Stepper<Value, Rule>& step, auto width, int threads) {
     const size_t blocks = std::max<size_t>(count / detail::kBlockEntries, 1);
     detail::in_blocks(blocks, threads, [&](size_t block) {
         const size_t end = split_point(count, block + 1, blocks);
         for (size_t i = split_point(count, block, blocks); i < end; ++i) {
-            if (columns && i + detail::kAhead < end) model.fetch(columns[i + detail::kAhead]);
-            const Value* const gradient = values + i * width;
-            bool touched = false;
-            for (size_t k = 0; k < width; ++k) touched |= gradient[k] != 0;
-            if (!touched) continue;
-            const size_t at = columns ? size_t(columns[i]) : i;
-            Value* const row = model.row(at);
-            rule.settle(row, width);
-            for (size_t k = 0; k < width; ++k) {
-                const Value before = row[k];
-                rule.step(row, k, width, Value(factor) * gradient[k], rate);
-                if (sums) sums[at * width + k] += Value(weight * double(row[k] - before));
-            }
+            if (columns && i + detail::kAhead < end) step.model.fetch(columns[i + detail::kAhead]);
+            step(columns ? size_t(columns[i]) : i, values + i * width, width);
+        }
+    });
+}
+
+// Several gradients, one after another. Gradient g has columns[bounds[g]] to columns[bounds[g +
+// 1]], increasing, and as many rows of values; `tail` rows, which are no gradient's, follow these.
+template <class Column, class Value>
+struct Gradients {
+    const Column* columns;
+    const Value* values;
+    std::span<const size_t> bounds;
+    size_t tail;
+
+    size_t count() const { return bounds.size() - 1; }
+
+    // Calls run(its column, its row of values) for each entry of one gradient in [first, last).
+    template <class Run>
+    void in_range(size_t gradient, size_t first, size_t last, size_t width, const Run& run) const {
+        const Column* const end = columns + bounds[gradient + 1];
+        const Column* at = std::lower_bound(columns + bounds[gradient], end, Column(first));
+        const Value* row = values + (size_t(at - columns) + gradient * tail) * width;
+        for (; at < end && size_t(*at) < last; ++at, row += width) run(at, row);
+    }
+};
+
+// Takes a step against the sum of gradients, added up in their order. `total`, which is as long as
+// the model, must be zero, and is zero again afterwards.
+template <class Column, class Value, class Rule>
+void take_step_of_sum(const Gradients<Column, Value>& gradients, size_t dimensions,
+                      const Stepper<Value, Rule>& step, auto width, int threads, Value* total) {
+    const size_t entries = gradients.bounds.back();
+    const size_t blocks = std::max<size_t>(entries / detail::kBlockEntries, 1);
+    detail::in_blocks(blocks, threads, [&](size_t block) {
+        const size_t first = split_point(dimensions, block, blocks);
+        const size_t last = split_point(dimensions, block + 1, blocks);
+        for (size_t g = 0; g < gradients.count(); ++g) {
+            gradients.in_range(g, first, last, width, [&](const Column* at, const Value* row) {
+                Value* const sum = total + size_t(*at) * width;
+                for (size_t k = 0; k < width; ++k) sum[k] += row[k];
+            });
+        }
+        // A column that several gradients have is zero when it is met again.
+        for (size_t g = 0; g < gradients.count(); ++g) {
+            const Column* const end = gradients.columns + gradients.bounds[g + 1];
+            gradients.in_range(g, first, last, width, [&](const Column* at, const Value*) {
+                if (at + detail::kAhead < end) step.model.fetch(at[detail::kAhead]);
+                Value* const sum = total + size_t(*at) * width;
+                step(size_t(*at), sum, width);
+                std::fill_n(sum, size_t(width), Value(0));
+            });
         }
     });
 }
