@@ -221,17 +221,17 @@ void batch_gradient(const Batch& batch, const Input& derivatives, size_t width, 
 
 // Calls run(what a step does to a row of the model).
 template <class Run>
-void with_stepper(const Model& model, double factor, double rate, const Optional& sums,
-                  double weight, const Run& run) {
+void with_step(const Model& model, double factor, double rate, const Optional& sums, double weight,
+               const Run& run) {
     require(!sums || (sums->dtype() == model.rows.dtype() && sums->size() == values_of(model)),
             "sums must be like the model");
     with_model(model, [&]<class Value, class Rule>(const ModelRows<Value>& rows, const Rule& rule) {
-        run(Stepper<Value, Rule>{rows, rule, factor, rate, maybe<Value>(sums), weight});
+        run(Step<Value, Rule>{rows, rule, factor, rate, maybe<Value>(sums), weight});
     });
 }
 
-template <class Step>
-using ValueOf = typename std::remove_cvref_t<Step>::Number;
+template <class Any>
+using ValueOf = typename std::remove_cvref_t<Any>::Number;
 
 void step_model(const Model& model, const std::optional<Input>& columns, const Input& values,
                 double factor, double rate, const Optional& sums, double weight, int threads) {
@@ -241,7 +241,7 @@ void step_model(const Model& model, const std::optional<Input>& columns, const I
     require(columns ? columns->size() == count : count == model.dimensions(),
             "each column needs its gradient");
     if (columns) check_columns(*columns, 0, columns->size(), model.dimensions());
-    with_stepper(model, factor, rate, sums, weight, [&](const auto& step) {
+    with_step(model, factor, rate, sums, weight, [&](const auto& step) {
         const auto run = [&]<class Column>(const Column* at) {
             nb::gil_scoped_release release;
             with_width(model.width, [&](auto width) {
@@ -269,7 +269,7 @@ void step_sum(const Model& model, const Input& columns, const std::vector<size_t
     for (size_t g = 0; g + 1 < bounds.size(); ++g) {
         check_columns(columns, bounds[g], bounds[g + 1], model.dimensions());
     }
-    with_stepper(model, factor, rate, sums, weight, [&](const auto& step) {
+    with_step(model, factor, rate, sums, weight, [&](const auto& step) {
         with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
             nb::gil_scoped_release release;
             const Gradients<Column, ValueOf<decltype(step)>> gradients{
@@ -309,7 +309,7 @@ void read_model(const Model& model, const InOut& out) {
         for (size_t row = 0; row < model.dimensions(); ++row) {
             for (size_t k = 0; k < model.width; ++k) {
                 data<Value>(out)[row * model.width + k] =
-                    Value(rule.read(rows.row(row), k, model.width));
+                    rule.read(load<std::decay_t<decltype(rule)>>(rows.row(row), k, model.width));
             }
         }
     });

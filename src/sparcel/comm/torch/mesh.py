@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -70,15 +71,15 @@ class Mesh:
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int], call: int
     ) -> Tensor:
         """See `Communicator.all_to_all`; raises as `exchange`."""
-        out = torch.empty(sum(arriving), dtype=torch.uint8)
+        out = np.empty(sum(arriving), np.uint8)  # the extension takes arrays faster than tensors
         fault, peer, length = self._mesh.all_to_all(
-            self.rank, message, leaving, out, arriving, self.timeout, call
+            self.rank, message.numpy(), leaving, out, arriving, self.timeout, call
         )
         if fault == _TOO_LONG:  # or too short
             raise other_length(self.names[peer], length, self.names[self.rank], arriving[peer])
         if fault:
             self._fail(fault, peer)
-        return out
+        return torch.from_numpy(out)
 
     def probe(self) -> None:
         """See `Engine.probe`."""
