@@ -24,7 +24,8 @@ constexpr size_t kBlockEntries = 1 << 14;
 constexpr size_t kMostBlocks = 16;
 constexpr size_t kSumEntries = 1 << 12;  // so that what a block of a sum visits lies in the caches
 constexpr size_t kBlockRows = 1024;
-constexpr size_t kAhead = 16;  // columns whose coordinate is fetched in advance
+constexpr size_t kLongColumn = 4;  // entries
+constexpr size_t kAhead = 16;      // columns whose coordinate is fetched in advance
 
 inline size_t block_count(size_t entries, size_t height) {
     const size_t wanted = std::min(entries / kBlockEntries, entries / (8 * height + 1));
@@ -202,8 +203,10 @@ void gradient(const BatchView<Column, Value>& batch, const Value* derivatives, a
         const auto [last_entry, last_column] = batch.starts[block + 1];
         const Place* const places = batch.places;
         const Value* const values = batch.values;
-        if constexpr (kOne<decltype(width)>) {
-            // The sum stays in a register, for additions in memory would wait for one another.
+        const bool is_long = last_entry - entry > detail::kLongColumn * (last_column - column);
+        if (kOne<decltype(width)> && is_long) {
+            // The sum stays in a register, for additions in memory would wait for one another. The
+            // end of a short column would be mispredicted too often.
             Value* out = gradient + column;
             for (size_t at = entry; at < last_entry; ++out) {
                 Value sum = 0;

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from math import prod
 from typing import Any, TypeVar
@@ -80,6 +81,8 @@ class Sharded:
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
         # Where gradients are added up; zero between steps.
         self._total = np.zeros((len(self._columns), self.weights.width), self.weights.dtype)
+        # A push has the batches of one of the last pulls.
+        self._meeting = lru_cache(maxsize=3)(self._meet)
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
@@ -129,7 +132,7 @@ class Sharded:
 
         Returns the sum of the tails.
         """
-        cuts, columns, bounds = self._meeting(numbers)
+        cuts, columns, bounds = self._meeting(tuple(numbers))
         tail = gradient[cuts[-1] :][:TAIL]
         if numbers[self._comm.rank] is None:
             tail = np.zeros_like(tail)
@@ -147,7 +150,7 @@ class Sharded:
 
     def _pull(self, numbers: Numbers) -> Point | None:
         """Send each rank the coordinates that it asks for; return those at this rank's columns."""
-        cuts, columns, bounds = self._meeting(numbers)
+        cuts, columns, bounds = self._meeting(tuple(numbers))
         coordinates = self._exchange(
             self.weights.read_at(columns),
             [last - first for first, last in pairwise(bounds)],
@@ -157,7 +160,7 @@ class Sharded:
             return None
         return Point(coordinates, self.weights.intercept.copy())
 
-    def _meeting(self, numbers: Numbers) -> tuple[list[int], Array, list[int]]:
+    def _meet(self, numbers: Numbers) -> tuple[list[int], Array, list[int]]:
         """Return who has what of these batches.
 
         That is where each owner's columns begin in this rank's batch, and the end; the columns of
