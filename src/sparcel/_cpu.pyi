@@ -113,9 +113,9 @@ class Mesh:
     def all_to_all(
         self,
         rank: int,
-        message: Array,
+        message: NumpyArray | Tensor,
         leaving: Sequence[int],
-        out: Array,
+        out: NumpyArray | Tensor,
         arriving: Sequence[int],
         seconds: float,
         call: int,
