@@ -26,7 +26,7 @@ from sparcel.linear.training import Settings, prepare
 from sparcel.rows import HashedNGrams, Rows
 
 EPOCHS = 5
-BATCHES = (1000, 8000)
+BATCHES = (1000, 8000, 16_000)
 
 
 def matrix(rows: Rows) -> sp.csr_matrix:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "bindings.hpp"
@@ -95,13 +96,14 @@ void with_model(const Model& model, const Run& run) {
 
 size_t values_of(const Model& model) { return model.dimensions() * model.width; }
 
-void check_columns(const Input& columns, size_t dimensions) {
-    if (columns.size() == 0) return;
+// Requires that the columns [first, last) of some increase, and lie in the model.
+void check_columns(const Input& columns, size_t first, size_t last, size_t dimensions) {
+    if (first == last) return;
     with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
         const Column* at = data<Column>(columns);
-        bool increasing = at[0] >= 0;
-        for (size_t i = 1; i < columns.size(); ++i) increasing &= at[i - 1] < at[i];
-        require(increasing && size_t(at[columns.size() - 1]) < dimensions,
+        bool increasing = at[first] >= 0;
+        for (size_t i = first + 1; i < last; ++i) increasing &= at[i - 1] < at[i];
+        require(increasing && size_t(at[last - 1]) < dimensions,
                 "columns must increase, and lie in the model");
     });
 }
@@ -217,6 +219,20 @@ void batch_gradient(const Batch& batch, const Input& derivatives, size_t width, 
     });
 }
 
+// Calls run(what a step does to a row of the model).
+template <class Run>
+void with_step(const Model& model, double factor, double rate, const Optional& sums, double weight,
+               const Run& run) {
+    require(!sums || (sums->dtype() == model.rows.dtype() && sums->size() == values_of(model)),
+            "sums must be like the model");
+    with_model(model, [&]<class Value, class Rule>(const ModelRows<Value>& rows, const Rule& rule) {
+        run(Step<Value, Rule>{rows, rule, factor, rate, maybe<Value>(sums), weight});
+    });
+}
+
+template <class Any>
+using ValueOf = typename std::remove_cvref_t<Any>::Number;
+
 void step_model(const Model& model, const std::optional<Input>& columns, const Input& values,
                 double factor, double rate, const Optional& sums, double weight, int threads) {
     require(values.dtype() == model.rows.dtype() && values.size() % model.width == 0,
@@ -224,20 +240,45 @@ void step_model(const Model& model, const std::optional<Input>& columns, const I
     const size_t count = values.size() / model.width;
     require(columns ? columns->size() == count : count == model.dimensions(),
             "each column needs its gradient");
-    require(!sums || (sums->dtype() == model.rows.dtype() && sums->size() == values_of(model)),
-            "sums must be like the model");
-    if (columns) check_columns(*columns, model.dimensions());
-    with_model(model, [&]<class Value>(const ModelRows<Value>& rows, const auto& rule) {
+    if (columns) check_columns(*columns, 0, columns->size(), model.dimensions());
+    with_step(model, factor, rate, sums, weight, [&](const auto& step) {
         const auto run = [&]<class Column>(const Column* at) {
             nb::gil_scoped_release release;
-            with_width(model.width, [&](auto each) {
-                take_step(at, data<Value>(values), count, factor, rows, rule, each, rate,
-                          maybe<Value>(sums), weight, threads);
+            with_width(model.width, [&](auto width) {
+                take_step(at, data<ValueOf<decltype(step)>>(values), count, step, width, threads);
             });
         };
         if (!columns) return run(static_cast<const int32_t*>(nullptr));
         with_index(columns->dtype(),
                    [&]<class Column>(Type<Column>) { run(data<Column>(*columns)); });
+    });
+}
+
+// Takes a step against the sum of gradients, each of which `tail` rows of other values follow.
+void step_sum(const Model& model, const Input& columns, const std::vector<size_t>& bounds,
+              const Input& values, size_t tail, const InOut& total, double factor, double rate,
+              const Optional& sums, double weight, int threads) {
+    require(bounds.size() > 1 && bounds.front() == 0 && bounds.back() == columns.size() &&
+                std::is_sorted(bounds.begin(), bounds.end()),
+            "bounds must go from 0 to the number of columns");
+    require(values.dtype() == model.rows.dtype() &&
+                values.size() == (columns.size() + tail * (bounds.size() - 1)) * model.width,
+            "each column needs its gradient");
+    require(total.dtype() == model.rows.dtype() && total.size() == values_of(model),
+            "the total must be like the model");
+    for (size_t g = 0; g + 1 < bounds.size(); ++g) {
+        check_columns(columns, bounds[g], bounds[g + 1], model.dimensions());
+    }
+    with_step(model, factor, rate, sums, weight, [&](const auto& step) {
+        with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
+            nb::gil_scoped_release release;
+            const Gradients<Column, ValueOf<decltype(step)>> gradients{
+                data<Column>(columns), data<ValueOf<decltype(step)>>(values), bounds, tail};
+            with_width(model.width, [&](auto width) {
+                take_step_of_sum(gradients, model.dimensions(), step, width, threads,
+                                 data<ValueOf<decltype(step)>>(total));
+            });
+        });
     });
 }
 
@@ -268,7 +309,7 @@ void read_model(const Model& model, const InOut& out) {
         for (size_t row = 0; row < model.dimensions(); ++row) {
             for (size_t k = 0; k < model.width; ++k) {
                 data<Value>(out)[row * model.width + k] =
-                    Value(rule.read(rows.row(row), k, model.width));
+                    rule.read(load<std::decay_t<decltype(rule)>>(rows.row(row), k, model.width));
             }
         }
     });
@@ -285,6 +326,8 @@ void bind_linear(nb::module_& module) {
         .def_rw("now", &Model::now)
         .def("step", step_model, "columns"_a.none(), "values"_a, "factor"_a, "rate"_a,
              "sums"_a.none(), "weight"_a, "threads"_a)
+        .def("step_sum", step_sum, "columns"_a, "bounds"_a, "values"_a, "tail"_a, "total"_a,
+             "factor"_a, "rate"_a, "sums"_a.none(), "weight"_a, "threads"_a)
         .def("read_at", read_at, "columns"_a, "out"_a, "threads"_a)
         .def("read", read_model, "out"_a);
     nb::class_<Batch>(module, "LinearBatch")

@@ -11,8 +11,16 @@ inline double truncated(double x, double by) {
     return std::copysign(std::max(std::abs(x) - by, 0.0), x);
 }
 
+// What a model remembers of a coordinate, as far as its rule needs it.
+template <class Value>
+struct Coordinate {
+    Value value;
+    Value squares;  // the sum of its squared gradients, with AdaGrad
+    Value since;    // what the rule's `now` was when it was last written, with regularisation
+};
+
 // A model's numbers, row by row: a row holds what belongs to one coordinate, so that a visit takes
-// one access to memory. It begins with the values of the classes.
+// one access to memory. It has the values of the classes, their squares, and one `since`.
 template <class Value>
 struct ModelRows {
     Value* first;
@@ -22,74 +30,88 @@ struct ModelRows {
     void fetch(size_t at) const { __builtin_prefetch(row(at), 1); }
 };
 
+template <class Rule, class Value>
+Coordinate<Value> load(const Value* row, size_t k, size_t width) {
+    return {row[k], Rule::kAdaptive ? row[width + k] : Value(0),
+            Rule::kSettles ? row[(1 + Rule::kAdaptive) * width] : Value(0)};
+}
+
+// Writes all but `since`, which the classes share.
+template <class Rule, class Value>
+void store(const Coordinate<Value>& coordinate, Value* row, size_t k, size_t width) {
+    row[k] = coordinate.value;
+    if constexpr (Rule::kAdaptive) row[width + k] = coordinate.squares;
+}
+
+template <class Rule, class Value>
+void mark(const Rule& rule, Value* row, size_t width) {
+    if constexpr (Rule::kSettles) row[(1 + Rule::kAdaptive) * width] = rule.now;
+}
+
+// A rule has these functions: `settled`, the value once all regularisation is applied; `read`, the
+// model's coordinate then; and `step`, which changes a settled value.
+
 // Without L1 all coordinates shrink alike, by one scale: a coordinate is scale · its number.
 template <class Value>
 struct Scaled {
+    static constexpr bool kAdaptive = false, kSettles = false;
     double scale;
 
-    double read(const Value* row, size_t k, size_t) const { return double(row[k]) * scale; }
-    void step(Value* row, size_t k, size_t, double gradient, double rate) const {
-        row[k] -= Value(rate / scale * gradient);
+    Value settled(const Coordinate<Value>& at) const { return at.value; }
+    Value read(const Coordinate<Value>& at) const { return Value(double(at.value) * scale); }
+    void step(Coordinate<Value>& at, Value gradient, double rate) const {
+        at.value -= Value(rate / scale * gradient);
     }
-    void settle(Value*, size_t) const {}
 };
 
 // With L1 every step also lowers the magnitudes. `now` is the sum of what the steps so far took off
-// the numbers; a row ends with what it was when the row was last written.
+// the numbers.
 template <class Value>
 struct Truncated {
+    static constexpr bool kAdaptive = false, kSettles = true;
     double scale;
     Value now;
 
-    double lowered(const Value* row, size_t k, size_t width) const {
-        return truncated(double(row[k]), double(now) - double(row[width]));
+    double lowered(const Coordinate<Value>& at) const {
+        return truncated(double(at.value), double(now) - double(at.since));
     }
-    double read(const Value* row, size_t k, size_t width) const {
-        return lowered(row, k, width) * scale;
-    }
-    void step(Value* row, size_t k, size_t, double gradient, double rate) const {
-        row[k] -= Value(rate / scale * gradient);
-    }
-    void settle(Value* row, size_t width) const {
-        for (size_t k = 0; k < width; ++k) row[k] = Value(lowered(row, k, width));
-        row[width] = now;
+    Value settled(const Coordinate<Value>& at) const { return Value(lowered(at)); }
+    Value read(const Coordinate<Value>& at) const { return Value(lowered(at) * scale); }
+    void step(Coordinate<Value>& at, Value gradient, double rate) const {
+        at.value -= Value(rate / scale * gradient);
     }
 };
 
 // AdaGrad: a coordinate's steps, its regularisation among them, are divided by the root of the sum
-// of its squared gradients, which follow the coordinates in a row. Between two gradients that root
-// stays, and a coordinate follows w' = -(l2 · w + l1 · sign(w)) / root.
+// of its squared gradients. Between two gradients that root stays, and a coordinate follows
+// w' = -(l2 · w + l1 · sign(w)) / root.
 template <class Value>
 struct Adaptive {
+    static constexpr bool kAdaptive = true, kSettles = false;
     static constexpr double kLeast = 1e-7;  // above what summing in float32 makes of zero
 
-    static Value root(const Value* row, size_t k, size_t width) {
-        return std::sqrt(row[width + k]) + Value(kLeast);
+    static Value root(const Coordinate<Value>& at) { return std::sqrt(at.squares) + Value(kLeast); }
+    Value settled(const Coordinate<Value>& at) const { return at.value; }
+    Value read(const Coordinate<Value>& at) const { return at.value; }
+    void step(Coordinate<Value>& at, Value gradient, Value rate) const {
+        at.squares += gradient * gradient;
+        at.value -= rate * gradient / root(at);
     }
-    Value read(const Value* row, size_t k, size_t) const { return row[k]; }
-    void step(Value* row, size_t k, size_t width, Value gradient, Value rate) const {
-        row[width + k] += gradient * gradient;
-        row[k] -= rate * gradient / root(row, k, width);
-    }
-    void settle(Value*, size_t) const {}
 };
 
-// AdaGrad with regularisation. `now` is the sum of the step sizes so far; a row ends with what it
-// was when the row was last written. What is owed since then is made up for by one proximal step of
-// that length.
+// AdaGrad with regularisation. `now` is the sum of the step sizes so far. What is owed since a row
+// was last written is made up for by one proximal step of that length.
 template <class Value>
 struct AdaptiveRegularised : Adaptive<Value> {
+    static constexpr bool kSettles = true;
     Value l1, l2, now;
 
-    Value read(const Value* row, size_t k, size_t width) const {
-        const Value root = this->root(row, k, width), length = now - row[2 * width];
-        const Value magnitude = std::max(std::abs(row[k]) * root - l1 * length, Value(0));
-        return std::copysign(magnitude / (root + l2 * length), row[k]);
+    Value settled(const Coordinate<Value>& at) const {
+        const Value root = this->root(at), length = now - at.since;
+        const Value magnitude = std::max(std::abs(at.value) * root - l1 * length, Value(0));
+        return std::copysign(magnitude / (root + l2 * length), at.value);
     }
-    void settle(Value* row, size_t width) const {
-        for (size_t k = 0; k < width; ++k) row[k] = read(row, k, width);
-        row[2 * width] = now;
-    }
+    Value read(const Coordinate<Value>& at) const { return settled(at); }
 };
 
 }  // namespace sparcel

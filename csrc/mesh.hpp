@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "buffer.hpp"
@@ -48,9 +49,18 @@ struct Receiving {
     uint64_t at_most;
 };
 
+// A message, in memory of its own unless `into` is given, which holds as much as its bound.
 struct Received {
     Buffer<uint8_t> bytes;
     size_t size = 0;
+    uint8_t* into = nullptr;
+
+    void take(size_t length) {
+        size = length;
+        if (into) return;
+        bytes = Buffer<uint8_t>(length);
+        into = bytes.data();
+    }
 };
 
 // The result of an exchange: success, or the fault and the peer.
@@ -101,17 +111,16 @@ class Mesh {
         return peers_.size();
     }
 
-    // Sends and receives, as a part of `call`. The messages are put into `received`, in the order
-    // of `receives`. While the exchange waits, it calls `interrupted`, which throws to end it. It
-    // cannot be resumed.
+    // Sends and receives, as a part of `call`. The messages are put into `received`, which has one
+    // for each of `receives`. While the exchange waits, it calls `interrupted`, which throws to end
+    // it. It cannot be resumed.
     template <class Interrupted>
     Outcome exchange(const std::vector<Sending>& sends, const std::vector<Receiving>& receives,
-                     double seconds, uint64_t call, std::vector<Received>& received,
+                     double seconds, uint64_t call, std::span<Received> received,
                      const Interrupted& interrupted) {
         std::vector<Departure> departures;
         for (const Sending& sending : sends) departures.emplace_back(sending, call);
         std::vector<Arrival> arrivals;
-        received.resize(receives.size());
         for (size_t i = 0; i < receives.size(); ++i) {
             arrivals.push_back({receives[i].peer, receives[i].at_most, call, &received[i]});
         }
@@ -232,7 +241,7 @@ class Mesh {
             if (!count(came, peer.end, a.peer, outcome)) return outcome.fault;
         }
         while (a.filled < a.message->size) {
-            const ssize_t came = ::recv(peer.socket, &a.message->bytes[a.filled],
+            const ssize_t came = ::recv(peer.socket, a.message->into + a.filled,
                                         a.message->size - a.filled, MSG_DONTWAIT);
             if (!count(came, a.filled, a.peer, outcome)) return outcome.fault;
         }
@@ -256,10 +265,9 @@ class Mesh {
             return true;
         }
         peer.begin += sizeof frame;
-        a.message->size = frame.length;
-        a.message->bytes = Buffer<uint8_t>(frame.length);
+        a.message->take(frame.length);
         a.filled = std::min<size_t>(frame.length, peer.end - peer.begin);
-        std::memcpy(a.message->bytes.data(), &peer.stage[peer.begin], a.filled);
+        std::memcpy(a.message->into, &peer.stage[peer.begin], a.filled);
         peer.begin += a.filled;
         if (peer.begin == peer.end) peer.begin = peer.end = 0;
         a.begun = true;

@@ -110,6 +110,16 @@ class Mesh:
         seconds: float,
         call: int,
     ) -> tuple[list[Tensor], int, int, int]: ...
+    def all_to_all(
+        self,
+        rank: int,
+        message: NumpyArray | Tensor,
+        leaving: Sequence[int],
+        out: NumpyArray | Tensor,
+        arriving: Sequence[int],
+        seconds: float,
+        call: int,
+    ) -> tuple[int, int, int]: ...
     def shut(self) -> None: ...
     def broken(self) -> int: ...
 
@@ -125,6 +135,19 @@ class LinearModel:
         self,
         columns: NumpyArray | Tensor | None,
         values: NumpyArray | Tensor,
+        factor: float,
+        rate: float,
+        sums: NumpyArray | None,
+        weight: float,
+        threads: int,
+    ) -> None: ...
+    def step_sum(
+        self,
+        columns: NumpyArray,
+        bounds: Sequence[int],
+        values: NumpyArray,
+        tail: int,
+        total: NumpyArray,
         factor: float,
         rate: float,
         sums: NumpyArray | None,

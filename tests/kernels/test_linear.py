@@ -142,6 +142,55 @@ def test_bits_are_the_same_at_any_number_of_threads(width, adaptive, l1, l2):
     assert len(set(found)) == 1
 
 
+@given(
+    seed=seeds,
+    ranks=st.integers(1, 5),
+    dimensions=st.integers(1, 400),
+    width=st.sampled_from([1, 3]),
+    rule=st.sampled_from([(False, 0, 0.1), (False, 0.01, 0.1), (True, 0, 0), (True, 0.01, 0.1)]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_a_step_of_a_sum_is_that_of_gradients_added_before(
+    seed, ranks, dimensions, width, rule, threads
+):
+    random = np.random.default_rng(seed)
+    torch.set_num_threads(threads)
+    one, other = (Weights(dimensions, width, rule[1], rule[2], rule[0]) for _ in range(2))
+    buffer = np.zeros((dimensions, width), np.float32)
+    for rate in (0.5, 0.25):
+        total, tail = np.zeros_like(buffer), np.array([[0.5] * width, [4.0] * width, [1] * width])
+        columns, values = [], []
+        for _ in range(ranks):
+            own = np.flatnonzero(random.random(dimensions) < 0.4).astype(np.int32)
+            gradient = random.integers(-2, 3, (len(own), width)).astype(np.float32) * 0.37
+            total[own] += gradient
+            columns.append(own)
+            values += [gradient, tail.astype(np.float32)]
+        bounds = [0, *np.cumsum([len(own) for own in columns]).tolist()]
+        one.step_sum(np.concatenate(columns), bounds, np.concatenate(values), buffer, tail, rate)
+        other.step(None, total, tail, rate)
+    torch.set_num_threads(1)
+    assert (one.rows == other.rows).all()
+    assert (one.intercept == other.intercept).all()
+    assert not buffer.any()
+
+
+def test_sums_that_do_not_fit_the_model_are_refused():
+    weights, tail = Weights(4), np.zeros((TAIL, 1))
+    buffer = np.zeros((4, 1), np.float32)
+    for columns, bounds, rows in (
+        ([0, 4], [0, 2], 5),
+        ([1, 0], [0, 2], 5),
+        ([-1, 0], [0, 2], 5),
+        ([0, 1], [0, 1], 5),
+        ([0, 1], [0, 2], 4),
+        ([0, 1], [0, 2, 1, 2], 11),
+    ):
+        values = np.zeros((rows, 1), np.float32)
+        with pytest.raises(ValueError, match="column"):
+            weights.step_sum(np.array(columns, np.int32), bounds, values, buffer, tail, 0.1)
+
+
 def test_the_average_is_that_of_the_models_after_each_step():
     dense = random_rows(3, 20, 9, np.float64)
     batches = arrange(rows_of(dense), np.ones(20), None, 4, np.arange(20))

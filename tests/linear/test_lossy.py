@@ -148,22 +148,26 @@ def test_training_lowers_the_loss_and_sends_less(more):
         assert volume < most or "bits" in more  # of few values, headers are the most
 
 
-@given(st.integers(0, 100), st.integers(1, 3), st.sampled_from([8, 4]), st.integers(0, 99))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pushed_values_are_rounded_and_the_tail_is_not(dtype, count, width, bits, seed):
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 99))
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_pushed_values_are_rounded_and_tails_are_not(dtype, bits, counts, width, seed):
     random = np.random.default_rng(seed)
-    values, tail = (
-        random.standard_normal((length, width)).astype(str(dtype).removeprefix("torch."))
-        for length in (count, TAIL)
+    values, tails = (
+        [random.standard_normal((length, width)).astype(dtype) for length in lengths]
+        for lengths in (counts, [TAIL] * len(counts))
     )
-    pushes = Rounded(width, dtype, Qsgd(bits, seed=seed))
-    part = pushes.pack(values, tail, 3, 7)
-    assert part.numel() == pushes.most(count)
-    found, found_tail = pushes.unpack(part, count)
-    assert (found_tail.numpy() == tail).all()
-    largest = np.abs(values).max(initial=0)
-    assert np.abs(found.numpy() - values).max(initial=0) <= largest / (2 ** (bits - 1) - 1) * 1.001
-    assert torch.equal(part, pushes.pack(values, tail, 3, 7))
+    pushes = Rounded(width, np.dtype(dtype), Qsgd(bits, seed=seed))
+    parts = [pushes.pack(one, tail, 3, 7) for one, tail in zip(values, tails, strict=True)]
+    assert list(map(len, parts)) == list(map(pushes.length, counts))
+    found = pushes.unpack(np.concatenate(parts), counts)
+    ends = np.cumsum([length for count in counts for length in (count, TAIL)])
+    assert ends[-1] == len(found)
+    for i, part in enumerate(np.split(found, ends[:-1])):
+        exact = (values, tails)[i % 2][i // 2]
+        step = np.abs(exact).max(initial=0) / (2 ** (bits - 1) - 1)
+        assert np.abs(part - exact).max(initial=0) <= (0 if i % 2 else step * 1.001)
+    assert (parts[0] == pushes.pack(values[0], tails[0], 3, 7)).all()
 
 
 @pytest.mark.parametrize(

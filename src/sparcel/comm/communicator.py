@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm.calls import Call, Calls
+from sparcel.comm.engine import other_length
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location
 from sparcel.comm.traffic import Traffic
@@ -115,6 +116,39 @@ class Communicator(ABC):
         )
         messages[self.rank] = message
         return [messages[rank] for rank in range(self.size)]
+
+    def all_to_all(
+        self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        """Send each rank its part of a message; return what the ranks sent, one after another.
+
+        This takes one round. Empty parts do not travel.
+
+        Parameters
+        ----------
+        message
+            Bytes (uint8, contiguous): the parts for all ranks, by rank; this rank's own included.
+        leaving, arriving
+            Bytes of the part for each rank, and of the part from each rank.
+
+        Raises
+        ------
+        CommunicationError
+            As `exchange`.
+        MismatchError
+            As `exchange`, and when a part is shorter than ``arriving`` says.
+        """
+        parts = message.split(list(leaving))
+        rounds = patterns.rotation(self.rank, self.size)
+        arrived = self.exchange(
+            {to: parts[to] for to, *_ in rounds if leaving[to]},
+            {source: arriving[source] for _, source, *_ in rounds if arriving[source]},
+        )
+        for source, part in arrived.items():
+            if part.numel() != arriving[source]:
+                raise other_length(source, part.numel(), self.rank, arriving[source])
+        arrived[self.rank] = parts[self.rank]
+        return torch.cat([arrived.get(rank, message[:0]) for rank in range(self.size)])
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:

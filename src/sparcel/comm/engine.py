@@ -96,6 +96,14 @@ def too_long(peer: int, nbytes: int, me: int, at_most: int) -> MismatchError:
     )
 
 
+def other_length(peer: int, nbytes: int, me: int, expected: int) -> MismatchError:
+    """Return the error of rank ``me`` to which ``peer`` sent more or fewer bytes than expected."""
+    return MismatchError(
+        f"rank {peer} sent {nbytes} bytes to rank {me}, which expected {expected}; the ranks'"
+        " sizes, dtypes or counts differ"
+    )
+
+
 def other_call(peer: int, me: int) -> MismatchError:
     """Return the error of rank ``me`` to which ``peer`` sent a message of another call."""
     return MismatchError(f"rank {peer} sent rank {me} a message of another call; {SAME_CALLS}")

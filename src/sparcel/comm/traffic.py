@@ -39,6 +39,13 @@ class Traffic:
         self.messages_received += others
         self.bytes_received += sum(message.numel() for message in messages) - own.numel()
 
+    def count_all_to_all(self, leaving: Sequence[int], arriving: Sequence[int], rank: int) -> None:
+        """Add an exchange of parts of these bytes with each rank; empty parts do not travel."""
+        self.messages_sent += sum(map(bool, leaving)) - bool(leaving[rank])
+        self.bytes_sent += sum(leaving) - leaving[rank]
+        self.messages_received += sum(map(bool, arriving)) - bool(arriving[rank])
+        self.bytes_received += sum(arriving) - arriving[rank]
+
     def count_ring(self, tensor: Tensor, ranks: int) -> None:
         """Add a ring all-reduce of ``tensor``."""
         messages, nbytes = 2 * (ranks - 1), ring_bytes(tensor.nbytes, ranks)

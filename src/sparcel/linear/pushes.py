@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from sparcel import kernels
 from sparcel.formats import Qsgd
@@ -13,29 +16,22 @@ from sparcel.rows.rows import Array
 
 
 class Exact:
-    """Values as they are.
+    """Values as they are."""
 
-    Parameters
-    ----------
-    width
-        Number of values a column.
-    """
+    def pack(self, values: Array, tail: Array, step: int, place: int) -> Array:
+        """Return the values ``[count, width]`` and the tail ``[TAIL, width]`` as one array."""
+        return np.concatenate([values, tail])
 
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def pack(self, values: Array, tail: Array, step: int, start: int) -> Tensor:
-        """Return one vector of the values ``[count, width]`` and the tail."""
-        return torch.from_numpy(np.concatenate([values, tail]))
-
-    def most(self, count: int) -> int:
+    def length(self, count: int) -> int:
         """Return the length of what `pack` returns for so many columns."""
-        return (count + TAIL) * self._width
+        return count + TAIL
 
-    def unpack(self, part: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the values and the tail that `pack` packed."""
-        rows = part.view(-1, self._width)
-        return rows[:-TAIL], rows[-TAIL:]
+    def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
+        """Return what was packed, one part after the other, the values and tail of each.
+
+        ``counts`` are the parts' numbers of columns.
+        """
+        return parts
 
 
 class Rounded:
@@ -53,32 +49,55 @@ class Rounded:
         Tells how they are rounded.
     """
 
-    def __init__(self, width: int, dtype: torch.dtype, quantizer: Qsgd) -> None:
+    def __init__(self, width: int, dtype: np.dtype[Any], quantizer: Qsgd) -> None:
         self._width, self._dtype, self._quantizer = width, dtype, quantizer
         self._tail_bytes = TAIL * width * dtype.itemsize
 
-    def pack(self, values: Array, tail: Array, step: int, start: int) -> Tensor:
+    def pack(self, values: Array, tail: Array, step: int, place: int) -> Array:
         """Return the bytes of the tail, of the scales and of the values ``[count, width]``.
 
-        ``start`` is the first of this step's random numbers that these values use.
+        ``place`` is that of the first column among those of all ranks: it decides which of the
+        step's random numbers round the values.
         """
         by = self._quantizer.at_step(step)
         flat = torch.from_numpy(values.reshape(-1))
-        codes, scales = kernels.quantize(flat, by.bits, by.bucket, by.seed, start)
-        exact = torch.from_numpy(tail.reshape(-1)).view(torch.uint8)
-        return torch.cat([exact, scales.view(torch.uint8), codes])
+        codes, scales = kernels.quantize(flat, by.bits, by.bucket, by.seed, place * self._width)
+        parts = (tail.reshape(-1), scales.numpy(), codes.numpy())
+        return np.concatenate([part.view(np.uint8) for part in parts])
 
-    def most(self, count: int) -> int:
+    def length(self, count: int) -> int:
         """Return how many bytes `pack` returns for so many columns."""
         size, by = count * self._width, self._quantizer
-        return self._tail_bytes + 4 * -(-size // by.bucket) + -(-size * by.bits // 8)
+        return self._scales_end(size) + -(-size * by.bits // 8)
 
-    def unpack(self, part: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the values, as `pack` rounded them, and the tail."""
+    def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
+        """Return what was packed, as `Exact.unpack` does."""
+        ends = np.cumsum([0, *map(self.length, counts)])
+        packed = [parts[first:last] for first, last in pairwise(ends)]
+        return np.concatenate(
+            [
+                rows
+                for part, count in zip(packed, counts, strict=True)
+                for rows in self._one(part, count)
+            ]
+        )
+
+    def _one(self, part: Array, count: int) -> tuple[Array, Array]:
+        """Return the values and the tail of one part."""
         size, by = count * self._width, self._quantizer
-        end = self._tail_bytes + 4 * -(-size // by.bucket)
-        tail, scales = part[: self._tail_bytes].view(self._dtype), part[self._tail_bytes : end]
+        tail, scales, codes = np.split(part, [self._tail_bytes, self._scales_end(size)])
         values = kernels.dequantize(
-            part[end:], scales.view(torch.float32), size, by.bits, by.bucket
-        ).to(self._dtype)
-        return values.view(-1, self._width), tail.view(-1, self._width)
+            # The parts begin anywhere; copies are aligned.
+            torch.from_numpy(codes),
+            torch.from_numpy(scales.copy()).view(torch.float32),
+            size,
+            by.bits,
+            by.bucket,
+        )
+        shape = (-1, self._width)
+        return values.numpy().astype(self._dtype).reshape(shape), tail.copy().view(
+            self._dtype
+        ).reshape(shape)
+
+    def _scales_end(self, size: int) -> int:
+        return self._tail_bytes + 4 * -(-size // self._quantizer.bucket)

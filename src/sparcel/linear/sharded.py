@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +27,6 @@ from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
 from sparcel.linear.weights import BY_COLUMN, Weights, part_of, whole_of
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream, reduce
 
 T = TypeVar("T")
 
@@ -42,21 +43,21 @@ class Asked:
     columns
         Batch after batch, increasing in each.
     bounds
-        ``[batches + 1]``: where each batch's begin in ``columns``.
+        Where each batch's begin in ``columns``, and the end.
     """
 
     columns: Array
-    bounds: Array
+    bounds: Sequence[int]
 
     def numbered(self, columns: Array) -> Asked:
         """Return the same with the places of these among ``columns``, which are sorted."""
         return Asked(np.searchsorted(columns, self.columns).astype(np.int32), self.bounds)
 
-    def of(self, number: int | None) -> torch.Tensor:
+    def of(self, number: int | None) -> Array:
         """Return the columns of a batch; none if there is no batch."""
         if number is None:
-            return torch.from_numpy(self.columns[:0])
-        return torch.from_numpy(self.columns[self.bounds[number] : self.bounds[number + 1]])
+            return self.columns[:0]
+        return self.columns[self.bounds[number] : self.bounds[number + 1]]
 
 
 class Sharded:
@@ -76,18 +77,22 @@ class Sharded:
         self.seconds = self._exchanging = 0.0
         own = [batch.columns[:-TAIL].numpy() for batch in batches]
         starts = _owners(own, settings["dimensions"], comm)
-        # Where the columns of each owner begin in each batch.
-        self._cuts = [np.searchsorted(columns, starts) for columns in own]
+        # Where the columns of each owner begin in each batch; the last is for want of a batch.
+        self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
+        self._cuts.append([0] * (comm.size + 1))
         asked = self._tell_owners(own)
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
         self._columns = np.unique(np.concatenate([one.columns for one in asked]))
         self._asked = [one.numbered(self._columns) for one in asked]
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
         width = self.weights.width
-        self._pushes: Exact | Rounded = Exact(width)
+        self._pushes: Exact | Rounded = Exact()
         if quantizer is not None:
-            dtype = torch.from_numpy(np.empty(0, self.weights.dtype)).dtype
-            self._pushes = Rounded(width, dtype, quantizer)
+            self._pushes = Rounded(width, self.weights.dtype, quantizer)
+        # Where gradients are added up; zero between steps.
+        self._total = np.zeros((len(self._columns), self.weights.width), self.weights.dtype)
+        # A push has the batches of one of the last pulls.
+        self._meeting = lru_cache(maxsize=3)(self._meet)
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
@@ -133,91 +138,103 @@ class Sharded:
         return result
 
     def _step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
-        total, tail = self._push(numbers, gradient)
-        values = total.values.numpy().reshape(-1, self.weights.width)
-        self.weights.step(
-            None if total.indices is None else total.indices.numpy(), values, tail, rate
-        )
+        tail = self._push(numbers, gradient, rate)
         return Stepped(tail, self._pull(wanted))
 
-    def _push(self, numbers: Numbers, gradient: Array) -> tuple[SparseStream, Array]:
-        """Send each owner its part of the gradient, with the tail; sum what comes by ranks."""
-        rank, width = self._comm.rank, self.weights.width
-        number = numbers[rank]
-        cuts = [0] * (self._comm.size + 1) if number is None else self._cuts[number].tolist()
-        own = gradient[: cuts[-1] + TAIL] if number is not None else np.zeros_like(gradient[:TAIL])
-        values, pushes, begin = own[:-TAIL], self._pushes, rank * self._settings["dimensions"]
+    def _push(self, numbers: Numbers, gradient: Array, rate: float) -> Array:
+        """Send each owner its part of the gradient, with the tail; step with what comes, by ranks.
+
+        Returns the sum of the tails.
+        """
+        cuts, columns, bounds = self._meeting(tuple(numbers))
+        tail = gradient[cuts[-1] :][:TAIL]
+        if numbers[self._comm.rank] is None:
+            tail = np.zeros_like(tail)
+        pushes, place = self._pushes, self._comm.rank * self._settings["dimensions"]
         parts = [
-            pushes.pack(values[a:b], own[-TAIL:], self.weights.steps, (begin + a) * width)
-            for a, b in pairwise(cuts)
+            pushes.pack(gradient[first:last], tail, self.weights.steps, place + first)
+            for first, last in pairwise(cuts)
         ]
-        columns = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
-        arrived = self._exchange(parts, [pushes.most(len(asked)) for asked in columns])
-        streams, tail = [], np.zeros((TAIL, width))
-        for part, asked in zip(arrived, columns, strict=True):
-            rows, own_tail = pushes.unpack(part, len(asked))
-            tail += own_tail.numpy()
-            shaped = rows if width > 1 else rows[:, 0]
-            streams.append(SparseStream.unchecked(asked, shaped, self.weights.dimensions))
-        return reduce(streams), tail
+        counts = [last - first for first, last in pairwise(bounds)]
+        arrived = self._exchange(
+            np.concatenate(parts), list(map(len, parts)), list(map(pushes.length, counts))
+        )
+        values = pushes.unpack(arrived, counts)
+        total = np.zeros((TAIL, self.weights.width))
+        for rank, end in enumerate(bounds[1:]):
+            total += values[end + rank * TAIL :][:TAIL]
+        self.weights.step_sum(columns, bounds, values, self._total, total, rate)
+        return total
 
     def _pull(self, numbers: Numbers) -> Point | None:
         """Send each rank the coordinates that it asks for; return those at this rank's columns."""
-        rank, width = self._comm.rank, self.weights.width
-        columns = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
-        found = torch.from_numpy(self.weights.read_at(torch.cat(columns)))
-        number = numbers[rank]
-        counts = [0] * self._comm.size if number is None else np.diff(self._cuts[number]).tolist()
-        arrived = self._exchange(
-            list(found.split([len(part) for part in columns])), [c * width for c in counts]
+        cuts, columns, bounds = self._meeting(tuple(numbers))
+        coordinates = self._exchange(
+            self.weights.read_at(columns),
+            [last - first for first, last in pairwise(bounds)],
+            [last - first for first, last in pairwise(cuts)],
         )
-        if number is None:
+        if numbers[self._comm.rank] is None:
             return None
-        return Point(torch.cat(arrived).view(-1, width).numpy(), self.weights.intercept.copy())
+        return Point(coordinates, self.weights.intercept.copy())
 
-    def _exchange(
-        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Send each rank its part; return what each rank sent, ``lengths`` values."""
-        start, comm, dtype = time.perf_counter(), self._comm, parts[0].dtype
-        others = [r for r in range(comm.size) if r != comm.rank]
-        arrived = comm.exchange(
-            {r: parts[r].reshape(-1).view(torch.uint8) for r in others if parts[r].numel()},
-            {r: lengths[r] * dtype.itemsize for r in others if lengths[r]},
+    def _meet(self, numbers: Numbers) -> tuple[list[int], Array, list[int]]:
+        """Return who has what of these batches.
+
+        That is where each owner's columns begin in this rank's batch, and the end; the columns of
+        this owner that the ranks' batches have; and where each rank's begin among these, and the
+        end.
+        """
+        number = numbers[self._comm.rank]
+        parts = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
+        bounds = [0, *accumulate(map(len, parts))]
+        return self._cuts[-1 if number is None else number], np.concatenate(parts), bounds
+
+    def _exchange(self, rows: Array, leaving: Sequence[int], arriving: Sequence[int]) -> Array:
+        """Send each rank its part of some rows; return those that came, one rank's after another's.
+
+        ``leaving`` and ``arriving`` tell how many rows go to, and come from, each rank.
+        """
+        start, nbytes = time.perf_counter(), rows.itemsize * prod(rows.shape[1:])
+        arrived = self._comm.all_to_all(
+            torch.from_numpy(rows.reshape(-1).view(np.uint8)),
+            [count * nbytes for count in leaving],
+            [count * nbytes for count in arriving],
         )
         self._exchanging += time.perf_counter() - start
-        found = {rank: message.view(dtype) for rank, message in arrived.items()}
-        found[comm.rank] = parts[comm.rank].reshape(-1)
-        none = torch.empty(0, dtype=dtype)
-        return [found.get(rank, none) for rank in range(comm.size)]
+        return arrived.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
 
     def _tell_owners(self, own: Sequence[Array]) -> list[Asked]:
         """Tell each owner which of its columns each batch has; return what the ranks ask for."""
         comm, ranks = self._comm, range(self._comm.size)
-        dtype = column_dtype(self._settings["dimensions"])
-        parts, counts = [], []
-        for owner in ranks:
-            pieces = [
+        pieces = [
+            [
                 columns[cuts[owner] : cuts[owner + 1]]
-                for columns, cuts in zip(own, self._cuts, strict=True)
+                for columns, cuts in zip(own, self._cuts, strict=False)
             ]
-            counts.append([len(piece) for piece in pieces])
-            parts.append(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *pieces])))
+            for owner in ranks
+        ]
+        counts = np.array([[len(piece) for piece in part] for part in pieces], np.int64)
         batches = gathered(comm, len(own))
-        numbers_of = [torch.tensor(numbers, dtype=torch.int64) for numbers in counts]
-        told = [one.tolist() for one in comm.run(lambda: self._exchange(numbers_of, batches))]
-        arrived = comm.run(lambda: self._exchange(parts, [sum(numbers) for numbers in told]))
+        told = comm.run(lambda: self._exchange(counts.reshape(-1), [len(own)] * comm.size, batches))
+        counts_of = np.split(told, np.cumsum(batches)[:-1])
+        none = np.zeros(0, column_dtype(self._settings["dimensions"]))
+        columns = np.concatenate([none, *chain.from_iterable(pieces)])
+        leaving, arriving = ([int(one.sum()) for one in each] for each in (counts, counts_of))
+        arrived = comm.run(lambda: self._exchange(columns, leaving, arriving))
         return [
-            Asked(columns.numpy(), np.cumsum([0, *numbers]))
-            for columns, numbers in zip(arrived, told, strict=True)
+            Asked(part, [0, *accumulate(numbers.tolist())])
+            for part, numbers in zip(
+                np.split(arrived, np.cumsum(arriving)[:-1]), counts_of, strict=True
+            )
         ]
 
     def _gather(self, rows: Array) -> Array:
         """Return what all owners have, one after the other; all ranks call."""
-        part = torch.from_numpy(np.ascontiguousarray(rows))
-        lengths = gathered(self._comm, part.numel())
-        arrived = self._comm.run(lambda: self._exchange([part] * self._comm.size, lengths))
-        return torch.cat(arrived).view(-1, *rows.shape[1:]).numpy()
+        part = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+        most = max(gathered(self._comm, part.numel()))
+        parts = self._comm.run(lambda: self._comm.gather(part, most))
+        return torch.cat(parts).numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
 
 
 def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,12 +93,48 @@ class Weights:
         rate
             The size of the step.
         """
-        slope, weight = tail[0], tail[1, 0]
-        factor = 1 / weight if weight > 0 else 0.0
-        threads = torch.get_num_threads()
+        factor, threads = self._factor(tail), torch.get_num_threads()
         self._model.step(columns, values, factor, rate, self.sums, self.scales, threads)
+        self._finish(tail[0] * factor, rate)
+
+    def step_sum(
+        self,
+        columns: Array,
+        bounds: Sequence[int],
+        values: Array,
+        total: Array,
+        tail: Array,
+        rate: float,
+    ) -> None:
+        """Take a step against the sum of gradients, added up in their order.
+
+        Parameters
+        ----------
+        columns
+            ``[count]`` of each gradient, one after another, increasing in each.
+        bounds
+            Where each gradient's begin in ``columns``, and the end.
+        values
+            ``[count + TAIL · gradients, width]``: each gradient and its tail.
+        total
+            ``[dimensions, width]`` zeros, which are zeros again afterwards.
+        tail, rate
+            As of `step`: the sum of the tails.
+        """
+        factor, threads = self._factor(tail), torch.get_num_threads()
+        self._model.step_sum(
+            *(columns, bounds, values, len(tail), total),
+            *(factor, rate, self.sums, self.scales, threads),
+        )
+        self._finish(tail[0] * factor, rate)
+
+    def _factor(self, tail: Array) -> float:
+        weight = float(tail[1, 0])
+        return 1 / weight if weight > 0 else 0.0
+
+    def _finish(self, slope: Array, rate: float) -> None:
         if self.fits_intercept:
-            self._step_intercept(slope * factor, rate)
+            self._step_intercept(slope, rate)
         self._regularise(rate)
 
     def _step_intercept(self, slope: Array, rate: float) -> None:

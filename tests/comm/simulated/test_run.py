@@ -32,6 +32,34 @@ def test_every_rank_gets_what_every_other_rank_sent_it(world):
         assert received == {source: (source, rank) for source in range(world) if source != rank}
 
 
+@given(worlds)
+def test_a_message_to_all_is_taken_apart_and_put_together(world):
+    def on_rank(comm):
+        leaving = [(comm.rank + 2 * to) % 3 for to in range(world)]
+        arriving = [(source + 2 * comm.rank) % 3 for source in range(world)]
+        sent = torch.cat(
+            [message(*[(10 * comm.rank + to) % 256] * n) for to, n in enumerate(leaving)]
+        )
+        return comm.all_to_all(sent, leaving, arriving).tolist()
+
+    for rank, found in enumerate(simulate(world, on_rank).results):
+        counts = [(source + 2 * rank) % 3 for source in range(world)]
+        assert found == [(10 * s + rank) % 256 for s, n in enumerate(counts) for _ in range(n)]
+
+
+def test_a_part_that_is_too_short_is_refused():
+    def on_rank(comm):
+        other = 1 - comm.rank
+        sizes = [0, 0]
+        sizes[other] = 2
+        expected = [0, 0]
+        expected[other] = 2 + comm.rank
+        return comm.all_to_all(message(1, 2), sizes, expected)
+
+    with pytest.raises(MismatchError, match="sent 2 bytes to rank 1, which expected 3"):
+        simulate(2, on_rank)
+
+
 def test_results_are_by_rank_and_the_function_runs_once_on_each():
     calls = []
 

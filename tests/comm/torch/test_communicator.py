@@ -29,6 +29,25 @@ def message(source: int, destination: int, nbytes: int) -> torch.Tensor:
     return pattern.repeat(nbytes // 251 + 1)[:nbytes]
 
 
+def in_one_piece(comm: TorchCommunicator, nbytes: int) -> tuple[bool, int]:
+    """Send ``nbytes`` + destination bytes to each rank from one tensor; count those sent."""
+    before = comm.traffic.bytes_sent
+    parts = [message(comm.rank, rank, nbytes + rank) for rank in range(comm.size)]
+    arrived = comm.all_to_all(
+        torch.cat(parts), [len(part) for part in parts], [nbytes + comm.rank] * comm.size
+    )
+    expected = [message(rank, comm.rank, nbytes + comm.rank) for rank in range(comm.size)]
+    return torch.equal(arrived, torch.cat(expected)), comm.traffic.bytes_sent - before
+
+
+@world_sizes
+@pytest.mark.parametrize("nbytes", [0, 1001, MIB])
+def test_parts_of_one_piece_arrive_by_rank(run_on, world_size, nbytes):
+    ranks = range(world_size)
+    expected = [(True, sum(nbytes + to for to in ranks if to != rank)) for rank in ranks]
+    assert run_on(world_size, in_one_piece, nbytes) == expected
+
+
 def all_to_all(comm: TorchCommunicator, nbytes: int) -> list[bool]:
     """Send ``nbytes`` + destination bytes to each other rank."""
     others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]

@@ -156,3 +156,45 @@ def test_a_peer_that_does_not_exist_is_refused(half):
     mesh, _ = half
     with pytest.raises(ValueError, match="no such peer"):
         mesh.exchange([], [(7, 10)], 1.0, CALL)
+
+
+@given(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=4), lengths)
+def test_parts_of_one_message_arrive_one_after_another(rounds, own):
+    one, two = pair()
+
+    def run(rank: int, mesh: _cpu.Mesh) -> None:
+        other = 1 - rank
+        for sizes in rounds:
+            leaving, arriving = ([own, own] for _ in range(2))
+            leaving[other], arriving[other] = sizes[rank], sizes[other]
+            parts = [content(length, 10 * rank + to) for to, length in enumerate(leaving)]
+            out = torch.empty(sum(arriving), dtype=torch.uint8)
+            sent = mesh.all_to_all(rank, torch.cat(parts), leaving, out, arriving, 60.0, CALL)
+            assert sent[0] == OK
+            expected = [content(n, 10 * source + rank) for source, n in enumerate(arriving)]
+            found.append(torch.equal(out, torch.cat(expected)))
+
+    found: list[bool] = []
+    thread = threading.Thread(target=run, args=(0, one))
+    thread.start()
+    run(1, two)
+    thread.join()
+    assert found == [True] * 2 * len(rounds)
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_a_part_of_another_length_is_refused(half, length):
+    mesh, peer = half
+    peer.sendall(frame(length) + b"abcde"[:length])
+    out = torch.empty(4, dtype=torch.uint8)
+    assert mesh.all_to_all(0, content(2, 0), [0, 2], out, [0, 4], 5.0, CALL) == (
+        *(TOO_LONG, 1, length),
+    )
+
+
+def test_parts_that_do_not_fit_their_message_are_refused(half):
+    mesh, _ = half
+    three = content(3, 0)
+    for leaving, arriving in (([0, 4], [0, 3]), ([0, 3], [0, 4]), ([3], [3]), ([1, 2], [2, 1])):
+        with pytest.raises(ValueError, match="as long as the ranks' parts"):
+            mesh.all_to_all(0, three, leaving, three.clone(), arriving, 1.0, CALL)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Self
 
 import torch.distributed as dist
+from torch import Tensor
 
 from sparcel.comm.connected import ConnectedCommunicator
+from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import InputError
 
@@ -22,6 +25,21 @@ class TorchCommunicator(ConnectedCommunicator):
     def of(cls, group: dist.ProcessGroup) -> Self:
         """Connect the ranks of a process group, all of which call."""
         return cls(TorchRendezvous.of(group))
+
+    def all_to_all(
+        self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        """See `Communicator.all_to_all`; over the mesh, all parts are in one piece of memory."""
+        engine = self.engine
+        if not isinstance(engine, GlooEngine):
+            return super().all_to_all(message, leaving, arriving)
+
+        def job() -> Tensor:
+            arrived = engine.all_to_all(message, leaving, arriving, self.calls.fingerprint)
+            self.traffic.count_all_to_all(leaving, arriving, self.rank)
+            return arrived
+
+        return self.run(job)
 
 
 def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:

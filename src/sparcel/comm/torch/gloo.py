@@ -68,6 +68,13 @@ class GlooEngine:
         with self._waits():
             return self._mesh.exchange(sends, receives, call)
 
+    def all_to_all(
+        self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int], call: int
+    ) -> Tensor:
+        """See `Communicator.all_to_all`."""
+        with self._waits():
+            return self._mesh.all_to_all(message, leaving, arriving, call)
+
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`."""
         deadline = time.monotonic() + self.timeout
