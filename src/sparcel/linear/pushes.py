@@ -89,7 +89,7 @@ class Rounded:
         values = kernels.dequantize(
             # The parts begin anywhere; copies are aligned.
             torch.from_numpy(codes),
-            torch.from_numpy(scales.copy()).view(torch.float32),
+            torch.from_numpy(scales.copy().view(np.float32)),
             size,
             by.bits,
             by.bucket,
