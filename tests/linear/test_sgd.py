@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError
-from sparcel.linear.alone import by_frequency
 from sparcel.linear.batches import TAIL
+from sparcel.linear.numbering import by_frequency
 from sparcel.linear.step_sizes import RULES, StepSizes
 from sparcel.linear.training import Settings, prepare, train
 from tests.linear.reference import DenseModel, random_rows, rows_of
@@ -190,7 +190,8 @@ def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():
 @given(seed=st.integers(0, 1000), dimensions=st.sampled_from([50, 2**32]))
 def test_frequent_columns_come_first(seed, dimensions):
     rows = replace(rows_of(random_rows(seed, 20, 50)), dimensions=dimensions)
-    columns, numbered = by_frequency(rows)
+    numbering = by_frequency(rows)
+    columns, numbered = numbering.columns, numbering.numbered(rows)
     counts = np.bincount(numbered.columns, minlength=len(columns))
     assert (np.diff(counts) <= 0).all()
     assert (counts > 0).all()

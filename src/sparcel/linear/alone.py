@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,7 @@ import numpy as np
 from sparcel.linear.batches import TAIL, Batch
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
 from sparcel.linear.weights import Weights, part_of, whole_of
-from sparcel.rows import Rows
 from sparcel.rows.rows import Array
-
-_MOST_COUNTED = 1 << 31
-"""With more dimensions, columns are sorted to be counted."""
-
-_CHUNK = 1 << 25
-"""Entries that are counted at a time: numpy takes a copy of them."""
-
 
 class Alone:
     """A model of the columns that occur in some rows.
@@ -74,29 +65,3 @@ class Alone:
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take what belongs to these columns out of the state of a whole model."""
         self.weights.restore(part_of(state, self._columns))
-
-
-def by_frequency(rows: Rows) -> tuple[Array, Rows]:
-    """Give numbers to the columns that occur, the most frequent first.
-
-    Returns
-    -------
-    tuple
-        The column of each number, and the rows with numbers for columns, which do not increase
-        within a row.
-    """
-    if rows.dimensions > _MOST_COUNTED:
-        columns, places, counts = np.unique(rows.columns, return_inverse=True, return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        numbers = np.empty(len(order), np.int32)
-        numbers[order] = np.arange(len(order), dtype=np.int32)
-        return columns[order], replace(rows, columns=numbers[places], dimensions=len(order))
-    counts = np.zeros(rows.dimensions, np.int32)
-    for start in range(0, rows.nnz, _CHUNK):
-        part = rows.columns[start : start + _CHUNK]
-        counts += np.bincount(part, minlength=rows.dimensions).astype(np.int32)
-    columns = np.flatnonzero(counts)
-    columns = columns[np.argsort(-counts[columns], kind="stable")]
-    numbers = np.zeros(rows.dimensions, np.int32)
-    numbers[columns] = np.arange(len(columns), dtype=np.int32)
-    return columns, replace(rows, columns=numbers[rows.columns], dimensions=len(columns))

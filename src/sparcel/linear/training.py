@@ -13,8 +13,9 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME
-from sparcel.linear.alone import Alone, by_frequency
+from sparcel.linear.alone import Alone
 from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
+from sparcel.linear.numbering import by_frequency
 from sparcel.linear.ranks import check_alike, gathered, together
 from sparcel.linear.replicated import Replicated
 from sparcel.linear.scd import Scd
@@ -143,10 +144,9 @@ def prepare(
     """
     together(comm, lambda: check(rows))
     rank, dimensions = 0 if comm is None else comm.rank, rows.dimensions
-    if is_alone := comm is None and weights is None:
-        columns, rows = by_frequency(rows)
+    numbering = by_frequency(rows) if comm is None and weights is None else None
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
-    batches = arrange(rows, targets, row_weights, settings.batch_size, order)
+    batches = arrange(rows, targets, row_weights, settings.batch_size, order, numbering)
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
     check_alike(
@@ -155,8 +155,8 @@ def prepare(
     counts, entries = zip(*gathered(comm, [len(batches), most_entries(batches)]), strict=True)
     arguments = settings.weights(dimensions, width, dtype)
     model: Alone | Replicated | Sharded
-    if is_alone:
-        model = Alone(arguments, columns, batches)
+    if numbering is not None:
+        model = Alone(arguments, numbering.columns, batches)
     elif settings.algorithm == SHARDED and comm is not None and weights is None:
         model = Sharded(arguments, batches, comm)
     else:
