@@ -5,8 +5,8 @@
 ``--work`` is the folder of `linear_data.make`. Each run is one of real processes, whose memory is
 read from /proc every few milliseconds: anonymous and shared pages, so that clean pages of a mapped
 cache do not count. What the same run takes for two rows is subtracted: Python, torch and the
-connections. ``budget_bytes`` is what a rank may take: its entries in 8 bytes each and its rows in 16
-(offsets and labels), three vectors of the model's size, and one more each for AdaGrad and averages.
+connections. ``budget_bytes`` is what a rank may take: 8 bytes an entry and 16 a row (its offset and
+its label), three vectors of the model's size, and one more each for AdaGrad and averages.
 """
 
 from __future__ import annotations
@@ -123,7 +123,14 @@ def command_of(arm: Arm, name: str, work: Path, file: Path, cache: Path, out: Pa
     return [
         *(sys.executable, "-u", "-m", "sparcel", "linear", "fit", str(file)),
         *("--ngrams", f"{ngrams.analyzer}:{low}-{high}", "--dimensions", str(ngrams.dimensions)),
-        *("--epochs", str(EPOCHS), "--out", str(out), "--checkpoint", str(out.with_suffix(".state"))),
+        *(
+            "--epochs",
+            str(EPOCHS),
+            "--out",
+            str(out),
+            "--checkpoint",
+            str(out.with_suffix(".state")),
+        ),
         *(("--cache", str(cache)) if arm.cache else ()),
         *arm.options,
     ]
@@ -132,7 +139,7 @@ def command_of(arm: Arm, name: str, work: Path, file: Path, cache: Path, out: Pa
 def measure(arm: Arm, name: str, work: Path, folder: Path) -> Row:
     """Return the row of a run: its peaks beside its budget."""
     one, whole, few = SETS[name], rows_of(SETS[name], work, "train"), folder / "few.tsv"
-    few.write_text("label\ttext\na\tx\nb\ty\n" * 1)
+    few.write_text("label\ttext\na\tx\nb\ty\n")
     file, cache, out = one.file(work, "train"), folder / f"{name}.rows", folder / "model.npz"
     if arm.cache and not arm.estimator and not cache.exists():
         run(command_of(arm, name, work, file, cache, out), 1)  # makes the cache

@@ -1,5 +1,6 @@
 """SGD on several ranks: what one rank would do with all their rows."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +31,7 @@ def fitted(comm, rows: int, settings: Settings):
     found, targets = own_rows(0 if comm is None else comm.rank, rows)
     sgd = prepare(found, targets, None, 1, settings, comm)
     train(sgd, settings)
-    coordinates, intercepts = sgd.model.whole().read()
+    coordinates, intercepts = sgd.read()
     return coordinates.tobytes(), intercepts.tolist(), sgd.losses
 
 
@@ -70,7 +71,7 @@ def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
         sgd = prepare(rows, targets, None, 1, settings, comm)
         train(sgd, settings)
         order = np.random.default_rng([settings.seed, comm.rank]).permutation(len(rows))
-        return -(-len(rows) // size), order, np.append(*sgd.model.whole().read())
+        return -(-len(rows) // size), order, np.append(*sgd.read())
 
     found = simulate(3, run).results
     model = DenseModel("logistic", 0.0, settings.l2, step == "adagrad", np.zeros(DIMENSIONS))
@@ -165,8 +166,8 @@ def test_a_training_goes_on_from_a_state_bit_by_bit(algorithm, step):
         if state is not None:
             sgd.restore(state)
         states = []
-        train(sgd, settings, lambda epoch: states.append(sgd.state()))
-        coordinates, intercepts = sgd.model.whole().read()
+        train(sgd, settings, lambda epoch: states.append(deepcopy(sgd.state())))
+        coordinates, intercepts = sgd.read()
         return coordinates.tobytes(), intercepts.tolist(), sgd.losses, states
 
     *expected, states = simulate(3, lambda comm: run(comm, None)).results[0]

@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from sparcel import api
-from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.ranks import gathered
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
 
 
 def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
@@ -53,21 +48,3 @@ def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
     if about.pop("kind", None) != kind:
         raise InputError(f"{path} is no {kind} of sparcel linear")
     return about, arrays
-
-
-def share(arrays: Mapping[str, Array] | None, comm: Communicator | None) -> dict[str, Array]:
-    """Give every rank the arrays that rank 0 has; the others pass None, and all call."""
-    if comm is None:
-        return dict(arrays or {})
-    shapes = {name: (a.dtype.str, a.shape) for name, a in (arrays or {}).items()}
-    found = {}
-    for name, (dtype, shape) in gathered(comm, shapes)[0].items():
-        stream = None
-        if arrays is not None:
-            content = torch.from_numpy(
-                np.ascontiguousarray(arrays[name]).reshape(-1).view(np.int32)
-            )
-            stream = SparseStream.unchecked(None, content, content.numel())
-        total = api.broadcast(stream, 0, comm).values.numpy()
-        found[name] = total.view(dtype).reshape(shape)
-    return found

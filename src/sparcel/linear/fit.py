@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+import zlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,10 @@ from sparcel.linear import checkpoint
 from sparcel.linear.classes import Classes
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered, together
+from sparcel.linear.reading import read
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.training import Settings, prepare, train
-from sparcel.rows import Rows, SvmLight, Text, cached, describe, make_cache
+from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
 _MOST_TIMED = 1 << 24
@@ -32,7 +34,7 @@ class Job:
     """What to fit, and where to put what."""
 
     data: list[Path]
-    source: SvmLight | Text
+    source: Source
     settings: Settings
     out: Path
     cache: Path | None = None
@@ -40,9 +42,15 @@ class Job:
     resume: bool = False
     plot: Path | None = None
 
-    def about(self, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+    def about(
+        self, rows: Rows, targets: Array, classes: Classes | None, comm: Communicator | None
+    ) -> str:
         """Describe what a checkpoint must have been made by, to go on from; all ranks call."""
-        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions])
+        if self.checkpoint is None:
+            return ""
+        own = (rows.offsets, rows.columns, rows.values, targets)
+        sums = [zlib.crc32(np.ascontiguousarray(array).data) for array in own]
+        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions, sums])
         labels = None if classes is None else classes.labels.tolist()
         settings = {**asdict(self.settings), "epochs": None}
         return json.dumps([describe(self.source), settings, counts, labels])
@@ -56,53 +64,40 @@ class Log:
     curve: list[tuple[float, float]] = field(default_factory=list)
 
 
-def run(job: Job, console: Console) -> LinearModel:
+def run(job: Job, console: Console) -> None:
     """Fit a model and save it; all ranks that were launched call."""
     comm = world()
     speaks = comm is None or comm.rank == 0
     console.quiet = not speaks
     start = time.perf_counter()
-    rows = _rows(job, comm)
-    classes, targets = _targets(job, rows, comm)
-    console.print(_described(job, rows, classes, comm), soft_wrap=True)
-    width = 1 if classes is None else classes.width
-    sgd = prepare(rows, targets, None, width, job.settings, comm)
+    sgd, classes, about = _prepared(job, comm, console)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
-    about = job.about(rows, classes, comm)
     _resume(job, about, sgd, comm, console)
     log = _trained(job, about, sgd, console, speaks)
-    coefficients, intercepts = sgd.read()
-    model = LinearModel(
-        *(coefficients, intercepts, job.settings.loss),
-        None if classes is None else classes.labels,
-        {"source": describe(job.source)},
-    )
+    whole = sgd.model.whole(everywhere=False)
     if speaks:
-        model.save(job.out)
+        columns, values, intercepts = whole.coordinates()
+        labels = None if classes is None else classes.labels
+        source = {"source": describe(job.source)}
+        LinearModel(
+            *(values, intercepts, job.settings.loss, labels, source, columns, whole.dimensions)
+        ).save(job.out)
         if job.plot is not None:
             _draw(log, job.plot)
     console.print(f"Model: {job.out}", soft_wrap=True)
-    _summarise(log, sgd, rows.dimensions * width, comm, console)
-    return model
+    _summarise(log, sgd, whole.dimensions * whole.weights.width, comm, console)
 
 
-def _rows(job: Job, comm: Communicator | None) -> Rows:
-    """Read this rank's rows; all ranks then have the same dimensions."""
-    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
-    cache = job.cache
-    if cache is None:
-        rows = together(comm, lambda: job.source.read(job.data, rank, ranks))
-    else:
-        nodes = [0] if comm is None else comm.run(comm.nodes)
-        if nodes.index(nodes[rank]) == rank:  # the first rank of each machine
-            together(comm, lambda: make_cache(cache, job.data, job.source))
-        else:
-            together(comm, lambda: None)
-        rows = together(comm, lambda: cached(cache, job.data, job.source, rank, ranks))
-    kinds = gathered(comm, None if rows.labels is None or not len(rows) else rows.labels.dtype.kind)
-    if len({kind for kind in kinds if kind}) > 1:
-        raise InputError("some labels are numbers and some are not; make all of one kind")
-    return replace(rows, dimensions=max(gathered(comm, rows.dimensions)))
+def _prepared(
+    job: Job, comm: Communicator | None, console: Console
+) -> tuple[Sgd, Classes | None, str]:
+    """Read and arrange the rows; what was read goes, once it is arranged."""
+    rows = read(job.source, job.data, comm, job.cache)
+    classes, targets = _targets(job, rows, comm)
+    console.print(_described(rows, classes, comm), soft_wrap=True)
+    width = 1 if classes is None else classes.width
+    sgd = prepare(rows, targets, None, width, job.settings, comm)
+    return sgd, classes, job.about(rows, targets, classes, comm)
 
 
 def _targets(job: Job, rows: Rows, comm: Communicator | None) -> tuple[Classes | None, Array]:
@@ -131,7 +126,7 @@ def _check_classes(labels: Array) -> None:
         )
 
 
-def _described(job: Job, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+def _described(rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
     counts = gathered(comm, [len(rows), rows.nnz])
     total, entries = (sum(column) for column in zip(*counts, strict=True))
     kinds = "" if classes is None else f", {len(classes.labels)} classes"
@@ -161,7 +156,7 @@ def _resume(job: Job, about: str, sgd: Sgd, comm: Communicator | None, console: 
 
     state = together(comm, own)
     if any(gathered(comm, state is not None)):
-        sgd.restore(checkpoint.share(state, comm))
+        sgd.restore(state or {})
         console.print(f"Going on after epoch {sgd.epochs}")
 
 

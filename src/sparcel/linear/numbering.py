@@ -27,9 +27,12 @@ class Numbering:
     ----------
     columns
         ``[count]``: the column of each number.
+    dimensions
+        Number of columns of the data.
     """
 
     columns: Array
+    dimensions: int
     _sorted: Array | None
     _numbers: Array
 
@@ -54,7 +57,7 @@ def by_frequency(rows: Rows) -> Numbering:
         order = np.argsort(-counts[columns], kind="stable")
         numbers = np.zeros(rows.dimensions, np.int32)
         numbers[columns[order]] = np.arange(len(order), dtype=np.int32)
-        return Numbering(columns[order], None, numbers)
+        return Numbering(columns[order], rows.dimensions, None, numbers)
     columns, found = np.zeros(0, rows.columns.dtype), np.zeros(0, np.int64)
     for part in _chunks(rows):
         new, more = np.unique(part, return_counts=True)
@@ -63,7 +66,15 @@ def by_frequency(rows: Rows) -> Numbering:
     order = np.argsort(-found, kind="stable")
     numbers = np.empty(len(order), np.int32)
     numbers[order] = np.arange(len(order), dtype=np.int32)
-    return Numbering(columns[order], columns, numbers)
+    return Numbering(columns[order], rows.dimensions, columns, numbers)
+
+
+def among(rows: Rows, columns: Array) -> Rows:
+    """Return rows of some columns, increasing, which are numbered by their places among these."""
+    places = np.searchsorted(columns, rows.columns)
+    kept = np.append(columns, -1)[places] == rows.columns
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])[rows.offsets]
+    return Rows(offsets, places[kept], rows.values[kept], len(columns), rows.labels)
 
 
 def _chunks(rows: Rows) -> Iterator[Array]:

@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparcel import api
 from sparcel.comm import Communicator, Group, resolve, world
 from sparcel.errors import InputError
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
 
 T = TypeVar("T")
 
@@ -43,6 +46,18 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
         return [received.get(rank, message) for rank in range(comm.size)]
 
     return [json.loads(bytes(part.numpy())) for part in comm.run(exchange)]
+
+
+def broadcast(array: Array | None, comm: Communicator | None) -> Array:
+    """Return the values that rank 0 has, in one dimension; all ranks call."""
+    stream = None
+    if array is not None and (comm is None or comm.rank == 0):
+        stream = SparseStream.unchecked(None, torch.from_numpy(array).view(-1), array.size)
+    if comm is not None:
+        stream = api.broadcast(stream, 0, comm)
+    assert stream is not None
+    found: Array = stream.values.numpy()
+    return found
 
 
 def check_alike(

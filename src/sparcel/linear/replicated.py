@@ -13,7 +13,10 @@ from sparcel import api
 from sparcel.comm import Communicator, Job
 from sparcel.kernels import index_dtype
 from sparcel.linear.batches import TAIL, Batch
+from sparcel.linear.numbering import Numbering
+from sparcel.linear.ranks import broadcast
 from sparcel.linear.weights import Weights
+from sparcel.linear.whole import Whole
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 
@@ -45,13 +48,16 @@ class Replicated:
     Parameters
     ----------
     weights
-        The model, equal on all ranks.
+        The model, equal on all ranks. That of one rank alone has only the columns that occur; all
+        other coordinates are zero and stay zero.
     batches
         This rank's.
     comm
         The ranks; None for one alone, whose gradient is the sum.
     exchange
         How gradients are summed: arguments of `sparcel.all_reduce`, alike on all ranks.
+    numbering
+        What the columns of the batches stand for; None for themselves.
 
     Attributes
     ----------
@@ -65,9 +71,10 @@ class Replicated:
         batches: Sequence[Batch],
         comm: Communicator | None,
         exchange: Mapping[str, Any],
+        numbering: Numbering | None = None,
     ) -> None:
         self.weights, self._batches, self._comm = weights, batches, comm
-        self._exchange = dict(exchange)
+        self._exchange, self._numbering = dict(exchange), numbering
         self._rank = 0 if comm is None else comm.rank
         self.seconds = 0.0
 
@@ -96,13 +103,16 @@ class Replicated:
         )
         return lambda: self._finish(self._timed(job.wait), rate, wanted)
 
-    def whole(self) -> Weights:
-        """Return the whole model; all ranks call."""
-        return self.weights
+    def whole(self, everywhere: bool = True) -> Whole:
+        """Return the whole model, which is this one."""
+        if self._numbering is None:
+            return Whole(self.weights, None, self.weights.dimensions)
+        return Whole(self.weights, self._numbering.columns, self._numbering.dimensions)
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over the state of a whole model."""
-        self.weights.restore(state)
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take over what rank 0 gives of `BY_COLUMN`; all ranks call."""
+        for name, own in self.weights.by_column().items():
+            own[...] = broadcast(arrays.get(name), self._comm).reshape(own.shape)
 
     def _all_reduce(self, numbers: Numbers, gradient: Array) -> SparseStream:
         stream = self._stream(numbers, gradient)

@@ -8,6 +8,7 @@ each column of its batch, however many ranks there are, and holds 1/P of the mod
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from sparcel.comm import Communicator
 from sparcel.linear.batches import TAIL, Batch, column_dtype
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
-from sparcel.linear.weights import BY_COLUMN, Weights, part_of, whole_of
+from sparcel.linear.weights import BY_COLUMN, Weights
+from sparcel.linear.whole import Whole
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, reduce
 
@@ -98,17 +100,32 @@ class Sharded:
 
         return wait
 
-    def whole(self) -> Weights:
-        """Return the whole model; all ranks call."""
-        state = {
-            name: self._gather(array) if name in BY_COLUMN else array
-            for name, array in self.weights.state().items()
-        }
-        return whole_of(state, self._gather(self._columns), self._settings)
+    def whole(self, everywhere: bool = True) -> Whole:
+        """Put the whole model together, or, on other ranks than 0, so much of it; all ranks call.
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Take this rank's part of the state of a whole model."""
-        self.weights.restore(part_of(state, self._columns))
+        ``everywhere`` tells whether all ranks get the whole, or rank 0 alone.
+        """
+        own, dimensions = self.weights, self._settings["dimensions"]
+        lengths = gathered(self._comm, len(self._columns))
+        if self._comm.rank == 0 or everywhere:
+            own = Weights(**{**self._settings, "dimensions": sum(lengths)})
+        columns = np.empty(own.dimensions, self._columns.dtype)
+        self._gather(self._columns, columns, lengths, everywhere)
+        for name, array in self.weights.by_column().items():
+            self._gather(array, own.by_column()[name], lengths, everywhere)
+        state = self.weights.state()
+        own.restore({name: a for name, a in state.items() if name not in BY_COLUMN})
+        return Whole(own, columns, dimensions)
+
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take this rank's part of what rank 0 gives of `BY_COLUMN`; all ranks call."""
+        comm = self._comm
+        ends = np.cumsum([0, *gathered(comm, len(self._columns))])
+        for name, own in self.weights.by_column().items():
+            values = torch.from_numpy(arrays[name] if comm.rank == 0 else own[:0])
+            parts = [values[first:last] for first, last in pairwise(ends)]
+            lengths = [own.size if rank == 0 else 0 for rank in range(comm.size)]
+            own[...] = self._run_exchange(parts, lengths)[0].view(own.shape).numpy()
 
     def _counted(self, run: Callable[[], T]) -> T:
         """Run a job at once, and count the time of its exchanges."""
@@ -186,19 +203,34 @@ class Sharded:
             parts.append(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *pieces])))
         batches = gathered(comm, len(own))
         numbers_of = [torch.tensor(numbers, dtype=torch.int64) for numbers in counts]
-        told = [one.tolist() for one in comm.run(lambda: self._exchange(numbers_of, batches))]
-        arrived = comm.run(lambda: self._exchange(parts, [sum(numbers) for numbers in told]))
+        told = [one.tolist() for one in self._run_exchange(numbers_of, batches)]
+        arrived = self._run_exchange(parts, [sum(numbers) for numbers in told])
         return [
             Asked(columns.numpy(), np.cumsum([0, *numbers]))
             for columns, numbers in zip(arrived, told, strict=True)
         ]
 
-    def _gather(self, rows: Array) -> Array:
-        """Return what all owners have, one after the other; all ranks call."""
-        part = torch.from_numpy(np.ascontiguousarray(rows))
-        lengths = gathered(self._comm, part.numel())
-        arrived = self._comm.run(lambda: self._exchange([part] * self._comm.size, lengths))
-        return torch.cat(arrived).view(-1, *rows.shape[1:]).numpy()
+    def _gather(self, own: Array, out: Array, counts: Sequence[int], everywhere: bool) -> None:
+        """Write what all owners have, one after the other, to ``out`` on the ranks that get it.
+
+        One owner sends at a time, so that a rank has only one part twice.
+        """
+        ranks, wide = range(self._comm.size), math.prod(own.shape[1:])
+        takers = ranks if everywhere else range(1)
+        none, part, first = torch.from_numpy(own[:0]), torch.from_numpy(own), 0
+        for owner, count in enumerate(counts):
+            is_owner, is_taker = owner == self._comm.rank, self._comm.rank in takers
+            parts = [part if is_owner and rank in takers else none for rank in ranks]
+            lengths = [count * wide if is_taker and rank == owner else 0 for rank in ranks]
+            arrived = self._run_exchange(parts, lengths)[owner]
+            if is_taker:
+                out[first : first + count] = arrived.view(count, *own.shape[1:]).numpy()
+            first += count
+
+    def _run_exchange(
+        self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> list[torch.Tensor]:
+        return self._comm.run(lambda: self._exchange(parts, lengths))
 
 
 def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:

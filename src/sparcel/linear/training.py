@@ -13,7 +13,6 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME
-from sparcel.linear.alone import Alone
 from sparcel.linear.batches import MOST_ROWS, arrange, most_entries
 from sparcel.linear.numbering import by_frequency
 from sparcel.linear.ranks import check_alike, gathered, together
@@ -154,15 +153,16 @@ def prepare(
     )
     counts, entries = zip(*gathered(comm, [len(batches), most_entries(batches)]), strict=True)
     arguments = settings.weights(dimensions, width, dtype)
-    model: Alone | Replicated | Sharded
-    if numbering is not None:
-        model = Alone(arguments, numbering.columns, batches)
-    elif settings.algorithm == SHARDED and comm is not None and weights is None:
+    model: Replicated | Sharded
+    if settings.algorithm == SHARDED and comm is not None and weights is None:
         model = Sharded(arguments, batches, comm)
     else:
         by = "auto" if settings.algorithm == SHARDED else settings.algorithm
         exchange = {"algorithm": by, "format": settings.format, "max_nnz": max(entries)}
-        model = Replicated(weights or Weights(**arguments), batches, comm, exchange)
+        if numbering is not None:
+            arguments["dimensions"] = len(numbering.columns)
+        whole = weights or Weights(**arguments)
+        model = Replicated(whole, batches, comm, exchange, numbering)
     sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
         model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed
