@@ -22,14 +22,13 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from linear_data import SETS, rows_of
 from machine import machine
 from record import Row, write
 from record import rows_of as recorded
 
 from sparcel.linear import SparseLogisticRegression
-from sparcel.rows import shard
+from sparcel.rows import HashedNGrams, shard
 
 INTERVAL = 0.003
 """Seconds between two looks at a process."""
@@ -123,14 +122,8 @@ def command_of(arm: Arm, name: str, work: Path, file: Path, cache: Path, out: Pa
     return [
         *(sys.executable, "-u", "-m", "sparcel", "linear", "fit", str(file)),
         *("--ngrams", f"{ngrams.analyzer}:{low}-{high}", "--dimensions", str(ngrams.dimensions)),
-        *(
-            "--epochs",
-            str(EPOCHS),
-            "--out",
-            str(out),
-            "--checkpoint",
-            str(out.with_suffix(".state")),
-        ),
+        *("--epochs", str(EPOCHS), "--out", str(out)),
+        *("--checkpoint", str(out.with_suffix(".state"))),
         *(("--cache", str(cache)) if arm.cache else ()),
         *arm.options,
     ]
@@ -182,9 +175,7 @@ def estimate(name: str, work: Path, few: bool) -> None:
     comm, rows = world(), rows_of(SETS[name], work, "train")
     rows = shard(rows, *(0, 1) if comm is None else (comm.rank, comm.size))
     if few:
-        rows = rows.slice(0, 50)
-        rows = type(rows)(rows.offsets, rows.columns % 64, rows.values, 64, rows.labels)
-        np.sort(rows.columns)
+        rows = HashedNGrams(dimensions=64).rows(["a word", "another"], ["x", "y"])
     print("Data:", flush=True)
     SparseLogisticRegression(epochs=EPOCHS, tol=None, l2=1e-6).fit(rows)
     print("Model:", flush=True)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MismatchError
 from sparcel.linear.batches import TAIL
-from sparcel.linear.numbering import by_frequency
+from sparcel.linear.numbering import among, by_frequency
 from sparcel.linear.step_sizes import RULES, StepSizes
 from sparcel.linear.training import Settings, prepare, train
 from tests.linear.reference import DenseModel, random_rows, rows_of
@@ -173,6 +173,29 @@ def test_a_training_goes_on_from_a_state_bit_by_bit(algorithm, step):
     *expected, states = simulate(3, lambda comm: run(comm, None)).results[0]
     *resumed, _ = simulate(3, lambda comm: run(comm, states[1])).results[0]
     assert resumed == expected
+
+
+def test_ranks_that_get_out_of_step_are_told():
+    settings = Settings(batch_size=5, l2=0.0)
+
+    def run(comm):
+        sgd = prepare(*own_rows(comm.rank, 20), None, 1, settings, comm)
+        return sgd.read() if comm.rank else sgd.epoch()
+
+    with pytest.raises(MismatchError, match=r"Sharded.read\(\).*gathered\(\)"):
+        simulate(2, run)
+
+
+@given(seed=st.integers(0, 1000), dimensions=st.sampled_from([50, 2**40]))
+def test_rows_of_some_columns_give_the_same_products(seed, dimensions):
+    dense = random_rows(seed, 9, 50)
+    rows = replace(rows_of(dense), dimensions=dimensions)
+    columns = np.random.default_rng(seed).choice(50, seed % 20, replace=False)
+    columns.sort()
+    found = among(rows, columns)
+    again = np.zeros((9, len(columns)), np.float32)
+    again[np.repeat(np.arange(9), np.diff(found.offsets)), found.columns] = found.values
+    assert (again == dense[:, columns]).all()
 
 
 def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():

@@ -16,17 +16,36 @@ from sparcel.rows.rows import Array
 
 
 def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Write arrays, and ``about`` as JSON; the file is there completely or as it was before."""
+    """Write arrays, and ``about`` as JSON; the file is there completely or as it was before.
+
+    Raises
+    ------
+    InputError
+        When the file cannot be written, as on a full disk.
+    """
     text = np.frombuffer(json.dumps({"kind": kind, **about}).encode(), np.uint8)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, about=text, **arrays)  # type: ignore[arg-type]
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, array in {"about": text, **arrays}.items():
+                    _add(archive, f"{name}.npy", array)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} can't be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _add(archive: zipfile.ZipFile, name: str, array: Array) -> None:
+    """Add an array as `numpy.savez` does, but without copies of its parts."""
+    content = np.ascontiguousarray(array)
+    with archive.open(name, "w", force_zip64=True) as file:
+        header = np.lib.format.header_data_from_array_1_0(content)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(content.reshape(-1).view(np.uint8).data)
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:

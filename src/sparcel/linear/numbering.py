@@ -27,12 +27,9 @@ class Numbering:
     ----------
     columns
         ``[count]``: the column of each number.
-    dimensions
-        Number of columns of the data.
     """
 
     columns: Array
-    dimensions: int
     _sorted: Array | None
     _numbers: Array
 
@@ -51,13 +48,12 @@ def by_frequency(rows: Rows) -> Numbering:
     if rows.dimensions <= _TABLE * rows.nnz:
         counts = np.zeros(rows.dimensions, np.int32)
         for part in _chunks(rows):
-            counted = np.bincount(part, minlength=rows.dimensions)
-            np.add(counts, counted, out=counts, casting="unsafe")
-        columns = np.flatnonzero(counts)
-        order = np.argsort(-counts[columns], kind="stable")
-        numbers = np.zeros(rows.dimensions, np.int32)
-        numbers[columns[order]] = np.arange(len(order), dtype=np.int32)
-        return Numbering(columns[order], rows.dimensions, None, numbers)
+            np.add.at(counts, part, np.int32(1))
+        columns = np.flatnonzero(counts).astype(rows.columns.dtype)
+        columns = columns[np.argsort(-counts[columns], kind="stable")]
+        numbers = counts  # one vector of the model's size, not two
+        numbers[columns] = np.arange(len(columns), dtype=np.int32)
+        return Numbering(columns, None, numbers)
     columns, found = np.zeros(0, rows.columns.dtype), np.zeros(0, np.int64)
     for part in _chunks(rows):
         new, more = np.unique(part, return_counts=True)
@@ -66,7 +62,7 @@ def by_frequency(rows: Rows) -> Numbering:
     order = np.argsort(-found, kind="stable")
     numbers = np.empty(len(order), np.int32)
     numbers[order] = np.arange(len(order), dtype=np.int32)
-    return Numbering(columns[order], rows.dimensions, columns, numbers)
+    return Numbering(columns[order], columns, numbers)
 
 
 def among(rows: Rows, columns: Array) -> Rows:

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 from sparcel import api
-from sparcel.comm import Communicator, Group, resolve, world
+from sparcel.comm import Call, Communicator, Group, resolve, world
 from sparcel.errors import InputError
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 
 T = TypeVar("T")
+
+_GATHERED = Call.of("gathered", {})
 
 
 def ranks_of(group: Group) -> Communicator | None:
@@ -45,7 +47,7 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
         received = comm.exchange(sends, dict.fromkeys(sends, longest))
         return [received.get(rank, message) for rank in range(comm.size)]
 
-    return [json.loads(bytes(part.numpy())) for part in comm.run(exchange)]
+    return [json.loads(bytes(part.numpy())) for part in comm.call(_GATHERED, exchange)]
 
 
 def broadcast(array: Array | None, comm: Communicator | None) -> Array:

@@ -13,7 +13,6 @@ from sparcel import api
 from sparcel.comm import Communicator, Job
 from sparcel.kernels import index_dtype
 from sparcel.linear.batches import TAIL, Batch
-from sparcel.linear.numbering import Numbering
 from sparcel.linear.ranks import broadcast
 from sparcel.linear.weights import Weights
 from sparcel.linear.whole import Whole
@@ -56,8 +55,10 @@ class Replicated:
         The ranks; None for one alone, whose gradient is the sum.
     exchange
         How gradients are summed: arguments of `sparcel.all_reduce`, alike on all ranks.
-    numbering
+    columns
         What the columns of the batches stand for; None for themselves.
+    dimensions
+        Number of columns of the data, where ``columns`` are given.
 
     Attributes
     ----------
@@ -71,10 +72,12 @@ class Replicated:
         batches: Sequence[Batch],
         comm: Communicator | None,
         exchange: Mapping[str, Any],
-        numbering: Numbering | None = None,
+        columns: Array | None = None,
+        dimensions: int = 0,
     ) -> None:
         self.weights, self._batches, self._comm = weights, batches, comm
-        self._exchange, self._numbering = dict(exchange), numbering
+        self._exchange, self._columns = dict(exchange), columns
+        self._dimensions = weights.dimensions if columns is None else dimensions
         self._rank = 0 if comm is None else comm.rank
         self.seconds = 0.0
 
@@ -105,9 +108,7 @@ class Replicated:
 
     def whole(self, everywhere: bool = True) -> Whole:
         """Return the whole model, which is this one."""
-        if self._numbering is None:
-            return Whole(self.weights, None, self.weights.dimensions)
-        return Whole(self.weights, self._numbering.columns, self._numbering.dimensions)
+        return Whole(self.weights, self._columns, self._dimensions)
 
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Take over what rank 0 gives of `BY_COLUMN`; all ranks call."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sparcel.comm import Communicator
+from sparcel.comm import Call, Communicator
 from sparcel.linear.batches import TAIL, Batch, column_dtype
 from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
@@ -28,6 +28,9 @@ from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, reduce
 
 T = TypeVar("T")
+
+_READ, _STEP, _EXCHANGE = (Call.of(f"Sharded.{name}", {}) for name in ("read", "step", "exchange"))
+"""What ranks call, which their messages tell: ranks that get out of step learn it."""
 
 _BINS = 4096
 """Ranges of columns whose use is counted to find owners that have about equally much to do."""
@@ -76,21 +79,26 @@ class Sharded:
         self._cuts = [np.searchsorted(columns, starts) for columns in own]
         asked = self._tell_owners(own)
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
-        self._columns = np.unique(np.concatenate([one.columns for one in asked]))
-        self._asked = [one.numbered(self._columns) for one in asked]
+        self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in asked]))
+        self._asked: list[Asked] = []
+        while asked:  # frees what is numbered
+            self._asked.append(asked.pop(0).numbered(self._columns))
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
-        return self._counted(lambda: self._pull(numbers))
+        return self._counted(_READ, lambda: self._pull(numbers))
 
     def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
         """Take a step with the gradients of these batches, and read those wanted next."""
-        return self._counted(lambda: self._step(numbers, gradient, rate, wanted))
+        return self._counted(_STEP, lambda: self._step(numbers, gradient, rate, wanted))
 
     def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
         """Begin what `step` does, on the communicator's thread."""
-        job = self._comm.submit(lambda: self._step(numbers, gradient, rate, wanted))
+        comm = self._comm
+        job = comm.submit(
+            lambda: comm.call(_STEP, lambda: self._step(numbers, gradient, rate, wanted))
+        )
 
         def wait() -> Stepped:
             start = time.perf_counter()
@@ -127,10 +135,10 @@ class Sharded:
             lengths = [own.size if rank == 0 else 0 for rank in range(comm.size)]
             own[...] = self._run_exchange(parts, lengths)[0].view(own.shape).numpy()
 
-    def _counted(self, run: Callable[[], T]) -> T:
+    def _counted(self, call: Call, run: Callable[[], T]) -> T:
         """Run a job at once, and count the time of its exchanges."""
         before = self._exchanging
-        result = self._comm.run(run)
+        result = self._comm.call(call, run)
         self.seconds += self._exchanging - before
         return result
 
@@ -230,7 +238,7 @@ class Sharded:
     def _run_exchange(
         self, parts: Sequence[torch.Tensor], lengths: Sequence[int]
     ) -> list[torch.Tensor]:
-        return self._comm.run(lambda: self._exchange(parts, lengths))
+        return self._comm.call(_EXCHANGE, lambda: self._exchange(parts, lengths))
 
 
 def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:

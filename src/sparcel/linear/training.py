@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sparcel import _cpu
 from sparcel._checks import flag, number, whole_number
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
@@ -146,6 +147,7 @@ def prepare(
     numbering = by_frequency(rows) if comm is None and weights is None else None
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
     batches = arrange(rows, targets, row_weights, settings.batch_size, order, numbering)
+    _cpu.drop_kept()  # what reading and arranging took, as much as a piece of the rows
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
     check_alike(
@@ -162,7 +164,8 @@ def prepare(
         if numbering is not None:
             arguments["dimensions"] = len(numbering.columns)
         whole = weights or Weights(**arguments)
-        model = Replicated(whole, batches, comm, exchange, numbering)
+        columns = None if numbering is None else numbering.columns
+        model = Replicated(whole, batches, comm, exchange, columns, dimensions)
     sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
         model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed

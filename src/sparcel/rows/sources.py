@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
 from sparcel.rows import cache, cache_writer
@@ -175,6 +176,7 @@ def make_cache(path: str | os.PathLike[str], paths: Paths, source: Source) -> No
             _write(path, made_of, source.blocks(paths, "texts"))
         except OSError as error:
             raise InputError(f"{path} can't be written: {error.strerror}") from error
+        _cpu.drop_kept()
 
 
 def _write(path: str | os.PathLike[str], made_of: str, parts: Iterator[Rows]) -> None:
@@ -219,6 +221,7 @@ def map_rows(
             " TMPDIR to a folder with more room"
         ) from error
     assert rows is not None
+    _cpu.drop_kept()
     return rows
 
 
