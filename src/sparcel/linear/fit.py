@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from sparcel import _cpu
 from sparcel.comm import Communicator, ring_bytes, world
 from sparcel.errors import InputError, optional
 from sparcel.linear import checkpoint
@@ -25,7 +26,7 @@ from sparcel.linear.training import Settings, prepare, train
 from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
-_MOST_TIMED = 1 << 24
+_MOST_TIMED = 1 << 21
 """The most values of the dense exchange that is timed for comparison; more take proportionally."""
 
 
@@ -74,6 +75,7 @@ def run(job: Job, console: Console) -> None:
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     _resume(job, about, sgd, comm, console)
     log = _trained(job, about, sgd, console, speaks)
+    _cpu.drop_kept()  # what messages of steps took
     whole = sgd.model.whole(everywhere=False)
     if speaks:
         columns, values, intercepts = whole.coordinates()

@@ -99,7 +99,7 @@ class LinearModel:
         arrays = {"intercepts": self.intercepts}
         each = self.coefficients[:1].nbytes
         if len(rows) * (8 + each) < self.dimensions * each or self.dimensions > MOST_HELD:
-            arrays |= {"rows": rows.astype(np.int64), "values": self.coefficients[places]}
+            arrays |= {"rows": rows, "values": self.coefficients[places]}
         else:
             arrays["coefficients"] = _spread(rows, self.coefficients[places], self.dimensions)
         about = {

@@ -34,8 +34,8 @@ class Whole:
     def coordinates(self) -> tuple[Array | None, Array, Array]:
         """Return the columns, increasing, their coordinates ``[count, width]``, and intercepts."""
         values, intercepts = self.weights.read()
-        if self.columns is None:
-            return None, values, intercepts
+        if self.columns is None or (self.columns[1:] > self.columns[:-1]).all():
+            return self.columns, values, intercepts
         order = np.argsort(self.columns)
         return self.columns[order], values[order], intercepts
 
