@@ -44,7 +44,7 @@ def sparcel(train: Rows, test: Rows, settings: Settings, threads: int) -> Row:
     seconds, accuracies = [], []
     for _ in range(EPOCHS):
         seconds.append(sgd.epoch().seconds)
-        weights, intercept = sgd.model.whole().read()
+        weights, intercept = sgd.read()
         found = matrix(test) @ weights[:, 0] + intercept[0] > 0
         accuracies.append(float((found == (test.labels == "1")).mean()))
     return {"seconds": seconds, "before_s": arranged, "accuracy": accuracies}

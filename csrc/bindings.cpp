@@ -25,6 +25,9 @@ void bind_blocks(nb::module_& module) {
     module.def(
         "kept_bytes", [] { return Blocks::shared().waiting_bytes(); },
         "Tell how many bytes of freed memory wait to be used again.");
+    module.def(
+        "drop_kept", [] { Blocks::shared().drop(); }, nb::call_guard<nb::gil_scoped_release>(),
+        "Give the system the freed memory that waits to be used again, and what malloc keeps.");
 }
 
 }  // namespace

@@ -6,6 +6,9 @@
 #pragma once
 
 #include <pthread.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include <bit>
 #include <cstddef>
@@ -48,6 +51,17 @@ class Blocks {
         while (waiting_bytes_ > kMostBytes || waiting_.size() > kMostBlocks) {
             std::free(remove(0));
         }
+    }
+
+    // Gives all waiting blocks back to the system, and with them what malloc keeps.
+    void drop() {
+        {
+            const std::lock_guard lock(mutex_);
+            while (!waiting_.empty()) std::free(remove(waiting_.size() - 1));
+        }
+#ifdef __GLIBC__
+        ::malloc_trim(0);
+#endif
     }
 
     // The bytes of all waiting blocks.

@@ -25,6 +25,9 @@ def empty(bytes: int) -> Tensor:
 def kept_bytes() -> int:
     """Tell how many bytes of freed memory wait to be used again."""
 
+def drop_kept() -> None:
+    """Give the system the freed memory that waits to be used again, and what malloc keeps."""
+
 def topk(x: Tensor, k: int, chunk: int, threads: int) -> tuple[Tensor, Tensor]: ...
 def accumulate_topk(
     memory: Tensor,

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from sparcel import simulate
 from sparcel.cli import app
 from sparcel.errors import InputError
 from sparcel.linear.model import LinearModel
+from sparcel.linear.reading import read
+from sparcel.rows import SvmLight
 
 
 def sparcel(*arguments: object) -> str:
@@ -169,6 +172,40 @@ def test_models_and_data_that_do_not_fit_are_refused(tmp_path, svmlight, tsv):
             sparcel("predict", other, svmlight)
     with pytest.raises(InputError, match="there is no file"):
         sparcel("predict", tmp_path / "nowhere", svmlight)
+
+
+def test_more_dimensions_than_memory_holds(tmp_path, tsv):
+    model, state, plain = tmp_path / "model.npz", tmp_path / "state.npz", tmp_path / "new.txt"
+    base = ("fit", tsv, "--dimensions", 2**40, "--out", model, "--checkpoint", state)
+    sparcel(*base, "--epochs", 5)
+    told = sparcel(*base, "--epochs", 10, "--resume")
+    assert "Going on after epoch 5" in told
+    assert measures(sparcel("evaluate", model, tsv))["accuracy"] == 1
+    assert model.stat().st_size < 10_000
+    plain.write_text("cheap\na cup\nnever seen\n")
+    assert sparcel("predict", model, plain).split()[:2] == ["spam", "tea"]
+
+
+def test_a_checkpoint_of_other_rows_is_refused(tmp_path, svmlight):
+    base = ("fit", svmlight, "--checkpoint", tmp_path / "state.npz", "--out", tmp_path / "m.npz")
+    sparcel(*base, "--epochs", 1)
+    svmlight.write_text(svmlight.read_text().replace(":1", ":2", 1))
+    with pytest.raises(InputError, match="is of a training with other settings, data"):
+        sparcel(*base, "--resume")
+
+
+def test_labels_are_texts_on_all_ranks_if_they_are_on_one(tmp_path):
+    file = tmp_path / "rows.svm"
+    file.write_text("1 1:1\n" * 100 + "spam 2:1\n" * 50)
+
+    def run(comm):
+        rows = read(SvmLight(), file, comm)
+        return sorted(set(rows.labels.tolist())), rows.dimensions
+
+    assert simulate(2, run).results == [(["1"], 2), (["1", "spam"], 2)]
+    file.write_text("1 1:1\n" * 100 + "spam 2:1\n" * 50 + "1 2:x\n")
+    with pytest.raises(InputError, match=r"rows.svm:151: .*x"):
+        simulate(2, run)
 
 
 def started(ranks: int, arguments: list[str]) -> list[subprocess.Popen[str]]:

@@ -1,6 +1,7 @@
 """The estimators: scikit-learn's own checks, and what they promise beyond."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sparcel import simulate
 from sparcel.errors import InputError
 from sparcel.linear import SparseLinearRegression, SparseLinearSVC, SparseLogisticRegression
-from sparcel.rows import read_svmlight
+from sparcel.rows import HashedNGrams, read_svmlight, shard
 
 CLASSIFIERS = [
     SparseLogisticRegression(),
@@ -182,6 +183,28 @@ def test_classes_weigh_what_is_said():
     assert recall[0] < recall[2]
     with pytest.raises(InputError, match="class_weight must be None, 'balanced' or a dict"):
         SparseLogisticRegression(class_weight="even").fit(X, y)
+
+
+def test_more_dimensions_than_memory_holds():
+    texts = ["cheap pills now", "meeting at noon", "cheap watches", "lunch at noon"] * 10
+    rows = HashedNGrams(dimensions=2**40).rows(texts, ["spam", "ham", "spam", "ham"] * 10)
+
+    def run(comm):
+        model = SparseLogisticRegression(epochs=20).fit(shard(rows, comm.rank, 2), group=comm)
+        assert model.coef_.shape == (1, 2**40)
+        with pytest.raises(InputError, match="leave it sparse"):
+            model.densify()
+        with pytest.raises(InputError, match="can't be held whole, as partial_fit does"):
+            model.partial_fit(rows)
+        with pytest.raises(InputError, match="with algorithm='sharded'"):
+            clone(model).set_params(algorithm="auto").fit(rows, group=comm)
+        return list(pickle.loads(pickle.dumps(model)).predict(rows)[:2])
+
+    assert simulate(2, run).results == [["spam", "ham"]] * 2
+    several = SparseLinearSVC(epochs=20).fit(replace(rows, labels=np.arange(40) % 4))
+    assert list(several.predict(rows)[:4]) == [0, 1, 2, 3]
+    alone = SparseLinearRegression(epochs=20).fit(replace(rows, labels=np.arange(40) % 2))
+    assert (alone.predict(rows) > 0.5).tolist() == [False, True] * 20
 
 
 def test_labels_that_do_not_fit_are_answered_in_words():

@@ -1,5 +1,6 @@
 """SGD on several ranks: what one rank would do with all their rows."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
-from sparcel.errors import InputError
-from sparcel.linear.alone import by_frequency
+from sparcel.errors import InputError, MismatchError
 from sparcel.linear.batches import TAIL
+from sparcel.linear.numbering import among, by_frequency
 from sparcel.linear.step_sizes import RULES, StepSizes
 from sparcel.linear.training import Settings, prepare, train
 from tests.linear.reference import DenseModel, random_rows, rows_of
@@ -30,7 +31,7 @@ def fitted(comm, rows: int, settings: Settings):
     found, targets = own_rows(0 if comm is None else comm.rank, rows)
     sgd = prepare(found, targets, None, 1, settings, comm)
     train(sgd, settings)
-    coordinates, intercepts = sgd.model.whole().read()
+    coordinates, intercepts = sgd.read()
     return coordinates.tobytes(), intercepts.tolist(), sgd.losses
 
 
@@ -70,7 +71,7 @@ def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
         sgd = prepare(rows, targets, None, 1, settings, comm)
         train(sgd, settings)
         order = np.random.default_rng([settings.seed, comm.rank]).permutation(len(rows))
-        return -(-len(rows) // size), order, np.append(*sgd.model.whole().read())
+        return -(-len(rows) // size), order, np.append(*sgd.read())
 
     found = simulate(3, run).results
     model = DenseModel("logistic", 0.0, settings.l2, step == "adagrad", np.zeros(DIMENSIONS))
@@ -166,13 +167,36 @@ def test_a_training_goes_on_from_a_state_bit_by_bit(algorithm, step):
         if state is not None:
             sgd.restore(state)
         states = []
-        train(sgd, settings, lambda epoch: states.append(sgd.state()))
-        coordinates, intercepts = sgd.model.whole().read()
+        train(sgd, settings, lambda epoch: states.append(deepcopy(sgd.state())))
+        coordinates, intercepts = sgd.read()
         return coordinates.tobytes(), intercepts.tolist(), sgd.losses, states
 
     *expected, states = simulate(3, lambda comm: run(comm, None)).results[0]
     *resumed, _ = simulate(3, lambda comm: run(comm, states[1])).results[0]
     assert resumed == expected
+
+
+def test_ranks_that_get_out_of_step_are_told():
+    settings = Settings(batch_size=5, l2=0.0)
+
+    def run(comm):
+        sgd = prepare(*own_rows(comm.rank, 20), None, 1, settings, comm)
+        return sgd.read() if comm.rank else sgd.epoch()
+
+    with pytest.raises(MismatchError, match=r"read\(\).*gathered\(\)"):
+        simulate(2, run)
+
+
+@given(seed=st.integers(0, 1000), dimensions=st.sampled_from([50, 2**40]))
+def test_rows_of_some_columns_give_the_same_products(seed, dimensions):
+    dense = random_rows(seed, 9, 50)
+    rows = replace(rows_of(dense), dimensions=dimensions)
+    columns = np.random.default_rng(seed).choice(50, seed % 20, replace=False)
+    columns.sort()
+    found = among(rows, columns)
+    again = np.zeros((9, len(columns)), np.float32)
+    again[np.repeat(np.arange(9), np.diff(found.offsets)), found.columns] = found.values
+    assert (again == dense[:, columns]).all()
 
 
 def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():
@@ -191,7 +215,8 @@ def test_a_sharded_model_sends_two_values_for_each_column_of_a_batch():
 @given(seed=st.integers(0, 1000), dimensions=st.sampled_from([50, 2**32]))
 def test_frequent_columns_come_first(seed, dimensions):
     rows = replace(rows_of(random_rows(seed, 20, 50)), dimensions=dimensions)
-    columns, numbered = by_frequency(rows)
+    numbering = by_frequency(rows)
+    columns, numbered = numbering.columns, numbering.numbered(rows)
     counts = np.bincount(numbered.columns, minlength=len(columns))
     assert (np.diff(counts) <= 0).all()
     assert (counts > 0).all()

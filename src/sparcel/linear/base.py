@@ -9,13 +9,14 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known, optional
-from sparcel.linear.inputs import as_matrix, as_rows
+from sparcel.linear.inputs import as_matrix, as_rows, product
 from sparcel.linear.ranks import together
 from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.step_sizes import Rule
 from sparcel.linear.training import SOLVERS, Settings, prepare, train, trainer_of
-from sparcel.linear.weights import Weights
+from sparcel.linear.weights import MOST_HELD, Weights
+from sparcel.linear.whole import Whole
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -100,7 +101,8 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     Attributes
     ----------
     coef_
-        ``[classes, features]``, one row for two classes; for regression ``[features]``.
+        ``[classes, features]``, one row for two classes; for regression ``[features]``. A sparse
+        matrix for more than 2³¹ − 1 features.
     intercept_
         ``[classes]``, or one number.
     epochs_
@@ -164,17 +166,22 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
             trainer = trainer_of(rows, targets, row_weights, width, settings, comm)
             train(trainer, settings, epochs.append)
         # A pass over more rows goes on from here.
-        self._weights = trainer.model.whole() if isinstance(trainer, Sgd) else None
+        self._whole = trainer.model.whole() if isinstance(trainer, Sgd) else None
         self.epochs_, self.n_iter_ = epochs, trainer.epochs
-        coefficients, intercepts = (self._weights or trainer).read()
-        self.coef_, self.intercept_ = coefficients.T, intercepts.astype(coefficients.dtype)
+        if self._whole is not None and rows.dimensions > MOST_HELD:
+            self.coef_, intercepts = self._whole.read_sparse()
+        else:
+            coefficients, intercepts = (self._whole or trainer).read()
+            self.coef_ = coefficients.T
+        self.intercept_ = intercepts.astype(self.coef_.dtype)
 
     def _begin(self, settings: Settings, rows: Rows, width: int) -> Weights:
         """Return the model that a pass begins with: where the last one, or `fit`, ended."""
-        weights = Weights(**settings.weights(rows.dimensions, width, rows.values.dtype))
-        kept: Weights | None = getattr(self, "_weights", None)
-        if kept is not None and kept.is_like(weights):
-            return kept
+        arguments = settings.weights(rows.dimensions, width, rows.values.dtype)
+        kept: Whole | None = getattr(self, "_whole", None)
+        if kept is not None and kept.is_like(arguments):
+            return kept.expanded()
+        weights = Weights(**arguments)
         if hasattr(self, "n_iter_"):
             self.densify()
             weights.load(np.reshape(self.coef_, (width, -1)).T, np.ravel(self.intercept_))
@@ -184,11 +191,11 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         self, X: Any, y: Any, comm: Communicator | None, fresh: bool, **more: Any
     ) -> tuple[Any, Array]:
         """Return checked rows and labels; what is wrong on one rank is raised on all."""
-        kept: Weights | None = None if fresh else getattr(self, "_weights", None)
+        kept: Whole | None = None if fresh else getattr(self, "_whole", None)
         X, y = as_matrix(X, y, comm, None if fresh else self.n_features_in_)
         settings = {
             "accept_sparse": "csr",
-            "dtype": _FLOATS if kept is None else kept.dtype,
+            "dtype": _FLOATS if kept is None else kept.weights.dtype,
             "ensure_min_samples": 1 if comm is None else 0,
             "reset": fresh,
             **more,
@@ -200,9 +207,8 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "coef_")
         X, _ = as_matrix(X, dimensions=self.n_features_in_)
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
-        scores = X @ self.coef_.T
-        dense: Array = (scores.toarray() if sp.issparse(scores) else scores) + self.intercept_
-        return dense
+        scores: Array = product(X, self.coef_) + self.intercept_
+        return scores
 
     def sparsify(self) -> Self:
         """Make ``coef_`` a sparse matrix, which is smaller where most coordinates are zero."""
@@ -214,6 +220,11 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         """Make ``coef_`` an array again."""
         check_is_fitted(self, "coef_")
         if sp.issparse(self.coef_):
+            if self.coef_.shape[1] > MOST_HELD:
+                raise InputError(
+                    f"coef_ has {self.coef_.shape[1]} columns, and an array takes up to"
+                    f" {MOST_HELD}: leave it sparse"
+                )
             dense = self.coef_.toarray()
             self.coef_ = dense[0] if isinstance(self, RegressorMixin) else dense
         return self

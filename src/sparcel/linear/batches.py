@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.kernels import index_dtype
+from sparcel.linear.numbering import Numbering
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -20,6 +21,9 @@ MOST_ROWS = 1 << 15
 
 TAIL = 3
 """Coordinates of a gradient beyond the model's: of the intercept, the rows' weight, their loss."""
+
+_PIECE = 1 << 20
+"""Entries that are copied at a time, about."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,16 @@ class Batch:
 
 
 def arrange(
-    rows: Rows, targets: Array, weights: Array | None, size: int, order: Array
+    rows: Rows,
+    targets: Array,
+    weights: Array | None,
+    size: int,
+    order: Array,
+    numbering: Numbering | None = None,
 ) -> list[Batch]:
     """Arrange rows in batches of at most ``size`` rows, as equal as possible.
+
+    The rows are copied piece by piece, so that little more is in memory than they and the batches.
 
     Parameters
     ----------
@@ -82,38 +93,48 @@ def arrange(
         In [1, `MOST_ROWS`].
     order
         ``[rows]`` int64, the order in which the batches take the rows.
+    numbering
+        What stands for the columns in the batches; None for themselves.
     """
-    if len(rows) == 0:
-        return []
     count = -(-len(rows) // size)
-    bounds = [batch * len(rows) // count for batch in range(count + 1)]
-    # What is not written takes no memory.
+    bounds = [batch * len(rows) // max(count, 1) for batch in range(count + 1)]
+    entries = np.concatenate([[0], np.cumsum(np.diff(rows.offsets)[order])])[bounds]
+    batches: list[Batch] = []
+    for _, piece in groupby(range(count), lambda batch: entries[batch] // _PIECE):
+        own = bounds[len(batches) : len(batches) + len(list(piece)) + 1]
+        taken = order[own[0] : own[-1]]
+        part = rows.take(taken)
+        if numbering is not None:
+            part = numbering.numbered(part)
+        heavy = None if weights is None else weights[taken]
+        batches += _arranged(part, targets[taken], heavy, [end - own[0] for end in own])
+    return batches
+
+
+def _arranged(
+    rows: Rows, targets: Array, weights: Array | None, bounds: Sequence[int]
+) -> Iterator[Batch]:
+    """Arrange rows in batches that end at these bounds."""
     given = rows.columns.astype(column_dtype(rows.dimensions), copy=False)
-    columns = np.empty(rows.nnz + TAIL * count, given.dtype)
+    columns = np.empty_like(given)
     places = np.empty(rows.nnz, np.uint16)
-    values = np.empty(rows.nnz, rows.values.dtype)
+    values = np.empty_like(rows.values)
+    order = np.arange(len(rows))
     counts = _cpu.by_columns(
         *(rows.offsets, given, rows.values, order, bounds, columns, places, values),
-        tail=TAIL,
+        tail=0,
         threads=torch.get_num_threads(),
     )
-    targets = np.ascontiguousarray(targets[order])
-    weights = None if weights is None else np.ascontiguousarray(weights[order])
-    ends = np.cumsum(np.diff(rows.offsets)[order])
     tail = np.arange(rows.dimensions, rows.dimensions + TAIL, dtype=columns.dtype)
-    batches, entry = [], 0
-    for number, (first, last) in enumerate(pairwise(bounds)):
-        end, start = int(ends[last - 1]), entry + TAIL * number
-        own = columns[start : start + counts[number] + TAIL]
-        own[-TAIL:] = tail
+    for count, (first, last) in zip(counts, pairwise(bounds), strict=True):
+        start, end = rows.offsets[first], rows.offsets[last]
+        own = np.concatenate([columns[start : start + count], tail])
         heavy = None if weights is None else weights[first:last]
         entries = _cpu.LinearBatch(
-            own[:-TAIL], places[entry:end], values[entry:end], targets[first:last], heavy
+            own[:-TAIL], places[start:end], values[start:end], targets[first:last], heavy
         )
         weight = float(last - first if heavy is None else heavy.sum(dtype=np.float64))
-        batches.append(Batch(entries, torch.from_numpy(own), last - first, weight))
-        entry = end
-    return batches
+        yield Batch(entries, torch.from_numpy(own), last - first, weight)
 
 
 def column_dtype(dimensions: int) -> str:

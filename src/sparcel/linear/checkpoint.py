@@ -10,28 +10,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from sparcel import api
-from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.ranks import gathered
 from sparcel.rows.rows import Array
-from sparcel.stream import SparseStream
 
 
 def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Write arrays, and ``about`` as JSON; the file is there completely or as it was before."""
+    """Write arrays, and ``about`` as JSON; the file is there completely or as it was before.
+
+    Raises
+    ------
+    InputError
+        When the file cannot be written, as on a full disk.
+    """
     text = np.frombuffer(json.dumps({"kind": kind, **about}).encode(), np.uint8)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, about=text, **arrays)  # type: ignore[arg-type]
+            with zipfile.ZipFile(file, "w") as archive:
+                for name, array in {"about": text, **arrays}.items():
+                    _add(archive, f"{name}.npy", array)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+    except OSError as error:
+        raise InputError(f"{path} can't be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _add(archive: zipfile.ZipFile, name: str, array: Array) -> None:
+    """Add an array as `numpy.savez` does, but without copies of its parts."""
+    content = np.ascontiguousarray(array)
+    with archive.open(name, "w", force_zip64=True) as file:
+        header = np.lib.format.header_data_from_array_1_0(content)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(content.reshape(-1).view(np.uint8).data)
 
 
 def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -53,21 +67,3 @@ def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
     if about.pop("kind", None) != kind:
         raise InputError(f"{path} is no {kind} of sparcel linear")
     return about, arrays
-
-
-def share(arrays: Mapping[str, Array] | None, comm: Communicator | None) -> dict[str, Array]:
-    """Give every rank the arrays that rank 0 has; the others pass None, and all call."""
-    if comm is None:
-        return dict(arrays or {})
-    shapes = {name: (a.dtype.str, a.shape) for name, a in (arrays or {}).items()}
-    found = {}
-    for name, (dtype, shape) in gathered(comm, shapes)[0].items():
-        stream = None
-        if arrays is not None:
-            content = torch.from_numpy(
-                np.ascontiguousarray(arrays[name]).reshape(-1).view(np.int32)
-            )
-            stream = SparseStream.unchecked(None, content, content.numel())
-        total = api.broadcast(stream, 0, comm).values.numpy()
-        found[name] = total.view(dtype).reshape(shape)
-    return found

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+import zlib
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from sparcel import _cpu
 from sparcel.comm import Communicator, world
 from sparcel.errors import InputError
 from sparcel.linear import checkpoint
@@ -18,10 +21,11 @@ from sparcel.linear.classes import Classes
 from sparcel.linear.fit_report import Log, draw, summarise
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered, together
+from sparcel.linear.reading import read
 from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 from sparcel.linear.training import Settings, train, trainer_of
-from sparcel.rows import Rows, SvmLight, Text, cached, describe, make_cache
+from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
 
@@ -30,7 +34,7 @@ class Job:
     """What to fit, and where to put what."""
 
     data: list[Path]
-    source: SvmLight | Text
+    source: Source
     settings: Settings
     out: Path
     cache: Path | None = None
@@ -38,63 +42,60 @@ class Job:
     resume: bool = False
     plot: Path | None = None
 
-    def about(self, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+    def about(
+        self, rows: Rows, targets: Array, classes: Classes | None, comm: Communicator | None
+    ) -> str:
         """Describe what a checkpoint must have been made by, to go on from; all ranks call."""
-        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions])
+        if self.checkpoint is None:
+            return ""
+        own = (rows.offsets, rows.columns, rows.values, targets)
+        sums = [zlib.crc32(np.ascontiguousarray(array).data) for array in own]
+        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions, sums])
         labels = None if classes is None else classes.labels.tolist()
         settings = {**asdict(self.settings), "epochs": None}
         return json.dumps([describe(self.source), settings, counts, labels])
 
 
-def run(job: Job, console: Console) -> LinearModel:
+def run(job: Job, console: Console) -> None:
     """Fit a model and save it; all ranks that were launched call."""
     comm = world()
     speaks = comm is None or comm.rank == 0
     console.quiet = not speaks
     start = time.perf_counter()
-    rows = _rows(job, comm)
-    classes, targets = _targets(job, rows, comm)
-    console.print(_described(job, rows, classes, comm), soft_wrap=True)
-    width = 1 if classes is None else classes.width
-    trainer = trainer_of(rows, targets, None, width, job.settings, comm)
+    trainer, shape, classes, about = _prepared(job, comm, console)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
-    about = job.about(rows, classes, comm)
     _resume(job, about, trainer, comm, console)
     log = _trained(job, about, trainer, console, speaks)
-    coefficients, intercepts = trainer.read()
-    model = LinearModel(
-        *(coefficients, intercepts, job.settings.loss),
-        None if classes is None else classes.labels,
-        {"source": describe(job.source)},
-    )
+    _cpu.drop_kept()  # what messages of steps took
+    columns, values, intercepts = trainer.coordinates()
     if speaks:
-        model.save(job.out)
+        labels = None if classes is None else classes.labels
+        source = {"source": describe(job.source)}
+        LinearModel(
+            *(values, intercepts, job.settings.loss, labels, source, columns, shape[0])
+        ).save(job.out)
         if job.plot is not None:
             draw(log, job.plot)
     console.print(f"Model: {job.out}", soft_wrap=True)
     if comm is not None and log.epochs:
-        told = summarise(log, trainer, rows.dimensions * width, comm)
+        told = summarise(log, trainer, prod(shape), comm)
         console.print(told, soft_wrap=True)
-    return model
 
 
-def _rows(job: Job, comm: Communicator | None) -> Rows:
-    """Read this rank's rows; all ranks then have the same dimensions."""
-    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
-    cache = job.cache
-    if cache is None:
-        rows = together(comm, lambda: job.source.read(job.data, rank, ranks))
-    else:
-        nodes = [0] if comm is None else comm.run(comm.nodes)
-        if nodes.index(nodes[rank]) == rank:  # the first rank of each machine
-            together(comm, lambda: make_cache(cache, job.data, job.source))
-        else:
-            together(comm, lambda: None)
-        rows = together(comm, lambda: cached(cache, job.data, job.source, rank, ranks))
-    kinds = gathered(comm, None if rows.labels is None or not len(rows) else rows.labels.dtype.kind)
-    if len({kind for kind in kinds if kind}) > 1:
-        raise InputError("some labels are numbers and some are not; make all of one kind")
-    return replace(rows, dimensions=max(gathered(comm, rows.dimensions)))
+def _prepared(
+    job: Job, comm: Communicator | None, console: Console
+) -> tuple[Sgd | Scd, tuple[int, int], Classes | None, str]:
+    """Read and arrange the rows; what was read goes, once it is arranged.
+
+    The model's shape is ``[dimensions, width]``.
+    """
+    rows = read(job.source, job.data, comm, job.cache)
+    classes, targets = _targets(job, rows, comm)
+    console.print(_described(rows, classes, comm), soft_wrap=True)
+    width = 1 if classes is None else classes.width
+    trainer = trainer_of(rows, targets, None, width, job.settings, comm)
+    about = job.about(rows, targets, classes, comm)
+    return trainer, (rows.dimensions, width), classes, about
 
 
 def _targets(job: Job, rows: Rows, comm: Communicator | None) -> tuple[Classes | None, Array]:
@@ -123,7 +124,7 @@ def _check_classes(labels: Array) -> None:
         )
 
 
-def _described(job: Job, rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
+def _described(rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
     counts = gathered(comm, [len(rows), rows.nnz])
     total, entries = (sum(column) for column in zip(*counts, strict=True))
     kinds = "" if classes is None else f", {len(classes.labels)} classes"
@@ -155,7 +156,7 @@ def _resume(
 
     state = together(comm, own)
     if any(gathered(comm, state is not None)):
-        trainer.restore(checkpoint.share(state, comm))
+        trainer.restore(state or {})
         console.print(f"Going on after epoch {trainer.epochs}")
 
 

@@ -15,7 +15,7 @@ from sparcel.errors import optional
 from sparcel.linear.scd import Scd
 from sparcel.linear.sgd import Epoch, Sgd
 
-_MOST_TIMED = 1 << 24
+_MOST_TIMED = 1 << 21
 """The most values of the dense exchange that is timed for comparison; more take proportionally."""
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import optional
-from sparcel.linear.ranks import gathered, together
+from sparcel.linear.numbering import among
+from sparcel.linear.reading import read
+from sparcel.linear.weights import MOST_HELD
 from sparcel.rows import Rows, SvmLight, check
 from sparcel.rows.rows import Array
 
@@ -32,10 +32,7 @@ def as_matrix(
     or what the highest index needs.
     """
     if isinstance(data, str | os.PathLike):
-        rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
-        path = Path(data)
-        data = together(comm, lambda: SvmLight(dimensions).read(path, rank, ranks))
-        data = replace(data, dimensions=max(gathered(comm, data.dimensions)))
+        data = read(SvmLight(dimensions), data, comm)
     if not isinstance(data, Rows):
         return data, y
     check(data)
@@ -61,6 +58,21 @@ def as_rows(matrix: Any) -> Rows:
         csr.data,
         dimensions,
     )
+
+
+def product(matrix: Any, coefficients: Any) -> Array:
+    """Return ``matrix @ coefficients.T`` as an array; either may be sparse."""
+    if matrix.shape[1] > MOST_HELD:
+        # scipy would take memory for each column.
+        columns, places = np.unique(coefficients.indices, return_inverse=True)
+        shape = coefficients.shape[0], len(columns)
+        coefficients = sp.csr_matrix((coefficients.data, places, coefficients.indptr), shape)
+        rows = among(as_rows(matrix), columns)
+        shape = len(rows), len(columns)
+        matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
+    scores = matrix @ coefficients.T
+    found: Array = scores.toarray() if sp.issparse(scores) else scores
+    return found
 
 
 def sample_weights(weights: Any, rows: int, dtype: Any) -> Array | None:

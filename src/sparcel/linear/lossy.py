@@ -55,11 +55,11 @@ class Lossy(Replicated):
         owed = {} if self._owed is None else self._owed.state(self._ranks)
         return {**super().state(), **owed}
 
-    def restore(self, state: Mapping[str, Array]) -> None:
+    def restore(self, arrays: Mapping[str, Array]) -> None:
         """See `Replicated.restore`."""
-        super().restore(state)
+        super().restore(arrays)
         if self._owed is not None:
-            self._owed.restore(state, self._rank)
+            self._owed.restore(arrays, self._ranks)
 
     def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:
         """Return what is sent of a gradient, with its tail; the rest is owed."""

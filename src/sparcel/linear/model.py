@@ -12,6 +12,8 @@ import numpy as np
 from sparcel.errors import InputError, optional
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import labels, probabilities
+from sparcel.linear.numbering import among
+from sparcel.linear.weights import MOST_HELD
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
@@ -23,7 +25,7 @@ class LinearModel:
     Attributes
     ----------
     coefficients
-        ``[dimensions, width]``; one column for two classes and for regression.
+        ``[count, width]`` of all columns, or of some; width 1 for two classes and for regression.
     intercepts
         ``[width]``.
     loss
@@ -32,6 +34,11 @@ class LinearModel:
         ``[classes]`` labels, sorted; None for regression.
     about
         What else to know, such as how rows were made of text; anything that JSON holds.
+    columns
+        ``[count]``, increasing, where coefficients are those of some columns and all others are
+        zero; None for all columns.
+    wide
+        Number of columns of the data, where ``columns`` are given.
     """
 
     coefficients: Array
@@ -39,6 +46,13 @@ class LinearModel:
     loss: str
     classes: Array | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    columns: Array | None = None
+    wide: int = 0
+
+    @property
+    def dimensions(self) -> int:
+        """Number of columns of the data."""
+        return len(self.coefficients) if self.columns is None else self.wide
 
     def margins(self, rows: Rows) -> Array:
         """Return the margins of rows, ``[rows, width]``.
@@ -48,14 +62,16 @@ class LinearModel:
         InputError
             When the rows have more dimensions than the model.
         """
-        if rows.dimensions > len(self.coefficients):
+        if rows.dimensions > self.dimensions:
             raise InputError(
-                f"these rows have {rows.dimensions} dimensions, the model {len(self.coefficients)};"
+                f"these rows have {rows.dimensions} dimensions, the model {self.dimensions};"
                 " make the rows as those that it was fitted to"
             )
         check(rows)
         with optional("sparcel linear", "linear"):
             import scipy.sparse as sp
+        if self.columns is not None:
+            rows = among(rows, self.columns)
         shape = len(rows), len(self.coefficients)
         matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
         return np.asarray(matrix @ self.coefficients + self.intercepts)
@@ -78,15 +94,17 @@ class LinearModel:
 
     def save(self, path: Path) -> None:
         """Write an ``.npz`` file, without the coordinates that are zero if that is shorter."""
-        rows = np.flatnonzero(self.coefficients.any(axis=1))
+        places = np.flatnonzero(self.coefficients.any(axis=1))
+        rows = places if self.columns is None else self.columns[places]
         arrays = {"intercepts": self.intercepts}
-        if len(rows) * (8 + self.coefficients[:1].nbytes) < self.coefficients.nbytes:
-            arrays |= {"rows": rows, "values": self.coefficients[rows]}
+        each = self.coefficients[:1].nbytes
+        if len(rows) * (8 + each) < self.dimensions * each or self.dimensions > MOST_HELD:
+            arrays |= {"rows": rows, "values": self.coefficients[places]}
         else:
-            arrays["coefficients"] = self.coefficients
+            arrays["coefficients"] = _spread(rows, self.coefficients[places], self.dimensions)
         about = {
             "loss": self.loss,
-            "dimensions": len(self.coefficients),
+            "dimensions": self.dimensions,
             "about": self.about,
             "classes": None if self.classes is None else self.classes.tolist(),
         }
@@ -102,10 +120,21 @@ class LinearModel:
             When the file holds no model.
         """
         about, arrays = checkpoint.read(path, "model")
-        coefficients = arrays.get("coefficients")
-        if coefficients is None:
-            values = arrays["values"]
-            coefficients = np.zeros((about["dimensions"], values.shape[1]), values.dtype)
-            coefficients[arrays["rows"]] = values
+        columns, dimensions = None, about["dimensions"]
+        if "coefficients" in arrays:
+            coefficients = arrays["coefficients"]
+        elif dimensions > MOST_HELD:
+            columns, coefficients = arrays["rows"], arrays["values"]
+        else:
+            coefficients = _spread(arrays["rows"], arrays["values"], dimensions)
         classes = None if about["classes"] is None else np.array(about["classes"])
-        return cls(coefficients, arrays["intercepts"], about["loss"], classes, about["about"])
+        return cls(
+            *(coefficients, arrays["intercepts"], about["loss"], classes, about["about"]),
+            *(columns, dimensions),
+        )
+
+
+def _spread(rows: Array, values: Array, dimensions: int) -> Array:
+    whole = np.zeros((dimensions, values.shape[1]), values.dtype)
+    whole[rows] = values
+    return whole

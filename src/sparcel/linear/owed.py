@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparcel import api, kernels
+from sparcel import kernels
 from sparcel.comm import Communicator
+from sparcel.linear.ranks import collect, gathered, scattered
 from sparcel.linear.weights import Weights
 from sparcel.ops import SUM
 from sparcel.rows.rows import Array
@@ -67,21 +68,25 @@ class Owed:
             kernels.scatter_reduce(self.values, lost.indices, lost.values, SUM)
 
     def state(self, comm: Communicator) -> dict[str, Array]:
-        """Return what all ranks owe, one after the other; all ranks call."""
-        columns, values = [], []
-        for part in api.all_gather(SparseStream.from_dense(self.values), comm):
-            dense = torch.arange(part.size, dtype=kernels.index_dtype(part.size))
-            columns.append((dense if part.indices is None else part.indices).numpy())
-            values.append(part.values.numpy())
-        return {
-            "owed_columns": np.concatenate(columns),
-            "owed": np.concatenate(values),
-            "owed_bounds": np.cumsum([0, *map(len, columns)]),
-        }
+        """Return what all ranks owe, one after the other, complete on rank 0; all ranks call."""
+        values = self.values.numpy()
+        columns = np.flatnonzero(values if values.ndim == 1 else values.any(axis=1))
+        counts = gathered(comm, len(columns))
+        state = {"owed_ends": np.cumsum([0, *counts])}
+        for name, own in (("owed_columns", columns), ("owed", values[columns])):
+            length = sum(counts) if comm.rank == 0 else 0
+            state[name] = np.empty((length, *own.shape[1:]), own.dtype)
+            collect(own, state[name], counts, False, comm)
+        return state
 
-    def restore(self, state: Mapping[str, Array], rank: int) -> None:
-        """Take over what this rank owed."""
-        first, last = state["owed_bounds"][rank : rank + 2]
-        columns, values = state["owed_columns"][first:last], state["owed"][first:last]
-        self.values.zero_()
-        kernels.scatter(self.values, torch.from_numpy(columns), torch.from_numpy(values))
+    def restore(self, state: Mapping[str, Array], comm: Communicator) -> None:
+        """Take over what this rank owed, of what rank 0 gives; all ranks call."""
+        ends = gathered(comm, state["owed_ends"].tolist() if comm.rank == 0 else None)[0]
+        values = self.values.numpy()
+        nothing = {"owed_columns": np.empty(0, np.int64), "owed": values[:0]}
+        columns, owed = (
+            scattered(state[name] if comm.rank == 0 else none, ends, comm)
+            for name, none in nothing.items()
+        )
+        values.fill(0)
+        values[columns] = owed

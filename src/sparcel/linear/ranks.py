@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from sparcel.comm import Communicator, Group, resolve, world
+from sparcel import api
+from sparcel.comm import Call, Communicator, Group, resolve, world
 from sparcel.errors import InputError
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
 
 T = TypeVar("T")
+
+_GATHERED = Call.of("gathered", {})
+_COLLECTED, _SCATTERED = Call.of("collected", {}), Call.of("scattered", {})
 
 
 def ranks_of(group: Group) -> Communicator | None:
@@ -42,7 +51,59 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
         received = comm.exchange(sends, dict.fromkeys(sends, longest))
         return [received.get(rank, message) for rank in range(comm.size)]
 
-    return [json.loads(bytes(part.numpy())) for part in comm.run(exchange)]
+    return [json.loads(bytes(part.numpy())) for part in comm.call(_GATHERED, exchange)]
+
+
+def broadcast(array: Array | None, comm: Communicator | None) -> Array:
+    """Return the values that rank 0 has, in one dimension; all ranks call."""
+    stream = None
+    if array is not None and (comm is None or comm.rank == 0):
+        stream = SparseStream.unchecked(None, torch.from_numpy(array).view(-1), array.size)
+    if comm is not None:
+        stream = api.broadcast(stream, 0, comm)
+    assert stream is not None
+    found: Array = stream.values.numpy()
+    return found
+
+
+def collect(
+    own: Array, out: Array, counts: Sequence[int], everywhere: bool, comm: Communicator
+) -> None:
+    """Write the rows that all ranks have, one's after the other's, to ``out``; all ranks call.
+
+    ``everywhere`` tells whether all ranks get them, or rank 0 alone; ``counts`` how many each rank
+    has. One rank sends at a time, so that a rank has only one part twice.
+    """
+    part, row_bytes = _bytes(own), own.itemsize * prod(own.shape[1:])
+    takers = range(comm.size if everywhere else 1)
+    for giver, (first, last) in enumerate(pairwise(accumulate(counts, initial=0))):
+        sends, arriving = {}, {}
+        if giver == comm.rank:
+            sends = {rank: part for rank in takers if rank != giver}
+        elif comm.rank in takers:
+            arriving = {giver: (last - first) * row_bytes}
+        arrived = comm.call(_COLLECTED, lambda: comm.exchange(sends, arriving))  # noqa: B023
+        if comm.rank in takers:
+            message = arrived.get(giver, part)
+            out[first:last] = message.numpy().view(own.dtype).reshape(-1, *own.shape[1:])
+
+
+def scattered(rows: Array, ends: Sequence[int], comm: Communicator) -> Array:
+    """Return rank r's ``ends[r]`` to ``ends[r + 1]`` of the rows that rank 0 gives; all ranks call.
+
+    Other ranks give none, of the same dtype and shape.
+    """
+    row_bytes, is_giver = rows.itemsize * prod(rows.shape[1:]), comm.rank == 0
+    counts = [(last - first) * row_bytes for first, last in pairwise(ends)]
+    leaving = counts if is_giver else [0] * comm.size
+    arriving = [counts[comm.rank] if rank == 0 else 0 for rank in range(comm.size)]
+    message = _bytes(rows)
+    arrived = comm.call(_SCATTERED, lambda: comm.all_to_all(message, leaving, arriving))
+    return arrived.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+
+
+def _bytes(rows: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
 
 
 def check_alike(

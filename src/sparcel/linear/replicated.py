@@ -10,14 +10,19 @@ import numpy as np
 import torch
 
 from sparcel import auto
-from sparcel.comm import Communicator, Job
+from sparcel.comm import Call, Communicator, Job
 from sparcel.formats import FORMATS_BY_NAME
 from sparcel.kernels import index_dtype
 from sparcel.linear.batches import TAIL, Batch
+from sparcel.linear.ranks import broadcast
 from sparcel.linear.weights import Weights
+from sparcel.linear.whole import Whole
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
+
+STEP = Call.of("step", {})
+"""What messages of a step say that they belong to."""
 
 
 class Point(NamedTuple):
@@ -47,7 +52,8 @@ class Replicated:
     Parameters
     ----------
     weights
-        The model, equal on all ranks.
+        The model, equal on all ranks. That of one rank alone has only the columns that occur; all
+        other coordinates are zero and stay zero.
     batches
         This rank's.
     comm
@@ -55,6 +61,10 @@ class Replicated:
     exchange
         How gradients are summed: ``algorithm``, ``format`` and ``max_nnz`` of
         `sparcel.all_reduce`, alike on all ranks.
+    columns
+        What the columns of the batches stand for; None for themselves.
+    dimensions
+        Number of columns of the data, where ``columns`` are given.
 
     Attributes
     ----------
@@ -68,9 +78,12 @@ class Replicated:
         batches: Sequence[Batch],
         comm: Communicator | None,
         exchange: Mapping[str, Any],
+        columns: Array | None = None,
+        dimensions: int = 0,
     ) -> None:
         self.weights, self._batches, self._comm = weights, batches, comm
-        self._exchange = dict(exchange)
+        self._exchange, self._columns = dict(exchange), columns
+        self._dimensions = weights.dimensions if columns is None else dimensions
         self._rank = 0 if comm is None else comm.rank
         self.seconds = 0.0
 
@@ -87,28 +100,30 @@ class Replicated:
         comm, stream = self._comm, self._stream(numbers, gradient)
         if comm is None:
             return self._finish(stream, rate, wanted)
-        total = self._timed(lambda: comm.run(lambda: self._sum(stream)))
+        total = self._timed(lambda: comm.call(STEP, lambda: self._sum(stream)))
         return self._finish(total, rate, wanted)
 
     def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
         """Begin what `step` does; the model changes when the result is waited for."""
-        if self._comm is None:
+        comm = self._comm
+        if comm is None:
             return lambda: self.step(numbers, gradient, rate, wanted)
         stream = self._stream(numbers, gradient)
-        job: Job[SparseStream] = self._comm.submit(lambda: self._sum(stream))
+        job: Job[SparseStream] = comm.submit(lambda: comm.call(STEP, lambda: self._sum(stream)))
         return lambda: self._finish(self._timed(job.wait), rate, wanted)
 
-    def whole(self) -> Weights:
-        """Return the whole model; all ranks call."""
-        return self.weights
+    def whole(self, everywhere: bool = True) -> Whole:
+        """Return the whole model, which is this one."""
+        return Whole(self.weights, self._columns, self._dimensions)
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here; all ranks call."""
         return self.weights.state()
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Take over what `state` returned."""
-        self.weights.restore(state)
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take over what rank 0 gives of `BY_COLUMN`; all ranks call."""
+        for name, own in self.weights.by_column().items():
+            own[...] = broadcast(arrays.get(name), self._comm).reshape(own.shape)
 
     def _sum(self, stream: SparseStream) -> SparseStream:
         """Return the sum of all ranks' streams, inside a job of the communicator."""

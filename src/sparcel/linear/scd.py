@@ -12,7 +12,7 @@ from sparcel._checks import whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.linear.coordinates import by_coordinates, draws
-from sparcel.linear.ranks import check_alike, together
+from sparcel.linear.ranks import broadcast, check_alike, together
 from sparcel.linear.sgd import Epoch
 from sparcel.linear.updates import GATHERS
 from sparcel.rows import Rows, check
@@ -134,7 +134,7 @@ class Scd:
         self.columns = self._shard.columns
         self.values = np.zeros((self._shard.size, width), rows.values.dtype)
         self._margins = np.zeros((len(rows), width))
-        self.updates = updates(comm, self._shard.size)
+        self.updates, self._comm = updates(comm, self._shard.size), comm
         longest = int(np.diff(self.updates.slices).max())
         self.steps = max(-(-longest // min(block, max(longest // _LEAST_STEPS, 1))), 1)
         self.epochs = 0
@@ -192,18 +192,32 @@ class Scd:
 
     def read(self) -> tuple[Array, Array]:
         """Return the coordinates ``[dimensions, width]`` and the intercepts, as copies."""
-        columns, width = self.columns, self.values.shape[1]
-        out = np.zeros((self._dimensions, width), self.values.dtype)
-        out[columns] = self.values[: len(columns)]
+        columns, values, intercepts = self.coordinates()
+        out = np.zeros((self._dimensions, values.shape[1]), values.dtype)
+        out[columns] = values
+        return out, intercepts
+
+    def coordinates(self) -> tuple[Array, Array, Array]:
+        """Return the columns that occur, increasing, their coordinates, and the intercepts."""
+        count = len(self.columns)
         # Without an intercept there is no last row, and the sum of none is 0.
-        return out, self.values[len(columns) :].sum(axis=0, dtype=np.float64)
+        intercepts = self.values[count:].sum(axis=0, dtype=np.float64)
+        return self.columns, self.values[:count], intercepts
 
     def state(self) -> dict[str, Array]:
         """Return what `restore` goes on from, between two epochs; equal on all ranks."""
         return {"values": self.values.copy(), "losses": np.array(self.losses)}
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Go on from a `state` of the same rows and settings, bit for bit."""
+        """Go on from the `state` that rank 0 gives, bit for bit; all ranks call.
+
+        Raises
+        ------
+        InputError
+            When it is of other rows.
+        """
+        state = {name: broadcast(state.get(name), self._comm) for name in ("values", "losses")}
+        state["values"] = state["values"].reshape(-1, self.values.shape[1])
         if state["values"].shape != self.values.shape:
             raise InputError(
                 f"the state has {len(state['values'])} coordinates, and these rows have"

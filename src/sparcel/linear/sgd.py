@@ -10,11 +10,12 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.alone import Alone
 from sparcel.linear.batches import TAIL, Batch, most_entries
+from sparcel.linear.ranks import gathered
 from sparcel.linear.replicated import Numbers, Pending, Point, Replicated, Stepped
 from sparcel.linear.sharded import Sharded
 from sparcel.linear.step_sizes import StepSizes
+from sparcel.linear.weights import ONCE
 from sparcel.rows.rows import Array
 
 
@@ -78,7 +79,7 @@ class Sgd:
 
     def __init__(
         self,
-        model: Alone | Replicated | Sharded,
+        model: Replicated | Sharded,
         batches: Sequence[Batch],
         counts: Sequence[int],
         loss: str,
@@ -139,20 +140,34 @@ class Sgd:
         """Return the model's coordinates ``[dimensions, width]`` and intercepts; all ranks call."""
         return self.model.whole().read()
 
+    def coordinates(self) -> tuple[Array | None, Array, Array]:
+        """Return, on rank 0, what `Whole.coordinates` does; all ranks call."""
+        return self.model.whole(everywhere=False).coordinates()
+
     def state(self) -> dict[str, Array]:
-        """Return what a later training needs to go on from here, bit by bit; all ranks call."""
-        progress = np.array([self.epochs, self._sizes.size, self._sizes.last_loss])
+        """Return what a later training needs to go on from here, bit by bit; all ranks call.
+
+        What rank 0 gets is complete. The next step may change it.
+        """
         return {
             **self.model.state(),
-            "progress": progress,
+            "progress": np.array([self.epochs, self._sizes.size, self._sizes.last_loss]),
             "losses": np.array(self.losses),
         }
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Go on from where another training with the same rows and settings was."""
+        """Go on from where another training with the same rows and settings was; all ranks call.
+
+        The state is that which rank 0 gives.
+        """
+        given = {
+            name: state[name].tolist() for name in (*ONCE, "progress", "losses") if name in state
+        }
+        told = gathered(self._comm, given if self._rank == 0 else None)[0]
         self.model.restore(state)
-        epochs, self._sizes.size, self._sizes.last_loss = state["progress"].tolist()
-        self.epochs, self.losses = int(epochs), state["losses"].tolist()
+        self.model.weights.restore({name: np.array(values) for name, values in told.items()})
+        epochs, self._sizes.size, self._sizes.last_loss = told["progress"]
+        self.epochs, self.losses = int(epochs), told["losses"]
 
     @property
     def _volume(self) -> int:

@@ -19,16 +19,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sparcel.comm import Communicator
+from sparcel.comm import Call, Communicator
 from sparcel.formats import Qsgd
 from sparcel.linear.batches import TAIL, Batch, column_dtype
 from sparcel.linear.pushes import Exact, Rounded
-from sparcel.linear.ranks import gathered
-from sparcel.linear.replicated import Numbers, Pending, Point, Stepped
-from sparcel.linear.weights import BY_COLUMN, Weights, part_of, whole_of
+from sparcel.linear.ranks import collect, gathered, scattered
+from sparcel.linear.replicated import STEP, Numbers, Pending, Point, Stepped
+from sparcel.linear.weights import BY_COLUMN, Weights
+from sparcel.linear.whole import Whole
 from sparcel.rows.rows import Array
 
 T = TypeVar("T")
+
+_READ, _TELL = Call.of("read", {}), Call.of("tell owners", {})
+"""What ranks call, which their messages tell: ranks that get out of step learn it."""
 
 _BINS = 4096
 """Ranges of columns whose use is counted to find owners that have about equally much to do."""
@@ -82,8 +86,10 @@ class Sharded:
         self._cuts.append([0] * (comm.size + 1))
         asked = self._tell_owners(own)
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
-        self._columns = np.unique(np.concatenate([one.columns for one in asked]))
-        self._asked = [one.numbered(self._columns) for one in asked]
+        self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in asked]))
+        self._asked: list[Asked] = []
+        while asked:  # frees what is numbered
+            self._asked.append(asked.pop(0).numbered(self._columns))
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
         width = self.weights.width
         self._pushes: Exact | Rounded = Exact()
@@ -96,15 +102,18 @@ class Sharded:
 
     def read(self, numbers: Numbers) -> Point | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
-        return self._counted(lambda: self._pull(numbers))
+        return self._counted(_READ, lambda: self._pull(numbers))
 
     def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
         """Take a step with the gradients of these batches, and read those wanted next."""
-        return self._counted(lambda: self._step(numbers, gradient, rate, wanted))
+        return self._counted(STEP, lambda: self._step(numbers, gradient, rate, wanted))
 
     def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
         """Begin what `step` does, on the communicator's thread."""
-        job = self._comm.submit(lambda: self._step(numbers, gradient, rate, wanted))
+        comm = self._comm
+        job = comm.submit(
+            lambda: comm.call(STEP, lambda: self._step(numbers, gradient, rate, wanted))
+        )
 
         def wait() -> Stepped:
             start = time.perf_counter()
@@ -114,26 +123,38 @@ class Sharded:
 
         return wait
 
-    def whole(self) -> Weights:
-        """Return the whole model; all ranks call."""
-        state = {
-            name: self._gather(array) if name in BY_COLUMN else array
-            for name, array in self.weights.state().items()
-        }
-        return whole_of(state, self._gather(self._columns), self._settings)
+    def whole(self, everywhere: bool = True) -> Whole:
+        """Put the whole model together, or, on other ranks than 0, so much of it; all ranks call.
+
+        ``everywhere`` tells whether all ranks get the whole, or rank 0 alone.
+        """
+        own, dimensions = self.weights, self._settings["dimensions"]
+        lengths = gathered(self._comm, len(self._columns))
+        if self._comm.rank == 0 or everywhere:
+            own = Weights(**{**self._settings, "dimensions": sum(lengths)})
+        columns = np.empty(own.dimensions, self._columns.dtype)
+        collect(self._columns, columns, lengths, everywhere, self._comm)
+        for name, array in self.weights.by_column().items():
+            collect(array, own.by_column()[name], lengths, everywhere, self._comm)
+        state = self.weights.state()
+        own.restore({name: a for name, a in state.items() if name not in BY_COLUMN})
+        return Whole(own, columns, dimensions)
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here; all ranks call."""
-        return self.whole().state()
+        return self.whole(everywhere=False).weights.state()
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        """Take this rank's part of the state of a whole model."""
-        self.weights.restore(part_of(state, self._columns))
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Take this rank's part of what rank 0 gives of `BY_COLUMN`; all ranks call."""
+        comm = self._comm
+        ends = list(accumulate(gathered(comm, len(self._columns)), initial=0))
+        for name, own in self.weights.by_column().items():
+            own[...] = scattered(arrays[name] if comm.rank == 0 else own[:0], ends, comm)
 
-    def _counted(self, run: Callable[[], T]) -> T:
+    def _counted(self, call: Call, run: Callable[[], T]) -> T:
         """Run a job at once, and count the time of its exchanges."""
         before = self._exchanging
-        result = self._comm.run(run)
+        result = self._comm.call(call, run)
         self.seconds += self._exchanging - before
         return result
 
@@ -216,12 +237,12 @@ class Sharded:
         ]
         counts = np.array([[len(piece) for piece in part] for part in pieces], np.int64)
         batches = gathered(comm, len(own))
-        told = comm.run(lambda: self._exchange(counts.reshape(-1), [len(own)] * comm.size, batches))
+        told = self._told(counts.reshape(-1), [len(own)] * comm.size, batches)
         counts_of = np.split(told, np.cumsum(batches)[:-1])
         none = np.zeros(0, column_dtype(self._settings["dimensions"]))
         columns = np.concatenate([none, *chain.from_iterable(pieces)])
         leaving, arriving = ([int(one.sum()) for one in each] for each in (counts, counts_of))
-        arrived = comm.run(lambda: self._exchange(columns, leaving, arriving))
+        arrived = self._told(columns, leaving, arriving)
         return [
             Asked(part, [0, *accumulate(numbers.tolist())])
             for part, numbers in zip(
@@ -229,12 +250,8 @@ class Sharded:
             )
         ]
 
-    def _gather(self, rows: Array) -> Array:
-        """Return what all owners have, one after the other; all ranks call."""
-        part = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
-        most = max(gathered(self._comm, part.numel()))
-        parts = self._comm.run(lambda: self._comm.gather(part, most))
-        return torch.cat(parts).numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+    def _told(self, rows: Array, leaving: Sequence[int], arriving: Sequence[int]) -> Array:
+        return self._comm.call(_TELL, lambda: self._exchange(rows, leaving, arriving))
 
 
 def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:

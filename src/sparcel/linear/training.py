@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from sparcel import _cpu
 from sparcel._checks import flag, number, whole_number
 from sparcel.collectives import ALGORITHMS
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME, Qsgd
-from sparcel.linear.alone import Alone, by_frequency
 from sparcel.linear.batches import MOST_ROWS, TAIL, Batch, arrange, most_entries
 from sparcel.linear.lossy import Lossy
+from sparcel.linear.numbering import by_frequency
 from sparcel.linear.ranks import check_alike, gathered, together
 from sparcel.linear.replicated import Replicated
 from sparcel.linear.scd import Scd
@@ -165,10 +166,10 @@ def prepare(
     """
     together(comm, lambda: check(rows))
     rank, dimensions = 0 if comm is None else comm.rank, rows.dimensions
-    if is_alone := comm is None and weights is None:
-        columns, rows = by_frequency(rows)
+    numbering = by_frequency(rows) if comm is None and weights is None else None
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
-    batches = arrange(rows, targets, row_weights, settings.batch_size, order)
+    batches = arrange(rows, targets, row_weights, settings.batch_size, order, numbering)
+    _cpu.drop_kept()  # what reading and arranging took, as much as a piece of the rows
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
     check_alike(
@@ -176,32 +177,35 @@ def prepare(
     )
     counts, entries = zip(*gathered(comm, [len(batches), most_entries(batches)]), strict=True)
     arguments = settings.weights(dimensions, width, dtype)
-    model: Alone | Replicated | Sharded
-    if is_alone:
-        model = Alone(arguments, columns, batches)
-    elif settings.algorithm == SHARDED and comm is not None and weights is None:
+    model: Replicated | Sharded
+    if settings.algorithm == SHARDED and comm is not None and weights is None:
         model = Sharded(arguments, batches, comm, settings.quantizer())
     else:
         by = "auto" if settings.algorithm == SHARDED else settings.algorithm
         exchange = {"algorithm": by, "format": settings.format, "max_nnz": max(entries)}
-        model = _replicated(settings, weights or Weights(**arguments), batches, comm, exchange)
+        if numbering is not None:
+            arguments["dimensions"] = len(numbering.columns)
+        whole = weights or Weights(**arguments)
+        if comm is not None and (settings.bits or settings.density):
+            model = _lossy(settings, whole, batches, comm, exchange)
+        else:
+            columns = None if numbering is None else numbering.columns
+            model = Replicated(whole, batches, comm, exchange, columns, dimensions)
     sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
         model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed
     )
 
 
-def _replicated(
+def _lossy(
     settings: Settings,
     weights: Weights,
     batches: Sequence[Batch],
-    comm: Communicator | None,
+    comm: Communicator,
     exchange: dict[str, Any],
-) -> Replicated:
-    """Return a whole model on this rank, and what is sent of its gradients."""
+) -> Lossy:
+    """Return a whole model on this rank, of whose gradients a part is sent."""
     quantizer, count = settings.quantizer(), None
-    if comm is None or (quantizer is None and settings.density is None):
-        return Replicated(weights, batches, comm, exchange)
     if quantizer is not None and weights.width > 1:
         raise InputError(
             f"bits={settings.bits} goes with one class that is told from the rest where gradients"

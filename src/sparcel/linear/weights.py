@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
+from sparcel.errors import InputError
 from sparcel.rows.rows import Array
 
+_SETTINGS = ("dimensions", "width", "l1", "l2", "adaptive", "average", "dtype", "intercept")
 _ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
 
 BY_COLUMN = ("rows", "sums")
 """What of a state has a row for each coordinate."""
+
+ONCE = ("counts", "intercept", "intercept_squares", "intercept_sums")
+"""What of a state is small, and the same on all ranks."""
+
+MOST_HELD = 2**31 - 1
+"""A model of more dimensions is never held whole, but as the columns that occur."""
 
 _LEAST_SCALE = 1e-6
 """Below this the scale is multiplied into the coordinates, before precision suffers."""
@@ -56,6 +64,11 @@ class Weights:
         dtype: Any = np.float32,
         intercept: bool = True,
     ) -> None:
+        if dimensions > MOST_HELD:
+            raise InputError(
+                f"a model of {dimensions} dimensions can't be held whole, as partial_fit does and"
+                " every rank that sums all gradients: call fit, with algorithm='sharded'"
+            )
         self._settings = (dimensions, width, l1, l2, adaptive, average, dtype, intercept)
         self.dimensions, self.width, self.l1, self.l2 = dimensions, width, l1, l2
         self.adaptive, self.fits_intercept = adaptive, intercept
@@ -169,16 +182,20 @@ class Weights:
         if self.adaptive:
             self.rows[:, self.width : 2 * self.width] = np.asarray(coordinates) != 0
 
-    def is_like(self, other: Weights) -> bool:
-        """Tell whether another model has the same shape, dtype and settings."""
-        return self._settings == other._settings
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that such a model is made with."""
+        return dict(zip(_SETTINGS, self._settings, strict=True))
 
     def state(self) -> dict[str, Array]:
-        """Return a copy of all that steps changed."""
+        """Return all that steps change: the arrays themselves, which the next step changes."""
         counts = np.array([self.steps, self.scales, self._model.scale, self._model.now])
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        kept = {name: array.copy() for name, array in arrays.items() if array is not None}
-        return {"counts": counts, **kept}
+        return {"counts": counts, **{k: array for k, array in arrays.items() if array is not None}}
+
+    def by_column(self) -> dict[str, Array]:
+        """Return the arrays that have a row for each coordinate."""
+        return {name: array for name, array in self.state().items() if name in BY_COLUMN}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Take over the state of a model with the same settings, bit by bit."""
@@ -208,24 +225,6 @@ class Weights:
         out -= self.sums
         out /= self.steps
         return out, self.intercept_sums / self.steps
-
-
-def whole_of(state: Mapping[str, Array], columns: Array, settings: Mapping[str, Any]) -> Weights:
-    """Return a model that is zero but for some columns, whose state is given.
-
-    ``settings`` are the whole model's arguments of `Weights`.
-    """
-    whole = Weights(**settings)
-    for name, array in state.items():
-        if name in BY_COLUMN:
-            getattr(whole, name)[columns] = array
-    whole.restore({name: array for name, array in state.items() if name not in BY_COLUMN})
-    return whole
-
-
-def part_of(state: Mapping[str, Array], columns: Array) -> dict[str, Array]:
-    """Return what the state of a whole model holds for some columns."""
-    return {name: a[columns] if name in BY_COLUMN else a for name, a in state.items()}
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -4,7 +4,16 @@ from sparcel.rows.cache import fingerprint, load, shard, verify
 from sparcel.rows.cache_writer import CacheWriter, save
 from sparcel.rows.documents import read_json_lines, read_lines, read_tsv
 from sparcel.rows.rows import Rows, check, concatenate
-from sparcel.rows.sources import SvmLight, Text, cached, describe, described, make_cache
+from sparcel.rows.sources import (
+    Source,
+    SvmLight,
+    Text,
+    cached,
+    describe,
+    described,
+    make_cache,
+    map_rows,
+)
 from sparcel.rows.svmlight import read_svmlight, svmlight_blocks
 from sparcel.rows.text import HashedNGrams
 
@@ -12,6 +21,7 @@ __all__ = [
     "CacheWriter",
     "HashedNGrams",
     "Rows",
+    "Source",
     "SvmLight",
     "Text",
     "cached",
@@ -22,6 +32,7 @@ __all__ = [
     "fingerprint",
     "load",
     "make_cache",
+    "map_rows",
     "read_json_lines",
     "read_lines",
     "read_svmlight",

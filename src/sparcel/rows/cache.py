@@ -19,6 +19,7 @@ import struct
 import sys
 import zlib
 from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,16 @@ def fingerprint(paths: Paths, **settings: object) -> str:
     return json.dumps({"files": files, "settings": settings}, sort_keys=True)
 
 
-def load(path: str | os.PathLike[str], fingerprint: str | None = None) -> Rows | None:
-    """Map a cache into memory.
+def holds(path: str | os.PathLike[str], fingerprint: str) -> bool:
+    """Tell whether `load` finds rows that are made of this."""
+    found = _open(Path(path))
+    return found is not None and found[0]["fingerprint"] == fingerprint
+
+
+def load(
+    path: str | os.PathLike[str], fingerprint: str | None = None, rank: int = 0, ranks: int = 1
+) -> Rows | None:
+    """Map a cache into memory, or a rank's share of it.
 
     Parameters
     ----------
@@ -58,6 +67,8 @@ def load(path: str | os.PathLike[str], fingerprint: str | None = None) -> Rows |
         What `save` or a `CacheWriter` wrote.
     fingerprint
         What the cache must be made of; None for anything.
+    rank, ranks
+        Which of so many shares; see `shard`.
 
     Returns
     -------
@@ -75,12 +86,14 @@ def load(path: str | os.PathLike[str], fingerprint: str | None = None) -> Rows |
         return None
     header, content = found
     arrays = {name: _array(content, entry) for name, entry in header["arrays"].items()}
-    labels = arrays.get("labels")
-    if "codes" in arrays:
-        _check(Path(path), content, header, "codes")
-        labels = np.array(header["classes"], np.str_)[arrays["codes"]]
+    labels = arrays.get("labels", arrays.get("codes"))
     dimensions = header["dimensions"]
-    return Rows(arrays["offsets"], arrays["columns"], arrays["values"], dimensions, labels)
+    rows = Rows(arrays["offsets"], arrays["columns"], arrays["values"], dimensions, labels)
+    rows = rows if ranks == 1 else shard(rows, rank, ranks)
+    if "codes" not in arrays:
+        return rows
+    _check(Path(path), content, header, "codes")
+    return replace(rows, labels=np.array(header["classes"], np.str_)[rows.labels])
 
 
 def verify(path: str | os.PathLike[str]) -> None:

@@ -57,6 +57,20 @@ class Rows:
             None if self.labels is None else self.labels[start:stop],
         )
 
+    def take(self, rows: Array) -> Self:
+        """Return copies of the rows with these numbers, in this order."""
+        lengths = self.offsets[rows + 1] - self.offsets[rows]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        entries = np.repeat(self.offsets[rows] - offsets[:-1], lengths)
+        entries += np.arange(offsets[-1])
+        return type(self)(
+            offsets,
+            self.columns[entries],
+            self.values[entries],
+            self.dimensions,
+            None if self.labels is None else self.labels[rows],
+        )
+
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
     """Join rows end to end; all have the same dimensions, and labels or none.

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
 from sparcel.rows import cache, cache_writer
@@ -54,9 +56,12 @@ class SvmLight:
         """Return a rank's part of the rows."""
         return read_svmlight(paths, self.dimensions, self.index_from, rank, ranks)
 
-    def blocks(self, paths: Paths, labels: Labels = "numbers") -> Iterator[Rows]:
-        """Yield all rows, block by block; see `svmlight_blocks`."""
-        return svmlight_blocks(paths, self.dimensions, self.index_from, labels=labels)
+    def blocks(
+        self, paths: Paths, labels: Labels = "numbers", rank: int = 0, ranks: int = 1
+    ) -> Iterator[Rows]:
+        """Yield a rank's part of the rows, block by block; see `svmlight_blocks`."""
+        settings = self.dimensions, self.index_from, rank, ranks
+        return svmlight_blocks(paths, *settings, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,14 @@ class Text:
         """
         return join(self._blocks(pieces(paths, rank, ranks)), self.ngrams.dimensions, None)
 
-    def blocks(self, paths: Paths, labels: Labels = "numbers") -> Iterator[Rows]:
-        """Yield all rows, block by block; labels keep their types, whatever ``labels`` is."""
-        return self._blocks(pieces(paths, 0, 1))
+    def blocks(
+        self, paths: Paths, labels: Labels = "numbers", rank: int = 0, ranks: int = 1
+    ) -> Iterator[Rows]:
+        """Yield a rank's part of the rows, block by block.
+
+        Labels keep their types, whatever ``labels`` is.
+        """
+        return self._blocks(pieces(paths, rank, ranks))
 
     def _blocks(self, own: list[Piece]) -> Iterator[Rows]:
         read = chain.from_iterable(self._readable(piece) for piece in own)
@@ -159,13 +169,14 @@ def make_cache(path: str | os.PathLike[str], paths: Paths, source: Source) -> No
         When a file cannot be read or is malformed; the cache is then left as it was.
     """
     made_of = cache.fingerprint(paths, **describe(source))
-    if cache.load(path, made_of) is None:
+    if not cache.holds(path, made_of):
         try:
             _write(path, made_of, source.blocks(paths, "numbers"))
         except TextLabelError:
             _write(path, made_of, source.blocks(paths, "texts"))
         except OSError as error:
             raise InputError(f"{path} can't be written: {error.strerror}") from error
+        _cpu.drop_kept()
 
 
 def _write(path: str | os.PathLike[str], made_of: str, parts: Iterator[Rows]) -> None:
@@ -178,13 +189,40 @@ def cached(
     path: str | os.PathLike[str], paths: Paths, source: Source, rank: int = 0, ranks: int = 1
 ) -> Rows:
     """Return a rank's share of a cache that `make_cache` made, mapped, balanced by entries."""
-    rows = cache.load(path, cache.fingerprint(paths, **describe(source)))
+    rows = cache.load(path, cache.fingerprint(paths, **describe(source)), rank, ranks)
     if rows is None:
         raise InputError(
             f"{path} is not there on this machine, or is a cache of other rows; give each machine"
             " a folder that its own ranks share"
         )
-    return cache.shard(rows, rank, ranks)
+    return rows
+
+
+def map_rows(
+    paths: Paths, source: Source, rank: int = 0, ranks: int = 1, labels: Labels = "numbers"
+) -> Rows:
+    """Return a rank's part of the rows of files, mapped from a file that goes with them.
+
+    So they need not fit in memory. The file is in the folder for temporary files.
+
+    Raises
+    ------
+    InputError
+        When a file cannot be read or is malformed, or there is no room for the rows.
+    """
+    try:
+        with TemporaryDirectory(prefix="sparcel-") as folder:
+            path = Path(folder) / "rows"
+            _write(path, "", source.blocks(paths, labels, rank, ranks))
+            rows = cache.load(path)
+    except OSError as error:
+        raise InputError(
+            f"the rows can't be written to {gettempdir()}: {error.strerror}; give a cache, or set"
+            " TMPDIR to a folder with more room"
+        ) from error
+    assert rows is not None
+    _cpu.drop_kept()
+    return rows
 
 
 def _first_line(path: Path) -> str:
