@@ -30,8 +30,9 @@ from record import rows_of as recorded
 from sparcel.comm import world
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered
-from sparcel.linear.replicated import Replicated
-from sparcel.linear.training import Settings, prepare
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.sgd.replicated import Replicated
 from sparcel.rows import shard
 from sparcel.stream import SparseStream
 

@@ -33,7 +33,8 @@ from sklearn.linear_model import LogisticRegression
 
 from sparcel.comm import Communicator, world
 from sparcel.linear.ranks import gathered
-from sparcel.linear.training import Settings, trainer_of
+from sparcel.linear.settings import Settings
+from sparcel.linear.training import trainer_of
 from sparcel.rows import Rows, shard
 
 L2 = 1e-6

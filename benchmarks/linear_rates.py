@@ -30,8 +30,9 @@ from record import Row, extend
 from sparcel import simulate
 from sparcel.comm import Network
 from sparcel.comm.simulated import Report, SimulatedCommunicator
-from sparcel.linear.sgd import Epoch
-from sparcel.linear.training import Settings, prepare
+from sparcel.linear.epoch import Epoch
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.prepare import prepare
 from sparcel.rows import shard
 
 NETWORKS = {

@@ -1,11 +1,11 @@
-"""The tables and the figure of docs/linear.md, from its records.
+"""The tables and the figures of docs/linear-measured.md, from its records.
 
 python benchmarks/linear_report.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from pages import save, table
@@ -189,6 +189,74 @@ def _rates(row: Row, dense: Row, network: str) -> Iterator[str]:
     yield ", ".join(map(str, () if row["algorithm"] in ("dense", "sharded") else paper))
 
 
+def optimum_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of the ways to one objective: seconds, epochs and bytes."""
+    columns = (
+        "nodes",
+        "solver",
+        "objective",
+        "reached",
+        "epochs",
+        "seconds",
+        "of it communication",
+    )
+    cells = (
+        (
+            str(row["nodes"]),
+            row["arm"],
+            f"{row['objective']:.6f}",
+            "" if "reached" not in row else "yes" if row["reached"] else "no",
+            str(row.get("epochs", "")),
+            f"{row['seconds']:.1f} s",
+            f"{row['communication_seconds']:.1f} s" if row["nodes"] > 1 else "",
+            f"{row['bytes'] / 1e6:,.1f} MB" if row["nodes"] > 1 else "",
+        )
+        for row in rows
+    )
+    yield from table((*columns, "bytes"), cells)
+
+
+def memory_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of the most memory that a rank takes, beside its budget."""
+    columns = ("set", "training", "ranks", "rows", "vectors", "budget", "peak")
+    phases = ("reading", "arranging", "training", "saving", "end")
+
+    def cells(row: Row) -> Iterator[str]:
+        yield from (row["set"], row["label"], str(row["ranks"]))
+        yield f"{row['parsed_bytes'] / 1e6:.0f} MB"
+        yield f"{row['vectors']} × {row['vector_bytes'] / 1e6:.0f} MB"
+        yield f"{row['budget_bytes'] / 1e6:.0f} MB"
+        yield f"{row['peak_bytes'] / 1e6:.0f} MB"
+        for phase in phases:
+            yield f"{row['peaks'][phase] / 1e6:.0f}" if phase in row["peaks"] else ""
+
+    yield from table((*columns, *phases), map(cells, rows))
+
+
+TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
+    "linear_scd": gathers_table,
+    "linear_optimum": optimum_table,
+    "linear_spark": spark_table,
+    "linear_rates": rates_table,
+    "linear_memory": memory_table,
+    "linear_single": single_table,
+}
+"""The tables of the records that have one each."""
+
+
+def all_tables() -> Iterator[str]:
+    """Yield the lines of all tables of the page."""
+    rows = rows_of(RESULTS / "linear_models.json")
+    for name in dict.fromkeys(row["set"] for row in rows):
+        yield f"\n{name}, paper {PAPER[name]}\n"
+        yield from arms_table(rows, name, 8)
+    yield "\nnodes\n"
+    yield from nodes_table(rows)
+    for name, lines in TABLES.items():
+        yield f"\n{name}\n"
+        yield from lines(rows_of(RESULTS / f"{name}.json"))
+
+
 def draw(rows: list[Row], name: str) -> None:
     """Draw the loss against time of the arms on 8 nodes."""
     from matplotlib import pyplot as plt
@@ -204,15 +272,10 @@ def draw(rows: list[Row], name: str) -> None:
 
 def main() -> None:
     """Print the tables and draw the figures."""
+    print(*all_tables(), sep="\n")
     rows = rows_of(RESULTS / "linear_models.json")
     for name in dict.fromkeys(row["set"] for row in rows):
-        print(f"\n{name}, paper {PAPER[name]}\n", *arms_table(rows, name, 8), sep="\n")
         draw(rows, name)
-    print("", *nodes_table(rows), sep="\n")
-    print("", *gathers_table(rows_of(RESULTS / "linear_scd.json")), sep="\n")
-    print("", *spark_table(rows_of(RESULTS / "linear_spark.json")), sep="\n")
-    print("", *single_table(rows_of(RESULTS / "linear_single.json")), sep="\n")
-    print("", *rates_table(rows_of(RESULTS / "linear_rates.json")), sep="\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from sparcel import collectives
 from sparcel.comm import Communicator, world
 from sparcel.linear.ranks import gathered
 from sparcel.linear.scd import Scd
-from sparcel.linear.updates import GATHERS, Gathered, Share, Updates
+from sparcel.linear.scd.updates import GATHERS, Gathered, Share, Updates
 from sparcel.rows import shard
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream

@@ -22,7 +22,8 @@ from machine import machine
 from record import Row, write
 from sklearn.linear_model import SGDClassifier
 
-from sparcel.linear.training import Settings, prepare
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.prepare import prepare
 from sparcel.rows import HashedNGrams, Rows
 
 EPOCHS = 5

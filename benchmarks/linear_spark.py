@@ -41,7 +41,8 @@ from torch.distributed import TCPStore
 
 from sparcel.comm import world
 from sparcel.linear.ranks import gathered
-from sparcel.linear.training import Settings, prepare
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.prepare import prepare
 from sparcel.rows import shard
 
 URLS = SETS["urls"]

@@ -48,7 +48,7 @@ STEPS: dict[str, Steps] = {
     **{name: algorithm.steps for name, algorithm in ALGORITHMS.items()},
     **OTHER_STEPS,
 }
-WORLDS = [*range(1, 18), 24, 31, 32, 33]
+WORLDS = [*range(1, 10), 12, 15, 16, 17, 24, 33]
 
 
 def evenly(layout: str, ranks: int, size: int, k: int) -> list[torch.Tensor]:
@@ -276,7 +276,7 @@ def moved_by(problem: Problem, course: Course) -> int:
 @pytest.mark.parametrize("layout", ["identical", "disjoint", "anywhere"])
 @pytest.mark.parametrize("k", [3, 300])
 def test_oktopk_has_the_predicted_traffic_given_its_refinements(layout: str, k: int) -> None:
-    for ranks in WORLDS if layout != "anywhere" else WORLDS[::4]:
+    for ranks in WORLDS[::2] if layout != "anywhere" else WORLDS[::4]:
         size = 40 * ranks * k // 7 + 5
         indices = (
             anywhere(ranks, size, k) if layout == "anywhere" else evenly(layout, ranks, size, k)

@@ -1,6 +1,7 @@
 """The fused accumulate, select and clear."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import hypothesis.strategies as st
 import pytest
@@ -85,9 +86,8 @@ def test_accumulate_topk_is_the_reference(
         check(addition, k, chunk)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "threads"), zip(KINDS, cycle([1, 3]), strict=False))
 def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> None:
     # Long enough for streaming stores, with an offset that they must align first.
     memory = Case(kind, 2_100_003, torch.float32, 1, misaligned=True).vector()

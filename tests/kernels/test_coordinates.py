@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import _cpu
-from sparcel.linear.coordinates import by_coordinates
+from sparcel.linear.scd.coordinates import by_coordinates
 from tests.linear.reference import loss_at, random_rows, rows_of
 
 LARGEST = {"logistic": 0.25, "squared_hinge": 2.0, "squared": 1.0}

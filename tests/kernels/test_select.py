@@ -1,5 +1,7 @@
 """Selection: every compiled path against the definition."""
 
+from itertools import cycle
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -86,9 +88,8 @@ def test_every_length_at_every_alignment(isa: str, dtype: torch.dtype) -> None:
                 assert_same(kernels.topk(x, length // 2), reference.topk(x, length // 2))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "threads"), zip(KINDS, cycle([1, 3]), strict=False))
 def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> None:
     x = Case(kind, 800_007, torch.float32, seed=1).vector()
     with using(isa, threads):

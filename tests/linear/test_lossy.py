@@ -13,11 +13,13 @@ from sparcel import simulate
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
 from sparcel.linear import SparseLogisticRegression, checkpoint
-from sparcel.linear.batches import TAIL
-from sparcel.linear.owed import Owed
-from sparcel.linear.pushes import Rounded
-from sparcel.linear.training import Settings, prepare, train
-from sparcel.linear.weights import Weights
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.batches import TAIL
+from sparcel.linear.sgd.owed import Owed
+from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.sgd.pushes import Rounded
+from sparcel.linear.sgd.weights import Weights
+from sparcel.linear.training import train
 from tests.linear.reference import random_rows, rows_of
 
 DIMENSIONS = 50

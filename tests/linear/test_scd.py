@@ -15,8 +15,8 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.formats import COO
 from sparcel.linear import scd as scd_module
-from sparcel.linear.coordinates import draws
 from sparcel.linear.scd import Scd
+from sparcel.linear.scd.coordinates import draws
 from sparcel.patterns import regions
 from sparcel.stream import SparseStream
 from tests.linear.reference import loss_at, random_rows, rows_of

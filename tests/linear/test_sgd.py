@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError, MismatchError
-from sparcel.linear.batches import TAIL
-from sparcel.linear.numbering import among, by_frequency
-from sparcel.linear.step_sizes import RULES, StepSizes
-from sparcel.linear.training import Settings, prepare, train
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd.batches import TAIL
+from sparcel.linear.sgd.numbering import among, by_frequency
+from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.sgd.step_sizes import RULES, StepSizes
+from sparcel.linear.training import train
 from tests.linear.reference import DenseModel, random_rows, rows_of
 
 DIMENSIONS = 50

@@ -152,7 +152,7 @@ def fit(
     processes share the rows; start them with torchrun, mpiexec or `sparcel lab run`.
     """
     from sparcel.linear.fit import Job, run
-    from sparcel.linear.training import Settings
+    from sparcel.linear.settings import Settings
 
     for file in (out, cache, checkpoint, plot):
         check_output(file)
@@ -227,7 +227,7 @@ def evaluate(
 
 
 _OWN_OPTIONS = {
-    "sgd": ("batch_size", "step", "eta0", "average", "algorithm", "format"),
+    "sgd": ("batch_size", "step", "eta0", "average", "algorithm", "format", "density", "bits"),
     "scd": ("block", "gather"),
 }
 """The options of each solver that the other has not."""

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sparcel.linear.sgd import Epoch
+from sparcel.linear.epoch import Epoch
 
 if TYPE_CHECKING:
     from sparcel.linear.estimators import (

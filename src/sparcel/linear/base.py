@@ -9,14 +9,17 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known, optional
+from sparcel.linear.epoch import Epoch
 from sparcel.linear.inputs import as_matrix, as_rows, product
 from sparcel.linear.ranks import together
 from sparcel.linear.scd import Scd
-from sparcel.linear.sgd import Epoch, Sgd
-from sparcel.linear.step_sizes import Rule
-from sparcel.linear.training import SOLVERS, Settings, prepare, train, trainer_of
-from sparcel.linear.weights import MOST_HELD, Weights
-from sparcel.linear.whole import Whole
+from sparcel.linear.settings import SOLVERS, Settings
+from sparcel.linear.sgd import Sgd
+from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.sgd.step_sizes import Rule
+from sparcel.linear.sgd.weights import MOST_HELD, Weights
+from sparcel.linear.sgd.whole import Whole
+from sparcel.linear.training import train, trainer_of
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -65,7 +68,7 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         The most rows that each rank takes one step with, in [1, 32768].
     step
         ``"adagrad"``, ``"constant"``, ``"inverse"``, ``"inverse_sqrt"``, ``"bold_driver"``, or a
-        function from the epochs done to the size of a step: see `sparcel.linear.step_sizes`.
+        function from the epochs done to the size of a step: see `sparcel.linear.sgd.step_sizes`.
     eta0
         The size of the first step.
     average

@@ -18,13 +18,15 @@ from sparcel.comm import Communicator, world
 from sparcel.errors import InputError
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import Classes
+from sparcel.linear.epoch import Epoch
 from sparcel.linear.fit_report import Log, draw, summarise
 from sparcel.linear.model import LinearModel
 from sparcel.linear.ranks import gathered, together
 from sparcel.linear.reading import read
 from sparcel.linear.scd import Scd
-from sparcel.linear.sgd import Epoch, Sgd
-from sparcel.linear.training import Settings, train, trainer_of
+from sparcel.linear.settings import Settings
+from sparcel.linear.sgd import Sgd
+from sparcel.linear.training import train, trainer_of
 from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
@@ -66,6 +68,7 @@ def run(job: Job, console: Console) -> None:
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     _resume(job, about, trainer, comm, console)
     log = _trained(job, about, trainer, console, speaks)
+    trainer.forget_rows()
     _cpu.drop_kept()  # what messages of steps took
     columns, values, intercepts = trainer.coordinates()
     if speaks:

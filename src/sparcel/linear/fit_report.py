@@ -12,10 +12,11 @@ import torch
 
 from sparcel.comm import Communicator, ring_bytes
 from sparcel.errors import optional
+from sparcel.linear.epoch import Epoch
 from sparcel.linear.scd import Scd
-from sparcel.linear.sgd import Epoch, Sgd
+from sparcel.linear.sgd import Sgd
 
-_MOST_TIMED = 1 << 21
+_MOST_TIMED = 1 << 20
 """The most values of the dense exchange that is timed for comparison; more take proportionally."""
 
 

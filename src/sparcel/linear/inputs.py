@@ -9,9 +9,9 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import optional
-from sparcel.linear.numbering import among
 from sparcel.linear.reading import read
-from sparcel.linear.weights import MOST_HELD
+from sparcel.linear.sgd.numbering import among
+from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, SvmLight, check
 from sparcel.rows.rows import Array
 

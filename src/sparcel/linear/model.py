@@ -12,8 +12,8 @@ import numpy as np
 from sparcel.errors import InputError, optional
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import labels, probabilities
-from sparcel.linear.numbering import among
-from sparcel.linear.weights import MOST_HELD
+from sparcel.linear.sgd.numbering import among
+from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 

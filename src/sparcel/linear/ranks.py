@@ -88,18 +88,30 @@ def collect(
             out[first:last] = message.numpy().view(own.dtype).reshape(-1, *own.shape[1:])
 
 
+def exchanged(
+    rows: Array, leaving: Sequence[int], arriving: Sequence[int], comm: Communicator
+) -> Array:
+    """Send each rank its part of some rows; return those that came, one rank's after another's.
+
+    Inside a job of the communicator, on all ranks. ``leaving`` and ``arriving`` tell how many rows
+    go to, and come from, each rank.
+    """
+    row_bytes = rows.itemsize * prod(rows.shape[1:])
+    arrived = comm.all_to_all(
+        _bytes(rows), [row_bytes * count for count in leaving], [row_bytes * n for n in arriving]
+    )
+    return arrived.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+
+
 def scattered(rows: Array, ends: Sequence[int], comm: Communicator) -> Array:
     """Return rank r's ``ends[r]`` to ``ends[r + 1]`` of the rows that rank 0 gives; all ranks call.
 
     Other ranks give none, of the same dtype and shape.
     """
-    row_bytes, is_giver = rows.itemsize * prod(rows.shape[1:]), comm.rank == 0
-    counts = [(last - first) * row_bytes for first, last in pairwise(ends)]
-    leaving = counts if is_giver else [0] * comm.size
-    arriving = [counts[comm.rank] if rank == 0 else 0 for rank in range(comm.size)]
-    message = _bytes(rows)
-    arrived = comm.call(_SCATTERED, lambda: comm.all_to_all(message, leaving, arriving))
-    return arrived.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+    counts, none = [last - first for first, last in pairwise(ends)], [0] * comm.size
+    arriving = [counts[comm.rank], *none[1:]]
+    leaving = counts if comm.rank == 0 else none
+    return comm.call(_SCATTERED, lambda: exchanged(rows, leaving, arriving, comm))
 
 
 def _bytes(rows: Array) -> torch.Tensor:

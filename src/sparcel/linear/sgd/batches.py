@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.kernels import index_dtype
-from sparcel.linear.numbering import Numbering
+from sparcel.linear.sgd.numbering import Numbering
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.comm import Communicator
 from sparcel.linear.ranks import collect, gathered, scattered
-from sparcel.linear.weights import Weights
+from sparcel.linear.sgd.weights import Weights
 from sparcel.ops import SUM
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream

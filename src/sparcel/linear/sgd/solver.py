@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.batches import TAIL, Batch, most_entries
+from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import gathered
-from sparcel.linear.replicated import Numbers, Pending, Point, Replicated, Stepped
-from sparcel.linear.sharded import Sharded
-from sparcel.linear.step_sizes import StepSizes
-from sparcel.linear.weights import ONCE
+from sparcel.linear.sgd.batches import TAIL, Batch, most_entries
+from sparcel.linear.sgd.replicated import Numbers, Pending, Point, Replicated, Stepped
+from sparcel.linear.sgd.sharded import Sharded
+from sparcel.linear.sgd.step_sizes import StepSizes
+from sparcel.linear.sgd.weights import ONCE
 from sparcel.rows.rows import Array
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one pass over the rows, or over the coordinates, was like.
-
-    Attributes
-    ----------
-    number
-        Epochs so far, this one included.
-    loss
-        Mean loss of the rows: with SGD, each before the step that used it (progressive
-        validation), and with several classes the sum over these; with SCD, at the epoch's end.
-    seconds, communication_seconds
-        Wall clock on this rank; the time it waited for the other ranks.
-    volume
-        The larger of the bytes that this rank sent and received.
-    """
-
-    number: int
-    loss: float
-    seconds: float
-    communication_seconds: float
-    volume: int
 
 
 class Sgd:
@@ -80,7 +56,7 @@ class Sgd:
     def __init__(
         self,
         model: Replicated | Sharded,
-        batches: Sequence[Batch],
+        batches: list[Batch],
         counts: Sequence[int],
         loss: str,
         sizes: StepSizes,
@@ -143,6 +119,10 @@ class Sgd:
     def coordinates(self) -> tuple[Array | None, Array, Array]:
         """Return, on rank 0, what `Whole.coordinates` does; all ranks call."""
         return self.model.whole(everywhere=False).coordinates()
+
+    def forget_rows(self) -> None:
+        """Give the batches' memory back; the model remains, and no epoch can follow."""
+        self.batches.clear()  # the model has the same list
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here, bit by bit; all ranks call.

@@ -10,58 +10,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
-from math import prod
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from sparcel.comm import Call, Communicator
 from sparcel.formats import Qsgd
-from sparcel.linear.batches import TAIL, Batch, column_dtype
-from sparcel.linear.pushes import Exact, Rounded
-from sparcel.linear.ranks import collect, gathered, scattered
-from sparcel.linear.replicated import STEP, Numbers, Pending, Point, Stepped
-from sparcel.linear.weights import BY_COLUMN, Weights
-from sparcel.linear.whole import Whole
+from sparcel.linear.ranks import collect, exchanged, gathered, scattered
+from sparcel.linear.sgd.batches import TAIL, Batch
+from sparcel.linear.sgd.owners import Asked, owners, tell_owners
+from sparcel.linear.sgd.pushes import Exact, Rounded
+from sparcel.linear.sgd.replicated import STEP, Numbers, Pending, Point, Stepped
+from sparcel.linear.sgd.weights import BY_COLUMN, Weights
+from sparcel.linear.sgd.whole import Whole
 from sparcel.rows.rows import Array
 
 T = TypeVar("T")
 
-_READ, _TELL = Call.of("read", {}), Call.of("tell owners", {})
-"""What ranks call, which their messages tell: ranks that get out of step learn it."""
-
-_BINS = 4096
-"""Ranges of columns whose use is counted to find owners that have about equally much to do."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Which of this owner's columns the batches of one rank have.
-
-    Attributes
-    ----------
-    columns
-        Batch after batch, increasing in each.
-    bounds
-        Where each batch's begin in ``columns``, and the end.
-    """
-
-    columns: Array
-    bounds: Sequence[int]
-
-    def numbered(self, columns: Array) -> Asked:
-        """Return the same with the places of these among ``columns``, which are sorted."""
-        return Asked(np.searchsorted(columns, self.columns).astype(np.int32), self.bounds)
-
-    def of(self, number: int | None) -> Array:
-        """Return the columns of a batch; none if there is no batch."""
-        if number is None:
-            return self.columns[:0]
-        return self.columns[self.bounds[number] : self.bounds[number + 1]]
+_READ = Call.of("read", {})
+"""What messages of a read say that they belong to."""
 
 
 class Sharded:
@@ -79,12 +48,15 @@ class Sharded:
     ) -> None:
         self._settings, self._comm = dict(settings), comm
         self.seconds = self._exchanging = 0.0
-        own = [batch.columns[:-TAIL].numpy() for batch in batches]
-        starts = _owners(own, settings["dimensions"], comm)
-        # Where the columns of each owner begin in each batch; the last is for want of a batch.
+        own, dimensions = (
+            [batch.columns[:-TAIL].numpy() for batch in batches],
+            settings["dimensions"],
+        )
+        starts = owners(own, dimensions, comm)
+        # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
-        self._cuts.append([0] * (comm.size + 1))
-        asked = self._tell_owners(own)
+        asked = tell_owners(own, self._cuts, dimensions, comm)
+        self._cuts.append([0] * (comm.size + 1))  # for want of a batch
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
         self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in asked]))
         self._asked: list[Asked] = []
@@ -212,54 +184,8 @@ class Sharded:
         return self._cuts[-1 if number is None else number], np.concatenate(parts), bounds
 
     def _exchange(self, rows: Array, leaving: Sequence[int], arriving: Sequence[int]) -> Array:
-        """Send each rank its part of some rows; return those that came, one rank's after another's.
-
-        ``leaving`` and ``arriving`` tell how many rows go to, and come from, each rank.
-        """
-        start, nbytes = time.perf_counter(), rows.itemsize * prod(rows.shape[1:])
-        arrived = self._comm.all_to_all(
-            torch.from_numpy(rows.reshape(-1).view(np.uint8)),
-            [count * nbytes for count in leaving],
-            [count * nbytes for count in arriving],
-        )
+        """Do what `exchanged` does, and count its time."""
+        start = time.perf_counter()
+        arrived = exchanged(rows, leaving, arriving, self._comm)
         self._exchanging += time.perf_counter() - start
-        return arrived.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
-
-    def _tell_owners(self, own: Sequence[Array]) -> list[Asked]:
-        """Tell each owner which of its columns each batch has; return what the ranks ask for."""
-        comm, ranks = self._comm, range(self._comm.size)
-        pieces = [
-            [
-                columns[cuts[owner] : cuts[owner + 1]]
-                for columns, cuts in zip(own, self._cuts, strict=False)
-            ]
-            for owner in ranks
-        ]
-        counts = np.array([[len(piece) for piece in part] for part in pieces], np.int64)
-        batches = gathered(comm, len(own))
-        told = self._told(counts.reshape(-1), [len(own)] * comm.size, batches)
-        counts_of = np.split(told, np.cumsum(batches)[:-1])
-        none = np.zeros(0, column_dtype(self._settings["dimensions"]))
-        columns = np.concatenate([none, *chain.from_iterable(pieces)])
-        leaving, arriving = ([int(one.sum()) for one in each] for each in (counts, counts_of))
-        arrived = self._told(columns, leaving, arriving)
-        return [
-            Asked(part, [0, *accumulate(numbers.tolist())])
-            for part, numbers in zip(
-                np.split(arrived, np.cumsum(arriving)[:-1]), counts_of, strict=True
-            )
-        ]
-
-    def _told(self, rows: Array, leaving: Sequence[int], arriving: Sequence[int]) -> Array:
-        return self._comm.call(_TELL, lambda: self._exchange(rows, leaving, arriving))
-
-
-def _owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[int]:
-    """Return where each owner's columns begin, and the end: about equally many uses for each."""
-    edges = np.linspace(0, dimensions, min(_BINS, dimensions) + 1).astype(np.int64)
-    uses = np.zeros(len(edges) - 1, np.int64)
-    for columns in own:
-        uses += np.diff(np.searchsorted(columns, edges))
-    total = np.cumsum(np.sum(gathered(comm, (uses + 1).tolist()), axis=0))
-    shares = total[-1] * np.arange(1, comm.size) / comm.size
-    return [0, *edges[1 + np.searchsorted(total, shares)].tolist(), dimensions]
+        return arrived

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparcel.errors import optional
-from sparcel.linear.weights import BY_COLUMN, Weights
+from sparcel.linear.sgd.weights import BY_COLUMN, Weights
 from sparcel.rows.rows import Array
 
 

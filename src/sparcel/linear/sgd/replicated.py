@@ -13,10 +13,10 @@ from sparcel import auto
 from sparcel.comm import Call, Communicator, Job
 from sparcel.formats import FORMATS_BY_NAME
 from sparcel.kernels import index_dtype
-from sparcel.linear.batches import TAIL, Batch
 from sparcel.linear.ranks import broadcast
-from sparcel.linear.weights import Weights
-from sparcel.linear.whole import Whole
+from sparcel.linear.sgd.batches import TAIL, Batch
+from sparcel.linear.sgd.weights import Weights
+from sparcel.linear.sgd.whole import Whole
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire

@@ -13,7 +13,7 @@ import torch
 from sparcel import collectives, patterns
 from sparcel.comm import Communicator
 from sparcel.kernels import index_dtype
-from sparcel.linear.sums import summed
+from sparcel.linear.scd.sums import summed
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire

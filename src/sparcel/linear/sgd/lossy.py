@@ -11,10 +11,10 @@ from sparcel import auto
 from sparcel.collectives import quantized_split_allgather
 from sparcel.comm import Communicator
 from sparcel.formats import Qsgd
-from sparcel.linear.batches import TAIL, Batch
-from sparcel.linear.owed import Owed
-from sparcel.linear.replicated import Numbers, Replicated
-from sparcel.linear.weights import Weights
+from sparcel.linear.sgd.batches import TAIL, Batch
+from sparcel.linear.sgd.owed import Owed
+from sparcel.linear.sgd.replicated import Numbers, Replicated
+from sparcel.linear.sgd.weights import Weights
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, concatenate
 from sparcel.wire import Wire

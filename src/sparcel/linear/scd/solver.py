@@ -11,10 +11,10 @@ import torch
 from sparcel._checks import whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
-from sparcel.linear.coordinates import by_coordinates, draws
+from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import broadcast, check_alike, together
-from sparcel.linear.sgd import Epoch
-from sparcel.linear.updates import GATHERS
+from sparcel.linear.scd.coordinates import by_coordinates, draws
+from sparcel.linear.scd.updates import GATHERS
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
@@ -55,8 +55,8 @@ class Scd:
     Parameters
     ----------
     rows, targets, row_weights
-        This rank's, as for `sparcel.linear.batches.arrange`. A rank may have none. They are copied,
-        by columns.
+        This rank's, as for `sparcel.linear.sgd.batches.arrange`. A rank may have none. They are
+        copied, by columns.
     loss
         ``"logistic"``, ``"squared_hinge"`` or ``"squared"``.
     block
@@ -203,6 +203,10 @@ class Scd:
         # Without an intercept there is no last row, and the sum of none is 0.
         intercepts = self.values[count:].sum(axis=0, dtype=np.float64)
         return self.columns, self.values[:count], intercepts
+
+    def forget_rows(self) -> None:
+        """Give the rows' memory back; the model remains, and no epoch can follow."""
+        del self._shard
 
     def state(self) -> dict[str, Array]:
         """Return what `restore` goes on from, between two epochs; equal on all ranks."""

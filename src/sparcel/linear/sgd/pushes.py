@@ -11,7 +11,7 @@ import torch
 
 from sparcel import kernels
 from sparcel.formats import Qsgd
-from sparcel.linear.batches import TAIL
+from sparcel.linear.sgd.batches import TAIL
 from sparcel.rows.rows import Array
 
 

@@ -1,0 +1,117 @@
+"""How a model is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sparcel._checks import flag, number, whole_number
+from sparcel.collectives import ALGORITHMS
+from sparcel.errors import InputError, known
+from sparcel.formats import FORMATS_BY_NAME, Qsgd
+from sparcel.linear.scd.updates import GATHERS
+from sparcel.linear.sgd.batches import MOST_ROWS
+from sparcel.linear.sgd.step_sizes import Rule, StepSizes
+from sparcel.schemes.density import checked_density
+
+LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
+
+_BITS = (8, 4)
+_BUCKET = 64
+"""Values that share a scale. Columns are as different as their frequencies, so a scale for few is
+worth its half a bit a value."""
+
+SOLVERS = ("sgd", "scd")
+
+SHARDED = "sharded"
+"""The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is trained; the estimators and the command describe each."""
+
+    loss: str = "logistic"
+    solver: str = "sgd"
+    l1: float = 0.0
+    l2: float = 1e-6
+    epochs: int = 100
+    tol: float | None = 1e-3
+    batch_size: int = 1000
+    step: Rule = "adagrad"
+    eta0: float = 0.5
+    average: bool = False
+    block: int = 100
+    gather: str = "nothing"
+    fit_intercept: bool = True
+    asynchronous: bool = False
+    algorithm: str = "sharded"
+    format: str = "packed"
+    density: float | None = None
+    bits: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        known(self.loss, LOSSES, "loss")
+        known(self.solver, SOLVERS, "solver")
+        number(self.l1, "l1", at_least=0)
+        number(self.l2, "l2", at_least=0)
+        whole_number(self.epochs, "epochs", at_least=1)
+        if self.tol is not None:
+            number(self.tol, "tol", at_least=0)
+        whole_number(self.batch_size, "batch_size", at_least=1, at_most=MOST_ROWS)
+        StepSizes(self.step, number(self.eta0, "eta0", above=0))
+        whole_number(self.block, "block", at_least=1)
+        known(self.gather, GATHERS, "gather")
+        for name in ("average", "fit_intercept", "asynchronous"):
+            flag(getattr(self, name), name)
+        known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
+        known(self.format, FORMATS_BY_NAME, "format")
+        if self.density is not None:
+            checked_density(self.density)
+            self._goes_with("density", "auto", *ALGORITHMS.keys() - {"dense"})
+        if self.bits is not None:
+            if self.bits not in _BITS:
+                raise InputError(f"bits must be 8, 4 or None for all, got {self.bits!r}")
+            self._goes_with("bits", SHARDED, "auto", "split_allgather")
+        whole_number(self.seed, "the seed", at_least=0)
+
+    def _goes_with(self, name: str, *algorithms: str) -> None:
+        """Refuse an algorithm that has no use for a setting."""
+        if self.algorithm not in algorithms:
+            raise InputError(
+                f"{name}={getattr(self, name)} goes with algorithm="
+                f"{' or '.join(map(repr, sorted(algorithms)))}, got {self.algorithm!r};"
+                f" choose one of these, or leave out {name}"
+            )
+
+    def quantizer(self) -> Qsgd | None:
+        """Return what rounds the values of gradients; None where they travel as they are."""
+        if self.bits is None:
+            return None
+        return Qsgd(self.bits, _BUCKET, self.seed, packed=self.format == "packed")
+
+    def described(self) -> str:
+        """Return a text that is the same for the same settings, in any process."""
+        step = getattr(self.step, "__qualname__", self.step)
+        return ", ".join(f"{name}={value}" for name, value in {**vars(self), "step": step}.items())
+
+    def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
+        """Return the arguments of the model's `Weights`."""
+        adaptive = StepSizes(self.step, self.eta0).adaptive
+        if self.average and (self.l1 > 0 or (adaptive and self.l2 > 0)):
+            raise InputError(
+                "average=True goes with l1=0, and with step='adagrad' only if l2=0 as well: the"
+                " average would miss what regularisation still owes to rarely seen coordinates;"
+                " leave one of them out"
+            )
+        return {
+            "dimensions": dimensions,
+            "width": width,
+            "l1": self.l1,
+            "l2": self.l2,
+            "adaptive": adaptive,
+            "average": self.average,
+            "dtype": dtype,
+            "intercept": self.fit_intercept,
+        }
