@@ -213,7 +213,7 @@ def optimum_table(rows: list[Row]) -> Iterator[str]:
         )
         for row in rows
     )
-    yield from table((*columns, "bytes"), cells)
+    yield from table((*columns, "of it communication", "bytes"), cells)
 
 
 def memory_table(rows: list[Row]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The example of docs/linear.md runs as printed; docs/linear-measured.md has its records' tables."""
+"""The example of docs/linear.md runs as printed, and docs/linear-measured.md has all tables."""
 
 import importlib
 import re

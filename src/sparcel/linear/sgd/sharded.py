@@ -55,7 +55,7 @@ class Sharded:
         starts = owners(own, dimensions, comm)
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
-        asked = tell_owners(own, self._cuts, dimensions, comm)
+        asked = tell_owners(own, self._cuts, settings["dimensions"], comm)
         self._cuts.append([0] * (comm.size + 1))  # for want of a batch
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
         self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in asked]))
