@@ -56,7 +56,7 @@ JOBS = [
 """Rows of SparCML's Table 2, with `sharded` beside them. Webspam's on 32 nodes has none: 32 whole
 models of 16.6 million dimensions, and dense gradients, would take 7 GB of this process."""
 
-CLOCKS = [f"sparcel.linear.{module}.time" for module in ("sgd", "replicated", "sharded")]
+CLOCKS = [f"sparcel.linear.sgd.{module}.time" for module in ("solver", "replicated", "sharded")]
 
 Marked = tuple[Epoch, int, int]
 """An epoch, and which of its rank's events in the trace are its first and the next one's first."""

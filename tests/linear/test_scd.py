@@ -14,8 +14,8 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.formats import COO
-from sparcel.linear import scd as scd_module
 from sparcel.linear.scd import Scd
+from sparcel.linear.scd import solver as scd_module
 from sparcel.linear.scd.coordinates import draws
 from sparcel.patterns import regions
 from sparcel.stream import SparseStream

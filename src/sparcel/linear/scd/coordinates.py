@@ -28,13 +28,14 @@ class Shard:
     entries
         The rows, their targets and weights. A copy: each entry takes its value and four bytes,
         each coordinate eight bytes.
-    size
-        Number of coordinates.
+    size, nnz
+        Number of coordinates, and of entries.
     """
 
     columns: Array
     entries: _cpu.LinearShard
     size: int
+    nnz: int
 
 
 def by_coordinates(
@@ -60,7 +61,7 @@ def by_coordinates(
     # No entries lie between the starts of columns that occur.
     offsets = np.concatenate([starts[columns], ends])
     entries = _cpu.LinearShard(offsets, places, values, targets, weights, width)
-    return Shard(columns, entries, len(offsets) - 1)
+    return Shard(columns, entries, len(offsets) - 1, len(places))
 
 
 def _on_any_rank(own: Array, dimensions: int, comm: Communicator | None) -> Array:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 
 from sparcel._checks import whole_number
 from sparcel.comm import Communicator
@@ -15,6 +14,7 @@ from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import broadcast, check_alike, together
 from sparcel.linear.scd.coordinates import by_coordinates, draws
 from sparcel.linear.scd.updates import GATHERS
+from sparcel.linear.threads import threads_for
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
 
@@ -22,6 +22,9 @@ _LOSSES = ("logistic", "squared_hinge", "squared")
 
 _LEAST_STEPS = 16
 """An epoch has so many steps where it can: coordinates that change together take shorter steps."""
+
+_VISIT_NS = 30
+"""How long a visit to an entry and its row takes, about: rows are visited in no order."""
 
 _MOST_DIMENSIONS = 2**31 - 1
 
@@ -181,7 +184,9 @@ class Scd:
 
     def loss(self) -> float:
         """Return the mean loss of all ranks' rows; all ranks call."""
-        own = self._shard.entries.loss(self._loss, self._margins, torch.get_num_threads())
+        own = self._shard.entries.loss(
+            self._loss, self._margins, threads_for(_VISIT_NS * self._margins.size)
+        )
         return self.updates.total(own) / self._weight
 
     def objective(self) -> float:
@@ -244,7 +249,7 @@ class Scd:
         sums = np.empty((len(drawn[step]), self.values.shape[1], 2))
         self._shard.entries.differentiate(
             *(self._loss, self._margins, drawn[step], before, after, sums),
-            threads=torch.get_num_threads(),
+            threads=self._threads(len(drawn[step])),
         )
         return sums
 
@@ -268,8 +273,11 @@ class Scd:
         self.values[chosen] = new
         self._add_to_margins(chosen[changed], changes[changed])
 
+    def _threads(self, coordinates: int) -> int:
+        return threads_for(_VISIT_NS * coordinates * self._shard.nnz / max(self._shard.size, 1))
+
     def _add_to_margins(self, columns: Array, changes: Array) -> None:
-        self._shard.entries.change(columns, changes, self._margins, torch.get_num_threads())
+        self._shard.entries.change(columns, changes, self._margins, self._threads(len(columns)))
 
 
 def _check(rows: Rows, targets: Array) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.kernels import index_dtype
 from sparcel.linear.sgd.numbering import Numbering
+from sparcel.linear.threads import threads_for
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -21,6 +22,9 @@ MOST_ROWS = 1 << 15
 
 TAIL = 3
 """Coordinates of a gradient beyond the model's: of the intercept, the rows' weight, their loss."""
+
+_ENTRY_NS = 2
+"""How long an entry takes a step, about."""
 
 _PIECE = 1 << 20
 """Entries that are copied at a time, about."""
@@ -36,8 +40,8 @@ class Batch:
         The rows, by columns, with their targets and weights.
     columns
         ``[count + TAIL]`` the columns that occur, increasing, then those of the tail.
-    rows
-        Number of rows.
+    rows, nnz
+        Number of rows, and of their entries.
     weight
         Sum of the rows' weights.
     """
@@ -45,6 +49,7 @@ class Batch:
     entries: _cpu.LinearBatch
     columns: Tensor
     rows: int
+    nnz: int
     weight: float
 
     def gradient(self, coordinates: Array, intercept: Array, loss: str, out: Array) -> None:
@@ -60,7 +65,7 @@ class Batch:
             ``[count + TAIL, width]``: the gradient, that of the intercepts, the rows' weight and
             the sum of their losses.
         """
-        width, threads = len(intercept), torch.get_num_threads()
+        width, threads = len(intercept), threads_for(_ENTRY_NS * self.nnz * len(intercept))
         derivatives = np.empty((self.rows, width), out.dtype)
         totals = self.entries.differentiate(
             coordinates, loss, intercept.tolist(), derivatives, threads
@@ -134,7 +139,7 @@ def _arranged(
             own[:-TAIL], places[start:end], values[start:end], targets[first:last], heavy
         )
         weight = float(last - first if heavy is None else heavy.sum(dtype=np.float64))
-        yield Batch(entries, torch.from_numpy(own), last - first, weight)
+        yield Batch(entries, torch.from_numpy(own), last - first, int(end - start), weight)
 
 
 def column_dtype(dimensions: int) -> str:

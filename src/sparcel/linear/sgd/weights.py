@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.errors import InputError
+from sparcel.linear.threads import threads_for
 from sparcel.rows.rows import Array
 
 _SETTINGS = ("dimensions", "width", "l1", "l2", "adaptive", "average", "dtype", "intercept")
@@ -24,6 +24,9 @@ ONCE = ("counts", "intercept", "intercept_squares", "intercept_sums")
 
 MOST_HELD = 2**31 - 1
 """A model of more dimensions is never held whole, but as the columns that occur."""
+
+_VISIT_NS = 8
+"""How long a visit to a coordinate takes, about."""
 
 _LEAST_SCALE = 1e-6
 """Below this the scale is multiplied into the coordinates, before precision suffers."""
@@ -89,7 +92,7 @@ class Weights:
     def read_at(self, columns: Array | Tensor) -> Array:
         """Return the coordinates at some columns, ``[count, width]``."""
         out = np.empty((len(columns), self.width), self.dtype)
-        self._model.read_at(columns, out, torch.get_num_threads())
+        self._model.read_at(columns, out, threads_for(_VISIT_NS * out.size))
         return out
 
     def step(self, columns: Array | None, values: Array, tail: Array, rate: float) -> None:
@@ -106,7 +109,7 @@ class Weights:
         rate
             The size of the step.
         """
-        factor, threads = self._factor(tail), torch.get_num_threads()
+        factor, threads = self._factor(tail), threads_for(_VISIT_NS * values.size)
         self._model.step(columns, values, factor, rate, self.sums, self.scales, threads)
         self._finish(tail[0] * factor, rate)
 
@@ -134,7 +137,7 @@ class Weights:
         tail, rate
             As of `step`: the sum of the tails.
         """
-        factor, threads = self._factor(tail), torch.get_num_threads()
+        factor, threads = self._factor(tail), threads_for(_VISIT_NS * values.size)
         self._model.step_sum(
             *(columns, bounds, values, len(tail), total),
             *(factor, rate, self.sums, self.scales, threads),
