@@ -168,6 +168,7 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         else:
             trainer = trainer_of(rows, targets, row_weights, width, settings, comm)
             train(trainer, settings, epochs.append)
+        trainer.forget_rows()
         # A pass over more rows goes on from here.
         self._whole = trainer.model.whole() if isinstance(trainer, Sgd) else None
         self.epochs_, self.n_iter_ = epochs, trainer.epochs
