@@ -172,6 +172,12 @@ def test_models_and_data_that_do_not_fit_are_refused(tmp_path, svmlight, tsv):
             sparcel("predict", other, svmlight)
     with pytest.raises(InputError, match="there is no file"):
         sparcel("predict", tmp_path / "nowhere", svmlight)
+    labels = tmp_path / "labels"
+    labels.write_text("those of before")
+    other.write_text("1 1:1\n1 1:x\n")
+    with pytest.raises(InputError, match="more.svm:2: "):
+        sparcel("predict", model, other, "--out", labels)
+    assert labels.read_text() == "those of before"
 
 
 def test_more_dimensions_than_memory_holds(tmp_path, tsv):

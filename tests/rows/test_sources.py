@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from sparcel.rows import (
     described,
     load,
     make_cache,
+    map_rows,
 )
 
 NGRAMS = HashedNGrams(dimensions=1000)
@@ -106,3 +109,20 @@ def test_lines_are_counted_with_the_header(tmp_path):
 )
 def test_a_source_is_described_in_json(source):
     assert described(json.loads(json.dumps(describe(source)))) == source
+
+
+def test_mapped_rows_have_no_file_that_a_killed_process_could_leave(tmp_path, monkeypatch):
+    file, source = written(tmp_path, "tsv")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    seen = []
+
+    class Watched(Text):
+        def blocks(self, *arguments):
+            for rows in super().blocks(*arguments):
+                yield rows
+                seen.append(os.listdir(temporary))
+
+    equal(map_rows(file, Watched(source.layout, source.ngrams)), source.read(file))
+    assert seen == [[]]

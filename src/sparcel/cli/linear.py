@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from sparcel._files import replacing
 from sparcel.cli.options import check_output
 from sparcel.errors import InputError, known
 
@@ -205,8 +206,8 @@ def predict(
         for line in lines:
             typer.echo(line)
     else:
-        with out.open("w") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        with replacing(out) as file:
+            file.writelines(f"{line}\n".encode() for line in lines)
 
 
 @linear.command()

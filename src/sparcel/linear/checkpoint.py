@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sparcel._files import replacing
 from sparcel.errors import InputError
 from sparcel.rows.rows import Array
 
@@ -24,19 +24,12 @@ def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, 
         When the file cannot be written, as on a full disk.
     """
     text = np.frombuffer(json.dumps({"kind": kind, **about}).encode(), np.uint8)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                for name, array in {"about": text, **arrays}.items():
-                    _add(archive, f"{name}.npy", array)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+            for name, array in {"about": text, **arrays}.items():
+                _add(archive, f"{name}.npy", array)
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _add(archive: zipfile.ZipFile, name: str, array: Array) -> None:

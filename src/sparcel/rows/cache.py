@@ -21,7 +21,7 @@ import zlib
 from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -84,16 +84,15 @@ def load(
     found = _open(Path(path))
     if found is None or fingerprint not in (None, found[0]["fingerprint"]):
         return None
-    header, content = found
-    arrays = {name: _array(content, entry) for name, entry in header["arrays"].items()}
-    labels = arrays.get("labels", arrays.get("codes"))
-    dimensions = header["dimensions"]
-    rows = Rows(arrays["offsets"], arrays["columns"], arrays["values"], dimensions, labels)
-    rows = rows if ranks == 1 else shard(rows, rank, ranks)
-    if "codes" not in arrays:
-        return rows
-    _check(Path(path), content, header, "codes")
-    return replace(rows, labels=np.array(header["classes"], np.str_)[rows.labels])
+    return _rows(Path(path), *found, rank, ranks)
+
+
+def mapped(file: IO[bytes]) -> Rows:
+    """Map what a `CacheWriter` wrote to an open file, which may be closed then."""
+    path = Path(str(file.name))
+    found = _content(path, file)
+    assert found is not None, "written by this process"
+    return _rows(path, *found, 0, 1)
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -131,22 +130,39 @@ def _open(path: Path) -> tuple[dict[str, Any], mmap.mmap] | None:
     except OSError as error:
         raise InputError(f"{path} can't be read: {error.strerror}") from error
     with file:
-        start = file.read(START.size)
-        if len(start) < START.size or not start.startswith(MAGIC):
-            raise InputError(f"{path} is no cache of rows; give the cache another path")
-        _, version, crc32, place, length = START.unpack(start)
-        if version != VERSION:
-            return None
-        if place + length != os.fstat(file.fileno()).st_size:
-            raise _broken(path, "its length is not what it says")
-        file.seek(place)
-        text = file.read(length)
-        if zlib.crc32(text) != crc32:
-            raise _broken(path, "the checksum of its header is wrong")
-        header = json.loads(text)
-        if header["byteorder"] != sys.byteorder:
-            return None
-        return header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return _content(path, file)
+
+
+def _content(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], mmap.mmap] | None:
+    file.seek(0)
+    start = file.read(START.size)
+    if len(start) < START.size or not start.startswith(MAGIC):
+        raise InputError(f"{path} is no cache of rows; give the cache another path")
+    _, version, crc32, place, length = START.unpack(start)
+    if version != VERSION:
+        return None
+    if place + length != os.fstat(file.fileno()).st_size:
+        raise _broken(path, "its length is not what it says")
+    file.seek(place)
+    text = file.read(length)
+    if zlib.crc32(text) != crc32:
+        raise _broken(path, "the checksum of its header is wrong")
+    header = json.loads(text)
+    if header["byteorder"] != sys.byteorder:
+        return None
+    return header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _rows(path: Path, header: dict[str, Any], content: mmap.mmap, rank: int, ranks: int) -> Rows:
+    arrays = {name: _array(content, entry) for name, entry in header["arrays"].items()}
+    labels = arrays.get("labels", arrays.get("codes"))
+    dimensions = header["dimensions"]
+    rows = Rows(arrays["offsets"], arrays["columns"], arrays["values"], dimensions, labels)
+    rows = rows if ranks == 1 else shard(rows, rank, ranks)
+    if "codes" not in arrays:
+        return rows
+    _check(path, content, header, "codes")
+    return replace(rows, labels=np.array(header["classes"], np.str_)[rows.labels])
 
 
 def _array(content: mmap.mmap, entry: dict[str, Any]) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import zlib
@@ -18,6 +17,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
+from sparcel._files import replacing
 from sparcel.errors import InputError
 from sparcel.rows.cache import ALIGNMENT, MAGIC, START, VERSION
 from sparcel.rows.rows import Array, Rows
@@ -48,23 +48,26 @@ class _Section:
 class CacheWriter:
     """Writes a cache piece by piece, so the rows need never be in memory together.
 
-    It writes to a temporary file in the same folder, which gets the cache's name only when it is
-    complete. So `load` finds a whole cache or none, and processes may write the same cache at once;
-    the last one wins. As a context manager it closes the cache, or drops it after an exception.
+    `load` finds a whole cache or none, and processes may write the same cache at once; the last one
+    wins. As a context manager the writer closes the cache, or drops it after an exception.
 
     Parameters
     ----------
     path
-        Where the cache goes; the folder must exist.
+        Where the cache goes, in a folder that exists; or an empty binary file, open for reading and
+        writing, which stays open.
     fingerprint
         A text that tells what the cache is made of; see `sparcel.rows.fingerprint`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], fingerprint: str) -> None:
-        self._path, self._fingerprint = Path(path), fingerprint
-        self._part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.part")
-        self._files = ExitStack()
-        self._file = self._files.enter_context(self._part.open("xb"))
+    def __init__(self, path: str | os.PathLike[str] | IO[bytes], fingerprint: str) -> None:
+        self._fingerprint, self._files = fingerprint, ExitStack()
+        self._folder: Path | None = None
+        if isinstance(path, str | os.PathLike):
+            self._folder = Path(path).parent
+            self._file = self._files.enter_context(replacing(Path(path)))
+        else:
+            self._file = path
         self._file.write(bytes(ALIGNMENT))
         self._arrays: dict[str, _Section] = {}
         self._classes: dict[str, int] = {}
@@ -98,7 +101,7 @@ class CacheWriter:
             # Columns, half of all, are where they belong from the beginning.
             file: IO[bytes] = self._file
             if name != "columns":
-                file = self._files.enter_context(TemporaryFile(dir=self._path.parent))  # noqa: SIM115
+                file = self._files.enter_context(TemporaryFile(dir=self._folder))  # noqa: SIM115
             self._arrays[name] = _Section(file, part.dtype)
         self._arrays["offsets"].write(np.zeros(1, np.int64))
 
@@ -116,14 +119,11 @@ class CacheWriter:
 
     def close(self) -> None:
         """Complete the cache and give it its name."""
-        if not self._arrays:
-            none = np.zeros(0, np.int32)
-            self.append(Rows(np.zeros(1, np.int64), none, none.astype(np.float32), 0))
-        try:
+        with self._files:
+            if not self._arrays:
+                none = np.zeros(0, np.int32)
+                self.append(Rows(np.zeros(1, np.int64), none, none.astype(np.float32), 0))
             self._finish({name: self._place(array) for name, array in self._arrays.items()})
-            os.replace(self._part, self._path)
-        finally:
-            self.drop()
 
     def _place(self, array: _Section) -> dict[str, object]:
         """Move an array to the end of the cache, and return what the header says about it."""
@@ -153,12 +153,6 @@ class CacheWriter:
         self._file.seek(0)
         self._file.write(START.pack(MAGIC, VERSION, zlib.crc32(text), place, len(text)))
         self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def drop(self) -> None:
-        """Remove what was written, unless it is complete."""
-        self._files.close()
-        self._part.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +166,7 @@ class CacheWriter:
         if kind is None:
             self.close()
         else:
-            self.drop()
+            self._files.__exit__(kind, error, trace)
 
 
 def _dtypes(arrays: Mapping[str, Array | _Section]) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
-from typing import Any, Literal, TypeAlias
+from tempfile import TemporaryFile, gettempdir
+from typing import IO, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -179,8 +178,8 @@ def make_cache(path: str | os.PathLike[str], paths: Paths, source: Source) -> No
         _cpu.drop_kept()
 
 
-def _write(path: str | os.PathLike[str], made_of: str, parts: Iterator[Rows]) -> None:
-    with cache_writer.CacheWriter(path, made_of) as writer:
+def _write(to: str | os.PathLike[str] | IO[bytes], made_of: str, parts: Iterator[Rows]) -> None:
+    with cache_writer.CacheWriter(to, made_of) as writer:
         for rows in parts:
             writer.append(rows)
 
@@ -211,16 +210,14 @@ def map_rows(
         When a file cannot be read or is malformed, or there is no room for the rows.
     """
     try:
-        with TemporaryDirectory(prefix="sparcel-") as folder:
-            path = Path(folder) / "rows"
-            _write(path, "", source.blocks(paths, labels, rank, ranks))
-            rows = cache.load(path)
+        with TemporaryFile() as file:
+            _write(file, "", source.blocks(paths, labels, rank, ranks))
+            rows = cache.mapped(file)
     except OSError as error:
         raise InputError(
             f"the rows can't be written to {gettempdir()}: {error.strerror}; give a cache, or set"
             " TMPDIR to a folder with more room"
         ) from error
-    assert rows is not None
     _cpu.drop_kept()
     return rows
 
