@@ -219,7 +219,7 @@ def optimum_table(rows: list[Row]) -> Iterator[str]:
         )
         for row in rows
     )
-    yield from table((*columns, "of it communication", "bytes"), cells)
+    yield from table((*columns, "bytes"), cells)
 
 
 def memory_table(rows: list[Row]) -> Iterator[str]:

@@ -4,6 +4,8 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -13,6 +15,15 @@
 #include <thread>
 
 namespace sparcel {
+
+// Looks for a while whether something is ready. To sleep and be woken takes tens of microseconds,
+// longer than the pause between two kernels of a step.
+template <class Ready>
+void spin_until(const Ready& ready) {
+    constexpr std::chrono::microseconds kMost{50};
+    const auto start = std::chrono::steady_clock::now();
+    while (!ready() && std::chrono::steady_clock::now() - start < kMost) std::this_thread::yield();
+}
 
 // The calling thread takes tasks too, and does all of them if no other thread is free or can be
 // started. So callers never wait for one another.
@@ -30,8 +41,14 @@ class ThreadPool {
         std::unique_lock lock(mutex_);
         start_threads(count - 1);
         waiting_.push_back(&batch);
+        has_work_ = true;
         for (size_t other = 1; other < count; ++other) wake_.notify_one();
         while (batch.next < count) perform(batch, lock);
+        if (batch.done < count) {
+            lock.unlock();
+            spin_until([&] { return batch.done == count; });
+            lock.lock();
+        }
         batch.finished.wait(lock, [&] { return batch.done == count; });
         if (batch.error) std::rethrow_exception(batch.error);
     }
@@ -49,7 +66,7 @@ class ThreadPool {
         void (*const call)(const void* tasks, size_t task);
         const void* const tasks;
         size_t next = 0;  // the first task that no thread has taken
-        size_t done = 0;
+        std::atomic<size_t> done = 0;
         std::exception_ptr error = {};
         std::condition_variable finished = {};
     };
@@ -66,6 +83,11 @@ class ThreadPool {
     [[noreturn]] void work() {
         std::unique_lock lock(mutex_);
         while (true) {
+            if (waiting_.empty()) {
+                lock.unlock();
+                spin_until([&] { return has_work_.load(); });
+                lock.lock();
+            }
             wake_.wait(lock, [&] { return !waiting_.empty(); });
             perform(*waiting_.front(), lock);
         }
@@ -74,7 +96,10 @@ class ThreadPool {
     // Runs the next task of a batch, with the lock released.
     void perform(Batch& batch, std::unique_lock<std::mutex>& lock) {
         const size_t task = batch.next++;
-        if (batch.next == batch.count) std::erase(waiting_, &batch);
+        if (batch.next == batch.count) {
+            std::erase(waiting_, &batch);
+            has_work_ = !waiting_.empty();
+        }
         lock.unlock();
         std::exception_ptr error;
         try {
@@ -92,6 +117,7 @@ class ThreadPool {
     std::mutex mutex_;
     std::condition_variable wake_;
     std::deque<Batch*> waiting_;  // with tasks that no thread has taken
+    std::atomic<bool> has_work_ = false;
     size_t threads_ = 0;
 };
 

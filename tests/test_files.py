@@ -23,9 +23,14 @@ def test_a_file_is_replaced_when_the_block_ends(tmp_path: Path) -> None:
 def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"before")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
-        file.write(b"half")
-        raise KeyboardInterrupt
+
+    def fail() -> None:
+        with replacing(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
     assert path.read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["file"]
 

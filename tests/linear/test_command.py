@@ -175,7 +175,7 @@ def test_models_and_data_that_do_not_fit_are_refused(tmp_path, svmlight, tsv):
     labels = tmp_path / "labels"
     labels.write_text("those of before")
     other.write_text("1 1:1\n1 1:x\n")
-    with pytest.raises(InputError, match="more.svm:2: "):
+    with pytest.raises(InputError, match=r"more\.svm:2: "):
         sparcel("predict", model, other, "--out", labels)
     assert labels.read_text() == "those of before"
 

@@ -16,6 +16,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from sparcel import simulate
 from sparcel.errors import InputError
 from sparcel.linear import SparseLinearRegression, SparseLinearSVC, SparseLogisticRegression
+from sparcel.linear.inputs import as_matrix
 from sparcel.rows import HashedNGrams, read_svmlight, shard
 
 CLASSIFIERS = [
@@ -238,3 +239,13 @@ def test_rows_and_files_bring_their_labels(tmp_path):
         return SparseLogisticRegression(epochs=3).fit(file, group=comm).n_features_in_
 
     assert simulate(3, run).results == [12, 12, 12]
+
+
+def test_a_shard_becomes_a_matrix_without_a_copy():
+    whole = HashedNGrams(dimensions=1000).rows(["some words", "and more of them"] * 50)
+    for rank in range(4):
+        rows = shard(whole, rank, 4)
+        matrix, _ = as_matrix(rows)
+        assert (matrix @ np.ones(1000) == np.add.reduceat(rows.values, rows.offsets[:-1])).all()
+        for own, given in ((matrix.data, rows.values), (matrix.indices, rows.columns)):
+            assert np.shares_memory(own, given)

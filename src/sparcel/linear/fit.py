@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from sparcel import _cpu
 from sparcel.comm import Communicator, world
 from sparcel.errors import InputError
 from sparcel.linear import checkpoint
@@ -69,7 +68,6 @@ def run(job: Job, console: Console) -> None:
     _resume(job, about, trainer, comm, console)
     log = _trained(job, about, trainer, console, speaks)
     trainer.forget_rows()
-    _cpu.drop_kept()  # what messages of steps took
     columns, values, intercepts = trainer.coordinates()
     if speaks:
         labels = None if classes is None else classes.labels

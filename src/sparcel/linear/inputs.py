@@ -36,9 +36,20 @@ def as_matrix(
     if not isinstance(data, Rows):
         return data, y
     check(data)
-    shape = len(data), data.dimensions
-    matrix = sp.csr_matrix((data.values, data.columns, data.offsets), shape)
-    return matrix, data.labels if y is None else y
+    return _shared(data), data.labels if y is None else y
+
+
+def _shared(rows: Rows) -> Any:
+    """Return rows as a matrix that shares their memory, where its types allow that.
+
+    scipy's constructor copies arrays that are small parts of others, as those of a shard are.
+    """
+    matrix = sp.csr_matrix((len(rows), rows.dimensions), dtype=rows.values.dtype)
+    index = np.int32 if max(rows.nnz, rows.dimensions) <= np.iinfo(np.int32).max else np.int64
+    matrix.indptr = rows.offsets.astype(index, copy=False)
+    matrix.indices = rows.columns.astype(index, copy=False)
+    matrix.data = rows.values
+    return matrix
 
 
 def as_rows(matrix: Any) -> Rows:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any, Literal, TypeAlias
 

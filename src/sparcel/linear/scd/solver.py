@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
@@ -212,6 +213,7 @@ class Scd:
     def forget_rows(self) -> None:
         """Give the rows' memory back; the model remains, and no epoch can follow."""
         del self._shard
+        _cpu.drop_kept()  # also what messages of steps took
 
     def state(self) -> dict[str, Array]:
         """Return what `restore` goes on from, between two epochs; equal on all ranks."""

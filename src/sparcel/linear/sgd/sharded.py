@@ -48,14 +48,12 @@ class Sharded:
     ) -> None:
         self._settings, self._comm = dict(settings), comm
         self.seconds = self._exchanging = 0.0
-        own, dimensions = (
-            [batch.columns[:-TAIL].numpy() for batch in batches],
-            settings["dimensions"],
-        )
+        own = [batch.columns[:-TAIL].numpy() for batch in batches]
+        dimensions: int = settings["dimensions"]
         starts = owners(own, dimensions, comm)
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
-        asked = tell_owners(own, self._cuts, settings["dimensions"], comm)
+        asked = tell_owners(own, self._cuts, dimensions, comm)
         self._cuts.append([0] * (comm.size + 1))  # for want of a batch
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
         self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in asked]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from sparcel import _cpu
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.epoch import Epoch
@@ -123,6 +124,7 @@ class Sgd:
     def forget_rows(self) -> None:
         """Give the batches' memory back; the model remains, and no epoch can follow."""
         self.batches.clear()  # the model has the same list
+        _cpu.drop_kept()  # also what messages of steps took
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here, bit by bit; all ranks call.
