@@ -17,11 +17,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     So whoever reads ``path`` finds a whole file, and processes may write it at once: the last one
     wins. The folder must exist. What is no file, such as a pipe, is written to as it is.
     """
-    path = path.resolve()  # a link stays one
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             yield file
         return
+    path = path.resolve()  # a link stays one
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as file:
