@@ -114,12 +114,12 @@ BatchView<Column, Value> view(const Batch& batch) {
             batch.starts, batch.height()};
 }
 
-// Arranges rows in batches. The arrays of a batch begin at the number of entries before it, and its
-// columns `tail` places later for each batch before. Returns how many columns occur in each batch.
+// Arranges rows in batches. The arrays of a batch begin at the number of entries before it. Returns
+// how many columns occur in each batch.
 std::vector<size_t> by_columns(const Input& offsets, const Input& columns, const Input& values,
                                const Input& order, const std::vector<size_t>& bounds,
                                const InOut& out_columns, const InOut& out_places,
-                               const InOut& out_values, size_t tail, int threads) {
+                               const InOut& out_values, int threads) {
     const size_t batches = bounds.empty() ? 0 : bounds.size() - 1;
     require(batches > 0 && bounds.front() == 0 && bounds.back() == order.size() &&
                 std::is_sorted(bounds.begin(), bounds.end()),
@@ -144,8 +144,8 @@ std::vector<size_t> by_columns(const Input& offsets, const Input& columns, const
         }
         require(entries[batch + 1] - entries[batch] <= UINT32_MAX, "a batch has too many entries");
     }
-    require(out_columns.size() >= entries[batches] + tail * batches &&
-                out_places.size() >= entries[batches] && out_values.size() >= entries[batches],
+    require(out_columns.size() >= entries[batches] && out_places.size() >= entries[batches] &&
+                out_values.size() >= entries[batches],
             "the arrays of the batches are too short");
     with_index(columns.dtype(), [&]<class Column>(Type<Column>) {
         with_type<float, double>(values.dtype(), [&]<class Value>(Type<Value>) {
@@ -160,8 +160,8 @@ std::vector<size_t> by_columns(const Input& offsets, const Input& columns, const
                     counts[batch] = sorter.arrange(
                         source, rows + bounds[batch], bounds[batch + 1] - bounds[batch],
                         entries[batch + 1] - at,
-                        {data<Column>(out_columns) + at + tail * batch,
-                         data<Place>(out_places) + at, data<Value>(out_values) + at});
+                        {data<Column>(out_columns) + at, data<Place>(out_places) + at,
+                         data<Value>(out_values) + at});
                 }
             });
         });
@@ -337,7 +337,7 @@ void bind_linear(nb::module_& module) {
              "derivatives"_a, "threads"_a)
         .def("gradient", batch_gradient, "derivatives"_a, "width"_a, "out"_a, "threads"_a);
     module.def("by_columns", by_columns, "offsets"_a, "columns"_a, "values"_a, "order"_a,
-               "bounds"_a, "out_columns"_a, "out_places"_a, "out_values"_a, "tail"_a, "threads"_a);
+               "bounds"_a, "out_columns"_a, "out_places"_a, "out_values"_a, "threads"_a);
 }
 
 }  // namespace sparcel

@@ -16,7 +16,7 @@ from sparcel.rows import HashedNGrams, Text
 rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 words = HashedNGrams("word", (1, 2), dimensions=2**20)
 rows = Text("tsv", words).read(sys.argv[1], rank, ranks)
-model = SparseLogisticRegression(epochs=10).fit(rows)
+model = SparseLogisticRegression(epochs=10, tol=None).fit(rows)
 if rank == 0:
     print(f"after {model.n_iter_} epochs, mean loss {model.epochs_[-1].loss:.4f}")
     for line in ("cheap pills, buy now", "see you at lunch"):

@@ -127,7 +127,7 @@ class Mesh:
     def broken(self) -> int: ...
 
 class LinearModel:
-    """The numbers of a linear model, and how it is regularised; see `sparcel.linear.weights`."""
+    """The numbers of a linear model and its regularisation; see `sparcel.linear.sgd.weights`."""
 
     scale: float
     now: float
@@ -161,7 +161,7 @@ class LinearModel:
     def read(self, out: NumpyArray) -> None: ...
 
 class LinearBatch:
-    """A batch of rows by columns; see `sparcel.linear.batches`."""
+    """A batch of rows by columns; see `sparcel.linear.sgd.batches`."""
 
     def __init__(
         self,
@@ -192,12 +192,11 @@ def by_columns(
     out_columns: NumpyArray,
     out_places: NumpyArray,
     out_values: NumpyArray,
-    tail: int,
     threads: int,
 ) -> list[int]: ...
 
 class LinearShard:
-    """A rank's rows by columns; see `sparcel.linear.coordinates`."""
+    """A rank's rows by columns; see `sparcel.linear.scd.coordinates`."""
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ def test_coordinate_descent_fits_several_classes_and_numbers(tmp_path, svmlight,
         ("1 0:1\n-1 2:1\n", (), r"train.svm:1: .*index_from=0"),
         ("1 1:nan\n-1 2:1\n", (), r"train.svm:1: "),
         ("1 1:1\n-1 9:1\n", ("--dimensions", 5), r"train.svm:2: "),
-        ("", (), "at least two classes"),
+        ("", (), "there are no rows"),
         ("1 1:1\n1 2:1\n", (), "at least two classes"),
         ("a 1:1\nb 2:1\n", ("--loss", "squared"), "labels that are numbers"),
         ("1 1:1\n-1 2:1\n", ("--loss", "hings"), "did you mean 'hinge'"),
@@ -178,6 +178,32 @@ def test_models_and_data_that_do_not_fit_are_refused(tmp_path, svmlight, tsv):
     with pytest.raises(InputError, match=r"more\.svm:2: "):
         sparcel("predict", model, other, "--out", labels)
     assert labels.read_text() == "those of before"
+
+
+def test_an_output_never_takes_the_place_of_another_file_of_the_run(tmp_path, svmlight):
+    model, before = tmp_path / "model.npz", svmlight.read_bytes()
+    for options in (
+        ("--out", svmlight),
+        ("--out", model, "--checkpoint", svmlight),
+        ("--out", model, "--plot", tmp_path / "." / "model.npz"),
+    ):
+        with pytest.raises(InputError, match=r"is (read from|given to --out) too; give another"):
+            sparcel("fit", svmlight, *options)
+    with pytest.raises(InputError, match=r"must end in \.pdf, \.png or \.svg"):
+        sparcel("fit", svmlight, "--out", model, "--plot", tmp_path / "plot.xyz")
+    sparcel("fit", svmlight, "--out", model)
+    with pytest.raises(InputError, match="is read from too"):
+        sparcel("predict", model, svmlight, "--out", model)
+    assert svmlight.read_bytes() == before
+
+
+def test_labels_are_the_same_whether_files_hold_numbers_or_texts(tmp_path):
+    numbers, texts, model = (tmp_path / name for name in ("train.jsonl", "test.tsv", "model.npz"))
+    rows = [(i % 2, f"word{i % 2} more") for i in range(40)]
+    numbers.write_text("".join(json.dumps({"label": y, "text": x}) + "\n" for y, x in rows))
+    texts.write_text("label\ttext\n" + "".join(f"{y}\t{x}\n" for y, x in rows))
+    sparcel("fit", numbers, "--out", model, "--epochs", 20)
+    assert measures(sparcel("evaluate", model, texts))["accuracy"] == 1
 
 
 def test_more_dimensions_than_memory_holds(tmp_path, tsv):

@@ -8,13 +8,14 @@ import pytest
 import scipy.sparse as sp
 from sklearn.base import clone
 from sklearn.datasets import dump_svmlight_file, make_classification
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from sparcel import simulate
-from sparcel.errors import InputError
+from sparcel.errors import InputError, MismatchError
 from sparcel.linear import SparseLinearRegression, SparseLinearSVC, SparseLogisticRegression
 from sparcel.linear.inputs import as_matrix
 from sparcel.rows import HashedNGrams, read_svmlight, shard
@@ -139,6 +140,44 @@ def test_partial_fit_goes_on_from_fit():
     assert other.coef_ == pytest.approx(before, abs=0.5)
 
 
+def test_ranks_without_rows_take_part(tmp_path):
+    file = tmp_path / "two.svm"
+    file.write_text("1 1:1\n-1 2:1\n")
+
+    def run(comm):
+        return SparseLogisticRegression().fit(str(file), group=comm).predict(np.eye(2)).tolist()
+
+    assert simulate(3, run).results == [[1, -1]] * 3
+
+
+def test_rows_without_columns_are_refused(tmp_path):
+    file = tmp_path / "labels.svm"
+    file.write_text("1\n-1\n")
+    for solver, ranks in (("sgd", 2), ("scd", 2)):
+        model = SparseLogisticRegression(solver=solver)
+        with pytest.raises(ValueError, match=r"0 feature|no columns"):
+            simulate(ranks, lambda comm, m=model: clone(m).fit(str(file), group=comm))
+
+
+def test_ranks_that_do_not_do_the_same_are_told():
+    X, y = problem()
+
+    def half_fitted(comm):
+        model = SparseLogisticRegression()
+        model = model if comm.rank else model.fit(X, y)
+        return model.partial_fit(X, y, classes=[0, 1], group=comm)
+
+    with pytest.raises(MismatchError):
+        simulate(2, half_fitted)
+    with pytest.raises(InputError, match="same settings"):
+        simulate(
+            2,
+            lambda comm: SparseLogisticRegression(step=lambda epoch: 0.1 + comm.rank).fit(
+                X, y, group=comm
+            ),
+        )
+
+
 def test_what_is_wrong_on_one_rank_is_told_to_all():
     X, y = problem()
 
@@ -184,6 +223,14 @@ def test_classes_weigh_what_is_said():
     assert recall[0] < recall[2]
     with pytest.raises(InputError, match="class_weight must be None, 'balanced' or a dict"):
         SparseLogisticRegression(class_weight="even").fit(X, y)
+    with pytest.raises(InputError, match=r"class_weight has 7, which is none of the classes"):
+        SparseLogisticRegression(class_weight={7: 2.0}).fit(X, y)
+
+
+def test_a_training_that_ends_too_early_warns():
+    X, y = problem()
+    with pytest.warns(ConvergenceWarning, match="still falling by more than tol=0.001 after 7"):
+        SparseLinearRegression(epochs=7).fit(X, y * 1000.0)
 
 
 def test_more_dimensions_than_memory_holds():

@@ -239,7 +239,7 @@ def test_a_broken_file_is_never_taken_for_a_short_one(suffix: str, tmp_path: Pat
 def test_what_is_wrong_with_arguments_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=r"got .*nowhere"):
+    with pytest.raises(InputError, match=r"there is no file .*nowhere"):
         read_svmlight(tmp_path / "nowhere")
     with pytest.raises(InputError, match="at least one file"):
         read_svmlight([])

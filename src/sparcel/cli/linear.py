@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +69,8 @@ def fit(
     ] = "adagrad",
     eta0: Annotated[float, typer.Option(min=0, help="Size of the first step.")] = 0.5,
     average: Annotated[
-        bool, typer.Option("--average", help="Average the models after all steps.")
+        bool,
+        typer.Option("--average", help="Average the models after all steps; adagrad needs --l2 0."),
     ] = False,
     block: Annotated[
         int, typer.Option(min=1, help="With scd, coordinates of each process that a step changes.")
@@ -155,8 +156,12 @@ def fit(
     from sparcel.linear.fit import Job, run
     from sparcel.linear.settings import Settings
 
-    for file in (out, cache, checkpoint, plot):
+    outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
+    for file in outputs.values():
         check_output(file)
+    _check_apart(outputs, data)
+    if plot is not None and plot.suffix not in (".pdf", ".png", ".svg"):
+        raise InputError(f"--plot must end in .pdf, .png or .svg, got {plot}")
     if resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
     _check_solver(solver, context)
@@ -200,6 +205,7 @@ def predict(
     from sparcel.linear.model import LinearModel
 
     check_output(out)
+    _check_apart({"--out": out}, [model, *data])
     fitted = LinearModel.load(model)
     lines = _predicted(fitted, _blocks(fitted, data, layout, None, text), probabilities)
     if out is None:
@@ -245,6 +251,17 @@ def _check_solver(solver: str, context: typer.Context) -> None:
                     f"--{name.replace('_', '-')} is a setting of --solver {other}, and the solver"
                     f" is {solver}; leave it out, or give --solver {other}"
                 )
+
+
+def _check_apart(outputs: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
+    """Refuse an output that would take the place of another one or of an input."""
+    taken = {path.resolve(): "is read from" for path in inputs}
+    for option, path in outputs.items():
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/null
+            continue
+        if path.resolve() in taken:
+            raise InputError(f"{option} {path} {taken[path.resolve()]} too; give another file")
+        taken[path.resolve()] = f"is given to {option}"
 
 
 def _predicted(model: Any, blocks: Iterator[Rows], probabilities: bool) -> Iterator[str]:

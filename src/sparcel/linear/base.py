@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
 
@@ -10,7 +11,7 @@ import numpy as np
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known, optional
 from sparcel.linear.epoch import Epoch
-from sparcel.linear.inputs import as_matrix, as_rows, product
+from sparcel.linear.inputs import as_matrix, as_rows, opened, product
 from sparcel.linear.ranks import together
 from sparcel.linear.scd import Scd
 from sparcel.linear.settings import SOLVERS, Settings
@@ -19,13 +20,14 @@ from sparcel.linear.sgd.prepare import prepare
 from sparcel.linear.sgd.step_sizes import Rule
 from sparcel.linear.sgd.weights import MOST_HELD, Weights
 from sparcel.linear.sgd.whole import Whole
-from sparcel.linear.training import train, trainer_of
+from sparcel.linear.training import still_falls, train, trainer_of
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
     import scipy.sparse as sp
     from sklearn.base import BaseEstimator, RegressorMixin
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.utils.validation import check_is_fitted, validate_data
 
 _FLOATS = [np.float32, np.float64]
@@ -63,7 +65,8 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         The most passes over the rows, or, with ``"scd"``, over the coordinates.
     tol
         Training ends earlier when five epochs (of few rows, 100 steps) did not bring the mean loss
-        ``tol`` below the lowest before them; None goes through all epochs.
+        ``tol`` below the lowest before them; None goes through all epochs. The penalty does not
+        count: where ``l2`` or ``l1`` is so large that it rules, only None goes to the end.
     batch_size
         The most rows that each rank takes one step with, in [1, 32768].
     step
@@ -72,7 +75,8 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     eta0
         The size of the first step.
     average
-        Whether the model is the average of the models after each step.
+        Whether the model is the average of the models after each step. Needs ``l1=0``, and with
+        ``"adagrad"`` ``l2=0``.
     block
         With ``"scd"``, the most coordinates of each rank that change in a step.
     gather
@@ -157,7 +161,7 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         once: bool,
     ) -> None:
         """Fit the model, or pass ``once`` over more rows; all ranks call."""
-        settings, rows = self._settings(loss), as_rows(X)
+        settings, rows = together(comm, lambda: self._settings(loss)), as_rows(X)
         epochs: list[Epoch] = []
         trainer: Sgd | Scd
         if once:
@@ -168,7 +172,15 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
         else:
             trainer = trainer_of(rows, targets, row_weights, width, settings, comm)
             train(trainer, settings, epochs.append)
-        trainer.forget_rows()
+            trainer.forget_rows()
+            if still_falls(trainer, settings):
+                warnings.warn(
+                    f"the loss was still falling by more than tol={settings.tol} after"
+                    f" {settings.epochs} epochs: allow more, or choose eta0 to the scale of the"
+                    " data, as regression needs, or solver='scd'",
+                    ConvergenceWarning,
+                    stacklevel=3,
+                )
         # A pass over more rows goes on from here.
         self._whole = trainer.model.whole() if isinstance(trainer, Sgd) else None
         self.epochs_, self.n_iter_ = epochs, trainer.epochs
@@ -196,7 +208,7 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[Any, Array]:
         """Return checked rows and labels; what is wrong on one rank is raised on all."""
         kept: Whole | None = None if fresh else getattr(self, "_whole", None)
-        X, y = as_matrix(X, y, comm, None if fresh else self.n_features_in_)
+        X = opened(X, comm, None if fresh else self.n_features_in_)
         settings = {
             "accept_sparse": "csr",
             "dtype": _FLOATS if kept is None else kept.weights.dtype,
@@ -204,12 +216,17 @@ class LinearBase(BaseEstimator):  # type: ignore[misc]
             "reset": fresh,
             **more,
         }
-        checked: tuple[Any, Array] = together(comm, lambda: validate_data(self, X, y, **settings))
-        return checked
+
+        def check() -> tuple[Any, Array]:
+            matrix, labels = as_matrix(X, y)
+            checked: tuple[Any, Array] = validate_data(self, matrix, labels, **settings)
+            return checked
+
+        return together(comm, check)
 
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self, "coef_")
-        X, _ = as_matrix(X, dimensions=self.n_features_in_)
+        X, _ = as_matrix(opened(X, None, self.n_features_in_))
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
         scores: Array = product(X, self.coef_) + self.intercept_
         return scores

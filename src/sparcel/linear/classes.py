@@ -38,13 +38,15 @@ class Classes:
         """
         own = np.unique(y)
         if comm is not None:
-            parts = gathered(comm, [own.dtype.kind, own.tolist()])
+            parts = gathered(comm, [own.dtype.kind, own.tolist()], "classes")
             if len({kind for kind, labels in parts if labels}) > 1:
                 raise InputError(
                     "ranks have labels of different kinds, such as numbers and strings; give all"
                     " the same"
                 )
             own = np.unique(np.array([label for _, labels in parts for label in labels]))
+        if len(own) == 0:
+            raise InputError("there are no rows to fit a model to, on any rank")
         if len(own) < 2:
             raise InputError(
                 f"a classifier needs labels of at least two classes, got {own.tolist()}: 1 class"
@@ -69,8 +71,8 @@ class Classes:
         wrong = self.labels[places] != y
         if wrong.any():
             raise InputError(
-                f"label {y[wrong][0]!r} is none of the classes {self.labels.tolist()} that the"
-                " model knows; give all classes to the first partial_fit"
+                f"label {y[wrong].tolist()[0]!r} is none of the classes {self.labels.tolist()} that"
+                " the model knows; the first rows, or classes=, must name all"
             )
         return places
 
@@ -103,6 +105,11 @@ class Classes:
             raise InputError(
                 "class_weight must be None, 'balanced' or a dict of weights by label, got"
                 f" {class_weight!r}"
+            )
+        if unknown := class_weight.keys() - set(self.labels.tolist()):
+            raise InputError(
+                f"class_weight has {unknown.pop()!r}, which is none of the classes"
+                f" {self.labels.tolist()}"
             )
         each_given = np.array([class_weight.get(label, 1.0) for label in self.labels.tolist()])
         return np.asarray(own * each_given[numbers], dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from sparcel.errors import InputError, optional
-from sparcel.linear.classes import Classes
+from sparcel.linear.classes import Classes, labels
 from sparcel.linear.model import LinearModel
 from sparcel.rows import Rows
 
@@ -26,23 +26,26 @@ def evaluate(model: LinearModel, blocks: Iterable[Rows]) -> dict[str, float]:
     """
     with optional("sparcel linear", "linear"):
         from sklearn import metrics
-    margins, labels = [], []
+    margins, truths = [], []
     for rows in blocks:
         if rows.labels is None:
             raise InputError("these rows have no labels to compare with")
         margins.append(model.margins(rows))
-        labels.append(rows.labels)
+        truths.append(rows.labels)
     if not margins:
         raise InputError("there are no rows to evaluate")
-    found, truth = np.concatenate(margins), np.concatenate(labels)
+    found, truth = np.concatenate(margins), np.concatenate(truths)
     result = {"rows": float(len(truth))}
     if model.classes is None:
         error = found[:, 0] - truth.astype(np.float64)
         result["rmse"] = float(np.sqrt((error**2).mean()))
         result["r2"] = float(metrics.r2_score(truth.astype(np.float64), found[:, 0]))
         return result
-    numbers = Classes(model.classes).numbers(truth)
-    result["accuracy"] = float((model.predict(found) == truth).mean())
+    classes = model.classes
+    if truth.dtype.kind == "U" and classes.dtype.kind != "U":
+        classes = classes.astype(truth.dtype)  # texts may tell numbers, as JSON and TSV do
+    numbers = Classes(classes).numbers(truth)
+    result["accuracy"] = float((labels(found, classes) == truth).mean())
     if model.loss == "logistic":
         shares = model.probabilities(found)
         result["log_loss"] = float(

@@ -51,7 +51,7 @@ class Job:
             return ""
         own = (rows.offsets, rows.columns, rows.values, targets)
         sums = [zlib.crc32(np.ascontiguousarray(array).data) for array in own]
-        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions, sums])
+        counts = gathered(comm, [len(rows), rows.nnz, rows.dimensions, sums], "checksums")
         labels = None if classes is None else classes.labels.tolist()
         settings = {**asdict(self.settings), "epochs": None}
         return json.dumps([describe(self.source), settings, counts, labels])
@@ -66,6 +66,8 @@ def run(job: Job, console: Console) -> None:
     trainer, shape, classes, about = _prepared(job, comm, console)
     console.print(f"Rows read and arranged in {time.perf_counter() - start:.1f} s")
     _resume(job, about, trainer, comm, console)
+    if trainer.epochs >= job.settings.epochs:
+        console.print(f"Nothing is left to do: {trainer.epochs} epochs of {job.settings.epochs}")
     log = _trained(job, about, trainer, console, speaks)
     trainer.forget_rows()
     columns, values, intercepts = trainer.coordinates()
@@ -101,8 +103,8 @@ def _prepared(
 
 def _targets(job: Job, rows: Rows, comm: Communicator | None) -> tuple[Classes | None, Array]:
     """Return the classes, or None for regression, and what to fit each row to."""
-    labels = np.zeros(0) if rows.labels is None else rows.labels
-    dtype = rows.values.dtype
+    labels, dtype = rows.labels, rows.values.dtype
+    assert labels is not None, "sources of trainings have labels"
     if job.settings.loss == "squared":
 
         def numbers() -> Array:
@@ -126,7 +128,7 @@ def _check_classes(labels: Array) -> None:
 
 
 def _described(rows: Rows, classes: Classes | None, comm: Communicator | None) -> str:
-    counts = gathered(comm, [len(rows), rows.nnz])
+    counts = gathered(comm, [len(rows), rows.nnz], "counts")
     total, entries = (sum(column) for column in zip(*counts, strict=True))
     kinds = "" if classes is None else f", {len(classes.labels)} classes"
     ranks = "one process" if comm is None else f"{comm.size} processes over {comm.carrier}"
@@ -156,7 +158,7 @@ def _resume(
         return state
 
     state = together(comm, own)
-    if any(gathered(comm, state is not None)):
+    if any(gathered(comm, state is not None, "who has a checkpoint")):
         trainer.restore(state or {})
         console.print(f"Going on after epoch {trainer.epochs}")
 

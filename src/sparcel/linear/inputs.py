@@ -10,7 +10,6 @@ import numpy as np
 from sparcel.comm import Communicator
 from sparcel.errors import optional
 from sparcel.linear.reading import read
-from sparcel.linear.sgd.numbering import among
 from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, SvmLight, check
 from sparcel.rows.rows import Array
@@ -23,16 +22,19 @@ Data: TypeAlias = Any
 """An array, a sparse matrix, `Rows`, or the path of SVMlight files."""
 
 
-def as_matrix(
-    data: Data, y: Any = None, comm: Communicator | None = None, dimensions: int | None = None
-) -> tuple[Any, Any]:
-    """Return what scikit-learn takes: rows and files as matrices, with their labels if they have.
+def opened(data: Data, comm: Communicator | None, dimensions: int | None) -> Data:
+    """Return the rows of a path, and anything else as it is.
 
     Of files each rank reads its own part; all ranks call, and get the same dimensions: those given,
     or what the highest index needs.
     """
     if isinstance(data, str | os.PathLike):
-        data = read(SvmLight(dimensions), data, comm)
+        return read(SvmLight(dimensions), data, comm)
+    return data
+
+
+def as_matrix(data: Data, y: Any = None) -> tuple[Any, Any]:
+    """Return what scikit-learn takes: rows as a matrix, with their labels if they have some."""
     if not isinstance(data, Rows):
         return data, y
     check(data)
@@ -78,7 +80,7 @@ def product(matrix: Any, coefficients: Any) -> Array:
         columns, places = np.unique(coefficients.indices, return_inverse=True)
         shape = coefficients.shape[0], len(columns)
         coefficients = sp.csr_matrix((coefficients.data, places, coefficients.indptr), shape)
-        rows = among(as_rows(matrix), columns)
+        rows = as_rows(matrix).among(columns)
         shape = len(rows), len(columns)
         matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
     scores = matrix @ coefficients.T

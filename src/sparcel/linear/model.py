@@ -12,7 +12,6 @@ import numpy as np
 from sparcel.errors import InputError, optional
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import labels, probabilities
-from sparcel.linear.sgd.numbering import among
 from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
@@ -65,13 +64,13 @@ class LinearModel:
         if rows.dimensions > self.dimensions:
             raise InputError(
                 f"these rows have {rows.dimensions} dimensions, the model {self.dimensions};"
-                " make the rows as those that it was fitted to"
+                f" fit it with --dimensions {rows.dimensions}, or make these rows as its own"
             )
         check(rows)
         with optional("sparcel linear", "linear"):
             import scipy.sparse as sp
         if self.columns is not None:
-            rows = among(rows, self.columns)
+            rows = rows.among(self.columns)
         shape = len(rows), len(self.coefficients)
         matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
         return np.asarray(matrix @ self.coefficients + self.intercepts)

@@ -1,4 +1,4 @@
-"""What ranks tell one another before they train."""
+"""What ranks tell and send one another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sparcel.stream import SparseStream
 
 T = TypeVar("T")
 
-_GATHERED = Call.of("gathered", {})
 _COLLECTED, _SCATTERED = Call.of("collected", {}), Call.of("scattered", {})
 
 
@@ -39,8 +38,11 @@ def ranks_of(group: Group) -> Communicator | None:
     return comm
 
 
-def gathered(comm: Communicator | None, value: Any) -> list[Any]:
-    """Return what each rank gave, by rank: anything that JSON holds."""
+def gathered(comm: Communicator | None, value: Any, what: str) -> list[Any]:
+    """Return what each rank gave, by rank: anything that JSON holds.
+
+    ``what`` names it, the same on all ranks.
+    """
     if comm is None:
         return [value]
     message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -51,7 +53,7 @@ def gathered(comm: Communicator | None, value: Any) -> list[Any]:
         received = comm.exchange(sends, dict.fromkeys(sends, longest))
         return [received.get(rank, message) for rank in range(comm.size)]
 
-    return [json.loads(bytes(part.numpy())) for part in comm.call(_GATHERED, exchange)]
+    return [json.loads(bytes(part.numpy())) for part in comm.call(Call.of(what, {}), exchange)]
 
 
 def broadcast(array: Array | None, comm: Communicator | None) -> Array:
@@ -128,13 +130,17 @@ def check_alike(
     Raises
     ------
     InputError
-        On all ranks, when no rank has rows, none has weight, or they differ in the shape of their
-        rows or in their settings.
+        On all ranks, when no rank has rows, none has columns or weight, or they differ in the shape
+        of their rows or in their settings.
     """
     own = [rows, weight, dimensions, str(dtype), settings]
-    counts, weights, widths, dtypes, told = zip(*gathered(comm, own), strict=True)
+    counts, weights, widths, dtypes, told = zip(
+        *gathered(comm, own, "shape of rows and settings"), strict=True
+    )
     if max(counts) == 0:
         raise InputError("there are no rows to fit a model to, on any rank")
+    if max(widths) == 0:
+        raise InputError("the rows have no columns to fit a model to")
     if sum(weights) == 0:
         raise InputError("the weights of all rows are zero; at least one must be positive")
     for name, values in (("dimensions", widths), ("the dtype", dtypes)):
@@ -163,7 +169,7 @@ def together(comm: Communicator | None, own: Callable[[], T]) -> T:
         result = own()
     except (ValueError, OSError) as error:
         wrong = str(error)
-    for found in gathered(comm, wrong):
+    for found in gathered(comm, wrong, own.__qualname__):
         if found is not None:
             raise InputError(found)
     return result  # type: ignore[return-value]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.ranks import gathered, together
@@ -38,9 +40,12 @@ def read(
     """
     rows = _parsed(source, paths, comm) if cache is None else _cached(source, paths, comm, cache)
     kind = None if rows.labels is None or not len(rows) else rows.labels.dtype.kind
-    if len(set(gathered(comm, kind)) - {None}) > 1:
+    kinds = set(gathered(comm, kind, "kind of labels")) - {None}
+    if len(kinds) > 1:
         raise InputError("some labels are numbers and some are not; make all of one kind")
-    return replace(rows, dimensions=max(gathered(comm, rows.dimensions)))
+    if not len(rows):
+        rows = replace(rows, labels=np.empty(0, np.str_ if kinds == {"U"} else np.float64))
+    return replace(rows, dimensions=max(gathered(comm, rows.dimensions, "dimensions")))
 
 
 def _parsed(source: Source, paths: Paths, comm: Communicator | None) -> Rows:
@@ -56,7 +61,7 @@ def _parsed(source: Source, paths: Paths, comm: Communicator | None) -> Rows:
             return None
 
     rows = together(comm, with_numbers)
-    if all(gathered(comm, rows is not None)):
+    if all(gathered(comm, rows is not None, "whether labels are numbers")):
         assert rows is not None
         return rows
     # Where one rank's labels are texts, all are, as they would be for one rank alone.

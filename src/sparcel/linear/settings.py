@@ -67,6 +67,11 @@ class Settings:
             flag(getattr(self, name), name)
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
         known(self.format, FORMATS_BY_NAME, "format")
+        if self.solver == "scd" and (self.density, self.bits) != (None, None):
+            raise InputError(
+                f"density={self.density} and bits={self.bits} go with solver='sgd', got 'scd',"
+                " which exchanges without loss; leave them out"
+            )
         if self.density is not None:
             checked_density(self.density)
             self._goes_with("density", "auto", *ALGORITHMS.keys() - {"dense"})
@@ -94,6 +99,8 @@ class Settings:
     def described(self) -> str:
         """Return a text that is the same for the same settings, in any process."""
         step = getattr(self.step, "__qualname__", self.step)
+        if callable(self.step):
+            step = f"{step}, at first {self.step(0.0)}"
         return ", ".join(f"{name}={value}" for name, value in {**vars(self), "step": step}.items())
 
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:

@@ -52,6 +52,12 @@ def train(
         after_epoch(trainer.epoch(after_step))
 
 
+def still_falls(trainer: Sgd | Scd, settings: Settings) -> bool:
+    """Tell whether the loss fell by ``tol`` in the last epochs of a training that took all."""
+    stalls = _stalls(trainer.losses, _PATIENT_EPOCHS, settings.tol)
+    return settings.tol is not None and trainer.epochs >= settings.epochs and not stalls
+
+
 def _stalls(losses: Sequence[float], patience: int, tol: float | None) -> bool:
     """Tell whether the last ``patience`` losses are not ``tol`` below the lowest before them."""
     if tol is None or len(losses) <= patience:

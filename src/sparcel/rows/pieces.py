@@ -47,7 +47,7 @@ def files_of(paths: Paths) -> list[Path]:
         raise InputError("paths must name at least one file, got none")
     for path in files:
         if not path.is_file():
-            raise InputError(f"paths must be those of files, got {path}")
+            raise InputError(f"{path} is no file" if path.exists() else f"there is no file {path}")
     return files
 
 

@@ -71,6 +71,13 @@ class Rows:
             None if self.labels is None else self.labels[rows],
         )
 
+    def among(self, columns: Array) -> Self:
+        """Return the rows' entries in some columns, increasing, by their places among these."""
+        places = np.searchsorted(columns, self.columns)
+        kept = np.append(columns, -1)[places] == self.columns
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])[self.offsets]
+        return type(self)(offsets, places[kept], self.values[kept], len(columns), self.labels)
+
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
     """Join rows end to end; all have the same dimensions, and labels or none.

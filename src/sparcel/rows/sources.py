@@ -86,6 +86,10 @@ class Text:
 
     def __post_init__(self) -> None:
         known(self.layout, LAYOUTS, "layout")
+        if self.label == self.text:
+            raise InputError(
+                f"label and text must be different columns, got {self.text!r} for both"
+            )
 
     def read(self, paths: Paths, rank: int = 0, ranks: int = 1) -> Rows:
         """Return a rank's part of the rows; files are shared out as by `read_svmlight`.

@@ -127,7 +127,6 @@ def _arranged(
     order = np.arange(len(rows))
     counts = _cpu.by_columns(
         *(rows.offsets, given, rows.values, order, bounds, columns, places, values),
-        tail=0,
         threads=torch.get_num_threads(),
     )
     tail = np.arange(rows.dimensions, rows.dimensions + TAIL, dtype=columns.dtype)

@@ -65,13 +65,5 @@ def by_frequency(rows: Rows) -> Numbering:
     return Numbering(columns[order], columns, numbers)
 
 
-def among(rows: Rows, columns: Array) -> Rows:
-    """Return rows of some columns, increasing, which are numbered by their places among these."""
-    places = np.searchsorted(columns, rows.columns)
-    kept = np.append(columns, -1)[places] == rows.columns
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])[rows.offsets]
-    return Rows(offsets, places[kept], rows.values[kept], len(columns), rows.labels)
-
-
 def _chunks(rows: Rows) -> Iterator[Array]:
     return (rows.columns[start : start + _CHUNK] for start in range(0, rows.nnz, _CHUNK))

@@ -71,7 +71,7 @@ class Owed:
         """Return what all ranks owe, one after the other, complete on rank 0; all ranks call."""
         values = self.values.numpy()
         columns = np.flatnonzero(values if values.ndim == 1 else values.any(axis=1))
-        counts = gathered(comm, len(columns))
+        counts = gathered(comm, len(columns), "number of debts")
         state = {"owed_ends": np.cumsum([0, *counts])}
         for name, own in (("owed_columns", columns), ("owed", values[columns])):
             length = sum(counts) if comm.rank == 0 else 0
@@ -81,7 +81,9 @@ class Owed:
 
     def restore(self, state: Mapping[str, Array], comm: Communicator) -> None:
         """Take over what this rank owed, of what rank 0 gives; all ranks call."""
-        ends = gathered(comm, state["owed_ends"].tolist() if comm.rank == 0 else None)[0]
+        ends = gathered(
+            comm, state["owed_ends"].tolist() if comm.rank == 0 else None, "ends of debts"
+        )[0]
         values = self.values.numpy()
         nothing = {"owed_columns": np.empty(0, np.int64), "owed": values[:0]}
         columns, owed = (

@@ -51,7 +51,7 @@ def owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[in
     uses = np.zeros(len(edges) - 1, np.int64)
     for columns in own:
         uses += np.diff(np.searchsorted(columns, edges))
-    total = np.cumsum(np.sum(gathered(comm, (uses + 1).tolist()), axis=0))
+    total = np.cumsum(np.sum(gathered(comm, (uses + 1).tolist(), "uses of columns"), axis=0))
     shares = total[-1] * np.arange(1, comm.size) / comm.size
     return [0, *edges[1 + np.searchsorted(total, shares)].tolist(), dimensions]
 
@@ -78,7 +78,10 @@ def tell_owners(
         for owner in range(comm.size)
     ]
     counts = np.array([[len(piece) for piece in part] for part in pieces], np.int64)
-    batches, none = gathered(comm, len(own)), np.zeros(0, column_dtype(dimensions))
+    batches, none = (
+        gathered(comm, len(own), "number of batches"),
+        np.zeros(0, column_dtype(dimensions)),
+    )
 
     def tell() -> list[Asked]:
         told = exchanged(counts.reshape(-1), [len(own)] * comm.size, batches, comm)

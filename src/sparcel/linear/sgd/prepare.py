@@ -57,14 +57,20 @@ def prepare(
     rank, dimensions = 0 if comm is None else comm.rank, rows.dimensions
     numbering = by_frequency(rows) if comm is None and weights is None else None
     order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
-    batches = arrange(rows, targets, row_weights, settings.batch_size, order, numbering)
-    _cpu.drop_kept()  # what reading and arranging took, as much as a piece of the rows
+    batches = together(
+        comm,
+        lambda: arrange(rows, targets, row_weights, settings.batch_size, order, numbering),
+    )
+    if weights is None:  # a whole training, which can wait for it
+        _cpu.drop_kept()  # what reading and arranging took, as much as a piece of the rows
     dtype = rows.values.dtype
     weight = sum(batch.weight for batch in batches)
     check_alike(
         comm, len(batches), weight, dimensions, dtype, f"{settings.described()}, width={width}"
     )
-    counts, entries = zip(*gathered(comm, [len(batches), most_entries(batches)]), strict=True)
+    counts, entries = zip(
+        *gathered(comm, [len(batches), most_entries(batches)], "batches"), strict=True
+    )
     arguments = settings.weights(dimensions, width, dtype)
     model: Replicated | Sharded
     if settings.algorithm == SHARDED and comm is not None and weights is None:

@@ -99,7 +99,7 @@ class Sharded:
         ``everywhere`` tells whether all ranks get the whole, or rank 0 alone.
         """
         own, dimensions = self.weights, self._settings["dimensions"]
-        lengths = gathered(self._comm, len(self._columns))
+        lengths = gathered(self._comm, len(self._columns), "number of columns")
         if self._comm.rank == 0 or everywhere:
             own = Weights(**{**self._settings, "dimensions": sum(lengths)})
         columns = np.empty(own.dimensions, self._columns.dtype)
@@ -117,7 +117,7 @@ class Sharded:
     def restore(self, arrays: Mapping[str, Array]) -> None:
         """Take this rank's part of what rank 0 gives of `BY_COLUMN`; all ranks call."""
         comm = self._comm
-        ends = list(accumulate(gathered(comm, len(self._columns)), initial=0))
+        ends = list(accumulate(gathered(comm, len(self._columns), "number of columns"), initial=0))
         for name, own in self.weights.by_column().items():
             own[...] = scattered(arrays[name] if comm.rank == 0 else own[:0], ends, comm)
 

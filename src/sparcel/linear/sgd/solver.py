@@ -145,7 +145,7 @@ class Sgd:
         given = {
             name: state[name].tolist() for name in (*ONCE, "progress", "losses") if name in state
         }
-        told = gathered(self._comm, given if self._rank == 0 else None)[0]
+        told = gathered(self._comm, given if self._rank == 0 else None, "progress")[0]
         self.model.restore(state)
         self.model.weights.restore({name: np.array(values) for name, values in told.items()})
         epochs, self._sizes.size, self._sizes.last_loss = told["progress"]
