@@ -199,11 +199,14 @@ def test_an_output_never_takes_the_place_of_another_file_of_the_run(tmp_path, sv
 
 def test_labels_are_the_same_whether_files_hold_numbers_or_texts(tmp_path):
     numbers, texts, model = (tmp_path / name for name in ("train.jsonl", "test.tsv", "model.npz"))
-    rows = [(i % 2, f"word{i % 2} more") for i in range(40)]
+    rows = [(2 + i % 2 * 8, f"word{i % 2} more") for i in range(40)]
     numbers.write_text("".join(json.dumps({"label": y, "text": x}) + "\n" for y, x in rows))
     texts.write_text("label\ttext\n" + "".join(f"{y}\t{x}\n" for y, x in rows))
     sparcel("fit", numbers, "--out", model, "--epochs", 20)
     assert measures(sparcel("evaluate", model, texts))["accuracy"] == 1
+    texts.write_text("label\ttext\nten\tword1\n")
+    with pytest.raises(InputError, match=r"the model's labels are numbers, .*'ten'"):
+        sparcel("evaluate", model, texts)
 
 
 def test_more_dimensions_than_memory_holds(tmp_path, tsv):

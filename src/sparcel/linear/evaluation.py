@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from sparcel.errors import InputError, optional
-from sparcel.linear.classes import Classes, labels
+from sparcel.linear.classes import Classes
 from sparcel.linear.model import LinearModel
 from sparcel.rows import Rows
+from sparcel.rows.rows import Array
 
 
 def evaluate(model: LinearModel, blocks: Iterable[Rows]) -> dict[str, float]:
@@ -41,11 +43,10 @@ def evaluate(model: LinearModel, blocks: Iterable[Rows]) -> dict[str, float]:
         result["rmse"] = float(np.sqrt((error**2).mean()))
         result["r2"] = float(metrics.r2_score(truth.astype(np.float64), found[:, 0]))
         return result
-    classes = model.classes
-    if truth.dtype.kind == "U" and classes.dtype.kind != "U":
-        classes = classes.astype(truth.dtype)  # texts may tell numbers, as JSON and TSV do
-    numbers = Classes(classes).numbers(truth)
-    result["accuracy"] = float((labels(found, classes) == truth).mean())
+    if truth.dtype.kind == "U" and model.classes.dtype.kind != "U":
+        truth = _numbers(truth, model.classes.dtype)
+    numbers = Classes(model.classes).numbers(truth)
+    result["accuracy"] = float((model.predict(found) == truth).mean())
     if model.loss == "logistic":
         shares = model.probabilities(found)
         result["log_loss"] = float(
@@ -54,3 +55,11 @@ def evaluate(model: LinearModel, blocks: Iterable[Rows]) -> dict[str, float]:
     if len(model.classes) == 2 and len(np.unique(numbers)) == 2:
         result["roc_auc"] = float(metrics.roc_auc_score(numbers, found[:, 0]))
     return result
+
+
+def _numbers(labels: Array, dtype: np.dtype[Any]) -> Array:
+    """Return labels that are written as texts, as those of TSV files are, as numbers."""
+    try:
+        return labels.astype(dtype)
+    except ValueError as error:
+        raise InputError(f"the model's labels are numbers, and these are not: {error}") from None

@@ -81,9 +81,8 @@ class Owed:
 
     def restore(self, state: Mapping[str, Array], comm: Communicator) -> None:
         """Take over what this rank owed, of what rank 0 gives; all ranks call."""
-        ends = gathered(
-            comm, state["owed_ends"].tolist() if comm.rank == 0 else None, "ends of debts"
-        )[0]
+        given = state["owed_ends"].tolist() if comm.rank == 0 else None
+        ends = gathered(comm, given, "ends of debts")[0]
         values = self.values.numpy()
         nothing = {"owed_columns": np.empty(0, np.int64), "owed": values[:0]}
         columns, owed = (

@@ -78,10 +78,8 @@ def tell_owners(
         for owner in range(comm.size)
     ]
     counts = np.array([[len(piece) for piece in part] for part in pieces], np.int64)
-    batches, none = (
-        gathered(comm, len(own), "number of batches"),
-        np.zeros(0, column_dtype(dimensions)),
-    )
+    batches = gathered(comm, len(own), "number of batches")
+    none = np.zeros(0, column_dtype(dimensions))
 
     def tell() -> list[Asked]:
         told = exchanged(counts.reshape(-1), [len(own)] * comm.size, batches, comm)
