@@ -26,14 +26,14 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests for the three processes of `make test`.
+    """Order the tests for the two processes of `make test`.
 
-    pytest-xdist gives each process one third of the list; a process that has finished takes over
-    tests from the end of another third (``--dist worksteal``). So two thirds begin with the tests
-    of one engine each, and an engine's pool starts in one process only. These tests run by world
-    size, because a pool forms a world anew whenever the size changes. The last third begins with
-    the slow tests, so that short ones are left to be taken over at the end; the wheel's are the
-    last file and come first, so that they stay in one process.
+    pytest-xdist gives each process one half of the list; a process that has finished takes over
+    tests from the end of the other half (``--dist worksteal``). So each half begins with the tests
+    of one engine, and an engine's pool starts in one process only. These tests run by world size,
+    because a pool forms a world anew whenever the size changes. The slow tests follow those of one
+    engine, so that short ones are left to be taken over at the end; the wheel's are the last file
+    and come first, so that they stay in one process.
     """
     by_engine: dict[str, list[pytest.Item]] = {"gloo": [], "mpi": [], "": []}
     for item in items:
@@ -43,10 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tests.sort(key=lambda item: _parameters(item).get("world_size", 0))
     slow = [item for item in reversed(rest) if item.get_closest_marker("slow")]
     fast = [item for item in rest if not item.get_closest_marker("slow")]
-    third = len(items) // 3
-    first = max(third - len(gloo), 0)
-    second = first + max(third - len(mpi), 0)
-    items[:] = [*gloo, *fast[:first], *mpi, *fast[first:second], *slow, *fast[second:]]
+    left = max(len(items) // 2 - len(gloo), 0)
+    items[:] = [*gloo, *fast[:left], *mpi, *slow, *fast[left:]]
 
 
 def engine_of(item: pytest.Item) -> str:
