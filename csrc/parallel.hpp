@@ -16,15 +16,6 @@
 
 namespace sparcel {
 
-// Looks for a while whether something is ready. To sleep and be woken takes tens of microseconds,
-// longer than the pause between two kernels of a step.
-template <class Ready>
-void spin_until(const Ready& ready) {
-    constexpr std::chrono::microseconds kMost{50};
-    const auto start = std::chrono::steady_clock::now();
-    while (!ready() && std::chrono::steady_clock::now() - start < kMost) std::this_thread::yield();
-}
-
 // The calling thread takes tasks too, and does all of them if no other thread is free or can be
 // started. So callers never wait for one another.
 class ThreadPool {
@@ -44,11 +35,7 @@ class ThreadPool {
         has_work_ = true;
         for (size_t other = 1; other < count; ++other) wake_.notify_one();
         while (batch.next < count) perform(batch, lock);
-        if (batch.done < count) {
-            lock.unlock();
-            spin_until([&] { return batch.done == count; });
-            lock.lock();
-        }
+        spin(lock, [&] { return batch.done == count; });
         batch.finished.wait(lock, [&] { return batch.done == count; });
         if (batch.error) std::rethrow_exception(batch.error);
     }
@@ -83,14 +70,22 @@ class ThreadPool {
     [[noreturn]] void work() {
         std::unique_lock lock(mutex_);
         while (true) {
-            if (waiting_.empty()) {
-                lock.unlock();
-                spin_until([&] { return has_work_.load(); });
-                lock.lock();
-            }
+            spin(lock, [&] { return has_work_.load(); });
             wake_.wait(lock, [&] { return !waiting_.empty(); });
             perform(*waiting_.front(), lock);
         }
+    }
+
+    // Looks for a while whether something is ready, with the lock released. To sleep and be woken
+    // takes tens of microseconds, longer than the pause between two kernels of a step.
+    template <class Ready>
+    static void spin(std::unique_lock<std::mutex>& lock, const Ready& ready) {
+        constexpr std::chrono::microseconds kMost{50};
+        if (ready()) return;
+        lock.unlock();
+        const auto end = std::chrono::steady_clock::now() + kMost;
+        while (!ready() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+        lock.lock();
     }
 
     // Runs the next task of a batch, with the lock released.

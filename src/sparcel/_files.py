@@ -1,4 +1,4 @@
-"""Files that are there completely, or as they were before."""
+"""Writing files whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of ``path`` when the block ends, or goes if that fails.
+    """Open a temporary file, which replaces ``path`` when the block ends without an error.
 
-    So whoever reads ``path`` finds a whole file, and processes may write it at once: the last one
-    wins. The folder must exist. What is no file, such as a pipe, is written to as it is.
+    Readers of ``path`` therefore find a whole file. Several processes may write it at the same
+    time; the last one wins. The folder must exist. A pipe or a device is written to directly.
     """
     if path.exists() and not path.is_file():
         with path.open("wb") as file:

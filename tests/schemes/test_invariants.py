@@ -27,7 +27,7 @@ schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
 PLACES = st.integers(0, 1100)
 SOME_RANKS = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 17])
 # The collectives prove agreement, and lose nothing, on as many examples as the profile says.
-few_examples = settings(max_examples=settings.default.max_examples // 3)
+few_examples = settings(max_examples=settings.default.max_examples // 2)
 POISONS = [float("nan"), float("inf"), float("-inf")]
 
 
@@ -59,7 +59,6 @@ def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, 
     steps=st.integers(1, 4),
     gradient=st.sampled_from(INTEGERS),
 )
-@few_examples
 def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
     updates, memories = run(SCHEMES[name], world, steps, size, gradient, dtype, owed_by)
     went_in = total(gradient(rank, step, size) for rank in range(world) for step in range(steps))

@@ -9,6 +9,7 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import optional
+from sparcel.linear.matrices import matrix_of
 from sparcel.linear.reading import read
 from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, SvmLight, check
@@ -38,20 +39,7 @@ def as_matrix(data: Data, y: Any = None) -> tuple[Any, Any]:
     if not isinstance(data, Rows):
         return data, y
     check(data)
-    return _shared(data), data.labels if y is None else y
-
-
-def _shared(rows: Rows) -> Any:
-    """Return rows as a matrix that shares their memory, where its types allow that.
-
-    scipy's constructor copies arrays that are small parts of others, as those of a shard are.
-    """
-    matrix = sp.csr_matrix((len(rows), rows.dimensions), dtype=rows.values.dtype)
-    index = np.int32 if max(rows.nnz, rows.dimensions) <= np.iinfo(np.int32).max else np.int64
-    matrix.indptr = rows.offsets.astype(index, copy=False)
-    matrix.indices = rows.columns.astype(index, copy=False)
-    matrix.data = rows.values
-    return matrix
+    return matrix_of(data), data.labels if y is None else y
 
 
 def as_rows(matrix: Any) -> Rows:
@@ -80,9 +68,7 @@ def product(matrix: Any, coefficients: Any) -> Array:
         columns, places = np.unique(coefficients.indices, return_inverse=True)
         shape = coefficients.shape[0], len(columns)
         coefficients = sp.csr_matrix((coefficients.data, places, coefficients.indptr), shape)
-        rows = as_rows(matrix).among(columns)
-        shape = len(rows), len(columns)
-        matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
+        matrix = matrix_of(as_rows(matrix).among(columns))
     scores = matrix @ coefficients.T
     found: Array = scores.toarray() if sp.issparse(scores) else scores
     return found

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from sparcel.errors import InputError, optional
+from sparcel.errors import InputError
 from sparcel.linear import checkpoint
 from sparcel.linear.classes import labels, probabilities
+from sparcel.linear.matrices import matrix_of
 from sparcel.linear.sgd.weights import MOST_HELD
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
@@ -67,12 +68,9 @@ class LinearModel:
                 f" fit it with --dimensions {rows.dimensions}, or make these rows as its own"
             )
         check(rows)
-        with optional("sparcel linear", "linear"):
-            import scipy.sparse as sp
         if self.columns is not None:
             rows = rows.among(self.columns)
-        shape = len(rows), len(self.coefficients)
-        matrix = sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape)
+        matrix = matrix_of(replace(rows, dimensions=len(self.coefficients)))
         return np.asarray(matrix @ self.coefficients + self.intercepts)
 
     def predict(self, margins: Array) -> Array:

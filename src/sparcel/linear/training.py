@@ -53,7 +53,7 @@ def train(
 
 
 def still_falls(trainer: Sgd | Scd, settings: Settings) -> bool:
-    """Tell whether the loss fell by ``tol`` in the last epochs of a training that took all."""
+    """Tell whether all epochs were used and the loss was still falling by more than ``tol``."""
     stalls = _stalls(trainer.losses, _PATIENT_EPOCHS, settings.tol)
     return settings.tol is not None and trainer.epochs >= settings.epochs and not stalls
 
