@@ -1,4 +1,4 @@
-"""The ``sparcel`` command, with a file for each subcommand."""
+"""The ``sparcel`` command, with a file or a folder for each subcommand."""
 
 from __future__ import annotations
 

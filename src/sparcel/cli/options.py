@@ -34,6 +34,17 @@ def check_output(file: Path | None) -> None:
         raise InputError(f"can't write {file}: permission denied")
 
 
+def check_apart(outputs: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
+    """Refuse an output that would take the place of another one or of an input."""
+    taken = {path.resolve(): "is read from" for path in inputs}
+    for option, path in outputs.items():
+        if path is None or (path.exists() and not path.is_file()):  # such as /dev/null
+            continue
+        if path.resolve() in taken:
+            raise InputError(f"{option} {path} {taken[path.resolve()]} too; give another file")
+        taken[path.resolve()] = f"is given to {option}"
+
+
 def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]]) -> None:
     """Refuse options that were typed but would be ignored.
 

@@ -1,51 +1,25 @@
-"""``sparcel linear``: linear models on sparse rows, fitted by one process or many."""
+"""``sparcel linear fit``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from sparcel._files import replacing
-from sparcel.cli.options import check_output
+from sparcel.cli.linear.files import Data, Label, Layout, TextName, layout_of
+from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import InputError, known
 
 if TYPE_CHECKING:
-    from sparcel.rows import HashedNGrams, Rows, SvmLight, Text
-
-linear = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-LAYOUTS = ("svmlight", "lines", "tsv", "jsonl")
-
-_Data = Annotated[
-    list[Path],
-    typer.Argument(help="Files: plain, .gz, .xz or .zst.", show_default=False),
-]
-_Layout = Annotated[
-    str | None,
-    typer.Option(
-        help="What the files hold: svmlight, lines (a document a line), tsv (columns that the first"
-        " line names) or jsonl (a JSON object a line). By default their names tell: .tsv, .jsonl,"
-        " .txt; all else is svmlight."
-    ),
-]
-_Label = Annotated[str, typer.Option(help="Name of the column or field with the label.")]
-_TextName = Annotated[str, typer.Option(help="Name of the column or field with the text.")]
+    from sparcel.rows import HashedNGrams, SvmLight, Text
 
 
-@linear.callback()
-def _linear() -> None:
-    """Fit linear models to sparse rows, on one machine or, under torchrun or mpiexec, on many."""
-
-
-@linear.command()
 def fit(
     context: typer.Context,
-    data: _Data,
+    data: Data,
     out: Annotated[Path, typer.Option(help="File for the model.")] = Path("model.npz"),
     loss: Annotated[
         str, typer.Option(help="logistic, hinge, squared_hinge, or squared for regression.")
@@ -82,9 +56,9 @@ def fit(
             " sparse, those that changed."
         ),
     ] = "nothing",
-    layout: _Layout = None,
-    label: _Label = "label",
-    text: _TextName = "text",
+    layout: Layout = None,
+    label: Label = "label",
+    text: TextName = "text",
     ngrams: Annotated[
         str,
         typer.Option(
@@ -159,7 +133,7 @@ def fit(
     outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
     for file in outputs.values():
         check_output(file)
-    _check_apart(outputs, data)
+    check_apart(outputs, data)
     if plot is not None and plot.suffix not in (".pdf", ".png", ".svg"):
         raise InputError(f"--plot must end in .pdf, .png or .svg, got {plot}")
     if resume and checkpoint is None:
@@ -190,49 +164,6 @@ def fit(
     run(job, Console(highlight=False))
 
 
-@linear.command()
-def predict(
-    model: Annotated[Path, typer.Argument(help="What `fit` wrote.", show_default=False)],
-    data: _Data,
-    out: Annotated[Path | None, typer.Option(help="File for the labels; else the output.")] = None,
-    probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Add the probability of each class.")
-    ] = False,
-    layout: _Layout = None,
-    text: _TextName = "text",
-) -> None:
-    """Write the label of each row, one a line, as the model predicts it."""
-    from sparcel.linear.model import LinearModel
-
-    check_output(out)
-    _check_apart({"--out": out}, [model, *data])
-    fitted = LinearModel.load(model)
-    lines = _predicted(fitted, _blocks(fitted, data, layout, None, text), probabilities)
-    if out is None:
-        for line in lines:
-            typer.echo(line)
-    else:
-        with replacing(out) as file:
-            file.writelines(f"{line}\n".encode() for line in lines)
-
-
-@linear.command()
-def evaluate(
-    model: Annotated[Path, typer.Argument(help="What `fit` wrote.", show_default=False)],
-    data: _Data,
-    layout: _Layout = None,
-    label: _Label = "label",
-    text: _TextName = "text",
-) -> None:
-    """Compare a model with labelled rows: accuracy, log loss and area under the ROC curve."""
-    from sparcel.linear.evaluation import evaluate
-    from sparcel.linear.model import LinearModel
-
-    fitted = LinearModel.load(model)
-    for name, value in evaluate(fitted, _blocks(fitted, data, layout, label, text)).items():
-        typer.echo(f"{name:10} {value:.6g}")
-
-
 _OWN_OPTIONS = {
     "sgd": ("batch_size", "step", "eta0", "average", "algorithm", "format", "density", "bits"),
     "scd": ("block", "gather"),
@@ -253,66 +184,6 @@ def _check_solver(solver: str, context: typer.Context) -> None:
                 )
 
 
-def _check_apart(outputs: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
-    """Refuse an output that would take the place of another one or of an input."""
-    taken = {path.resolve(): "is read from" for path in inputs}
-    for option, path in outputs.items():
-        if path is None or (path.exists() and not path.is_file()):  # such as /dev/null
-            continue
-        if path.resolve() in taken:
-            raise InputError(f"{option} {path} {taken[path.resolve()]} too; give another file")
-        taken[path.resolve()] = f"is given to {option}"
-
-
-def _predicted(model: Any, blocks: Iterator[Rows], probabilities: bool) -> Iterator[str]:
-    for rows in blocks:
-        margins = model.margins(rows)
-        shares = model.probabilities(margins) if probabilities else [()] * len(rows)
-        for label, own in zip(model.predict(margins), shares, strict=True):
-            yield "\t".join([str(label), *(f"{share:.6g}" for share in own)])
-
-
-def _blocks(
-    model: Any, data: list[Path], layout: str | None, label: str | None, text: str
-) -> Iterator[Rows]:
-    """Yield the rows of files as the model's own were made."""
-    from dataclasses import replace
-
-    from sparcel.rows import SvmLight, Text, described
-
-    source = described(model.about["source"])
-    found = _layout(data, layout)
-    if (found == "svmlight") != isinstance(source, SvmLight):
-        made_of = "svmlight files" if isinstance(source, SvmLight) else "text"
-        raise InputError(
-            f"the model was fitted to {made_of}, and these files are {found}; --layout says what"
-            " they hold"
-        )
-    if isinstance(source, Text):
-        named = None if found == "lines" else label
-        source = replace(source, layout=found, label=named, text=text)  # type: ignore[arg-type]
-    # Without a name for labels, they are not looked at.
-    return source.blocks(data, "texts" if label is None or _has_texts(model) else "numbers")
-
-
-def _has_texts(model: Any) -> bool:
-    return model.classes is not None and model.classes.dtype.kind == "U"
-
-
-def _layout(data: list[Path], layout: str | None) -> str:
-    """Return what files hold, as told or by their names."""
-    if layout is not None:
-        return known(layout, LAYOUTS, "--layout")
-    by_suffix = {".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines"}
-    plain = [
-        path.with_suffix("") if path.suffix in (".gz", ".xz", ".zst") else path for path in data
-    ]
-    kinds = {by_suffix.get(path.suffix, "svmlight") for path in plain}
-    if len(kinds) > 1:
-        raise InputError(f"the files hold {' and '.join(sorted(kinds))}; give files of one kind")
-    return kinds.pop()
-
-
 def _source(
     data: list[Path],
     layout: str | None,
@@ -324,7 +195,7 @@ def _source(
 ) -> SvmLight | Text:
     from sparcel.rows import SvmLight, Text
 
-    found = _layout(data, layout)
+    found = layout_of(data, layout)
     if found == "svmlight":
         return SvmLight(dimensions, index_from)
     if found == "lines":
