@@ -9,7 +9,7 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.formats import Format
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
-from sparcel.schedule import Problem, Steps
+from sparcel.steps import Problem, Steps
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 

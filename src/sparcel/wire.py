@@ -16,7 +16,7 @@ from sparcel.comm import DIRECT_RANKS, Communicator, call_of
 from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import COO, Format
 from sparcel.ops import SUM, Op
-from sparcel.schedule import Exchange, most_bytes
+from sparcel.steps import Exchange, most_bytes
 from sparcel.stream import SparseStream, concatenate, reduce
 
 P = ParamSpec("P")

@@ -26,8 +26,8 @@ from sparcel.collectives.regions import boundaries_steps
 from sparcel.comm import Communicator
 from sparcel.cost import Counts, Problem, count, default_rates, predict
 from sparcel.ops import SUM
-from sparcel.schedule import Exchange, Step, Steps, UnionSize
 from sparcel.schemes import steps_of
+from sparcel.steps import Exchange, Step, Steps, UnionSize
 from sparcel.wire import Wire
 
 oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function

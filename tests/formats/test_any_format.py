@@ -30,8 +30,8 @@ from sparcel.cost import count as count_of
 from sparcel.errors import InputError
 from sparcel.formats import COO, Packed, Qsgd, decode
 from sparcel.ops import MAX, SUM
-from sparcel.schedule import most_bytes
 from sparcel.schemes import ON_NODES, SCHEMES, Request
+from sparcel.steps import most_bytes
 from sparcel.wire import Wire
 from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
 from tests.formats.toys import Bytes, Deltas

@@ -16,8 +16,8 @@ from sparcel.collectives import ALGORITHMS, OTHER_STEPS
 from sparcel.cost import Problem, Rates, measure, predict, read_rates
 from sparcel.errors import known
 from sparcel.fill_in import expected_union
-from sparcel.schedule import Steps
 from sparcel.schemes import PREDICTED, engine_steps, steps_of
+from sparcel.steps import Steps
 
 NOW = "now"
 """Stands for a file of rates: measure them first."""

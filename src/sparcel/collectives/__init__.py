@@ -38,7 +38,7 @@ from sparcel.collectives.split_allgather import (
 from sparcel.collectives.split_allgather import steps as split_allgather_steps
 from sparcel.errors import InputError, known
 from sparcel.ops import SUM, Op
-from sparcel.schedule import Steps
+from sparcel.steps import Steps
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

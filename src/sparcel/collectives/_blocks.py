@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from sparcel import kernels, patterns
-from sparcel.schedule import Exchange, Problem, Step, Work
+from sparcel.steps import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps, gather_traffic
 

@@ -20,7 +20,7 @@ from sparcel.collectives.recursive_doubling import steps as recursive_doubling_s
 from sparcel.comm import DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
-from sparcel.schedule import Exchange, Problem, Step, UnionSize, Work
+from sparcel.steps import Exchange, Problem, Step, UnionSize, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, gather, gather_steps
 

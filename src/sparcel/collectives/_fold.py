@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sparcel import patterns
 from sparcel.ops import Op
-from sparcel.schedule import Exchange, Problem, Step, Work
+from sparcel.steps import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 

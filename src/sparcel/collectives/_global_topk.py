@@ -18,7 +18,7 @@ from sparcel.collectives._counts import (
     sum_steps,
 )
 from sparcel.comm import Communicator
-from sparcel.schedule import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work
 
 FIRST_BITS, MORE_BITS = 11, 10
 """Bits of the magnitude that the first and each later histogram resolve. Three histograms resolve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparcel.schedule import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective, gather_steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.schedule import Problem, Step, Work, merge_all
+from sparcel.steps import Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective, gather_steps
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm import Call, Communicator
-from sparcel.schedule import Exchange, Problem, Step, Work
+from sparcel.steps import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.schedule import EngineSum, Problem, Step, Work
+from sparcel.steps import EngineSum, Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective, gather_steps
 

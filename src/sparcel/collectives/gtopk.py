@@ -11,7 +11,7 @@ from sparcel.collectives._blocks import placed
 from sparcel.collectives.allgather import allgather
 from sparcel.collectives.allgather import steps as allgather_steps
 from sparcel.collectives.broadcast import tree_broadcast, tree_steps
-from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work
+from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Due, Wire, collective
 

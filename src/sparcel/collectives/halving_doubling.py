@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_steps, unfold, unfold_steps
 from sparcel.ops import SUM, Op
-from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
+from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 

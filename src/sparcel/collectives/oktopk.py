@@ -29,7 +29,7 @@ from sparcel.collectives.regions import (
 )
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
-from sparcel.schedule import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 

@@ -15,7 +15,7 @@ from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.comm import Call
 from sparcel.ops import SUM
-from sparcel.schedule import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_steps, group, unfold, unfold_steps
 from sparcel.ops import SUM, Op
-from sparcel.schedule import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
+from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 

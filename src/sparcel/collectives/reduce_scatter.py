@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.schedule import Exchange, Problem, Step, Work, merge_all
+from sparcel.steps import Exchange, Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 

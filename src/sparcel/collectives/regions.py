@@ -10,7 +10,7 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.collectives._counts import Counted, sum_counts, sum_steps
 from sparcel.comm import Communicator
-from sparcel.schedule import Problem, Step
+from sparcel.steps import Problem, Step
 from sparcel.stream import SparseStream
 
 TOLERANCE, TOLERATED = 512, 64

@@ -13,7 +13,7 @@ from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.collectives.reduce_scatter import steps as reduce_scatter_steps
 from sparcel.formats import Qsgd
 from sparcel.ops import SUM, Op
-from sparcel.schedule import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective, gather_steps
 

@@ -8,7 +8,7 @@ from sparcel.cost.defaults import default_rates, stated_rates
 from sparcel.cost.measure import measure, rates_for, read_rates
 from sparcel.cost.predict import Counts, Prediction, choose, count, predict, work_seconds
 from sparcel.rates import Curve, Rates
-from sparcel.schedule import Problem
+from sparcel.steps import Problem
 
 __all__ = [
     "Counts",

@@ -11,7 +11,7 @@ from sparcel._checks import check_callable, check_type
 from sparcel.cost.defaults import default_rates
 from sparcel.errors import InputError
 from sparcel.rates import Curve, Rates
-from sparcel.schedule import EngineSum, Exchange, Problem, Step, Steps, Work
+from sparcel.steps import EngineSum, Exchange, Problem, Step, Steps, Work
 
 PHASES = {
     "select": "select",

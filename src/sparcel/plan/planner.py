@@ -12,8 +12,8 @@ from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.server import through_server
-from sparcel.schedule import Steps
 from sparcel.schemes import ON_NODES, SEND_ALL, checked_density, engine_steps, steps_of
+from sparcel.steps import Steps
 
 if TYPE_CHECKING:
     from torch import nn

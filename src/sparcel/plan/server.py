@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparcel.cost import Prediction, Problem, Rates, work_seconds
-from sparcel.schedule import Work
+from sparcel.steps import Work
 
 
 def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]:

@@ -8,7 +8,6 @@ from typing import Unpack
 
 from sparcel.errors import known, warn
 from sparcel.rates import Rates
-from sparcel.schedule import Steps
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.auto import steps_by as auto_steps_by
 from sparcel.schemes.base import Scheme
@@ -43,6 +42,7 @@ from sparcel.schemes.settings import Settings
 from sparcel.schemes.sparcml import SparCML
 from sparcel.schemes.topk import TopK
 from sparcel.schemes.topk import steps_by as topk_steps_by
+from sparcel.steps import Steps
 
 __all__ = [
     "ON_NODES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparcel.schedule import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work
 
 SMALL = 250
 """Small operations of a step, besides those on its vectors: checks, layers, the transaction."""

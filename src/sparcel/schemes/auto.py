@@ -16,7 +16,6 @@ from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError, known
 from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
-from sparcel.schedule import Problem, Steps
 from sparcel.schemes._contest import Contest
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.dense import steps as dense_steps
@@ -29,6 +28,7 @@ from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import exchange_topk
 from sparcel.schemes.topk import steps_by as topk_steps_by
+from sparcel.steps import Problem, Steps
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

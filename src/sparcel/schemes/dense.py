@@ -12,10 +12,10 @@ from sparcel._checks import all_finite
 from sparcel.collectives.dense import agreement_steps, check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import known
-from sparcel.schedule import EngineSum, Problem, Step, Steps, Work
 from sparcel.schemes._phases import apply_steps
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
+from sparcel.steps import EngineSum, Problem, Step, Steps, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from sparcel.collectives.gtopk import gtopk
 from sparcel.collectives.gtopk import steps as gtopk_steps
 from sparcel.errors import known
-from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.steps import Problem, Step, Work
 from sparcel.wire import Wire
 
 

@@ -17,11 +17,11 @@ from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import emptied, wide_dtype
-from sparcel.schedule import Exchange, Problem, Step, Steps, Work
 from sparcel.schemes._phases import apply_steps
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.steps import Exchange, Problem, Step, Steps, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps
 

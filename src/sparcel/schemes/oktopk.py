@@ -20,12 +20,12 @@ from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.collectives.regions import balanced_boundaries, boundaries_steps
 from sparcel.comm import Call
 from sparcel.errors import InputError, known
-from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._elsewhere import select_elsewhere
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
+from sparcel.steps import Problem, Step, Work
 from sparcel.wire import Wire
 
 

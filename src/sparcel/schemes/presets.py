@@ -8,13 +8,13 @@ from functools import partial
 import torch
 
 from sparcel.collectives.allgather import steps as allgather_steps
-from sparcel.schedule import Problem, Step, Steps
 from sparcel.schemes._phases import select_steps
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_steps
 from sparcel.schemes.hierarchical import Hierarchical, steps_on_nodes
 from sparcel.schemes.topk import TopK
 from sparcel.selectors import Selector
+from sparcel.steps import Problem, Step, Steps
 
 
 def hitopk(

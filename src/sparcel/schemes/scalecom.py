@@ -13,11 +13,11 @@ from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
-from sparcel.schedule import Problem, Step, Work
 from sparcel.schemes._phases import SMALL, apply_steps
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector
+from sparcel.steps import Problem, Step, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 

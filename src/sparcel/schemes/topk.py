@@ -9,9 +9,9 @@ from functools import partial
 from sparcel import auto
 from sparcel.collectives import check_algorithm
 from sparcel.rates import Rates
-from sparcel.schedule import Problem, Step, Steps
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.steps import Problem, Step, Steps
 from sparcel.wire import Wire
 
 
