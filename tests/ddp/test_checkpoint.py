@@ -271,4 +271,4 @@ def dense_state(comm: Communicator) -> list[str]:
 
 
 def test_a_dense_scheme_has_nothing_to_save(run_on: Any) -> None:
-    assert run_on(2, partial(dense_state)) == [["steps", "world_size"]] * 2
+    assert run_on(2, partial(dense_state)) == [["flush", "steps", "world_size"]] * 2
