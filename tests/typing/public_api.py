@@ -48,7 +48,20 @@ def training(model: DistributedDataParallel, gradient: torch.Tensor) -> None:
     held: sparcel.Handle = handle
     assert_type(held.stats().last.bytes_sent, int)
     assert_type(held.stats().as_dict(), dict[str, float])
+    held.switch("torus2d", ranks_per_node=8)
+    held.switch("topk", densty=0.01)  # type: ignore[call-arg]
     handle.close()
+
+
+def schedules(handle: sparcel.Handle, optimizer: torch.optim.Optimizer) -> None:
+    schedule = sparcel.Schedule(
+        sparcel.Phase(13, sparcel.scheme("hitopk"), lr=(0.4, 1.7), resolution=96, batch_size=256),
+        sparcel.Phase(0.5, "torus2d", lr=lambda progress: 0.1 * (1 - progress)),
+    )
+    assert_type(schedule.apply(0.5, handle, optimizer), sparcel.Phase)
+    assert_type(schedule.at(3).resolution, int | None)
+    assert_type(schedule.lr(3), float)
+    sparcel.Phase(1, "dense", 0.1)  # type: ignore[call-arg]
 
 
 def settings(model: DistributedDataParallel, name: str) -> None:

@@ -128,6 +128,7 @@ class Ahead:
         for name, (optimizer, number) in self._rules.items():
             memory = self._residuals.of(name).get("memory")
             if memory is None:
+                self._places.pop(name, None)  # it may have been flushed
                 continue
             parameter = self._parameters[name]
             home, group = parameter.data, optimizer.param_groups[number]

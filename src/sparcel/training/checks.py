@@ -86,10 +86,10 @@ def check_alike(
         On all ranks, when schemes, settings or tensors differ.
     """
     layout = [
-        (name, tensor.shape, tensor.dtype, name in treatment.small, name in treatment.rows)
+        (name, tensor.shape, tensor.dtype, name in treatment.eligible, name in treatment.rows)
         for name, tensor in treatment.tensors.items()
     ]
-    densities = sorted(treatment.densities.items())
+    densities = sorted(treatment.own_densities.items())
     facts = repr((scheme, scaled, rated, layout, densities, treatment.scope, frontload))
     if others := _ranks_with_other(facts, comm):
         raise MismatchError(

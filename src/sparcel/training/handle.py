@@ -248,8 +248,9 @@ class Handle:
             ``rank{r}.{name}``: the memory that rank r has of a tensor, float32 or float64, flat, in
             the order of the queued vectors; zeros before the first step, and outside the shard
             that the rank serves in its node. ``velocity{r}.{name}``, under momentum correction,
-            likewise. ``steps``, ``world_size``, and where the tensors lay in the vectors of the
-            last step.
+            likewise. ``steps``, ``world_size``, ``flush``, which is 0 if nothing is owed, and where
+            the tensors lay in the vectors of the last step. A scheme without memory has
+            ``rank{r}.{name}`` until that is flushed.
         """
         saved_by = self._comm.size if saved_by is None else saved_by
         comm, tensors = self._comm, self._treatment.eligible
@@ -282,7 +283,8 @@ class Handle:
 
         All ranks load what was saved after the same step. Rank r takes over what all old ranks r,
         r+P, r+2P, … remember; nothing that was owed is lost. Entries of other ranks are ignored,
-        so every rank gives a full state whole. A velocity that was not saved starts at 0.
+        so every rank gives a full state whole. A velocity that was not saved starts at 0. The state
+        may be that of another scheme: this is then a switch, see `switch`.
 
         Parameters
         ----------
@@ -296,7 +298,8 @@ class Handle:
         Raises
         ------
         InputError
-            When an entry fits no tensor, or entries are missing; the memory stays as it was.
+            When an entry fits no tensor, or entries are missing, or the memory is a sum of
+            velocities, and this scheme would have to flush it; the memory stays as it was.
 
         Notes
         -----

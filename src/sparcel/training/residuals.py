@@ -175,10 +175,8 @@ class Residuals:
         """
         self._loaded_layout, self._layout_ends = layout or {}, steps + _FIRST_STEPS
         self.steps, self.flush.steps = steps, flush_steps
-        now = self.filter
-        before = now if beta is None else beta
-        same = before == now  # a rule that is not asked must not refuse
-        self._replace(residuals, 1 if same else factor_at_switch(self.template, before, now))
+        before = self.filter if beta is None else beta
+        self._replace(residuals, factor_at_switch(self.template, before, self.filter))
 
     def _replace(self, residuals: dict[str, dict[str, Tensor]], factor: float) -> None:
         """Remember these residuals instead of all others; multiply memories by ``factor``."""
