@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from sparcel.training import Averager
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, gradients_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "schedule.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "schedule.md").read_text()
 SPARSE = sparcel.scheme("hitopk", density=0.01, selector="mstopk")
 
 
@@ -67,6 +69,14 @@ def test_the_page_s_example_prints_what_the_page_says(capsys: pytest.CaptureFixt
     code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
     exec(code, {})
     assert capsys.readouterr().out == printed
+
+
+def test_the_page_has_the_table_of_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    report: Any = importlib.import_module("flush_report")
+    table = list(report.lines(report.rows_of(report.RESULTS / "flush.json")))
+    assert len(table) > 10
+    assert set(table) <= set(PAGE.splitlines())
 
 
 lengths = st.lists(st.one_of(st.integers(1, 50), st.floats(1e-3, 50)), min_size=1, max_size=6)

@@ -105,7 +105,8 @@ def attach(
     Warns
     -----
     SparcelWarning
-        For a scheme with momentum if ``optimizer`` is not given; for ``density=1``; with ``ahead``,
+        For a scheme with momentum if ``optimizer`` is not given; for ``density=1``; for
+        ``densities`` with a scheme that sends all, which wait for `Handle.switch`; with ``ahead``,
         for an optimiser of another kind than SGD and Adam, now or at its first step.
 
     Notes

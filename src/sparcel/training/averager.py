@@ -86,6 +86,11 @@ class Averager(Handle):
         When the ranks' schemes, settings, policies, densities, rates, scopes, front-loading or
         tensors differ.
 
+    Warns
+    -----
+    SparcelWarning
+        For densities with a scheme that sends all: they wait for `Handle.switch`.
+
     Notes
     -----
     A step commits on all vectors or on none. If any tensor of any rank holds NaN or Inf, the step
