@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -119,26 +119,35 @@ class Ranks:
         run = self.method(name, density)
         for repeat in range(-1, repeats):
             self.comm.run(lambda: self.comm.gather_numbers(0))
-            before, start = replace(self.comm.traffic), perf_counter()
+            before, start, busy = replace(self.comm.traffic), perf_counter(), process_time()
             watch = run()
-            seconds, now = perf_counter() - start, self.comm.traffic
+            seconds, busy = perf_counter() - start, process_time() - busy
+            now = self.comm.traffic
             nbytes = max(
                 now.bytes_sent - before.bytes_sent, now.bytes_received - before.bytes_received
             )
             most = torch.tensor([seconds, nbytes], dtype=torch.float64)
-            parts = torch.tensor([*watch.parts, seconds - sum(watch.parts)], dtype=torch.float64)
+            parts = [*watch.parts, seconds - sum(watch.parts), busy]
+            sums = torch.tensor(parts, dtype=torch.float64)
             self.comm.all_reduce(most, MAX)
-            self.comm.all_reduce(parts)
+            self.comm.all_reduce(sums)
             if repeat >= 0:
-                mean = [1e3 * part / self.comm.size for part in parts.tolist()]
-                yield {"ms": 1e3 * float(most[0]), "parts_ms": mean, "bytes": int(most[1])}
+                slowest, nbytes = most.tolist()
+                *mean, busy = (1e3 * part / self.comm.size for part in sums.tolist())
+                yield {"ms": 1e3 * slowest, "parts_ms": mean, "cpu_ms": busy, "bytes": int(nbytes)}
 
 
 def merged(steps: list[Row]) -> Row:
     """Return the medians of a row's steps."""
     parts = [median(part) for part in zip(*(step["parts_ms"] for step in steps), strict=True)]
     times = [step["ms"] for step in steps]
-    return {"ms": median(times), "all_ms": times, "parts_ms": parts, "bytes": steps[0]["bytes"]}
+    return {
+        "ms": median(times),
+        "all_ms": times,
+        "parts_ms": parts,
+        "cpu_ms": median(step["cpu_ms"] for step in steps),
+        "bytes": steps[0]["bytes"],
+    }
 
 
 def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: int) -> list[Row]:
@@ -156,7 +165,9 @@ def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: i
 
 def table(rows: list[Row]) -> Table:
     """Return the rows as a table to print."""
-    shown = Table("", "coordinates", "density", "ms", "parts, ms", "MB of the busiest rank")
+    shown = Table(
+        "", "coordinates", "density", "ms", "parts, ms", "CPU, ms", "MB of the busiest rank"
+    )
     for row in rows:
         shown.add_row(
             row["method"],
@@ -164,6 +175,7 @@ def table(rows: list[Row]) -> Table:
             f"{row['density']:.1%}",
             f"{row['ms']:.1f}",
             " + ".join(f"{part:.1f}" for part in row["parts_ms"]),
+            f"{row['cpu_ms']:.1f}",
             f"{row['bytes'] / 1e6:.1f}",
         )
     return shown

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparcel import patterns
@@ -24,6 +25,10 @@ from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.steps import Exchange, Problem, Step, Steps, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps
+
+
+_SUM_BYTES = torch.float32.itemsize
+"""Bytes of a value between nodes, where half precision has become a float32 sum."""
 
 
 @dataclass(eq=False)
@@ -247,22 +252,22 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
     if here > 1:
         slices = [problem.format.expected_bytes(None, size, problem.itemsize) for size in shards]
         sends = tuple(slices[:place] + slices[place + 1 :])
-        yield Work("encode", problem.size * problem.itemsize)
+        yield Work("encode", (problem.size - own) * problem.itemsize)
         yield Exchange("rotate", sends, (slices[place],) * (here - 1), inside=True)
         yield Work("add", own, times=here - 1)
     across = Problem(
         max(1, own),  # a problem needs a coordinate; an empty shard costs no more
         max(1, min(own, ceil(problem.k / here))),
         nodes,
-        itemsize=problem.itemsize,
+        itemsize=max(_SUM_BYTES, problem.itemsize),
         format=problem.format,
         rank=problem.rank // here,
     )
     yield from inner(across)
     total = own if is_dense else across.entries(range(nodes))
     if here > 1:
-        blocks = [across.message(size if is_dense else total, size) for size in shards]
-        at_most = max(across.most_bytes(None, size) for size in shards)
+        blocks = [problem.message(size if is_dense else total, size) for size in shards]
+        at_most = max(problem.most_bytes(None, size) for size in shards)
         yield from gather_steps(blocks, place, at_most, inside=True)
         yield Work("decode", total, times=here)
         yield Work("encode", problem.message(total * here))
