@@ -1,15 +1,16 @@
 """A dense all-reduce by a tree, as a baseline: up a binomial tree and down again, in chunks.
 
 A chunk goes up while the one before it is added a level higher, and down while later ones still go
-up: a rank sends and receives in both directions at once, as in NCCL's trees. NCCL has two trees, each
-for one half of the vector, in which no rank has more than two children; this one has ⌈log₂P⌉.
+up: a rank sends and receives in both directions at once, as in NCCL's trees. NCCL has two trees,
+each for one half of the vector, in which no rank has more than two children; here rank 0 has
+⌈log₂P⌉ of them.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-import torch
 from sparcel import patterns
 from sparcel.comm import Communicator
 
@@ -64,7 +65,7 @@ def _tick(tick: int, tree: Tree, chunks: tuple[Tensor, ...], comm: Communicator)
     """Exchange the chunks that are due in a tick, and add those from below."""
     down = tick - tree.levels - tree.depth
     rising = {child: tick - height for child, height in tree.heights.items()}
-    sends = {child: down for child in tree.children}
+    sends = dict.fromkeys(tree.children, down)
     receives = dict(rising)
     if tree.parent is not None:
         sends[tree.parent] = tick - tree.height
