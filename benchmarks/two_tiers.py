@@ -14,9 +14,9 @@ Inside a node these two send float16. Values of selections travel as float32, th
 memory. A time is that of a whole step, from the gradient to the average in float16: the slowest
 rank's after a barrier, the median over interleaved rounds.
 
-Figure 8 has gradients in float32. In both, the parts of a step are times of an average rank, waiting
-for others included: of HiTopKComm its four steps and the rest. What crosses between the nodes is
-counted at their interfaces, headers included.
+Figure 8 has gradients in float32. In both, the parts of a step are times of an average rank,
+waiting for others included: of HiTopKComm its four steps and the rest. What crosses between the
+nodes is counted at their interfaces, headers included.
 """
 
 from __future__ import annotations
