@@ -26,7 +26,6 @@ from sparcel.steps import Exchange, Problem, Step, Steps, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps
 
-
 _SUM_BYTES = torch.float32.itemsize
 """Bytes of a value between nodes, where half precision has become a float32 sum."""
 
