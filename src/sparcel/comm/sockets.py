@@ -1,7 +1,7 @@
 """Connects every rank to every other; a store holds the addresses of the ranks.
 
-Connections are TCP. On Linux, ranks with one address use Unix sockets instead, which take the kernel
-less time for each byte.
+Connections are TCP. On Linux, ranks with one address use Unix sockets instead, which take the
+kernel less time for each byte.
 """
 
 from __future__ import annotations
