@@ -74,6 +74,25 @@ def steps_table(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
+def before_table(before: Sequence[Row], after: Sequence[Row]) -> Iterator[str]:
+    """Yield times and processor times of the two schemes on nodes, before and after the changes."""
+    columns = ("", *(f"{row['size'] / 1e6:g} M" for row in _of(before, "2DTAR")))
+    yield from table(
+        columns,
+        (
+            (
+                f"`{name}`, {what}",
+                *(
+                    f"{old[key]:.0f} → {new[key]:.0f} ms"
+                    for old, new in zip(_of(before, name), _of(after, name), strict=True)
+                ),
+            )
+            for name in ("2DTAR", "HiTopKComm")
+            for what, key in (("time", "ms"), ("processor time of a rank", "cpu_ms"))
+        ),
+    )
+
+
 def bytes_table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the bytes that cross the busiest node's link for each coordinate."""
     found = {(row["method"], row["nodes"], row["ranks_per_node"]): row["bytes"] for row in rows}
@@ -127,6 +146,7 @@ def tables() -> Iterator[str]:
     )
     yield from (*times_table(times), "")
     yield from (*floors_table(times, rate), "")
+    yield from (*before_table(rows_of(RESULTS / "two_tiers_before.json"), times), "")
     yield from (*bytes_table(rows_of(RESULTS / "two_tiers_bytes.json")), "")
     yield from steps_table(rows_of(RESULTS / "two_tiers_steps.json"))
 
