@@ -1,4 +1,4 @@
-// Messages of any size over one TCP connection to each peer, all outstanding at once.
+// Messages of any size over one connection to each peer, all outstanding at once.
 //
 // A message is a frame followed by its bytes. The frame is the message's length and the call that
 // sent it, 8 bytes each in the machine's byte order. A message of another call than the receiver's

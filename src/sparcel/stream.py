@@ -304,17 +304,20 @@ def reduce(
 
 
 def concatenate(
-    streams: Sequence[SparseStream], op: Op = SUM, dense_at: int | None = None
+    streams: Sequence[SparseStream],
+    op: Op = SUM,
+    dense_at: int | None = None,
+    out: Tensor | None = None,
 ) -> SparseStream:
     """Join streams of consecutive index ranges, the inverse of `SparseStream.split`.
 
     The count of entries alone decides whether the result is dense; ``dense_at`` is that of
-    `SparseStream.compact`.
+    `SparseStream.compact`. A dense one is written to ``out``, if given.
 
     Raises
     ------
     InputError
-        When there is no stream.
+        When there is no stream, or ``out`` is not like the result.
     """
     if not streams:
         raise InputError("concatenate needs at least one stream, got none")
@@ -323,7 +326,9 @@ def concatenate(
     nnz = sum(stream.nnz for stream in streams)
     if nnz >= (dense_from(size, streams[0].value_bytes) if dense_at is None else dense_at):
         fill = op.neutral_for(streams[0].dtype)
-        dense = streams[0].values.new_empty((size, *streams[0].values.shape[1:]))
+        dense = out
+        if dense is None:
+            dense = streams[0].values.new_empty((size, *streams[0].values.shape[1:]))
         for stream, part in zip(streams, dense.split([s.size for s in streams]), strict=True):
             stream.to_dense(fill, out=part)
         return SparseStream.unchecked(None, dense, size, finite)

@@ -92,10 +92,15 @@ class Wire:
         """Reduce streams in the order given; the result is as `compact` returns it."""
         return reduce(streams, op, self._dense_at(streams[0].size, streams[0]))
 
-    def concatenate(self, streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
-        """Join streams of consecutive index ranges; the result is as `compact` returns it."""
+    def concatenate(
+        self, streams: Sequence[SparseStream], op: Op = SUM, out: Tensor | None = None
+    ) -> SparseStream:
+        """Join streams of consecutive index ranges; the result is as `compact` returns it.
+
+        A dense one is written to ``out``, if given.
+        """
         size = sum(stream.size for stream in streams)
-        return concatenate(streams, op, self._dense_at(size, streams[0]))
+        return concatenate(streams, op, self._dense_at(size, streams[0]), out)
 
     def most_bytes(self, due: Due) -> int:
         """Return the most bytes of a message that holds what is due."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -228,3 +229,18 @@ def test_a_failed_connection_is_explained_in_one_sentence() -> None:
             sockets.connect_all(store, LOOPBACK, rank, 2, 0.2)
         assert str(caught.value).startswith(f"rank {rank} could not connect to ranks [{1 - rank}],")
         assert why in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names that are no files")
+@pytest.mark.parametrize("namespace", ["the same", "another"])
+def test_ranks_of_one_machine_connect_by_unix_sockets(
+    namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines, or containers, may have equal addresses; then the name is not there."""
+    listen = sockets._listen_near
+    if namespace == "another":
+        monkeypatch.setattr(sockets, "_listen_near", lambda name, most: listen(f"{name}!", most))
+    one, other = connect_with(dist.HashStore(), lambda dial: None)
+    expected = socket.AF_UNIX if namespace == "the same" else socket.AF_INET
+    assert one.family == other.family == expected
+    check_and_close(one, other)

@@ -183,8 +183,14 @@ def test_expected_bytes_of_a_step_of_oktopk_are_near() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 9, 12])
-@pytest.mark.parametrize("name", ["dense", "gtopk", "scalecom", "torus2d"])
-def test_whole_steps_send_what_their_steps_say(name: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ("dense", "gtopk", "scalecom", "torus2d")),
+        ("torus2d", torch.float16),
+    ],
+)
+def test_whole_steps_send_what_their_steps_say(name: str, dtype: torch.dtype, ranks: int) -> None:
     """ScaleCom's rank 0 leads in the first step. Nodes tell each other where they are before it."""
     size, k = 6007, 61
     nodes = next(count for count in (2, 3, 1) if ranks % count == 0)
@@ -193,7 +199,8 @@ def test_whole_steps_send_what_their_steps_say(name: str, ranks: int) -> None:
     def on_rank(comm):
         comm.grid(nodes)
         before = replace(comm.traffic)
-        scheme(name, **settings).step(1.0 + torch.arange(float(size)) * (1 + comm.rank), comm)
+        gradient = ((1.0 + torch.arange(float(size))) / size * (1 + comm.rank)).to(dtype)
+        scheme(name, **settings).step(gradient, comm)
         after = comm.traffic
         return (
             after.bytes_sent - before.bytes_sent,
@@ -201,7 +208,8 @@ def test_whole_steps_send_what_their_steps_say(name: str, ranks: int) -> None:
         )
 
     results = simulate(ranks, on_rank).results
-    problem = Problem(size, k, ranks, nodes if name == "torus2d" else 1, spread=k)
+    here = nodes if name == "torus2d" else 1
+    problem = Problem(size, k, ranks, here, dtype.itemsize, spread=k)
     for rank in range(ranks):
         told = count(steps_of(name, default_rates()), replace(problem, rank=rank))
         assert (told.bytes_sent, told.bytes_received) == results[rank]

@@ -103,6 +103,18 @@ def test_a_half_precision_torus_sends_averages_of_all_ranks():
         torch.testing.assert_close(update, torch.full((9,), 4e4), rtol=1e-2, atol=0)
 
 
+def test_half_precision_is_added_wide_and_rounded_once():
+    """In float16, 2048 + 1 is 2048."""
+
+    def on_rank(comm):
+        gradient = torch.full((9,), 1.0 if comm.rank % 4 else 2048.0, dtype=torch.float16)
+        return sparcel.scheme("torus2d").step(gradient, comm)
+
+    expected = torch.full((9,), 2 * (2048 + 3) / 8).half()
+    for update in simulate(8, on_rank, ranks_per_node=4).results:
+        assert torch.equal(update, expected)
+
+
 def test_clipping_uses_the_average_over_all_ranks():
     def on_rank(comm):
         scheme = Hierarchical(TopK(1, clip=1.0), 4)

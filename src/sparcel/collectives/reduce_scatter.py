@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch import Tensor
+
 from sparcel import patterns
 from sparcel.ops import SUM, Op
 from sparcel.steps import Exchange, Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, collective
+from sparcel.wire import Due, Wire, collective
 
 
 @collective
@@ -45,6 +48,26 @@ def reduce_regions(
     sources = [source for _, source, *_ in rounds]
     region = wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
     return wire.compact(region, op)
+
+
+def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
+    """Return this rank's region of the sum of dense vectors, as `reduce_scatter` divides them.
+
+    The vectors travel in their own dtype and are added in ``dtype``, which may be wider.
+    """
+    parts = SparseStream.unchecked(None, vector, vector.numel()).split(
+        patterns.regions(vector.numel(), wire.size)
+    )
+    rounds, own = patterns.rotation(wire.rank, wire.size), parts[wire.rank]
+    arrived = wire.exchange(
+        {owner: parts[owner] for owner, *_ in rounds},
+        {source: Due.like(own) for _, source, *_ in rounds},
+    )
+    arrived[wire.rank] = own
+    total = arrived[0].to_dense().to(dtype, copy=True)
+    for rank in range(1, wire.size):
+        total.add_(arrived[rank].to_dense())
+    return total
 
 
 def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Step]:

@@ -140,7 +140,7 @@ class Scheme(ABC):
         request.meter.coordinates += coordinates
         request.meter.reduced += min(total.nnz, coordinates)
         with profiled("update"):
-            average = _averaged(total, divisor, gradient.dtype, out)
+            average = averaged(total, divisor, gradient.dtype, out)
             self.finite = average.finite
             if out is not None:
                 _write(average, out, cleared=out is gradient)
@@ -213,17 +213,19 @@ class Scheme(ABC):
         """Compare the ranks' gradients, in a scheme whose exchange does not."""
 
 
-def _averaged(
-    total: SparseStream, divisor: int, dtype: torch.dtype, out: Tensor | None
+def averaged(
+    total: SparseStream, divisor: int, dtype: torch.dtype, out: Tensor | None = None
 ) -> SparseStream:
     """Return ``total / divisor`` in ``dtype``, empty if it is not finite; dense in ``out``.
 
     All ranks find the same, because ``total`` is the same on all of them.
     """
-    if total.values is out:  # a dense scheme divided before it summed, and checked the result
+    if total.values is out:  # who wrote it there has divided, and checked the result
         return total if total.finite else total.empty_like()
     if total.indices is None and out is not None:
         values = torch.div(total.values, divisor, out=out)
+    elif divisor == 1:
+        values = total.values.to(dtype)
     else:
         values = (total.values / divisor).to(dtype)
     finite = total.finite and all_finite(values)

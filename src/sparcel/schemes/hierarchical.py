@@ -8,22 +8,26 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparcel import patterns
 from sparcel._checks import whole_number
 from sparcel.collectives.dense import agreement_steps
-from sparcel.collectives.reduce_scatter import reduce_scatter
+from sparcel.collectives.reduce_scatter import reduce_scatter, sum_regions
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._phases import apply_steps
-from sparcel.schemes.base import Scheme
+from sparcel.schemes.base import Scheme, averaged
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.steps import Exchange, Problem, Step, Steps, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps
+
+_SUM_BYTES = torch.float32.itemsize
+"""Bytes of a value between nodes, where half precision has become a float32 sum."""
 
 
 @dataclass(eq=False)
@@ -80,23 +84,24 @@ class Hierarchical(Scheme):
     def reduce(
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
     ) -> tuple[SparseStream, int]:
-        """See `Scheme.reduce`."""
+        """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
         here = comm.grid(self.ranks_per_node)
         node = Wire(here.node, request.format)
         boundaries = patterns.regions(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
-        with emptied(gradient, request.apart):
-            with request.meter.communicating():
-                self._bring_loaded(gradient, here.node)
-                shard = reduce_scatter(_stream(gradient), node).to_dense()
-            of_shard = self._of_shard(request, shard, comm)
-            total, divisor = self.inner.reduce(shard, here.across, of_shard)
-            with request.meter.communicating():
-                whole = _gather_shards(total, node, boundaries)
+        with request.meter.communicating():
+            self._bring_loaded(gradient, here.node)
+            with emptied(gradient, request.apart):
+                shard = sum_regions(gradient, node, wide_dtype(gradient.dtype))
+        of_shard = self._of_shard(request, shard, comm)
+        total, divisor = self.inner.reduce(shard, here.across, of_shard)
+        with request.meter.communicating():
+            average = averaged(total, divisor, gradient.dtype)
+            whole = _gather_shards(average, node, boundaries, scratch)
         if scratch is gradient and whole.indices is not None:
             gradient.zero_()
-        return whole, divisor
+        return whole, 1
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -225,15 +230,12 @@ def factor_at_switch(scheme: Scheme, before: float, after: float) -> float:
     return after / before  # what is owed is flushed
 
 
-def _stream(gradient: Tensor) -> SparseStream:
-    """Return the gradient as a dense stream, at the precision of memory and sums."""
-    return SparseStream.unchecked(None, gradient.to(wide_dtype(gradient.dtype)), gradient.numel())
-
-
-def _gather_shards(total: SparseStream, wire: Wire, boundaries: Sequence[int]) -> SparseStream:
-    """Join the sums of all shards."""
-    dues = [Due.like(total, size=stop - start) for start, stop in pairwise(boundaries)]
-    return wire.concatenate(wire.gather(wire.compact(total), dues))
+def _gather_shards(
+    average: SparseStream, wire: Wire, boundaries: Sequence[int], out: Tensor | None
+) -> SparseStream:
+    """Join the averages of all shards; a dense result is written to ``out``, if given."""
+    dues = [Due.like(average, size=stop - start) for start, stop in pairwise(boundaries)]
+    return wire.concatenate(wire.gather(wire.compact(average), dues), out=out)
 
 
 def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[Step]:
@@ -251,22 +253,22 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
     if here > 1:
         slices = [problem.format.expected_bytes(None, size, problem.itemsize) for size in shards]
         sends = tuple(slices[:place] + slices[place + 1 :])
-        yield Work("encode", problem.size * problem.itemsize)
+        yield Work("encode", (problem.size - own) * problem.itemsize)
         yield Exchange("rotate", sends, (slices[place],) * (here - 1), inside=True)
         yield Work("add", own, times=here - 1)
     across = Problem(
         max(1, own),  # a problem needs a coordinate; an empty shard costs no more
         max(1, min(own, ceil(problem.k / here))),
         nodes,
-        itemsize=problem.itemsize,
+        itemsize=max(_SUM_BYTES, problem.itemsize),
         format=problem.format,
         rank=problem.rank // here,
     )
     yield from inner(across)
     total = own if is_dense else across.entries(range(nodes))
     if here > 1:
-        blocks = [across.message(size if is_dense else total, size) for size in shards]
-        at_most = max(across.most_bytes(None, size) for size in shards)
+        blocks = [problem.message(size if is_dense else total, size) for size in shards]
+        at_most = max(problem.most_bytes(None, size) for size in shards)
         yield from gather_steps(blocks, place, at_most, inside=True)
         yield Work("decode", total, times=here)
         yield Work("encode", problem.message(total * here))

@@ -1,4 +1,4 @@
-"""Messages of any size over sparcel's own TCP connections, one to each peer.
+"""Messages of any size over sparcel's own connections, one to each peer.
 
 Gloo sends three packets and wakes two threads at each end for every point-to-point message, which
 dominates the time of a small exchange. The mesh sends only a frame and the bytes of a message,

@@ -1,0 +1,49 @@
+"""The benchmark of two tiers: its tree sums, and its page has the tables of the records."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparcel import simulate
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+@given(st.integers(1, 17), st.integers(0, 60), st.sampled_from([1, 8, 20, 1000]))
+@example(16, 37, 4)
+@example(17, 37, 8)
+def test_the_tree_sums_on_all_ranks(ranks: int, size: int, chunk: int) -> None:
+    tree: Any = importlib.import_module("tree")
+
+    def on_rank(comm: Any) -> torch.Tensor:
+        vector = torch.arange(size).float() * (comm.rank + 1)
+        tree.tree_all_reduce(vector, comm, chunk)
+        return vector
+
+    report = simulate(ranks, on_rank)
+    expected = torch.arange(size).float() * (ranks * (ranks + 1) // 2)
+    assert all(torch.equal(vector, expected) for vector in report.results)
+    # Up and down each edge, every coordinate once.
+    assert sum(traffic.bytes_sent for traffic in report.traffic) == 2 * (ranks - 1) * 4 * size
+
+
+def test_the_page_has_the_tables_of_its_records() -> None:
+    page = (ROOT / "docs" / "two-tiers.md").read_text()
+    report: Any = importlib.import_module("two_tiers_report")
+    assert set(report.tables()) <= set(page.splitlines())
+
+
+def test_every_method_is_counted() -> None:
+    counted: Any = importlib.import_module("two_tiers_bytes")
+    for name in counted.METHODS:
+        assert counted.count(name, 2, 2)["bytes"] > 0
