@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sparcel.schemes import Hierarchical, scheme
     from sparcel.selectors import topk
     from sparcel.stream import SparseStream
-    from sparcel.training import Handle
+    from sparcel.training import Handle, Phase, Schedule
 
 __version__ = version("sparcel")
 
@@ -21,6 +21,8 @@ __all__ = [
     "Handle",
     "Hierarchical",
     "Op",
+    "Phase",
+    "Schedule",
     "SparseStream",
     "__version__",
     "all_gather",
@@ -36,7 +38,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "reduce_scatter"), "api"),
     **dict.fromkeys(("Hierarchical", "scheme"), "schemes"),
-    "Handle": "training",
+    **dict.fromkeys(("Handle", "Phase", "Schedule"), "training"),
     "Op": "ops",
     "SparseStream": "stream",
     "attach": "ddp",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelWarning
 from sparcel.schemes import Dense, TopK
 from sparcel.training import Averager
 from tests.training.tensors import TENSORS, Named, gradients_of
@@ -75,7 +75,7 @@ def test_tensors_that_cannot_be_averaged_are_refused() -> None:
             Averager(TENSORS | {"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
         with pytest.raises(InputError, match="on meta, the group communicates from cpu"):
             Averager({"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
-        with pytest.raises(InputError, match="densities are for schemes that select"):
+        with pytest.warns(SparcelWarning, match="densities are for schemes that select"):
             Averager(TENSORS, Dense(), group=comm, densities={"first": 0.1})
         averager = Averager(TENSORS, TopK(), group=comm)
         with pytest.raises(InputError, match=r"call queue\(\) before finish\(\)"):

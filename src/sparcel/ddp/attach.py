@@ -21,7 +21,7 @@ from sparcel.ddp.names import model_name, model_patterns
 from sparcel.ddp.optimizer import check_momentum
 from sparcel.errors import InputError, known
 from sparcel.rates import Rates
-from sparcel.schemes import Scheme, Settings, momentum_of, scheme
+from sparcel.schemes import Scheme, Settings, chosen_scheme, momentum_of
 from sparcel.training import Averager, Handle, Policy, Scope, stays_dense
 
 
@@ -126,14 +126,7 @@ def attach(
         check_type(densities, Mapping, "densities")
     for name in settings:
         known(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
-    if isinstance(scheme_or_name, str):
-        chosen = scheme(scheme_or_name, **settings)
-    elif settings:
-        raise InputError(
-            f"settings go with a scheme's name; this scheme has its own, got {settings}"
-        )
-    else:
-        chosen = scheme_or_name
+    chosen = chosen_scheme(scheme_or_name, settings)
     group = model.process_group if group is None else group
     _check_ranks(model, group)
     parameters = {
@@ -160,8 +153,10 @@ def attach(
     try:  # a warning may be made an error
         if momentum and sparse:
             check_momentum(optimizer, momentum, sparse)
-        if ahead and sparse:
-            passes = AheadPasses(model, averager, averager.ahead(sparse, arrange=as_in_buckets))
+        if ahead and averager.eligible:
+            passes = AheadPasses(
+                model, averager, averager.ahead(averager.eligible, arrange=as_in_buckets)
+            )
             if optimizer is not None:
                 passes.follow(optimizer)
     except Exception:

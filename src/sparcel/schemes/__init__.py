@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Unpack
 
-from sparcel.errors import known, warn
+from sparcel._checks import check_type
+from sparcel.errors import InputError, known, warn
 from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.auto import steps_by as auto_steps_by
@@ -63,6 +64,7 @@ __all__ = [
     "SparCML",
     "TopK",
     "checked_density",
+    "chosen_scheme",
     "connect_nodes",
     "engine_steps",
     "factor_at_switch",
@@ -161,3 +163,21 @@ def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
             ' gradient the scheme "dense"'
         )
     return made
+
+
+def chosen_scheme(scheme_or_name: Scheme | str, settings: Settings) -> Scheme:
+    """Return a scheme that is given, or the one of that name with these settings.
+
+    Raises
+    ------
+    InputError
+        When settings are given beside a scheme, which has its own, and as `scheme` raises.
+    """
+    if isinstance(scheme_or_name, str):
+        return scheme(scheme_or_name, **settings)
+    check_type(scheme_or_name, Scheme, "scheme", "sparcel.scheme('topk') makes one")
+    if settings:
+        raise InputError(
+            f"settings go with a scheme's name; this scheme has its own, got {settings}"
+        )
+    return scheme_or_name

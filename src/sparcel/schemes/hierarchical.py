@@ -220,7 +220,9 @@ def factor_at_switch(scheme: Scheme, before: float, after: float) -> float:
     """Return what a scheme's memory is multiplied by when its filter β changes."""
     if isinstance(scheme, Hierarchical):
         return factor_at_switch(scheme.inner, before, after)
-    return scheme.factor_at_switch(before, after) if isinstance(scheme, Sparsifier) else 1.0
+    if isinstance(scheme, Sparsifier):
+        return scheme.factor_at_switch(before, after)
+    return after / before  # what is owed is flushed
 
 
 def _stream(gradient: Tensor) -> SparseStream:

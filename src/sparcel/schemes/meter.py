@@ -17,6 +17,7 @@ class Meter:
     ``coordinates`` counts those of the whole vectors, ``asked`` those that the density asks for,
     ``selected`` those that this rank sent, and ``reduced`` those of the sums. ``magnitude`` is the
     sum of |x| over what left this rank's memory, less that over what came back to it or arrived.
+    ``flushed`` is that part of it that a switch of the scheme made leave.
     ``dense_bytes`` are what a dense exchange would have sent; the driver of the step counts them.
     """
 
@@ -25,6 +26,7 @@ class Meter:
     selected: int = 0
     reduced: int = 0
     magnitude: float = 0.0
+    flushed: float = 0.0
     dense_bytes: int = 0
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
@@ -35,6 +37,11 @@ class Meter:
         self.asked += coordinates
         self.selected += coordinates
         self.reduced += coordinates
+
+    def count_flushed(self, magnitude: float) -> None:
+        """Add a magnitude that left memory because the scheme was switched."""
+        self.flushed += magnitude
+        self.magnitude += magnitude
 
     @contextmanager
     def selecting(self) -> Iterator[None]:

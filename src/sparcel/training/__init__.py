@@ -4,6 +4,18 @@ from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, Scope, stays_dense
+from sparcel.training.schedule import Phase, Schedule
 from sparcel.training.stats import Costs, Stats
 
-__all__ = ["Ahead", "Averager", "Costs", "Handle", "Policy", "Scope", "Stats", "stays_dense"]
+__all__ = [
+    "Ahead",
+    "Averager",
+    "Costs",
+    "Handle",
+    "Phase",
+    "Policy",
+    "Schedule",
+    "Scope",
+    "Stats",
+    "stays_dense",
+]

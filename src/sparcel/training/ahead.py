@@ -60,6 +60,8 @@ class Ahead:
         self._parameters, self._residuals, self._arrange = parameters, residuals, arrange
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._rules: dict[str, tuple[torch.optim.Optimizer, int]] = {}
+        self._unknown: dict[str, str] = {}
+        """The kinds of optimisers whose rule is not known, each with a parameter."""
         self._places: dict[str, Tensor] = {}
         """Where each parameter's values lie while it is ahead."""
         self._homes: dict[str, Tensor] = {}
@@ -80,12 +82,20 @@ class Ahead:
             return
         for name in names:
             self._rules.pop(name, None)
-        if names:
+            self._unknown.setdefault(type(optimizer).__name__, name)
+        self.warn_of_unknown()
+
+    def warn_of_unknown(self) -> None:
+        """Warn once of optimisers that `follow` does not know, if there is memory to look at."""
+        if not self._residuals.kinds:
+            return
+        for kind, name in self._unknown.items():
             warn(
-                "step-ahead knows how SGD, Adam and AdamW move a parameter, and"
-                f" {type(optimizer).__name__} updates {next(iter(names))!r}; gradients are computed"
-                " without it, which costs accuracy at low densities"
+                f"step-ahead knows how SGD, Adam and AdamW move a parameter, and {kind} updates"
+                f" {name!r}; gradients are computed without it, which costs accuracy at low"
+                " densities"
             )
+        self._unknown.clear()
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimiser updates any of the parameters."""

@@ -130,8 +130,12 @@ class Averager(Handle):
                 owned.close()
             raise
         super().__init__(comm, owned, Residuals(template, treatment.memory_dtype), treatment)
-        self._scaler = scaler if template.remembers else None
-        self._step: Transaction | None = None
+        self._scaler = scaler
+
+    @property
+    def eligible(self) -> Mapping[str, Tensor]:
+        """The tensors that any scheme with memory makes sparse, of now or after a switch."""
+        return self._treatment.eligible
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do a step: return the updates of all tensors, by name; all ranks call.
@@ -242,9 +246,7 @@ class Averager(Handle):
             step.queue(lambda: self._exchange_held(step))
         step.end()
         if step.finite:
-            for vector in step.vectors:
-                vector.scheme.commit()
-            self._residuals.steps += 1
+            step.meter.count_flushed(self._residuals.commit(step.vectors, step.flushing))
         self._account(step.costs(), step.finite)
         return step.rows
 
@@ -283,12 +285,18 @@ class Averager(Handle):
             request = Request(
                 served.layers, withheld, apart, front_loaded=self._frontload, meter=step.meter
             )
-            # Asked here and not while computing, which would have to wait for a GPU to answer.
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            step.exchange_vector(served, flat, request, scale)
+            step.exchange_vector(served, flat, request, self._scale(), self._residuals.flush)
             sent_whole = flat is vector and served.scheme.sent_whole
         if not sent_whole:
             step.take_small(places, gradients)
+
+    def _scale(self) -> float:
+        """Return what a GradScaler has multiplied gradients by; 1 if it does not matter.
+
+        Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
+        """
+        owes = self._treatment.selects or self._residuals.flush.owed
+        return 1.0 if self._scaler is None or not owes else self._scaler.get_scale()
 
 
 def _communicator(group: Group) -> tuple[Communicator, TorchCommunicator | None]:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
+from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Layout, Place, fits
 from sparcel.training.residuals import Residuals
 
-_COMMON = ("steps", "world_size", "filter")
+_COMMON = ("steps", "world_size", "filter", "flush")
 _LAYOUT = "layout."
 """These entries are the same on all ranks."""
 
@@ -23,20 +24,29 @@ _ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
 _PREFIXES = {"memory": "rank", "velocity": "velocity"}
 _KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
 
+_SUMS_OF_VELOCITIES = (
+    "the state has velocities: its memory is a sum of velocities, and a scheme without memory can"
+    " flush gradients alone; load it for a scheme with the same momentum"
+)
+
 _NAMED_FAULTS = 3
 """How many faults of a state a warning names."""
 
 
 def collect(
-    residuals: Residuals, remembered: Mapping[str, Tensor], rank: int, ranks: int, saved_by: int
+    residuals: Residuals, tensors: Mapping[str, Tensor], rank: int, ranks: int, saved_by: int
 ) -> dict[str, Tensor]:
-    """Return copies of what this rank remembers, with room for what it inherits."""
-    state = _common(residuals, remembered, saved_by)
+    """Return copies of what this rank remembers, with room for what it inherits.
+
+    ``tensors`` are those that schemes with memory make sparse, here and below.
+    """
+    kinds = residuals.owed_kinds
+    state = _common(residuals, tensors, saved_by, owes=bool(kinds))
     for old_rank in _inherited(rank, ranks, saved_by):
-        for name, tensor in remembered.items():
+        for name, tensor in tensors.items():
             dtype = residuals.dtype_of(tensor)
             parts = residuals.of(name) if old_rank == rank else {}
-            for kind in residuals.kinds:
+            for kind in kinds:
                 part = parts.get(kind)
                 owed = _zeros(tensor, dtype) if part is None else part.clone()
                 state[_key(kind, old_rank, name)] = owed
@@ -44,18 +54,21 @@ def collect(
 
 
 def gather(
-    residuals: Residuals, remembered: Mapping[str, Tensor], comm: Communicator
+    residuals: Residuals, tensors: Mapping[str, Tensor], comm: Communicator
 ) -> dict[str, Tensor]:
     """Return what all ranks remember on rank 0, on the CPU, and nothing elsewhere.
 
     All ranks call, inside a job. Ranks send a copy of one tensor at a time, and what arrives
     becomes part of the result.
     """
-    state = _common(residuals, remembered, comm.size) if comm.rank == 0 else {}
+    kinds = residuals.kinds
+    if not kinds and any(comm.gather_numbers(len(residuals.flush.owed))):
+        kinds = ("memory",)  # a rank whose gradients were withheld may owe longer than others
+    state = _common(residuals, tensors, comm.size, bool(kinds)) if comm.rank == 0 else {}
     others = range(1, comm.size) if comm.rank == 0 else ()
-    for name, tensor in remembered.items():
+    for name, tensor in tensors.items():
         dtype = residuals.dtype_of(tensor)
-        for kind in residuals.kinds:
+        for kind in kinds:
             part = residuals.of(name).get(kind, tensor.new_empty(0, dtype=dtype))
             own = part.clone()  # nothing stands for zeros
             sends = {} if comm.rank == 0 else {0: own.view(torch.uint8)}
@@ -72,12 +85,15 @@ def gather(
 def load(
     state: Mapping[str, Tensor],
     residuals: Residuals,
-    remembered: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     rank: int,
     ranks: int,
     strict: bool,
 ) -> None:
-    """Let the residuals go on from a state: sums over the inherited ranks, by name."""
+    """Let the residuals go on from a state: sums over the inherited ranks, by name.
+
+    The state may be that of another scheme. A scheme without memory flushes what it owes.
+    """
     inherited = _inherited(rank, ranks, int(state.get("world_size", ranks)))
     faults = [
         f"the state has no {key!r}; give what state_dict() or full_state_dict() returned"
@@ -89,56 +105,68 @@ def load(
     for key, part in state.items():
         if key in _COMMON or key.startswith(_LAYOUT):
             continue
-        if fault := _fault(key, part, remembered):
+        if fault := _fault(key, part, tensors):
             faults.append(fault)
         else:
             kind, old_rank, name = _parsed(key)
             if old_rank in inherited:
                 if kind == "memory":
                     found.add((old_rank, name))
-                like = remembered[name]
+                like = tensors[name]
                 part = part.detach().to(like.device, residuals.dtype_of(like))
                 parts = loaded.setdefault(name, {})
                 parts[kind] = parts[kind] + part if kind in parts else part.clone()
     loaded = {name: parts for name, parts in loaded.items() if "memory" in parts}
-    faults += _missing(inherited, found, remembered, rank, ranks)
+    if not residuals.kinds and any("velocity" in parts for parts in loaded.values()):
+        faults.append(_SUMS_OF_VELOCITIES)
+        loaded = {}
+    flush_steps = int(state.get("flush", FLUSH_STEPS if residuals.kinds else 0))
+    if flush_steps:  # otherwise nothing was owed
+        faults += _missing(inherited, found, tensors, rank, ranks)
     if faults and strict:
         raise InputError(faults[0])
     if faults:
         more = f"; and {len(faults) - _NAMED_FAULTS} more" if len(faults) > _NAMED_FAULTS else ""
         warn(
-            f"the memory of {len(remembered) - len(loaded)} of {len(remembered)} tensors starts"
+            f"the memory of {len(tensors) - len(loaded)} of {len(tensors)} tensors starts"
             f" empty on rank {rank}, or without a part: {'; '.join(faults[:_NAMED_FAULTS])}{more}"
         )
     beta = float(state["filter"]) if "filter" in state else None
-    residuals.load(loaded, int(state.get("steps", 0)), beta, _layout(state, remembered))
+    steps, layout = int(state.get("steps", 0)), _layout(state, tensors)
+    residuals.load(loaded, steps, beta, layout, flush_steps or FLUSH_STEPS)
 
 
 def _common(
-    residuals: Residuals, remembered: Mapping[str, Tensor], saved_by: int
+    residuals: Residuals, tensors: Mapping[str, Tensor], saved_by: int, owes: bool
 ) -> dict[str, Tensor]:
-    """Return the entries that are the same on all ranks."""
-    state = {"steps": torch.tensor(residuals.steps), "world_size": torch.tensor(saved_by)}
-    if remembered:
+    """Return the entries that are the same on all ranks.
+
+    ``flush`` says in how many steps a scheme without memory would flush what the state owes; 0 says
+    that it owes nothing.
+    """
+    state = {
+        "steps": torch.tensor(residuals.steps),
+        "world_size": torch.tensor(saved_by),
+        "flush": torch.tensor(residuals.flush.steps if owes else 0),
+    }
+    if tensors and owes:
         state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     layout = residuals.layout()
-    for name in remembered:
+    for name in tensors if residuals.kinds else ():
         state[_LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
     return state
 
 
-def _layout(state: Mapping[str, Tensor], remembered: Mapping[str, Tensor]) -> Layout:
+def _layout(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Layout:
     """Return the layout that a state holds; empty if the tensors of now do not fit in it.
 
     This depends only on entries that are the same on all ranks, because ranks must not differ.
     """
     places = {
-        name: Place(*state[_LAYOUT + name].tolist())
-        for name in remembered
-        if _LAYOUT + name in state
+        name: Place(*state[_LAYOUT + name].tolist()) for name in tensors if _LAYOUT + name in state
     }
     layout = {name: place for name, place in places.items() if place.vector >= 0}
-    return layout if fits(layout, remembered) else {}
+    return layout if fits(layout, tensors) else {}
 
 
 def _inherited(rank: int, ranks: int, saved_by: int) -> range:
@@ -162,7 +190,7 @@ def _zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(tensor, dtype=dtype).flatten()
 
 
-def _fault(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> str:
+def _fault(key: str, part: Tensor, tensors: Mapping[str, Tensor]) -> str:
     """Say why an entry does not fit; an empty string if it does."""
     if _ENTRY.fullmatch(key) is None:
         return (
@@ -170,14 +198,14 @@ def _fault(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> str:
             " give what state_dict() or full_state_dict() returned"
         )
     _, _, name = _parsed(key)
-    if name not in remembered:
+    if name not in tensors:
         return (
             f"{key!r} fits no tensor that is made sparse; use the scheme and the"
             " policy that the state was saved with"
         )
-    if part.numel() != remembered[name].numel():
+    if part.numel() != tensors[name].numel():
         return (
-            f"{key!r} has {part.numel()} elements, the parameter {remembered[name].numel()}; load"
+            f"{key!r} has {part.numel()} elements, the parameter {tensors[name].numel()}; load"
             " the state for the tensors that it was saved from"
         )
     return ""
@@ -186,17 +214,17 @@ def _fault(key: str, part: Tensor, remembered: Mapping[str, Tensor]) -> str:
 def _missing(
     inherited: range,
     found: set[tuple[int, str]],
-    remembered: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     rank: int,
     ranks: int,
 ) -> list[str]:
     """Say what this rank takes over and the state does not hold."""
-    nothing = [old for old in inherited if not any((old, name) in found for name in remembered)]
-    if nothing and remembered:
+    nothing = [old for old in inherited if not any((old, name) in found for name in tensors)]
+    if nothing and tensors:
         return [
             f"the state holds nothing of the old ranks {nothing}, which rank {rank} of now {ranks}"
             " takes over; save full_state_dict(), or load with state_dict(saved_by=…), or give"
             " rank r what ranks r, r+P, … saved"
         ]
-    names = [name for name in remembered if any((old, name) not in found for old in inherited)]
+    names = [name for name in tensors if any((old, name) not in found for old in inherited)]
     return [f"the state holds no memory of {names}"] if names else []

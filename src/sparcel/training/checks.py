@@ -14,7 +14,7 @@ from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import Scheme
+from sparcel.schemes import Scheme, momentum_of
 from sparcel.training.policy import Policy, Treatment
 
 
@@ -97,6 +97,17 @@ def check_alike(
             f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and scope"
             f" {treatment.scope!r}; give every rank the same scheme, settings, policy, densities,"
             " scope and tensors, and a scaler and rates to all or to none"
+        )
+
+
+def check_switch(before: Scheme, after: Scheme) -> None:
+    """Raise `InputError` unless what one scheme remembers means the same to another."""
+    old, new = momentum_of(before), momentum_of(after)
+    if old != new:
+        raise InputError(
+            f"{before} corrects momentum={old:g}, and {after} corrects {new:g}: memory is a sum of"
+            " velocities or of gradients, and the optimiser's momentum has to fit; switch between"
+            " schemes of the same momentum"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from torch.optim import Optimizer
 
 from sparcel.comm import Call, Communicator, TorchCommunicator
 from sparcel.cost import default_rates
-from sparcel.errors import InputError, known
+from sparcel.errors import CommunicationError, InputError, known
+from sparcel.schemes import Scheme, Settings, chosen_scheme, connect_nodes
 from sparcel.training import checkpoint
 from sparcel.training.ahead import Ahead, Arrange, in_order
+from sparcel.training.checks import check_switch
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
 from sparcel.training.stats import Costs, Stats
+from sparcel.training.transaction import Transaction
 
 
 class Handle:
@@ -35,13 +39,15 @@ class Handle:
         self._comm, self._owned = comm, owned
         self._residuals, self._treatment = residuals, treatment
         self._total, self._last, self._void_steps = Costs(), Costs(), 0
+        self._step: Transaction | None = None
+        """The step that is being queued."""
         self._taken = 0.0
         """The magnitude that the last effective step took out of memory."""
         self.closed = False
         self._ahead: Ahead | None = None
 
     def __repr__(self) -> str:
-        treatment, costs = self._treatment, self._total
+        treatment, costs, flush = self._treatment, self._total, self._residuals.flush
         whole = treatment.tensors.keys() - treatment.remembered.keys() - treatment.rows
         kinds = {
             "made sparse": treatment.remembered.keys(),
@@ -62,14 +68,21 @@ class Handle:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
             sent += f"; in the last step {self._last.compression:.3g} times"
-        method = f"{self._residuals.template}"
+        method = f"{self.scheme}"
         if treatment.scope == "model":
             method += " over the whole model"
+        if flush.owed:
+            method += f", which flushes memory for {flush.steps} more steps,"
         return (
             f"<{method} on {self._comm.size} ranks over {self._comm.carrier};"
             f" tensors: {', '.join(tensors)}; steps: {costs.steps}{sent}"
             f"{'; closed' if self.closed else ''}>"
         )
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that exchanges the gradients; every vector has a fresh one like it."""
+        return self._residuals.template
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -125,7 +138,7 @@ class Handle:
 
     def _owed_norms(self, order: int) -> list[float]:
         """Return the norm of what this rank owes, for each tensor that has memory."""
-        parts = [self._residuals.of(name).get("memory") for name in self._treatment.remembered]
+        parts = [self._residuals.of(name).get("memory") for name in self._treatment.eligible]
         norms = [torch.linalg.vector_norm(part, order) for part in parts if part is not None]
         return [float(norm) / self._residuals.filter for norm in norms]
 
@@ -136,6 +149,49 @@ class Handle:
             self._taken = step.magnitude
         else:
             self._void_steps += 1
+
+    def switch(self, scheme_or_name: Scheme | str, **settings: Unpack[Settings]) -> None:
+        """Exchange gradients by another scheme from the next step on; all ranks call.
+
+        What memory owes stays owed, tensor by tensor. A scheme that remembers nothing, such as
+        ``"dense"`` or ``"torus2d"``, flushes it: the next steps add it to the gradients that they
+        exchange, in equal shares, and the memory is freed. Which tensors are made sparse, and at
+        what density, follows the new scheme. Steps count on, also for a ``warmup``.
+
+        Parameters
+        ----------
+        scheme_or_name
+            A name that `sparcel.scheme` knows, or a scheme that it made.
+        settings
+            Settings of a scheme that is given by name: ``density=0.01``.
+
+        Raises
+        ------
+        InputError
+            While tensors are queued; for a scheme or a setting that does not exist; for nodes with
+            different numbers of ranks; for a scheme that corrects another momentum, because memory
+            is then a sum of velocities, and the optimiser must have another momentum too.
+        MismatchError
+            When the ranks' schemes differ.
+        CommunicationError
+            When a rank fails. After any error the scheme and the memory are as they were.
+        """
+        if self.closed:
+            raise CommunicationError("the handle was closed; make a new one with the other scheme")
+        if self._step is not None:
+            raise InputError("tensors are queued; finish() that step before switch()")
+        comm, scheme = self._comm, chosen_scheme(scheme_or_name, settings).fresh()
+        check_switch(self.scheme, scheme)
+
+        def meet() -> None:
+            comm.gather_numbers(0)
+            connect_nodes(scheme, comm)
+
+        comm.call(Call.of("switch", {"scheme": scheme, "step": self._residuals.steps}), meet)
+        self._treatment = self._treatment.under(scheme)
+        self._residuals.switch(scheme)
+        if self._ahead is not None:
+            self._ahead.warn_of_unknown()
 
     def ahead(
         self,
@@ -196,10 +252,8 @@ class Handle:
             last step.
         """
         saved_by = self._comm.size if saved_by is None else saved_by
-        remembered = self._treatment.remembered
-        return checkpoint.collect(
-            self._residuals, remembered, self._comm.rank, self._comm.size, saved_by
-        )
+        comm, tensors = self._comm, self._treatment.eligible
+        return checkpoint.collect(self._residuals, tensors, comm.rank, comm.size, saved_by)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 what all ranks remember; all ranks call, between two steps.
@@ -219,9 +273,9 @@ class Handle:
         CommunicationError
             On all ranks, when one fails.
         """
-        comm, remembered = self._comm, self._treatment.remembered
+        comm, tensors = self._comm, self._treatment.eligible
         call = Call.of("full_state_dict", {})
-        return comm.call(call, lambda: checkpoint.gather(self._residuals, remembered, comm))
+        return comm.call(call, lambda: checkpoint.gather(self._residuals, tensors, comm))
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
@@ -252,8 +306,8 @@ class Handle:
         layout. Thresholds and boundaries that were reused (``threshold="reuse"``,
         ``selector="reuse"``) are estimated anew.
         """
-        comm, remembered = self._comm, self._treatment.remembered
-        checkpoint.load(state, self._residuals, remembered, comm.rank, comm.size, strict)
+        comm, tensors = self._comm, self._treatment.eligible
+        checkpoint.load(state, self._residuals, tensors, comm.rank, comm.size, strict)
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""

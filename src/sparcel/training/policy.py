@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError, known, warn
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Scheme, checked_density
 
@@ -31,25 +32,50 @@ def stays_dense(name: str, tensor: Tensor) -> bool:
 class Treatment:
     """How each tensor is exchanged; the same on all ranks.
 
-    ``scope`` tells over what one selection is made. ``small`` names the tensors that are averaged
-    densely, ``rows`` those whose gradients are sparse. ``remembered`` are the tensors that the
-    scheme selects from, ``densities`` the densities that some of them have of their own.
+    ``scope`` tells over what one selection is made, ``rows`` names the tensors whose gradients are
+    sparse. A scheme that selects does so from the tensors ``eligible``; ``own_densities`` are those
+    that tensors have of their own. ``selects`` tells whether the scheme of now is one: it may be
+    switched.
     """
 
     scope: Scope
     tensors: Mapping[str, Tensor]
-    small: frozenset[str]
     rows: frozenset[str]
-    remembered: Mapping[str, Tensor]
-    densities: Mapping[str, float]
+    eligible: Mapping[str, Tensor]
+    own_densities: Mapping[str, float]
+    selects: bool
+
+    @cached_property
+    def small(self) -> frozenset[str]:
+        """The names of the tensors that are averaged densely, apart from the others.
+
+        A dense scheme serves small tensors as well as large ones.
+        """
+        if not self.selects:
+            return frozenset()
+        return frozenset(self.tensors.keys() - self.eligible.keys() - self.rows)
+
+    @property
+    def remembered(self) -> Mapping[str, Tensor]:
+        """The tensors that the scheme selects from, and remembers."""
+        return self.eligible if self.selects else {}
+
+    @property
+    def densities(self) -> Mapping[str, float]:
+        """The densities of single tensors that the scheme goes by."""
+        return self.own_densities if self.selects else {}
 
     @property
     def memory_dtype(self) -> torch.dtype | None:
         """The dtype of the one memory of all tensors; None if each vector has its own."""
         if self.scope == "bucket":
             return None
-        dtypes = {wide_dtype(tensor.dtype) for tensor in self.remembered.values()}
+        dtypes = {wide_dtype(tensor.dtype) for tensor in self.eligible.values()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def under(self, scheme: Scheme) -> Treatment:
+        """Return how the tensors are exchanged by another scheme."""
+        return replace(self, selects=bool(scheme.remembers))
 
 
 def treat(
@@ -65,27 +91,28 @@ def treat(
     Raises
     ------
     InputError
-        When a density is out of range, fits no tensor, or is given for a scheme that sends all; for
-        an unknown scope.
+        When a density is out of range or fits no tensor; for an unknown scope.
+
+    Warns
+    -----
+    SparcelWarning
+        When densities are given for a scheme that sends all.
     """
     known(scope, get_args(Scope), "scope")
     densities = own_densities(patterns, tensors)
-    # A dense scheme serves small tensors as well as large ones, and remembers nothing.
     selects = bool(scheme.remembers)
     if densities and not selects:
-        raise InputError(f"densities are for schemes that select, got {scheme}, which sends all")
-    small = frozenset(
-        name
-        for name, tensor in tensors.items()
-        if selects
-        and (densities.get(name) == 1 or (name not in densities and policy(name, tensor)))
-    )
-    remembered = {
+        warn(
+            f"densities are for schemes that select, got {scheme}, which sends all; they wait for a"
+            " switch to one that selects"
+        )
+    eligible = {
         name: tensor
         for name, tensor in tensors.items()
-        if selects and name not in small and name not in rows
+        if name not in rows
+        and (densities[name] < 1 if name in densities else not policy(name, tensor))
     }
-    return Treatment(scope, tensors, small, frozenset(rows), remembered, densities)
+    return Treatment(scope, tensors, frozenset(rows), eligible, densities, selects)
 
 
 def own_densities(patterns: Mapping[str, float], names: Collection[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
+from sparcel.training.flush import FLUSH_STEPS, Flush
 from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
@@ -39,11 +40,13 @@ class Residuals:
         in one vector. None if a step has several vectors, each with memory of its own dtype.
 
     What is remembered of a tensor has a name and one value per element: the memory, and whatever
-    else `Scheme.remembers`.
+    else `Scheme.remembers`. What the memory of an earlier scheme owes is in ``flush`` once the
+    scheme of now remembers nothing.
     """
 
     def __init__(self, template: Scheme, joined: torch.dtype | None = None) -> None:
         self.template, self._joined = template, joined
+        self.flush = Flush()
         self._vectors: dict[str, tuple[Vector, Piece]] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._loaded_layout: Layout = {}
@@ -64,6 +67,11 @@ class Residuals:
     def kinds(self) -> tuple[str, ...]:
         """The names of what is remembered of every tensor."""
         return self.template.remembers
+
+    @property
+    def owed_kinds(self) -> tuple[str, ...]:
+        """The names of what this rank remembers of any tensor, with what is still to be flushed."""
+        return self.kinds or (("memory",) if self.flush.owed else ())
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of the memory of a tensor."""
@@ -120,6 +128,8 @@ class Residuals:
 
     def of(self, name: str) -> dict[str, Tensor]:
         """Return what is remembered of a tensor, flat; nothing before its first step."""
+        if name in self.flush.owed:
+            return {"memory": self.flush.owed[name]}
         if name not in self._vectors:
             return self._loaded.get(name, {})
         vector, piece = self._vectors[name]
@@ -134,30 +144,57 @@ class Residuals:
             if isinstance(scheme, Auto) and scheme.chosen is not None
         }
 
+    def commit(self, vectors: Iterable[Vector], flushing: Iterable[str]) -> float:
+        """Let a step take effect, and return the magnitude that was flushed of these tensors."""
+        for vector in vectors:
+            vector.scheme.commit()
+        self.steps += 1
+        return self.flush.commit(flushing)
+
+    def switch(self, template: Scheme) -> None:
+        """Go on with another scheme, of the same momentum; what is owed stays owed."""
+        before, layout = self.filter, self.layout()
+        names = {*self._vectors, *self._loaded, *self.flush.owed}
+        parts = {name: self.of(name) for name in names}
+        self.template, self._loaded_layout = template, layout
+        self._replace(parts, self.filter / before)
+
     def load(
         self,
         residuals: dict[str, dict[str, Tensor]],
         steps: int,
         beta: float | None = None,
         layout: Layout | None = None,
+        flush_steps: int = FLUSH_STEPS,
     ) -> None:
         """Forget everything, and go on from these residuals by tensor name.
 
-        What the scheme does not remember, such as a velocity without momentum, is passed over.
-        ``beta`` is the filter that the residuals were saved under, ``layout`` that of the step
-        before.
+        What the scheme does not remember, such as a velocity without momentum, is passed over, but
+        what the memory owes is flushed, in ``flush_steps`` steps. ``beta`` is the filter that the
+        residuals were saved under, ``layout`` that of the step before.
         """
-        self._vectors.clear()
-        self._loaded = {
-            name: {kind: part for kind, part in parts.items() if kind in self.kinds}
-            for name, parts in residuals.items()
-        }
         self._loaded_layout, self._layout_ends = layout or {}, steps + _FIRST_STEPS
-        self.steps = steps
-        if beta is not None and beta != self.filter:
-            factor = factor_at_switch(self.template, beta, self.filter)
-            for parts in self._loaded.values():
-                parts["memory"] = parts["memory"] * factor
+        self.steps, self.flush.steps = steps, flush_steps
+        now = self.filter
+        before = now if beta is None else beta
+        same = before == now  # a rule that is not asked must not refuse
+        self._replace(residuals, 1 if same else factor_at_switch(self.template, before, now))
+
+    def _replace(self, residuals: dict[str, dict[str, Tensor]], factor: float) -> None:
+        """Remember these residuals instead of all others; multiply memories by ``factor``."""
+        if factor != 1:
+            residuals = {
+                name: {**parts, "memory": parts["memory"] * factor}
+                for name, parts in residuals.items()
+                if "memory" in parts
+            }
+        self._vectors.clear()
+        self._loaded, self.flush.owed = {}, {}
+        for name, parts in residuals.items():
+            if self.kinds:
+                self._loaded[name] = {kind: parts[kind] for kind in self.kinds if kind in parts}
+            elif "memory" in parts:
+                self.flush.owed[name] = parts["memory"]
 
     def _join(self, pieces: tuple[Piece, ...], gradient: Tensor) -> dict[str, Tensor]:
         """Lay out what is remembered of the pieces as the gradient is laid out."""

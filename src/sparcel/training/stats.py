@@ -35,6 +35,9 @@ class Costs:
     magnitude
         The sum of |x| over what left this rank's memory, less that over what came back to it or
         arrived from other ranks.
+    flushed
+        What is in ``magnitude`` because the scheme was switched to one without memory: see
+        `Handle.switch`.
     select_seconds, communicate_seconds
         Time spent selecting and exchanging; it may overlap with computation. An exchange includes
         waiting for slower ranks, and the second selection of `oktopk`.
@@ -50,6 +53,7 @@ class Costs:
     selected: int = 0
     reduced: int = 0
     magnitude: float = 0.0
+    flushed: float = 0.0
     select_seconds: float = 0.0
     communicate_seconds: float = 0.0
 

@@ -16,6 +16,7 @@ from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request, profiled
 from sparcel.stream import SparseStream
+from sparcel.training.flush import Flush
 from sparcel.training.layout import Packed
 from sparcel.training.residuals import Vector
 from sparcel.training.stats import Costs
@@ -41,6 +42,8 @@ class Transaction:
     """The averages of sparse gradients, by name."""
     vectors: list[Vector] = field(default_factory=list)
     """The vectors whose schemes have to commit."""
+    flushing: list[str] = field(default_factory=list)
+    """The tensors whose gradients this step has added a share to of what an old memory owes."""
     updates: list[Tensor] = field(default_factory=list)
     """The flat tensors that were queued, which hold the updates at the end."""
     held: list[Packed] = field(default_factory=list)
@@ -107,15 +110,21 @@ class Transaction:
         self._small += zip(places, gradients, strict=True)
 
     def exchange_vector(
-        self, vector: Vector, gradient: Tensor, request: Request, scale: float
+        self, vector: Vector, gradient: Tensor, request: Request, scale: float, flush: Flush
     ) -> None:
-        """Replace a gradient, which a GradScaler has scaled, by its update."""
-        if scale != 1:
+        """Replace a gradient, which a GradScaler has scaled, by its update.
+
+        A scheme with memory gets it unscaled; another one gets it as it is, with the share of this
+        step of what an old memory owes.
+        """
+        unscaled = scale != 1 and bool(vector.scheme.remembers)
+        if unscaled:
             gradient.div_(scale)
+        self.flushing += flush.add_to(gradient, vector.pieces, request.withheld, scale)
         self.vectors.append(vector)
         vector.scheme.begin(gradient, self.comm, request, out=gradient)
         self.finite &= vector.scheme.finite
-        if scale != 1:
+        if unscaled:
             gradient.mul_(scale)
 
     def exchange_rows(self, name: str, gradient: Tensor) -> None:

@@ -1,0 +1,455 @@
+"""Switching the scheme of a running exchange: nothing that memory owes is lost."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import sparcel
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.training import Averager, Scope
+from sparcel.training.flush import FLUSH_STEPS
+from tests.strategies import same_bits
+from tests.training.tensors import SCOPES, TENSORS, Named, gradients_of, owed_by
+
+DENSE: dict[str, Callable[[], Scheme]] = {
+    "dense": Dense,
+    "torus2d": lambda: Hierarchical(Dense()),
+}
+SPARSE: dict[str, Callable[[], Scheme]] = {
+    "topk": lambda: TopK(0.05),
+    "gtopk": lambda: GTopK(0.02),
+    "oktopk": lambda: OkTopK(0.05),
+    "filtered": lambda: ScaleCom(0.05, beta=0.25, beta_steps=4),
+    "filtered from now": lambda: ScaleCom(0.05, beta=0.5, beta_steps=9, beta_switch="memory"),
+    "auto": lambda: Auto(0.05, corrected=False),
+    "hitopk": lambda: Hierarchical(TopK(0.05)),
+    "filtered between nodes": lambda: Hierarchical(ScaleCom(0.05, beta=0.5)),
+}
+SCHEMES = DENSE | SPARSE
+WORLDS = [(1, 1), (2, 1), (3, 1), (4, 2)]
+"""Numbers of ranks, of all and of a node."""
+
+names = st.sampled_from(sorted(SCHEMES))
+steps = st.lists(st.one_of(st.none(), names, st.just("void")), min_size=2, max_size=7)
+"""What happens before or in each step: nothing, a switch to a scheme, or NaN in a gradient."""
+
+
+def poisoned(gradients: Named) -> Named:
+    spoilt = gradients["first"].clone()
+    spoilt[3, 4] = math.nan
+    return {**gradients, "first": spoilt}
+
+
+def total(parts: Sequence[Named], name: str) -> Tensor:
+    nothing = torch.zeros(TENSORS[name].numel(), dtype=torch.float64)
+    return sum((part[name].double().flatten() for part in parts if name in part), nothing)
+
+
+def assert_conserved(
+    before: list[Named], gradients: list[Named], update: Named, after: Any
+) -> None:
+    """Σ owed(after) + P·update = Σ (owed(before) + gradient)."""
+    for name in TENSORS:
+        went_in = total(before, name) + total(gradients, name)
+        came_out = total(after, name) + len(gradients) * update[name].double().flatten()
+        assert torch.allclose(came_out, went_in, rtol=1e-5, atol=1e-3), name
+
+
+@settings(max_examples=40)
+@given(
+    first=names,
+    happening=steps,
+    world=st.sampled_from(WORLDS),
+    scope=st.sampled_from(SCOPES),
+    scale=st.sampled_from([None, 2.0**10]),
+)
+def test_nothing_is_lost_in_any_step(
+    first: str,
+    happening: list[str | None],
+    world: tuple[int, int],
+    scope: Scope,
+    scale: float | None,
+) -> None:
+    """With several vectors, small tensors, void steps and a GradScaler."""
+    factor = scale or 1.0
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", scale)
+    if scaler is not None:
+        scaler.scale(torch.ones(1))  # it asks for its scale when it first scales
+
+    def on_rank(comm: Communicator) -> list[tuple[Named, Named, Named]]:
+        averager = Averager(TENSORS, SCHEMES[first](), group=comm, scope=scope, scaler=scaler)
+        seen = []
+        for step, what in enumerate([None, None, *happening]):
+            if what in SCHEMES:
+                averager.switch(SCHEMES[what]())
+            before = owed_by(averager, comm.rank)
+            gradients = gradients_of(comm.rank, step)
+            void = what == "void" and comm.rank == comm.size - 1
+            given = poisoned(gradients) if void else gradients
+            update = averager.average({name: factor * one for name, one in given.items()})
+            update = {name: one / factor for name, one in update.items()}
+            seen.append((before, update, owed_by(averager, comm.rank)))
+        return seen
+
+    ranks, per_node = world
+    results = simulate(ranks, on_rank, ranks_per_node=per_node).results
+    for step, what in enumerate([None, None, *happening]):
+        befores, updates, afters = map(list, zip(*(seen[step] for seen in results), strict=True))
+        assert all(same_bits(one[name], updates[0][name]) for one in updates for name in TENSORS), (
+            "ranks parted"
+        )
+        if what == "void":
+            for before, update, after in zip(befores, updates, afters, strict=True):
+                assert all(part.isnan().all() for part in update.values())
+                assert before.keys() == after.keys()
+                assert all(same_bits(before[name], after[name]) for name in before)
+        else:
+            gradients = [gradients_of(rank, step) for rank in range(ranks)]
+            assert_conserved(befores, gradients, updates[0], afters)
+
+
+@pytest.mark.parametrize("last", DENSE)
+@pytest.mark.parametrize("first", SPARSE)
+def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: str) -> None:
+    def on_rank(comm: Communicator) -> tuple[float, float]:
+        averager = Averager(TENSORS, SPARSE[first](), group=comm, frontload=False)
+        for step in range(3):
+            averager.average(gradients_of(comm.rank, step))
+        vectors = {id(one): one for one, _ in averager._residuals._vectors.values()}.values()
+        held = [weakref.ref(one.scheme) for one in vectors]
+        del vectors
+        owed, age = math.fsum(averager._owed_norms(1)), averager.memory_age()
+        averager.switch(DENSE[last]())
+        assert averager.sparse == frozenset()
+        assert averager.stats().flushed == 0
+        assert math.fsum(averager._owed_norms(1)) == pytest.approx(owed)
+        assert age > 0 or math.isnan(age) or owed == 0
+        for step in range(FLUSH_STEPS):
+            assert not owed or "flushes" in repr(averager)
+            averager.average(gradients_of(comm.rank, step))
+        assert not [ref for ref in held if ref() is not None]
+        assert not averager._residuals.flush.owed
+        assert not averager._residuals._loaded
+        assert averager.memory_norm() == 0
+        assert averager.memory_age() == 0
+        assert averager.state_dict().keys() == {"steps", "world_size", "flush"}
+        assert "flushes" not in repr(averager)
+        averager.average(gradients_of(comm.rank, 0))
+        assert averager.stats().last.flushed == 0
+        return owed, averager.stats().flushed
+
+    for owed, flushed in simulate(4, on_rank, ranks_per_node=2).results:
+        assert flushed == pytest.approx(owed, rel=1e-5)
+
+
+def switched(comm: Communicator, *schemes: Scheme, steps: int = 2, **settings: Any) -> Averager:
+    """Return an averager that has done some steps with each scheme."""
+    averager = Averager(TENSORS, schemes[0], group=comm, **settings)
+    for place, scheme in enumerate(schemes):
+        if place:
+            averager.switch(scheme)
+        for step in range(steps):
+            averager.average(gradients_of(comm.rank, place + step))
+    return averager
+
+
+def assert_same_future(one: Averager, other: Averager, rank: int) -> None:
+    for step in range(FLUSH_STEPS + 1):
+        expected, updates = (each.average(gradients_of(rank, step)) for each in (one, other))
+        assert all(same_bits(updates[name], expected[name]) for name in TENSORS)
+    mine, theirs = one.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(same_bits(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize("through", ["dense", "topk"])
+@pytest.mark.parametrize("last", DENSE)
+@pytest.mark.parametrize("first", ["topk", "hitopk", "filtered"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_checkpoint_in_the_middle_of_a_flush_resumes_bit_by_bit(
+    first: str, last: str, through: str, scope: Scope
+) -> None:
+    """Also by way of a scheme with memory that is switched, as DCP needs it."""
+
+    def on_rank(comm: Communicator) -> None:
+        averager = switched(comm, SPARSE[first](), DENSE[last](), scope=scope)
+        own, full = averager.state_dict(), averager.full_state_dict()
+        assert 0 < int(own["flush"]) < FLUSH_STEPS or FLUSH_STEPS <= 2
+        for key, part in full.items():
+            assert not key.startswith("rank0.") or same_bits(part, own[key])
+        resumed = Averager(TENSORS, SCHEMES[through](), group=comm, scope=scope)
+        resumed.load_state_dict(own)
+        assert owed_by(resumed, comm.rank).keys() == owed_by(averager, comm.rank).keys()
+        if through != last:
+            resumed.switch(DENSE[last]())
+        assert_same_future(averager, resumed, comm.rank)
+
+    simulate(4, on_rank, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("last", DENSE)
+@pytest.mark.parametrize("first", SPARSE)
+def test_loading_a_checkpoint_for_another_scheme_is_a_switch(first: str, last: str) -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = switched(comm, SPARSE[first]())
+        loaded = Averager(TENSORS, DENSE[last](), group=comm)
+        loaded.load_state_dict(averager.state_dict())
+        averager.switch(DENSE[last]())
+        assert_same_future(averager, loaded, comm.rank)
+
+    simulate(4, on_rank, ranks_per_node=2)
+
+
+def test_a_state_that_owes_nothing_is_loaded_for_any_scheme() -> None:
+    def on_rank(comm: Communicator) -> None:
+        state = switched(comm, Dense()).state_dict()
+        for make in SCHEMES.values():
+            averager = Averager(TENSORS, make(), group=comm)
+            averager.load_state_dict(state)
+            assert averager.stats().training_steps == 2
+            assert averager.memory_norm() == 0
+
+    simulate(2, on_rank)
+
+
+@pytest.mark.parametrize("now", [1, 2, 3])
+def test_other_ranks_go_on_with_a_flush(now: int) -> None:
+    def saving(comm: Communicator) -> tuple[Named, Named]:
+        averager = switched(comm, TopK(0.05), Dense())
+        return averager.full_state_dict(), owed_by(averager, comm.rank)
+
+    results = simulate(4, saving).results
+    full = results[0][0]
+
+    def loading(comm: Communicator) -> Named:
+        averager = Averager(TENSORS, Dense(), group=comm)
+        averager.load_state_dict(full)
+        return owed_by(averager, comm.rank)
+
+    loaded = simulate(now, loading).results
+    for name in ("first", "second", "third"):
+        expected = total([owed for _, owed in results], name)
+        assert torch.allclose(total(loaded, name), expected, rtol=1e-6, atol=1e-4)
+
+
+def test_a_dense_handle_drops_no_memory_in_silence() -> None:
+    def on_rank(comm: Communicator) -> None:
+        state = switched(comm, TopK(0.05)).state_dict()
+        averager = Averager(TENSORS, Dense(), group=comm)
+        # As torch.distributed.checkpoint loads: what the handle of now has keys for.
+        common = {key: state[key] for key in averager.state_dict()}
+        with pytest.raises(InputError, match="holds nothing of the old ranks"):
+            averager.load_state_dict(common)
+        velocities = switched(comm, TopK(0.05, momentum=0.5)).state_dict()
+        with pytest.raises(InputError, match="its memory is a sum of velocities"):
+            averager.load_state_dict(velocities)
+        assert averager.memory_norm() == 0
+
+    simulate(2, on_rank)
+
+
+class Broken(Dense):
+    """Fails at the end of its second step for vectors of float64."""
+
+    def begin(self, gradient: Tensor, *rest: Any, **more: Any) -> Any:
+        average = super().begin(gradient, *rest, **more)
+        if self.steps == 3 and gradient.dtype == torch.float64:
+            raise LookupError("a scheme's mistake")
+        return average
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_step_that_fails_flushes_nothing(scope: Scope) -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = switched(comm, TopK(0.05), scope=scope)
+        averager.switch(Broken())
+        averager.average(gradients_of(comm.rank, 2))
+        before, flushed = averager.state_dict(), averager.stats().flushed
+        with pytest.raises((LookupError, CommunicationError), match="a scheme's mistake"):
+            averager.average(gradients_of(comm.rank, 3))
+        after = averager.state_dict()
+        assert all(same_bits(before[key], after[key]) for key in before)
+        assert averager.stats().flushed == flushed
+
+    simulate(2, on_rank)
+
+
+def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
+    """As under DDP, which throws away the updates of parameters that no rank used."""
+
+    def on_rank(comm: Communicator) -> None:
+        averager = switched(comm, TopK(0.05), withhold_zeros=True, frontload=False)
+        averager.switch("dense")
+        before = owed_by(averager, comm.rank)["first"]
+        for step in range(FLUSH_STEPS + 2):
+            gradients = gradients_of(comm.rank, step)
+            if comm.rank == 1:
+                gradients["first"].zero_()
+            averager.average(gradients)
+        left = owed_by(averager, comm.rank)
+        assert bool(left) == (comm.rank == 1)
+        full = averager.full_state_dict()
+        if comm.rank == 0:
+            assert torch.equal(full["rank1.first"].double(), before_of[1])
+            assert not full["rank0.first"].any()
+            assert not full["rank1.third"].any()
+        else:
+            assert torch.equal(left["first"], before)
+            assert not left["third"].any()
+        averager.average(gradients_of(comm.rank, 0))
+        assert not averager._residuals.flush.owed
+
+    def owing(comm: Communicator) -> Tensor:
+        return owed_by(switched(comm, TopK(0.05), frontload=False), comm.rank)["first"]
+
+    before_of = simulate(2, owing).results
+    simulate(2, on_rank)
+
+
+def test_which_tensors_are_sparse_follows_the_scheme() -> None:
+    def on_rank(comm: Communicator) -> None:
+        densities = {"third": 1, "second": 0.5}
+        with pytest.warns(UserWarning, match="densities are for schemes that select"):
+            averager = Averager(TENSORS, Dense(), group=comm, densities=densities, frontload=False)
+        assert averager.sparse == frozenset()
+        averager.average(gradients_of(comm.rank, 0))
+        averager.switch("topk", density=0.01)
+        assert averager.sparse == {"first", "second"}
+        assert "2 made sparse" in repr(averager)
+        ones = {name: torch.ones_like(one) for name, one in TENSORS.items()}
+        updates = averager.average(ones)
+        counts = {name: int(update.count_nonzero()) for name, update in updates.items()}
+        assert counts["second"] == 750
+        assert (counts["third"], counts["bias"]) == (2200, 40)
+        assert averager.scheme.density == 0.01
+        averager.switch("dense")
+        assert "4 sent whole" in repr(averager)
+
+    simulate(2, on_rank)
+
+
+def test_velocity_is_carried_over() -> None:
+    def on_rank(comm: Communicator) -> None:
+        through = switched(comm, TopK(0.05, momentum=0.5))
+        state = through.state_dict()
+        through.switch(GTopK(0.05, momentum=0.5))
+        loaded = Averager(TENSORS, GTopK(0.05, momentum=0.5), group=comm)
+        loaded.load_state_dict(state)
+        assert_same_future(loaded, through, comm.rank)
+
+    simulate(2, on_rank)
+
+
+def test_what_cannot_be_switched_is_refused_and_changes_nothing() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = switched(comm, TopK(0.05))
+        state, said = averager.state_dict(), repr(averager)
+        for scheme, changes, words in [
+            ("tpok", {}, "did you mean 'topk'"),
+            ("topk", {"densty": 0.1}, "did you mean 'density'"),
+            (TopK(0.1), {"density": 0.2}, "settings go with a scheme's name"),
+            (3, {}, "scheme must be a Scheme"),
+            ("dgc", {}, r"corrects momentum=0, and .* corrects 0\.9"),
+        ]:
+            with pytest.raises(InputError, match=words):
+                averager.switch(scheme, **changes)
+        vector = torch.zeros(1200)
+        averager.queue(vector, {"first": (0, 1200)})
+        with pytest.raises(InputError, match=r"finish\(\) that step before switch\(\)"):
+            averager.switch("dense")
+        averager.finish()
+        after = averager.state_dict()
+        assert repr(averager).startswith(said.split(";")[0])
+        assert state.keys() == after.keys()
+        averager.close()
+        with pytest.raises(CommunicationError, match="the handle was closed"):
+            averager.switch("dense")
+
+    simulate(2, on_rank)
+
+
+def test_nodes_that_are_not_alike_are_told_at_the_switch() -> None:
+    def on_rank(comm: Communicator) -> None:
+        switched(comm, TopK(0.05)).switch("torus2d", ranks_per_node=2)
+
+    with pytest.raises(InputError, match="ranks"):
+        simulate(3, on_rank)
+
+
+def test_ranks_that_switch_to_different_schemes_are_told() -> None:
+    def on_rank(comm: Communicator) -> None:
+        averager = switched(comm, TopK(0.05))
+        with pytest.raises(MismatchError):
+            averager.switch("dense" if comm.rank == 0 else "gtopk")
+        assert repr(averager.scheme) == repr(TopK(0.05))
+        raise LookupError("all were told")
+
+    with pytest.raises(LookupError):
+        simulate(3, on_rank)
+
+
+def test_half_precision_is_flushed_at_its_own_precision() -> None:
+    like = {"weight": torch.zeros(40, 30, dtype=torch.bfloat16)}
+
+    def on_rank(comm: Communicator) -> tuple[Tensor, Tensor]:
+        averager = Averager(like, TopK(0.05), group=comm)
+        ones = {"weight": torch.full_like(like["weight"], 1.0)}
+        came_out = averager.average(ones)["weight"].double()
+        averager.switch("dense")
+        for _ in range(FLUSH_STEPS):
+            came_out += averager.average(ones)["weight"].double()
+        return came_out, owed_by(averager, comm.rank).get("weight", torch.zeros(1))
+
+    for came_out, owed in simulate(2, on_rank).results:
+        assert not owed.any()
+        assert torch.allclose(came_out, torch.tensor(FLUSH_STEPS + 1.0).double(), rtol=2**-7)
+
+
+def test_step_ahead_follows_what_is_still_owed() -> None:
+    def on_rank(comm: Communicator) -> None:
+        parameters = {name: one.clone() for name, one in TENSORS.items()}
+        optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+        averager = Averager(TENSORS, Dense(), group=comm)
+        ahead = averager.ahead(parameters, optimizer)
+
+        def moved() -> bool:
+            with ahead:
+                return any(bool(one.any()) for one in parameters.values())
+
+        seen = []
+        for scheme in ("topk", "dense"):
+            averager.switch(scheme)
+            for step in range(FLUSH_STEPS + 1):
+                averager.average(gradients_of(comm.rank, step))
+                seen.append(moved())
+        assert seen[0]
+        assert not seen[-1]
+
+    simulate(2, on_rank)
+
+
+def test_optimisers_that_step_ahead_does_not_know_are_named_when_it_matters() -> None:
+    def on_rank(comm: Communicator) -> None:
+        parameters = {name: one.clone() for name, one in TENSORS.items()}
+        averager = Averager(TENSORS, Dense(), group=comm)
+        averager.ahead(parameters, torch.optim.Adagrad(parameters.values()))
+        with pytest.warns(UserWarning, match="Adagrad updates"):
+            averager.switch("topk")
+
+    simulate(1, on_rank)
+
+
+def test_the_public_handle_switches() -> None:
+    assert sparcel.Handle.switch is Averager.switch
