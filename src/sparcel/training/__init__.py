@@ -1,9 +1,19 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
-from sparcel.training.ahead import Ahead
+from sparcel.training.ahead import Ahead, SaysTwoSteps
 from sparcel.training.averager import Averager
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.stats import Costs, Stats
 
-__all__ = ["Ahead", "Averager", "Costs", "Handle", "Policy", "Scope", "Stats", "stays_dense"]
+__all__ = [
+    "Ahead",
+    "Averager",
+    "Costs",
+    "Handle",
+    "Policy",
+    "SaysTwoSteps",
+    "Scope",
+    "Stats",
+    "stays_dense",
+]
