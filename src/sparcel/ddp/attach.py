@@ -106,7 +106,8 @@ def attach(
     -----
     SparcelWarning
         For a scheme with momentum if ``optimizer`` is not given; for ``density=1``; with ``ahead``,
-        for an optimiser of another kind than SGD and Adam, now or at its first step.
+        for an optimiser whose steps are not known (see `sparcel.training.Ahead`), now or at its
+        first step.
 
     Notes
     -----
