@@ -3,10 +3,10 @@
     python benchmarks/commlib.py IMAGES --folder SCRATCH \
         --output benchmarks/results/commlib.json
 
-``IMAGES`` holds train.tar.xz and test.tar.xz, files CLASS/NAME.jpg in each. They are
-unpacked to ``SCRATCH``, and a sample of them is served by Python's own HTTP server on a third node, whose link is like the
-others'. ``--only`` takes the jobs whose labels contain a text. Jobs that the output has are not
-repeated, so the benchmark can be run in pieces; one takes 2 to 10 minutes.
+``IMAGES`` holds train.tar.xz and test.tar.xz, files CLASS/NAME.jpg in each. They are unpacked to
+``SCRATCH``, and Python's own HTTP server serves a sample of them, on a third node, whose link is
+like the others'. Jobs that the output has are not repeated, so the benchmark can be run in pieces:
+``--only`` takes the jobs whose kind and label, as in "training: DDP", contain a text.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ Phase = tuple[int, int, int]
 
 NODES, RANKS_PER_NODE, PORT = 2, 4, 8000
 SAMPLES = {"train": 16384, "test": 2000}
+PARTS = ("reading", "computing", "selecting", "communicating", "LARS")
+"""Of a step's time, see `commlib_rank`."""
+
 PEAK = 5.0
 """The highest learning rate; it rises to there in the first tenth, and falls to 0."""
 PHASES = ((13, 12, 64), (11, 16, 64), (3, 28, 64), (1, 32, 32))
-"""Epochs, resolution and batch of a rank, as CommLib's section 5.6 has them: its resolutions divided
-by 8, but for the last, which the images do not have, and its batches divided by 4."""
+"""Epochs, resolution and batch of a rank, as in CommLib's section 5.6, its resolutions divided by 8
+and its batches by 4; but for the last resolution, which is that of the images."""
 
 TORUS: Row = {"scheme": "torus2d", "settings": {}}
 MSTOPK: Row = {"scheme": "hitopk", "settings": {"density": 0.01, "selector": "mstopk"}}
@@ -70,9 +73,7 @@ def _phases(phases: tuple[Phase, ...], schemes: tuple[Row, ...]) -> Iterator[Row
     """Yield the phases, of which the first begins with a tenth of the training as warm-up."""
     whole, batch = sum(length for length, _, _ in phases), phases[0][2]
     rising, at = whole / 10, 0.0
-    for place, ((length, resolution, size), scheme) in enumerate(
-        zip(phases, schemes, strict=True)
-    ):
+    for place, ((length, resolution, size), scheme) in enumerate(zip(phases, schemes, strict=True)):
         settings = {"resolution": resolution, "batch_size": size, **scheme}
         lengths = (rising, length - rising) if place == 0 else (length,)
         for part in lengths:
@@ -96,7 +97,10 @@ def jobs() -> Iterator[Row]:
     yield job("training", "all three", schemes=SPARSE_FIRST)
     yield job("training", "all three, but dense throughout")
     yield job("training", "all three, but sparse throughout", schemes=(MSTOPK,) * 4)
+    # Rates are those of a second epoch, whose images the cache has.
     twice = tuple((2, *rest) for _, *rest in PHASES)
+    yield job("existing", "Dense-SGD", "DDP", phases=twice, **none)
+    yield job("existing", "TopK-SGD", schemes=(TOPK,) * 4, phases=twice, **none)
     yield job("throughput", "alone", "none", parallel=False, phases=twice)
     yield job("throughput", "Dense-SGD", "DDP", phases=twice)
     yield job("throughput", "2DTAR-SGD", phases=twice)

@@ -1,14 +1,15 @@
 """What each rank of `commlib.py` does: train as a job says, and take the times of each step.
 
-A step is taken apart by elapsed time that nothing else hides: waiting for the batch (*reading*), from
-there to the last gradient (*computing*, which contains resizing), from the last gradient to the end
-of the backward pass (*selecting* and *communicating*, which is also waiting for slower ranks), and
-the optimiser's step (*LARS*).
+A step is taken apart by elapsed time that nothing else hides: waiting for the batch (*reading*);
+from there to the last gradient (*computing*, with resizing); from the last gradient to the end of
+the backward pass (*selecting* and *communicating*, which contains waiting for slower ranks, in the
+proportion of the times that sparcel took of both); and the optimiser's step (*LARS*).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from time import perf_counter
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commlib import PARTS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import sparcel
 from sparcel.data import Cached, PartSampler
@@ -28,7 +30,6 @@ from sparcel.optim import LARS
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import growing_images as example
 
-PARTS = ("reading", "computing", "selecting", "communicating", "LARS")
 MEMORY = "1 GiB"
 
 
@@ -56,7 +57,7 @@ class Training:
         if job["cached"]:
             self.data: Dataset[Any] = Cached(
                 train,
-                job["cache"],
+                Path(job["cache"], f"node{os.environ['NODE_RANK']}"),  # each has a disk of its own
                 memory=MEMORY,
                 decode=example.decoded,
                 transform=example.augmented,
@@ -91,12 +92,13 @@ class Training:
         """Make the model, the optimiser and what exchanges gradients."""
         self.model: nn.Module = self.module
         self.handle: sparcel.Handle | None = None
-        parallel = self.job["parallel"]
         if self.job["exchange"] != "none":
             self.model = DistributedDataParallel(
                 self.module, gradient_as_bucket_view=True, broadcast_buffers=False
             )
-        self.optimizer = LARS(self.module.parameters(), lr=1.0, weight_decay=1e-4, parallel=parallel)
+        self.optimizer = LARS(
+            self.module.parameters(), lr=1.0, weight_decay=1e-4, parallel=self.job["parallel"]
+        )
         if self.job["exchange"] == "sparcel":
             self.handle = sparcel.attach(
                 self.model, self.schedule.at(0).scheme, optimizer=self.optimizer
@@ -112,14 +114,7 @@ class Training:
             phase = self.schedule.at(epoch)
             if phase.batch_size != batch_size:
                 batch_size = phase.batch_size
-                loader = DataLoader(
-                    self.data,
-                    batch_size,
-                    sampler=self.sampler,
-                    num_workers=1,
-                    drop_last=True,
-                    persistent_workers=True,
-                )
+                loader = example.loader_of(self.data, batch_size, self.sampler)
             self.sampler.set_epoch(epoch)
             dist.barrier()
             start = perf_counter()
@@ -192,23 +187,8 @@ class Training:
             "median_step": dict(zip(PARTS, medians.tolist(), strict=True)),
             "loss": loss.item(),
             "node_bytes": node_bytes(),
-            "accuracy": self._accuracy(phase.resolution),
+            "accuracy": example.accuracy(self.module, *self.test, phase.resolution),
         }
-
-    @torch.no_grad()
-    def _accuracy(self, resolution: int) -> float:
-        """Return the accuracy on the test images, with batch norms as the mean rank has them."""
-        for buffer in self.module.buffers():
-            if self.job["exchange"] != "none" and buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer /= self.ranks
-        images, labels = self.test
-        self.module.eval()
-        right = self.module(example.resized(images, resolution)).argmax(1) == labels
-        self.module.train()
-        counts = torch.tensor([right.sum(), len(labels)])
-        dist.all_reduce(counts)
-        return float(counts[0] / counts[1])
 
 
 def node_bytes() -> dict[str, int]:

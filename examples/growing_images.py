@@ -3,9 +3,8 @@
 torchrun --standalone --nproc-per-node 2 examples/growing_images.py IMAGES
 sparcel lab run --nodes 2 --ranks-per-node 4 -- python examples/growing_images.py IMAGES
 
-IMAGES is a folder, or the http:// address of one on a server. It has the folders train and test of
-JPEG files CLASS/NAME.jpg, each with a file files.txt that lists them, a name a line. The images have
-one size, which the last phase trains at; earlier phases train faster, on smaller ones.
+IMAGES is a folder, or the http:// address of one on a server. In it, the folders train and test
+hold JPEG files CLASS/NAME.jpg of 32 x 32 pixels, and a file files.txt that lists them, one a line.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from PIL import Image
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate, pad, relu
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 import sparcel
 from sparcel.data import Cached, PartSampler
@@ -111,6 +110,18 @@ def resized(images, resolution):
     return images.contiguous(memory_format=torch.channels_last)
 
 
+def loader_of(data, batch_size, sampler):
+    """Return batches that a process of its own prepares while the network computes."""
+    return DataLoader(
+        data,
+        batch_size,
+        sampler=sampler,
+        num_workers=1,
+        drop_last=True,
+        persistent_workers=True,
+    )
+
+
 @torch.no_grad()
 def accuracy(model, images, labels, resolution):
     """Return the share of the images of all ranks that the model classifies correctly."""
@@ -126,14 +137,67 @@ def accuracy(model, images, labels, resolution):
     return (counts[0] / counts[1]).item()
 
 
+def schedule_of(lr, batch):
+    """Return the 28 epochs of CommLib, section 5.6, at an eighth of its resolutions."""
+    sparse = sparcel.scheme("hitopk", density=0.01, selector="mstopk")
+    return sparcel.Schedule(
+        sparcel.Phase(3, sparse, lr=(0, lr), resolution=12, batch_size=batch),
+        sparcel.Phase(10, sparse, lr=(lr, 0.6 * lr), resolution=12, batch_size=batch),
+        sparcel.Phase(11, "torus2d", lr=(0.6 * lr, 0.16 * lr), resolution=16, batch_size=batch),
+        sparcel.Phase(3, "torus2d", lr=(0.16 * lr, 0.04 * lr), resolution=28, batch_size=batch),
+        sparcel.Phase(1, "torus2d", lr=(0.02 * lr, 0), resolution=32, batch_size=batch // 2),
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("images", help="a folder, or http://HOST:PORT/FOLDER")
     parser.add_argument("--cache", default="cache", help="a folder of the node's own disk")
     parser.add_argument("--batch", type=int, default=64, help="images of a step on one rank")
-    parser.add_argument("--lr", type=float, default=5.0, help="highest learning rate")
-    parser.add_argument("--epochs", type=float, default=1.0, help="how often the paper's 28")
+    parser.add_argument("--lr", type=float, default=5.0, help="the highest learning rate")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    rank, ranks, batch, lr = dist.get_rank(), dist.get_world_size(), arguments.batch, arguments.lr
-    sparse = sparcel.scheme("hitopk", density=0.01, selector="mstopk")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    train, test = (Images(f"{arguments.images}/{split}") for split in ("train", "test"))
+    data = Cached(
+        train,
+        arguments.cache,
+        memory="1 GiB",
+        decode=decoded,
+        transform=augmented,
+        group=dist.group.WORLD,
+    )
+    sampler = PartSampler(data, exchange_every=4)
+    shown = [decoded(test[index]) for index in range(rank, len(test), ranks)]
+    images, labels = torch.stack([image for image, _ in shown]), torch.tensor([y for _, y in shown])
+
+    torch.manual_seed(0)
+    network_of_all = network(len(train.classes))
+    torch.manual_seed(rank)  # from here on, each rank draws by itself
+    model = DistributedDataParallel(network_of_all, broadcast_buffers=False)
+    optimizer = LARS(model.parameters(), arguments.lr, weight_decay=1e-4, parallel=True)
+    schedule = schedule_of(arguments.lr, arguments.batch)
+    handle = sparcel.attach(model, schedule.at(0).scheme, optimizer=optimizer)
+    loader = None
+    for epoch in range(schedule.length):
+        phase = schedule.at(epoch)
+        if loader is None or loader.batch_size != phase.batch_size:
+            loader = loader_of(data, phase.batch_size, sampler)
+        sampler.set_epoch(epoch)
+        for step, (inputs, targets) in enumerate(loader):
+            schedule.apply(epoch + step / len(loader), handle, optimizer)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(resized(inputs, phase.resolution)), targets)
+            loss.backward()
+            optimizer.step()
+        right = accuracy(network_of_all, images, labels, phase.resolution)
+        if rank == 0:
+            print(f"epoch {epoch}, {phase.resolution} px: accuracy {right:.1%}", flush=True)
+    if rank == 0:
+        print(f"{data.stats()}\n{handle}")
+    handle.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
