@@ -19,9 +19,8 @@ def printed_by(name: str, *arguments: str) -> str:
     """Run an example with these arguments, and return what its ranks print."""
     example = ROOT / "examples" / f"{name}.py"
     (launch,) = re.findall(r"^torchrun (.*\.py)", example.read_text(), re.MULTILINE)
-    launcher = Path(sys.executable).parent / "torchrun"
     result = subprocess.run(
-        [launcher, *launch.split(), *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *launch.split(), *arguments],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
