@@ -5,13 +5,16 @@ python benchmarks/commlib_report.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 from commlib import PARTS
 from pages import save, table
-from record import RESULTS, Row, rows_of
+from record import RESULTS, Row
+
+Lines = Callable[[Sequence[Row]], Iterator[str]]
 
 RECORD = RESULTS / "commlib.json"
 PAGE = Path(__file__).parents[1] / "docs" / "commlib.md"
@@ -188,24 +191,53 @@ def last(row: Row) -> float:
     return mean(one["accuracy"] for one in row["epochs"][-3:])
 
 
-TABLES = {
-    "Figure 1": breakdown_table,
-    "Figure 9": cache_table,
-    "Table 3": scaling_table,
-    "Table 4": resolutions_table,
-    "Table 5": target_table,
-    "Table 2": convergence_table,
-}
+def shown(lines: Lines, *figure: str) -> Callable[[Row], Iterator[str]]:
+    """Return what yields a table, and below it a figure with its description."""
+
+    def of_record(record: Row) -> Iterator[str]:
+        yield from lines(record["rows"])
+        for name, description in zip(figure[::2], figure[1::2], strict=True):
+            yield f"\n![{description}](figures/{name}.svg)"
+
+    return of_record
 
 
-def page(text: str, rows: Sequence[Row]) -> str:
-    """Return the page with its tables made anew, between ``<!-- NAME -->`` and ``<!-- end -->``."""
-    for name, lines in TABLES.items():
+def page(text: str, record: Row) -> str:
+    """Return the page made anew between ``<!-- NAME -->`` and ``<!-- end -->``; no record, no more.
+
+    So the page has neither tables nor links to files that are not there before the first run.
+    """
+    for name, lines in REGIONS.items():
         head, _, rest = text.partition(f"<!-- {name} -->\n")
         tail = rest.partition("<!-- end -->")[2]
-        made = "\n".join(("", *lines(rows), "", ""))
+        made = "\n".join(("", *lines(record), "", "")) if record else ""
         text = f"{head}<!-- {name} -->\n{made}<!-- end -->{tail}"
     return text
+
+
+def origin(record: Row) -> Iterator[str]:
+    """Yield where and when the record was made."""
+    dates = sorted({row["date"][:10] for row in record["rows"]})
+    yield (
+        f"The [record](../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"
+        f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}."
+    )
+
+
+def recorded() -> Row:
+    """Return the record, empty if there is none."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+REGIONS = {
+    "record": origin,
+    "Figure 1": shown(breakdown_table, "commlib_breakdown", "time of a step by its parts"),
+    "Figure 9": shown(cache_table),
+    "Table 3": shown(scaling_table),
+    "Table 4": shown(resolutions_table),
+    "Table 5": shown(target_table, "commlib_training", "accuracy against time"),
+    "Table 2": shown(convergence_table, "commlib_convergence", "accuracy at a large batch"),
+}
 
 
 def draw_breakdown(rows: Sequence[Row]) -> None:
@@ -249,8 +281,9 @@ def draw_accuracy(rows: Sequence[Row], kind: str, over_time: bool) -> None:
 
 def main() -> None:
     """Write the tables into the page, and draw the figures."""
-    rows = rows_of(RECORD)
-    PAGE.write_text(page(PAGE.read_text(), rows))
+    record = recorded()
+    PAGE.write_text(page(PAGE.read_text(), record))
+    rows = record["rows"]
     draw_breakdown(rows)
     draw_accuracy(rows, "training", over_time=True)
     draw_accuracy(rows, "convergence", over_time=False)

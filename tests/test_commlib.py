@@ -12,4 +12,4 @@ def test_the_page_has_the_tables_of_its_record(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     report: Any = importlib.import_module("commlib_report")
     text = report.PAGE.read_text()
-    assert report.page(text, report.rows_of(report.RECORD)) == text
+    assert report.page(text, report.recorded()) == text

@@ -119,8 +119,9 @@ class Ahead:
         for kind, name in self._unknown.items():
             warn(
                 f"step-ahead knows how SGD, Adam, AdamW, LARS and LAMB move a parameter, and {kind}"
-                f" updates {name!r}; gradients are computed without it, which costs accuracy at low"
-                " densities; a method two_steps, as sparcel.training.SaysTwoSteps has it, would tell"
+                f" updates {name!r}; gradients are computed without it, which costs accuracy at"
+                " low densities; a method two_steps, as sparcel.training.SaysTwoSteps has it,"
+                " would tell"
             )
         self._unknown.clear()
 
