@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -31,7 +30,7 @@ from sparcel.lab import EmulatedNetwork, Link, Workers, parse_rate
 Phase = tuple[int, int, int]
 
 NODES, RANKS_PER_NODE, PORT = 2, 4, 8000
-SAMPLES = {"train": 16384, "test": 2000}
+SAMPLES = {"train": 12288, "test": 2000}
 PARTS = ("reading", "computing", "selecting", "communicating", "LARS")
 """Of a step's time, see `commlib_rank`."""
 
@@ -139,12 +138,12 @@ def run(one: Row, folder: Path, rate: str) -> Row:
             network.command(
                 NODES,
                 [
-                    *(sys.executable, "-m", "http.server", str(PORT)),
+                    *(sys.executable, "-u", "-m", "http.server", str(PORT)),
                     *("--protocol", "HTTP/1.1", "--directory", str(images)),
                 ],
             ),
             pass_fds=network.descriptors,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         told = {
@@ -153,7 +152,8 @@ def run(one: Row, folder: Path, rate: str) -> Row:
             "cache": str(cache),
             "store": f"http://{network.address(NODES)}:{PORT}",
         }
-        time.sleep(1)
+        assert store.stdout is not None
+        store.stdout.readline()  # it serves
         network.nodes = NODES  # the ranks' nodes; the store has the last one for itself
         rank = Path(__file__).with_name("commlib_rank.py")
         argv = [sys.executable, str(rank), json.dumps(told)]
@@ -189,6 +189,7 @@ def main() -> None:
     arguments = parser.parse_args()
     unpack(arguments.images, arguments.folder / "images")
     origin, rows = machine(), rows_of(arguments.output)
+    origin["command"] = f"python benchmarks/commlib.py IMAGES --rate {arguments.rate}"
     for one in jobs():
         wanted = arguments.only in f"{one['kind']}: {one['label']}"
         if not wanted or any(one.items() <= row.items() for row in rows):
