@@ -4,7 +4,6 @@
 
 #include "bindings.hpp"
 #include "histogram.hpp"
-#include "norm.hpp"
 #include "select_chunks.hpp"
 
 namespace sparcel {
@@ -144,15 +143,6 @@ Output histogram(const Input& x, int shift, size_t bins, std::optional<uint64_t>
     return give(std::move(counts), bins, dtype_of<int64_t>());
 }
 
-double norm(const Input& x, int threads) {
-    double squared = 0;
-    with_float(x.dtype(), [&]<class T>(Type<T>) {
-        nb::gil_scoped_release release;
-        squared = squared_norm(data<T>(x), x.size(), threads);
-    });
-    return std::sqrt(squared);
-}
-
 }  // namespace
 
 void bind_select(nb::module_& module) {
@@ -163,7 +153,6 @@ void bind_select(nb::module_& module) {
                "entering"_a.noconvert().none(), "clear"_a, "k"_a, "chunk"_a, "threads"_a);
     module.def("threshold_select", threshold_select, "x"_a.noconvert(), "threshold"_a.noconvert(),
                "threads"_a);
-    module.def("norm", norm, "x"_a.noconvert(), "threads"_a);
     module.def("magnitude_histogram", histogram, "x"_a.noconvert(), "shift"_a, "bins"_a,
                "prefix"_a.none(), "threads"_a);
 }

@@ -45,6 +45,7 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_pack(module);
     sparcel::bind_scatter(module);
     sparcel::bind_sets(module);
+    sparcel::bind_squares(module);
     sparcel::bind_svmlight(module);
     sparcel::bind_quantize(module);
     sparcel::bind_text(module);

@@ -10,6 +10,7 @@ void bind_message(nb::module_& module);
 void bind_pack(nb::module_& module);
 void bind_scatter(nb::module_& module);
 void bind_sets(nb::module_& module);
+void bind_squares(nb::module_& module);
 void bind_svmlight(nb::module_& module);
 void bind_quantize(nb::module_& module);
 void bind_text(nb::module_& module);

@@ -13,6 +13,12 @@ Scale = int | Fraction
 _THOUSANDS = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "p": 10**15}
 _COUNTS: dict[str, Scale] = {"": 1, **_THOUSANDS, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _SECONDS: dict[str, Scale] = {"us": Fraction(1, 10**6), "ms": Fraction(1, 10**3), "s": 1}
+_BYTES: dict[str, Scale] = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
+}
 _BITS_PER_S: dict[str, Scale] = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -61,6 +67,19 @@ def bits_per_s(text: str) -> int:
     if not rate:
         raise InputError(f"{expected}, and at least 1 bit/s; got {text!r}")
     return rate
+
+
+def nbytes(text: str) -> int:
+    """Read a number of bytes such as ``4 GiB``, ``500 MB`` or ``4096``, rounded to whole bytes.
+
+    kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024.
+
+    Raises
+    ------
+    InputError
+        When the text is not such a number.
+    """
+    return round(_read(text, _BYTES, "a size is a number of bytes with a unit, such as 4 GiB"))
 
 
 def _count(text: str) -> Fraction:

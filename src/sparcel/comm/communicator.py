@@ -197,15 +197,32 @@ class Communicator(ABC):
         One round up to `DIRECT_RANKS` ranks, ⌈log₂P⌉ beyond.
         """
         held = torch.tensor([number], device=self.device)
+        blocks = self.gather_blocks(held.view(torch.uint8), [held.nbytes] * self.size)
+        return blocks.view(torch.int64).tolist()
+
+    def gather_blocks(self, block: Tensor, nbytes: Sequence[int]) -> Tensor:
+        """Return the bytes (uint8) of all ranks, by rank, end to end.
+
+        All ranks know that rank r gives ``nbytes[r]``. Rounds: as `gather_numbers`.
+
+        Raises
+        ------
+        MismatchError
+            As `exchange`, and when a rank sends fewer.
+        """
         if self.size <= DIRECT_RANKS:
-            messages = self.gather(held.view(torch.uint8), held.nbytes)
-            return torch.cat(messages).view(torch.int64).tolist()
-        # From here on, held has the numbers of this rank and of those that follow it.
-        for below, above, _, count in patterns.bruck(self.rank, self.size):
-            leaving = held[:count].view(torch.uint8)
-            arrived = self.exchange({below: leaving}, {above: leaving.numel()})[above]
-            held = torch.cat((held, arrived.view(torch.int64)))
-        return held.roll(self.rank).tolist()
+            return torch.cat(self.gather(block, max(nbytes)))
+        lengths = [*nbytes[self.rank :], *nbytes[: self.rank]]
+        # From here on, held has the blocks of this rank and of those that follow it.
+        held = block
+        for below, above, distance, count in patterns.bruck(self.rank, self.size):
+            due = sum(lengths[distance : distance + count])
+            leaving = held[: sum(lengths[:count])]
+            arrived = self.exchange({below: leaving}, {above: due})[above]
+            if arrived.numel() != due:
+                raise other_length(above, arrived.numel(), self.rank, due)
+            held = torch.cat((held, arrived))
+        return held.roll(sum(nbytes[: self.rank]))
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node, by rank; all ranks call, in a job.

@@ -107,7 +107,8 @@ def attach(
     SparcelWarning
         For a scheme with momentum if ``optimizer`` is not given; for ``density=1``; for
         ``densities`` with a scheme that sends all, which wait for `Handle.switch`; with ``ahead``,
-        for an optimiser of another kind than SGD and Adam, now or at its first step.
+        for an optimiser whose steps are not known (see `sparcel.training.Ahead`), now or at its
+        first step.
 
     Notes
     -----

@@ -22,14 +22,15 @@ from sparcel.kernels.reference import index_dtype, magnitude_bits
 from sparcel.kernels.select import (
     accumulate_topk,
     magnitude_histogram,
-    norm,
     threshold_select,
     topk,
     topk_chunked,
 )
 from sparcel.kernels.sets import within, without
+from sparcel.kernels.squares import CHUNK, norm, sums_of_squares
 
 __all__ = [
+    "CHUNK",
     "Addition",
     "accumulate_topk",
     "add_saturated",
@@ -46,6 +47,7 @@ __all__ = [
     "quantize",
     "scatter",
     "scatter_reduce",
+    "sums_of_squares",
     "threshold_select",
     "topk",
     "topk_chunked",

@@ -50,9 +50,10 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return _cpu.threshold_select(x.detach(), limit, torch.get_num_threads())
 
 
-def norm(x: Tensor) -> float:
-    """Compute the Euclidean norm."""
-    return _cpu.norm(x.detach(), torch.get_num_threads())
+def sums_of_squares(vectors: Sequence[Tensor], chunk: int) -> Tensor:
+    """Sum the squares chunk by chunk."""
+    given = [to_dlpack(vector.detach()) for vector in vectors]
+    return _cpu.sums_of_squares(given, chunk, torch.get_num_threads())
 
 
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:

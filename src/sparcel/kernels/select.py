@@ -82,14 +82,6 @@ def accumulate_topk(
     return reference.accumulate_topk(addition, k, chunk)
 
 
-def norm(x: Tensor) -> float:
-    """Return the Euclidean norm of ``x`` (``[n]``, any float dtype), summed up in float64.
-
-    On the CPU it depends neither on the number of threads nor on the instruction set.
-    """
-    return cpu.norm(x) if x.is_cpu else reference.norm(x)
-
-
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Select the nonzero entries whose magnitude is at least ``threshold``.
 

@@ -1,6 +1,6 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
-from sparcel.training.ahead import Ahead
+from sparcel.training.ahead import Ahead, SaysTwoSteps
 from sparcel.training.averager import Averager
 from sparcel.training.handle import Handle
 from sparcel.training.policy import Policy, Scope, stays_dense
@@ -14,6 +14,7 @@ __all__ = [
     "Handle",
     "Phase",
     "Policy",
+    "SaysTwoSteps",
     "Schedule",
     "Scope",
     "Stats",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,30 @@ Arrange = Callable[[Tensor, Tensor], Tensor]
 
 
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+@runtime_checkable
+class SaysTwoSteps(Protocol):
+    """An optimiser that says itself how far two of its steps move a parameter.
+
+    `sparcel.optim.LARS` and `LAMB` do.
+    """
+
+    def two_steps(
+        self, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[float, Tensor]:
+        """Return a rate and a direction, which is subtracted from the parameter.
+
+        The first step has this gradient, and no other gradient ever comes. What a step does by
+        itself, such as weight decay or the rest of a velocity, is left out.
+
+        Parameters
+        ----------
+        gradient
+            In the parameter's shape.
+        group, state
+            The settings of the parameter's group, and its state, empty before its first step.
+        """
 
 
 def in_order(memory: Tensor, parameter: Tensor) -> Tensor:
@@ -31,7 +55,9 @@ class Ahead:
     Inside ``with ahead:`` each parameter is moved to where its optimiser would bring it in two
     steps if the first one had the memory as its gradient, and no other gradient ever came: by
     ``(1 + momentum)·lr·memory`` for SGD, and for Adam by
-    ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections.
+    ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections. Other
+    optimisers may have a method `two_steps`, as LARS and LAMB of `sparcel.optim` do, which go as
+    far as SGD and Adam times the trust ratio of the layer's last step.
     Nothing is sent for it, and the memory stays as it is, so conservation holds unchanged.
 
     Parameters
@@ -73,11 +99,12 @@ class Ahead:
         Warns
         -----
         SparcelWarning
-            When the rule is none of those above; its parameters then stay in place.
+            When the rule is none of those above, and the optimiser does not say `two_steps`; its
+            parameters then stay in place.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
         names = self._groups_of(optimizer)
-        if isinstance(optimizer, _KNOWN):
+        if isinstance(optimizer, (*_KNOWN, SaysTwoSteps)):
             self._rules |= {name: (optimizer, number) for name, number in names.items()}
             return
         for name in names:
@@ -91,9 +118,10 @@ class Ahead:
             return
         for kind, name in self._unknown.items():
             warn(
-                f"step-ahead knows how SGD, Adam and AdamW move a parameter, and {kind} updates"
-                f" {name!r}; gradients are computed without it, which costs accuracy at low"
-                " densities"
+                f"step-ahead knows how SGD, Adam, AdamW, LARS and LAMB move a parameter, and {kind}"
+                f" updates {name!r}; gradients are computed without it, which costs accuracy at"
+                " low densities; a method two_steps, as sparcel.training.SaysTwoSteps has it,"
+                " would tell"
             )
         self._unknown.clear()
 
@@ -133,7 +161,8 @@ class Ahead:
             parameter = self._parameters[name]
             home, group = parameter.data, optimizer.param_groups[number]
             state = optimizer.state.get(parameter, {})
-            rate, direction = _two_steps(self._arrange(memory, home), corrected, group, state)
+            memory = self._arrange(memory, home)
+            rate, direction = _two_steps(optimizer, memory, corrected, group, state)
             place = self._places.get(name)
             if place is None:
                 place = self._places[name] = torch.empty_like(home)
@@ -150,7 +179,11 @@ class Ahead:
 
 
 def _two_steps(
-    memory: Tensor, corrected: float, group: Mapping[str, Any], state: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    memory: Tensor,
+    corrected: float,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
 ) -> tuple[float, Tensor]:
     """Return how far two steps with this memory go, as a rate and a direction.
 
@@ -158,6 +191,9 @@ def _two_steps(
     then a sum of velocities, 1/(1 − momentum) times as long as one of gradients.
     """
     lr = float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1)
+    if isinstance(optimizer, SaysTwoSteps):
+        momentum = corrected or group.get("momentum", 0.0)
+        return optimizer.two_steps(memory, {**group, "lr": lr, "momentum": momentum}, state)
     if "betas" not in group:
         return lr * (1 + (corrected or group["momentum"])), memory
     if "exp_avg_sq" not in state:  # before its first step

@@ -222,7 +222,7 @@ class Handle:
         Warns
         -----
         SparcelWarning
-            For an optimiser of another kind than SGD and Adam, whose parameters stay in place.
+            For an optimiser whose steps are not known, whose parameters stay in place.
         """
         if self._ahead is not None:
             raise InputError("the parameters of this exchange are moved ahead already")

@@ -1,4 +1,4 @@
-"""Optimisers for streams change parameters as torch's change them with dense gradients."""
+"""SGD for streams changes parameters as torch's change them with dense gradients."""
 
 import re
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_settings_are_checked(settings: tuple[float, ...], name: str) -> None:
 
 
 def test_the_pages_example_trains_all_ranks_alike() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "sparse-updates.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "sparse-updates.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     variables: dict[str, list[float]] = {}
     exec(example, variables)

@@ -1,4 +1,4 @@
-"""Optimisers that apply updates which are streams."""
+"""Stochastic gradient descent that applies updates which are streams."""
 
 from __future__ import annotations
 

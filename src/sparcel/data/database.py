@@ -1,0 +1,205 @@
+"""The SQLite database of a folder's samples: who may make it anew, and when."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any
+
+NAME = "sparcel-samples"
+OURS = 0x53504352
+"""The application's number in a database's header, which tells whose it is."""
+_OURS_AT, _HEADER, _MAGIC = 68, 100, b"SQLite format 3\0"
+_PATIENCE_SECONDS = 60.0
+"""How long a transaction waits for those of other processes."""
+
+_TABLES = f"""
+PRAGMA application_id = {OURS};
+CREATE TABLE about (identity TEXT NOT NULL);
+CREATE TABLE samples (place INTEGER PRIMARY KEY, crc INTEGER NOT NULL, record BLOB NOT NULL);
+PRAGMA journal_mode = WAL;
+"""
+
+
+class UnusableError(Exception):
+    """The store cannot be used, or not any longer; the message says why."""
+
+
+class Database:
+    """The files of a store, and the lock that tells whether others use it.
+
+    Whoever uses the database holds a shared lock (flock) on a file beside it. It is replaced under
+    an exclusive lock, so by a process that is alone. What that file contains, if anything, is why
+    the database must be made anew.
+
+    Parameters
+    ----------
+    folder
+        An existing folder.
+    identity
+        What the samples are of.
+
+    Attributes
+    ----------
+    read_only
+        Whether the folder can't be written. Then there is no lock.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.path, self.identity = folder / f"{NAME}.sqlite", identity
+        self.read_only = not os.access(folder, os.W_OK)
+        self._lock: IO[bytes] | None = None
+        if not self.read_only:
+            self._lock = (folder / f"{NAME}.lock").open("a+b", buffering=0)
+
+    def __reduce__(self) -> Any:
+        return _joined, (self.path.parent, self.identity)
+
+    def prepare(
+        self, fault: Callable[[sqlite3.Connection], str], say: Callable[[str], None]
+    ) -> None:
+        """Make the database, or make it anew, if nobody else uses it; then hold the shared lock.
+
+        Parameters
+        ----------
+        fault
+            Returns what is wrong with the content, or an empty string.
+        say
+            Is told why a database is replaced.
+
+        Raises
+        ------
+        UnusableError
+            When it cannot be used as it is, and others use it or the folder is read-only.
+        """
+        alone = self._lock is not None and self._is_alone()
+        found = self._fault(fault)
+        if found and alone:
+            if self.path.exists():
+                say(f"{found}; {self._remove()}")
+            self._create()
+        self.join()
+        if found and not alone:
+            why = "the folder is read-only" if self.read_only else "another run uses it"
+            raise UnusableError(f"{found}, and {why}")
+
+    def join(self) -> None:
+        """Hold the shared lock; wait for a process that makes the database."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def connect(self) -> sqlite3.Connection:
+        """Return a connection of this process.
+
+        Raises
+        ------
+        UnusableError
+            When there is no database, or it is of something else.
+        sqlite3.Error
+            When it is broken.
+        """
+        if self.read_only and self._beside("-wal").exists():
+            raise UnusableError(f"{self.path} has a log, and the folder is read-only")
+        mode = "mode=ro&immutable=1" if self.read_only else "mode=rw"
+        database = sqlite3.connect(
+            f"{self.path.absolute().as_uri()}?{mode}",
+            timeout=_PATIENCE_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            uri=True,
+        )
+        try:
+            database.execute("PRAGMA synchronous = NORMAL")
+            rows = database.execute("SELECT identity FROM about").fetchall()
+        except BaseException:
+            database.close()
+            raise
+        if rows != [(self.identity,)]:
+            database.close()
+            raise UnusableError(
+                f"{self.path} has samples of {rows[0][0] if rows else 'nothing'}, not of"
+                f" {self.identity}"
+            )
+        return database
+
+    def condemn(self, why: str) -> None:
+        """See to it that the database is made anew when a process is next alone with it."""
+        if self._lock is not None:
+            self._lock.write(why.encode())
+
+    def _is_alone(self) -> bool:
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.join()
+            return False
+        return True
+
+    def _fault(self, fault: Callable[[sqlite3.Connection], str]) -> str:
+        if not self.path.exists():
+            return f"there is no {self.path}"
+        if self._lock is not None:
+            self._lock.seek(0)
+            if condemned := self._lock.read():
+                return condemned.decode(errors="replace")
+        if not _is_ours(self.path):
+            return f"{self.path} was not written by sparcel"
+        try:
+            with closing(self.connect()) as database:
+                return fault(database)
+        except UnusableError as error:
+            return str(error)
+        except sqlite3.Error as error:
+            return f"{self.path} is broken ({error})"
+
+    def _remove(self) -> str:
+        """Remove the database with its log, or move another program's aside; say which."""
+        files = [self._beside("-wal"), self._beside("-shm"), self.path]
+        if _is_ours(self.path):
+            self.condemn("it was being removed")
+            for file in files:
+                file.unlink(missing_ok=True)
+            return "it is made anew"
+        mark = f".{secrets.token_hex(4)}.foreign"
+        for file in files:
+            if file.exists():
+                file.rename(file.with_name(file.name + mark))
+        return f"it is now {self.path.name}{mark}, and a new one is made"
+
+    def _create(self) -> None:
+        """Make an empty database, which has its name once it is whole."""
+        assert self._lock is not None
+        new = self._beside(".new")
+        for suffix in (".new", ".new-wal", ".new-shm"):  # of a process that was killed here
+            self._beside(suffix).unlink(missing_ok=True)
+        with closing(sqlite3.connect(new, isolation_level=None)) as database:
+            database.executescript(_TABLES)
+            database.execute("INSERT INTO about VALUES (?)", (self.identity,))
+        for name in ("-wal", "-shm"):  # SQLite would apply a log that was left to the new database
+            self._beside(name).unlink(missing_ok=True)
+        new.rename(self.path)
+        self._lock.truncate(0)
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+
+def _joined(folder: Path, identity: str) -> Database:
+    database = Database(folder, identity)
+    database.join()
+    return database
+
+
+def _is_ours(path: Path) -> bool:
+    """Tell whether sparcel wrote a file, as its first bytes tell; a torn one may have few."""
+    with path.open("rb") as file:
+        header = file.read(_HEADER)
+    if len(header) < _HEADER:
+        return header.startswith(_MAGIC) or _MAGIC.startswith(header)
+    return header.startswith(_MAGIC) and header[_OURS_AT:][:4] == OURS.to_bytes(4, "big")

@@ -1,0 +1,99 @@
+"""Samples as bytes: a pickle, followed by the contents of the sample's arrays and tensors."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sparcel.errors import InputError
+
+Record = npt.NDArray[np.uint8]
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64
+"""Arrays begin at multiples of this, so that they can be used where they are."""
+
+
+def pack(sample: object) -> bytes:
+    """Return a sample as bytes.
+
+    A record consists of the number of its parts and their lengths, and of the parts: the pickle
+    first, then the contents of arrays and tensors, as pickle's protocol 5 gives them out of band.
+
+    Raises
+    ------
+    InputError
+        When the sample cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(sample)
+        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    except Exception as error:  # whatever a __reduce__ raises
+        raise InputError(
+            f"a sample of type {type(sample).__name__} cannot be pickled ({error}); return plain"
+            " data, such as bytes, numbers, arrays, tensors, and tuples or dicts of them"
+        ) from error
+    lengths = [len(parts), *(part.nbytes for part in parts)]
+    pieces: list[bytes | memoryview] = [b"".join(map(_LENGTH.pack, lengths))]
+    place = len(pieces[0])
+    for part in parts:
+        padding = -place % _ALIGNMENT
+        pieces += [bytes(padding), part]
+        place += padding + part.nbytes
+    return b"".join(pieces)
+
+
+def unpack(record: Record) -> Any:
+    """Return the sample of a record, whose arrays and tensors use the record's own memory.
+
+    The record must be writable, and nobody else's. It may be longer than what `pack` returned.
+    """
+    content = record.data
+    (count,) = _LENGTH.unpack_from(content)
+    parts, place = [], (count + 1) * _LENGTH.size
+    for number in range(count):
+        (length,) = _LENGTH.unpack_from(content, (number + 1) * _LENGTH.size)
+        place += -place % _ALIGNMENT
+        parts.append(content[place : place + length])
+        place += length
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+class _Pickler(pickle.Pickler):
+    """Gives the contents of plain tensors out of band, as pickle does with numpy's arrays.
+
+    By itself torch pickles a tensor by writing a file of its own into the pickle.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or not _is_plain(obj):
+            return NotImplemented
+        content = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(content.data), obj.dtype, tuple(obj.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+    )
+
+
+def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not memoryview(content).nbytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype).view(shape)

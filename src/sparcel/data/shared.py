@@ -1,0 +1,252 @@
+"""Records in memory that processes of one machine share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+import numpy as np
+import numpy.typing as npt
+
+from sparcel.data.locks import ProcessLock
+from sparcel.data.records import Record
+from sparcel.errors import InputError
+
+TOKEN, LENGTH, LIMIT, START, USED, LOOKED_AT, HELD, SAID = range(8)
+"""The first words of the file; `Shared.add` counts in those that follow."""
+COUNTERS = slice(8, 11)
+_WORDS = 64
+
+_UNIT = 64
+"""Offsets and lengths of records are multiples of this."""
+_LENGTH_BITS = 24
+_BARRED = 1
+"""The entry of a sample that is not to be kept."""
+_STEP = 64 << 20
+"""The system's free memory is looked at each time that so many bytes were taken."""
+
+
+class Shared:
+    """A key-value store in memory, by sample index.
+
+    The store is a file without a name, which exists in memory alone. It begins with an index of one
+    word a sample; records follow in the order in which they came. Nothing is evicted: a training
+    reads all samples in turn, so of a set that does not fit, a fixed part serves more reads than
+    the part that was read last. An entry is written after its record, in one store, so a process
+    that is killed leaves no broken entry behind. Places of records are never used again, so an
+    entry that is the same before and after its record was read has the right one.
+
+    Other processes open the file as ``/proc/PID/fd/NUMBER`` of a process that has it. It goes when
+    the last of them ends, in whichever way.
+
+    Parameters
+    ----------
+    length
+        Number of samples.
+    limit
+        Bytes that the file may take, the index included. With 0 there is no index, and counters
+        alone are shared.
+
+    Raises
+    ------
+    InputError
+        When not even the index fits, or the system has no such files.
+    """
+
+    def __init__(self, length: int, limit: int) -> None:
+        records = _first_record(length if limit else 0)
+        if 0 < limit < records:
+            raise InputError(
+                f"memory must hold at least the index of {length} samples, {records} bytes; got"
+                f" {limit}; 0 keeps no samples in memory"
+            )
+        if not hasattr(os, "memfd_create"):
+            raise InputError("Cached needs Linux, whose processes share memory without a name")
+        descriptor = os.memfd_create("sparcel-samples")
+        os.truncate(descriptor, records)
+        token = secrets.randbits(62)
+        values = (token, length if limit else 0, limit, records, records, records)
+        os.pwrite(descriptor, np.array(values, np.uint64).data, 0)
+        self._map(descriptor, records)
+        _attached[token] = self
+
+    def _map(self, descriptor: int, size: int) -> None:
+        self._descriptor = descriptor
+        finalize(self, os.close, descriptor)
+        mapped = mmap.mmap(descriptor, size)
+        self.words: npt.NDArray[np.uint64] = np.frombuffer(mapped, np.uint64)
+        self._index = self.words[_WORDS : _WORDS + int(self.words[LENGTH])]
+        self._lock = ProcessLock(descriptor)
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """By which other processes find it: `attach`."""
+        return os.getpid(), self._descriptor, int(self.words[TOKEN])
+
+    def __reduce__(self) -> Any:
+        return attach, self.name
+
+    @property
+    def used(self) -> int:
+        """The bytes that it takes, or will when records that are under way have come."""
+        first = _first_record(len(self._index))
+        return first + int(self.words[USED]) - int(self.words[START])
+
+    def kept(self) -> int:
+        """Return the number of samples that it has."""
+        return int(np.count_nonzero(self._index > _BARRED))
+
+    def get(self, place: int) -> Record | None:
+        """Return a copy of the record of a sample, or None."""
+        if not len(self._index) or (entry := int(self._index[place])) <= _BARRED:
+            return None
+        length = (entry & (1 << _LENGTH_BITS) - 1) * _UNIT
+        record = np.empty(length, np.uint8)
+        count = os.preadv(self._descriptor, [record.data], (entry >> _LENGTH_BITS) * _UNIT)
+        return record if count == length and int(self._index[place]) == entry else None
+
+    def wants(self, place: int) -> bool:
+        """Tell whether there is room left, and this sample is not there."""
+        return bool(len(self._index)) and self._has_room(place, 1)
+
+    def put(self, place: int, record: bytes) -> bool:
+        """Keep a record if there is room; tell whether the system had the memory for it."""
+        units = -(-len(record) // _UNIT)
+        if not self._has_room(place, units):
+            return True
+        with self._lock:
+            if not self._has_room(place, units):  # another process was faster
+                return True
+            offset = int(self.words[USED])
+            if offset + units * _UNIT > int(self.words[LOOKED_AT]):
+                if _available() < 2 * _STEP:
+                    self.words[LIMIT] = 0
+                    return False
+                self.words[LOOKED_AT] = offset + _STEP
+            self.words[USED] = offset + units * _UNIT
+        try:
+            _write(self._descriptor, record + bytes(-len(record) % _UNIT), offset)
+        except OSError:
+            self.words[LIMIT] = 0
+            return False
+        with self._lock:
+            if offset >= int(self.words[START]):  # `hold` has not been called in between
+                self._index[place] = (offset // _UNIT) << _LENGTH_BITS | units
+        return True
+
+    def _has_room(self, place: int, units: int) -> bool:
+        fits = self.used + units * _UNIT <= int(self.words[LIMIT]) and units < 1 << _LENGTH_BITS
+        return fits and not self._index[place]
+
+    def hold(self, part: npt.NDArray[np.int64], name: int) -> None:
+        """Keep samples of a part alone from now on, and forget all others.
+
+        Parameters
+        ----------
+        part
+            The places of the samples.
+        name
+            A number other than 0 that tells this part from others. The part that is held already
+            stays as it is, so each process may say when it comes to it.
+        """
+        if not len(self._index):
+            return
+        with self._lock:
+            if int(self.words[HELD]) == name:
+                return
+            old, end = int(self.words[START]), int(self.words[USED])
+            end += -end % mmap.ALLOCATIONGRANULARITY
+            entries = np.full(len(self._index), _BARRED, np.uint64)
+            entries[part] = 0
+            self._index[:] = entries
+            self.words[START] = self.words[USED] = end
+            self.words[HELD] = name
+            _free(self._descriptor, old, end)
+
+    def add(self, counts: tuple[int, int, int]) -> None:
+        """Add to the counters that all processes share."""
+        with self._lock:
+            self.words[COUNTERS] += np.array(counts, np.uint64)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return these counters."""
+        first, second, third = (int(count) for count in self.words[COUNTERS])
+        return first, second, third
+
+    def first_to_say(self, number: int) -> bool:
+        """Tell whether no process has said this before; ``number`` is below 64."""
+        with self._lock:
+            said = int(self.words[SAID])
+            self.words[SAID] = said | 1 << number
+        return not said >> number & 1
+
+
+_attached: WeakValueDictionary[int, Shared] = WeakValueDictionary()
+"""The stores that this process has open, by token, so that each is open once."""
+
+
+def attach(pid: int, descriptor: int, token: int) -> Shared:
+    """Open the store that another process has open, or return it if this process has.
+
+    Raises
+    ------
+    InputError
+        When that process is gone, or its files cannot be opened from here.
+    """
+    if token in _attached:
+        return _attached[token]
+    path = Path(f"/proc/{pid}/fd/{descriptor}")
+    hint = "make the Cached anew: its memory lives as long as the processes that use it"
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise InputError(f"cannot open the memory of process {pid} ({error}); {hint}") from error
+    header = np.frombuffer(_header(opened), np.uint64)
+    if len(header) < _WORDS or int(header[TOKEN]) != token:
+        os.close(opened)
+        raise InputError(f"process {pid} no longer has the memory of this Cached; {hint}")
+    shared = Shared.__new__(Shared)
+    shared._map(opened, _first_record(int(header[LENGTH])))
+    return _attached.setdefault(token, shared)
+
+
+def _header(descriptor: int) -> bytes:
+    """Return the first words of a file, or nothing if it is something else that has none."""
+    try:
+        content = os.pread(descriptor, 8 * _WORDS, 0)
+    except OSError:
+        return b""
+    return content if len(content) == 8 * _WORDS else b""
+
+
+def _first_record(samples: int) -> int:
+    """Return where records begin."""
+    taken = 8 * (_WORDS + samples)
+    return taken + -taken % mmap.ALLOCATIONGRANULARITY
+
+
+def _write(descriptor: int, content: bytes, offset: int) -> None:
+    left = memoryview(content)
+    while left:
+        count = os.pwrite(descriptor, left, offset)
+        left, offset = left[count:], offset + count
+
+
+def _free(descriptor: int, start: int, end: int) -> None:
+    """Give a range of the file back to the system; it reads as zeros from then on."""
+    size = min(os.fstat(descriptor).st_size, end)
+    if size > start:
+        with mmap.mmap(descriptor, size - start, offset=start) as old:
+            old.madvise(mmap.MADV_REMOVE)
+
+
+def _available() -> int:
+    """Return the bytes that programs can still get without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 1 << 62

@@ -1,0 +1,90 @@
+"""The dataset whose samples are kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from sparcel.data.records import pack, unpack
+from sparcel.errors import InputError, warn
+
+VERSION = 1
+"""Of records and of the database that they are in."""
+
+
+class Source:
+    """Reads samples of a map-style dataset, and compares them with those read before.
+
+    Raises
+    ------
+    InputError
+        When the dataset is not map-style, or its length is unknown.
+    """
+
+    def __init__(self, dataset: Dataset[Any], threads: int) -> None:
+        kind = type(dataset).__name__
+        wanted = "dataset must be map-style, with len(dataset) and dataset[i]"
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise InputError(f"{wanted}; {kind} has no samples by number")
+        try:
+            self.length = len(dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError) as error:
+            raise InputError(f"{wanted}; {kind} has no length: {error}") from error
+        self._dataset, self._threads = dataset, threads
+
+    def identity(self, version: str) -> str:
+        """Return what a copy of the samples is of."""
+        kind = type(self._dataset).__qualname__
+        about = {"dataset": kind, "length": self.length, "version": version, "format": VERSION}
+        return json.dumps(about)
+
+    def read(self, places: Sequence[int]) -> Sequence[Any]:
+        """Return the samples of some places."""
+        if self._threads > 1 and len(places) > 1:
+            with ThreadPoolExecutor(min(self._threads, len(places))) as pool:
+                return [*pool.map(self._dataset.__getitem__, places)]
+        together = getattr(self._dataset, "__getitems__", None)
+        found: Sequence[Any] = (
+            together(places) if together else [self._dataset[place] for place in places]
+        )
+        return found
+
+    def still_has(self, place: int, record: bytes) -> bool:
+        """Tell whether a sample is the one of a record; warn if it changes at each access."""
+        sample = packed(place, self._dataset[place])
+        if sample == record or _again(sample) == _again(record):
+            return True
+        if _again(sample) == _again(packed(place, self._dataset[place])):
+            return False
+        warn(
+            f"dataset[{place}] is another sample at each access, and Cached keeps the first one; do"
+            " what is random in transform="
+        )
+        return True
+
+
+def packed(place: int, sample: object) -> bytes:
+    """Return the record of a sample, or raise an `InputError` that says which sample it is."""
+    try:
+        return pack(sample)
+    except InputError as error:
+        raise InputError(f"sample {place}: {error}") from error
+
+
+def unpacked(record: bytes) -> Any:
+    """Return the sample of a record, which stays as it is."""
+    return unpack(np.frombuffer(bytearray(record), np.uint8))
+
+
+def _again(record: bytes) -> bytes:
+    """Return the record of a record's sample.
+
+    Equal samples have equal records once they were unpickled: which of their parts were the same
+    object before no longer matters.
+    """
+    return pack(unpacked(record))

@@ -1,0 +1,191 @@
+"""What LARS and LAMB share: layers, their norms, and steps that all of them make, or none."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel._checks import flag, number
+from sparcel.comm import Group
+from sparcel.errors import InputError
+from sparcel.optim._shares import flat
+from sparcel.optim.parallel import parallel as shared
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class Layer(NamedTuple):
+    """A parameter in a step.
+
+    Attributes
+    ----------
+    adapted
+        Whether it has a trust ratio and weight decay.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    adapted: bool
+
+
+Batch = tuple[dict[str, Any], list[Layer]]
+"""A group, and layers of it that are changed together."""
+
+
+class LayerWise(torch.optim.Optimizer, ABC):
+    """An optimiser whose steps are in proportion to the norm of each layer's parameters."""
+
+    # A copy of an optimiser, or one that was pickled, computes all norms by itself: groups of
+    # processes can't be copied, and the bits are the same.
+    _parallel: bool = False
+    _group: Group = None
+
+    def __init__(
+        self, params: Parameters, defaults: dict[str, Any], parallel: bool, group: Group
+    ) -> None:
+        if group is not None and not flag(parallel, "parallel"):
+            raise InputError(
+                "group names the ranks that share the norms, which they do with parallel=True only;"
+                " pass both or neither"
+            )
+        super().__init__(params, defaults)
+        self._parallel, self._group = flag(parallel, "parallel"), group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own.
+
+        Raises
+        ------
+        InputError
+            For settings out of their range, and for parameters that are not of a float dtype.
+        """
+        self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not parameter.is_floating_point():
+                self.param_groups.pop()
+                raise InputError(
+                    f"{type(self).__name__} needs parameters of a float dtype, got"
+                    f" {parameter.dtype}"
+                )
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Raise `InputError` if a setting of a group is wrong."""
+        number(group["lr"], "lr", at_least=0)
+        number(group["weight_decay"], "weight_decay", at_least=0)
+        flag(group["exclude_vectors"], "exclude_vectors")
+        if group["foreach"] is not None:
+            flag(group["foreach"], "foreach")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Any]) -> Any: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change the parameters that have a gradient; all ranks call with ``parallel``.
+
+        If any gradient holds NaN or Inf, or is so large that its norm is not finite in float64,
+        nothing changes. So a step in which the exchange voided all gradients has no effect.
+
+        Parameters
+        ----------
+        closure
+            Computes the loss and the gradients anew.
+
+        Returns
+        -------
+        What ``closure`` returned.
+
+        Raises
+        ------
+        InputError
+            For sparse gradients; nothing changes then.
+        MismatchError, CommunicationError
+            See `sparcel.optim.parallel`. If that happens, nothing changes on this rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches = [(group, batch) for group in self.param_groups for batch in _batches(group)]
+        layers = [layer for _, batch in batches for layer in batch]
+        gradients = [layer.gradient for layer in layers]
+        adapted = [layer.parameter for layer in layers if layer.adapted]
+        norms = self._norms([*gradients, *adapted])
+        slopes, sizes = norms[: len(layers)], iter(norms[len(layers) :])
+        if all(map(math.isfinite, slopes)):
+            self._move(batches, [next(sizes) if one.adapted else 0.0 for one in layers], slopes)
+        return loss
+
+    @abstractmethod
+    def _move(
+        self, batches: Sequence[Batch], sizes: Sequence[float], slopes: Sequence[float]
+    ) -> None:
+        """Change the parameters.
+
+        ``sizes`` and ``slopes`` are the norms of all layers' parameters, 0 where these are not
+        adapted, and of their gradients.
+        """
+
+    def _norms(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return the norm of each tensor; the ranks share the work if that was asked for."""
+        vectors = [flat(tensor) for tensor in tensors]
+        if self._parallel:
+            squares = shared(kernels.sums_of_squares, vectors, self._group, additive=True)
+        else:
+            squares = kernels.sums_of_squares(vectors)
+        norms: list[float] = squares.sqrt().tolist()
+        return norms
+
+    def _remember(self, layers: Iterable[Layer], ratios: Iterable[float]) -> None:
+        """Remember the layers' trust ratios."""
+        for layer, one in zip(layers, ratios, strict=True):
+            self.state[layer.parameter]["trust_ratio"] = one
+
+
+def ratio(above: float, below: float) -> float:
+    """Return ``above / below``; 1 if one of them is 0."""
+    return above / below if above and below else 1.0
+
+
+def take(batches: Iterable[Batch], *norms: Iterable[float]) -> Iterator[tuple[Any, ...]]:
+    """Yield each batch: its group, its layers, and its part of each list of norms."""
+    rest = [iter(one) for one in norms]
+    for group, batch in batches:
+        yield group, batch, *[list(islice(one, len(batch))) for one in rest]
+
+
+def _batches(group: Mapping[str, Any]) -> Iterator[list[Layer]]:
+    """Yield the layers of a group that have gradients, in lists that are changed together."""
+    layers = [_layer(one, group) for one in group["params"] if one.grad is not None]
+    foreach = group["foreach"]
+    if foreach is None:
+        # A launch costs nothing on a CPU, and what one tensor needs may stay in the cache.
+        foreach = not all(layer.parameter.is_cpu for layer in layers)
+    if not foreach:
+        yield from ([layer] for layer in layers)
+        return
+    for adapted in (True, False):
+        alike = [layer for layer in layers if layer.adapted == adapted]
+        if alike:
+            yield alike
+
+
+def _layer(parameter: Tensor, group: Mapping[str, Any]) -> Layer:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.layout != torch.strided:
+        raise InputError(
+            f"gradients must be dense, got one of layout {gradient.layout} for a parameter of shape"
+            f" {tuple(parameter.shape)}; give it an optimiser of its own, such as"
+            " torch.optim.SparseAdam, or make its layer with sparse=False"
+        )
+    return Layer(parameter, gradient, not (group["exclude_vectors"] and parameter.ndim <= 1))

@@ -1,0 +1,124 @@
+"""The parallel tensor operator: ranks that hold equal tensors share an operation over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparcel._checks import check_callable, check_type, flag
+from sparcel.comm import Call, Communicator, Group, resolve
+from sparcel.errors import InputError
+from sparcel.optim._shares import Shares, flat, shares
+
+Operation = Callable[[Sequence[Tensor]], Tensor]
+"""``tensors -> rows``, one row for each tensor."""
+
+
+def parallel(
+    op: Operation, tensors: Iterable[Tensor], group: Group = None, additive: bool = False
+) -> Tensor:
+    """Apply an operation to tensors that all ranks hold; each rank computes a part of the result.
+
+    Each rank applies ``op`` to its share of the tensors, r[p] = OP(g[p]), and all ranks gather all
+    rows. Shares are balanced by bytes. Where the cost model predicts that this takes longer than
+    computing everything, each rank does that; the result has the same bits. The model takes ``op``
+    for one pass over its tensors, and decides by their sizes, the number of ranks and the
+    communicator's ``rates``, or the default rates.
+
+    Parameters
+    ----------
+    op
+        ``op(list of tensors)`` returns a row for each tensor, of any shape and dtype, both the same
+        for all: ``[n]`` or ``[n, …]``. A row must depend on its own tensor alone, bit by bit.
+    tensors
+        The same on all ranks, bit by bit; of any shapes and dtypes. This is not checked, sizes are.
+    group
+        As of `sparcel.all_reduce`.
+    additive
+        Whether the row of a tensor is the sum of the rows of its pieces, as a sum of squares is.
+        Then ``op`` gets vectors: tensors in the order of memory, large ones in pieces of
+        `sparcel.kernels.CHUNK` elements. Rows are added in float64 in the order of the pieces. So
+        the result has the same bits for every number of ranks.
+
+    Returns
+    -------
+    Tensor
+        A row for each tensor, on the device where ``op`` left them; float64 if ``additive``.
+
+    Raises
+    ------
+    InputError
+        For tensors that are not strided, or an ``op`` that returns another number of rows.
+    MismatchError
+        On all ranks, when they differ in ``op``'s name, the tensors' sizes, ``additive`` or the
+        rows' dtype and shape.
+    CommunicationError
+        When a peer fails, as when its ``op`` raises, or does not answer within the timeout.
+
+    Source: CommLib, section 4.2 (PTO), which divides by the number of tensors.
+    """
+    check_callable(op, "op")
+    flag(additive, "additive")
+    tensors = list(tensors)
+    for tensor in tensors:
+        check_type(tensor, Tensor, "a tensor")
+        if tensor.layout != torch.strided:
+            raise InputError(f"tensors must be strided, got {tensor.layout}; use to_dense()")
+    comm = resolve(group)
+    sizes = tuple([(tensor.numel(), tensor.element_size()) for tensor in tensors])
+    divided = shares(sizes, comm.size, additive, comm.rates)
+    if divided.pays:
+        rows = comm.run(lambda: _gathered(op, tensors, divided, additive, comm))
+    else:
+        rows = _rows(op, tensors, divided, range(len(divided.pieces)), additive)
+    return _added(rows, divided) if additive else rows
+
+
+def _gathered(
+    op: Operation, tensors: list[Tensor], divided: Shares, additive: bool, comm: Communicator
+) -> Tensor:
+    """Compute this rank's rows and return those of all ranks."""
+    rows = _rows(op, tensors, divided, divided.share(comm.rank), additive)
+    shape, row = rows.shape[1:], rows[:1].nbytes
+    own = rows[: divided.counts[comm.rank]].to(comm.device).contiguous()
+    call = Call.of(
+        "parallel",
+        {
+            "op": getattr(op, "__qualname__", type(op).__name__),
+            "tensors": divided.text,
+            "additive": additive,
+            "row": f"{tuple(shape)} of {rows.dtype}",
+        },
+    )
+    nbytes = [row * count for count in divided.counts]
+    block = own.view(-1).view(torch.uint8)
+    gathered = comm.call(call, lambda: comm.gather_blocks(block, nbytes))
+    return gathered.view(rows.dtype).view(-1, *shape).to(rows.device)
+
+
+@torch.no_grad()
+def _rows(
+    op: Operation, tensors: list[Tensor], divided: Shares, share: range, additive: bool
+) -> Tensor:
+    """Apply the operation to some pieces."""
+    chosen = [divided.pieces[place] for place in share]
+    if additive:
+        vectors = {number: flat(tensors[number]) for number, *_ in chosen}
+        pieces = [vectors[number][start:stop] for number, start, stop in chosen]
+    else:
+        pieces = [tensors[number] for number, *_ in chosen]
+    rows = op(pieces)
+    if not isinstance(rows, Tensor) or rows.shape[:1] != (len(pieces),):
+        found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise InputError(f"op must return a row for each of {len(pieces)} tensors, got {found}")
+    return rows.to(torch.float64) if additive else rows
+
+
+def _added(rows: Tensor, divided: Shares) -> Tensor:
+    """Add the rows of each tensor's pieces, one after another."""
+    total = np.zeros((len(divided.sizes), *rows.shape[1:]))
+    np.add.at(total, divided.owners, rows.cpu().numpy())
+    return torch.from_numpy(total).to(rows.device)

@@ -1,0 +1,254 @@
+"""The parallel operator: the same bits for every number of ranks, in shares that are balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparcel import kernels, simulate
+from sparcel.comm import Communicator
+from sparcel.cost import Rates, stated_rates
+from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.optim import parallel
+from sparcel.optim._shares import shares
+from tests.strategies import DTYPES, FLOATS, same_bits, worlds
+from tests.workers import on_engines_in_turn
+
+SLOW_WORK = stated_rates(bandwidth=1e12, latency_s=0, ranks=8, memory_bandwidth=1.0)
+"""Rates by which it always pays to share work."""
+
+sizes = st.sampled_from([0, 1, 5, 100, kernels.CHUNK, kernels.CHUNK + 1, 3 * kernels.CHUNK + 17])
+
+
+def made(size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+def everywhere(world: int, function: Callable[[Communicator], Any]) -> list[Any]:
+    """Run a function on simulated ranks where it pays to share."""
+
+    def on_rank(comm: Communicator) -> Any:
+        comm.rates = SLOW_WORK
+        return function(comm)
+
+    return simulate(world, on_rank).results
+
+
+def extremes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the least and the greatest element and the number of elements; not additive."""
+    rows = [torch.stack([one.min(), one.max(), one.new_tensor(one.numel())]) for one in tensors]
+    return torch.stack(rows)
+
+
+def moments(tensors: Sequence[Tensor]) -> Tensor:
+    """Return sums of an element and of its square, as rows of 2 × 1."""
+    double = [one.double() for one in tensors]
+    return torch.stack([torch.stack([one.sum(), one.square().sum()])[:, None] for one in double])
+
+
+@given(worlds, st.lists(st.tuples(sizes, st.sampled_from(FLOATS)), max_size=12))
+def test_sums_have_the_same_bits_for_every_number_of_ranks(
+    world: int, given: list[tuple[int, torch.dtype]]
+) -> None:
+    tensors = [made(size, dtype, seed) for seed, (size, dtype) in enumerate(given)]
+    alone = kernels.sums_of_squares(tensors)
+    for rows in everywhere(
+        world, lambda comm: parallel(kernels.sums_of_squares, tensors, comm, additive=True)
+    ):
+        assert same_bits(rows, alone)
+    if tensors:
+        (one,) = everywhere(1, lambda comm: parallel(moments, tensors, comm, additive=True))
+        for rows in everywhere(world, lambda comm: parallel(moments, tensors, comm, additive=True)):
+            assert same_bits(rows, one)
+            assert rows.shape == (len(tensors), 2, 1)
+
+
+@given(
+    worlds,
+    st.lists(st.integers(1, 200), min_size=1, max_size=20),
+    st.sampled_from(DTYPES),
+)
+def test_rows_of_other_operations_are_gathered_as_they_are(
+    world: int, given: list[int], dtype: torch.dtype
+) -> None:
+    tensors = [made(size, dtype, seed).view(1, -1) for seed, size in enumerate(given)]
+    expected = extremes(tensors)
+    seen: list[int] = []
+
+    def counted(own: Sequence[Tensor]) -> Tensor:
+        seen.append(len(own))
+        return extremes(own)
+
+    for rows in everywhere(world, lambda comm: parallel(counted, tensors, comm)):
+        assert same_bits(rows, expected)
+    if world > 1 and len(given) > 1:
+        assert sum(seen) <= len(given) + world  # a rank without a share computes one row
+        assert max(seen) < len(given)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5 * kernels.CHUNK), st.sampled_from([2, 4, 8])), min_size=1),
+    st.integers(1, 140),
+)
+def test_shares_hold_each_piece_once_and_are_balanced_by_bytes(
+    given: list[tuple[int, int]], ranks: int
+) -> None:
+    divided = shares(tuple(given), ranks, True, None)
+    assert divided.cuts[0] == 0 and divided.cuts[-1] == len(divided.pieces)
+    assert all(start <= stop for start, stop in pairwise(divided.cuts))
+    for number, (size, _) in enumerate(given):
+        pieces = [piece for piece in divided.pieces if piece[0] == number]
+        assert (pieces[0][1], pieces[-1][2]) == (0, size)
+        assert all(before[2] == after[1] for before, after in pairwise(pieces))
+    mean = sum(size * itemsize for size, itemsize in given) / ranks
+    assert max(divided.loads) <= mean + max(divided.nbytes)
+    assert max(divided.nbytes) <= 8 * kernels.CHUNK
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "rates", "pays"),
+    [
+        (25_000_000, 8, None, True),
+        (25_000_000, 128, None, True),
+        (25_000_000, 1, None, False),
+        (10_000, 8, None, False),
+        (25_000_000, 8, stated_rates(bandwidth=1e6, latency_s=0.1, ranks=8), False),
+        (10_000, 8, SLOW_WORK, True),
+    ],
+)
+def test_work_is_shared_where_the_cost_model_says_so(
+    size: int, ranks: int, rates: Rates | None, pays: bool
+) -> None:
+    divided = shares(((size // 2, 4), (size - size // 2, 4)) * 2, ranks, True, rates)
+    assert divided.pays == pays
+
+
+def test_nothing_is_sent_where_it_does_not_pay() -> None:
+    def on_rank(comm: Communicator) -> Tensor:
+        rows = parallel(kernels.sums_of_squares, [torch.ones(1000)], comm, additive=True)
+        assert comm.traffic.messages_sent == 0
+        return rows
+
+    assert [rows.tolist() for rows in simulate(3, on_rank).results] == [[1000]] * 3
+
+
+def test_tensors_of_any_layout_are_read_in_the_order_of_memory() -> None:
+    shape = (64, 48, 5, 5)
+    tensor = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    expected = kernels.sums_of_squares([tensor.permute(0, 2, 3, 1).reshape(-1)])
+    spread = torch.randn(8, 6)[:, ::2]  # not dense in memory
+    tensors = [tensor, spread, torch.tensor(3.0)]
+    for rows in everywhere(
+        3, lambda comm: parallel(kernels.sums_of_squares, tensors, comm, additive=True)
+    ):
+        assert same_bits(rows[:1], expected)
+        assert rows[1] == pytest.approx(float(spread.double().square().sum()))
+        assert rows[2] == 9
+
+
+def squares_on(comm: Communicator, seed: int) -> tuple[list[float], int]:
+    comm.rates = SLOW_WORK
+    before = comm.traffic.messages_sent
+    tensors = [made(size, torch.float32, seed + size) for size in (300_000, 7, 65_536, 0, 100_000)]
+    rows = parallel(kernels.sums_of_squares, tensors, comm, additive=True)
+    return rows.tolist(), comm.traffic.messages_sent - before
+
+
+@pytest.mark.processes
+@on_engines_in_turn(world_size=(2, 3, 8), seed=(0, 1))
+def test_real_ranks_compute_the_same_bits(
+    run_on: Callable[..., list[Any]], world_size: int, seed: int
+) -> None:
+    tensors = [made(size, torch.float32, seed + size) for size in (300_000, 7, 65_536, 0, 100_000)]
+    for rows, sent in run_on(world_size, squares_on, seed):
+        assert rows == kernels.sums_of_squares(tensors).tolist()
+        assert sent > 0
+
+
+DIFFERENT: dict[str, Callable[[int, Communicator], Tensor]] = {
+    "sizes": lambda rank, comm: parallel(
+        kernels.sums_of_squares, [torch.ones(70 + (rank == 1)), torch.ones(9)], comm, additive=True
+    ),
+    "operations": lambda rank, comm: parallel(
+        moments if rank == 1 else extremes, [torch.ones(70), torch.ones(9)], comm
+    ),
+    "additive": lambda rank, comm: parallel(
+        kernels.sums_of_squares, [torch.ones(70), torch.ones(9)], comm, additive=rank == 1
+    ),
+    "rows": lambda rank, comm: parallel(
+        lambda own: torch.ones(len(own), 1 + (rank == 1)), [torch.ones(70), torch.ones(9)], comm
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("world", [2, 3, 11])
+def test_ranks_that_disagree_are_told(what: str, world: int) -> None:
+    errors: list[Exception] = []
+
+    def on_rank(comm: Communicator) -> None:
+        try:
+            DIFFERENT[what](comm.rank, comm)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(MismatchError, match="parallel"):
+        everywhere(world, on_rank)
+    assert len(errors) == world
+    assert all(isinstance(error, MismatchError) for error in errors)
+
+
+def test_a_rank_whose_operation_fails_tells_the_others() -> None:
+    errors: dict[int, Exception] = {}
+
+    def on_rank(comm: Communicator) -> None:
+        def fail(own: Sequence[Tensor]) -> Tensor:
+            if comm.rank == 1:
+                raise ZeroDivisionError("no such norm")
+            return kernels.sums_of_squares(own)
+
+        try:
+            parallel(fail, [torch.ones(70), torch.ones(9)], comm)
+        except Exception as error:
+            errors[comm.rank] = error
+
+    everywhere(3, on_rank)
+    assert isinstance(errors.pop(1), ZeroDivisionError)
+    assert sorted(errors) == [0, 2]
+    for error in errors.values():
+        assert isinstance(error, CommunicationError)
+        assert "rank 1 failed: no such norm" in str(error)
+
+
+WRONG = [
+    (lambda comm: parallel("norm", [torch.ones(1)], comm), "op must be a function"),
+    (lambda comm: parallel(moments, [1.0], comm), "a tensor must be a Tensor, got 1.0"),
+    (lambda comm: parallel(moments, [torch.ones(1)], comm, additive=2), "additive must be"),
+    (lambda comm: parallel(torch.stack, [torch.eye(2).to_sparse()], comm), "must be strided"),
+    (lambda comm: parallel(lambda _: torch.ones(3), [torch.ones(1)], comm), r"got \(3,\)"),
+    (lambda comm: parallel(lambda _: 3, [torch.ones(1)], comm), r"1 tensors, got int"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_bad_arguments_are_refused(call: Callable[[Communicator], Tensor], message: str) -> None:
+    def on_rank(comm: Communicator) -> None:
+        with pytest.raises(InputError, match=message):
+            call(comm)
+
+    everywhere(1, on_rank)
+
+
+def test_gradients_are_not_recorded() -> None:
+    parameter = torch.ones(4, requires_grad=True)
+    for rows in everywhere(2, lambda comm: parallel(torch.stack, [parameter, parameter], comm)):
+        assert not rows.requires_grad
