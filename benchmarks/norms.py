@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -142,7 +143,7 @@ WAYS = {"everyone": everyone, "parallel": shared}
 
 def rates_of(squares: Tensor) -> list[float]:
     """Return λ of each layer, with a decay of 5e-5."""
-    norms: list[float] = squares.sqrt().tolist()
+    norms = [math.sqrt(square) for square in squares.tolist()]
     half = len(norms) // 2
     pairs = zip(norms[:half], norms[half:], strict=True)
     return [0.001 * size / (slope + 5e-5 * size) for size, slope in pairs]
