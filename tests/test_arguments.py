@@ -16,6 +16,8 @@ from sparcel import SparseStream, analysis, cost, plan, simulate
 from sparcel.comm import Network
 from sparcel.errors import InputError
 from sparcel.formats import Qsgd
+from sparcel.kernels import sums_of_squares
+from sparcel.optim import parallel
 from sparcel.rows import HashedNGrams
 from sparcel.schemes import SCHEMES, Hierarchical, TopK
 from sparcel.selectors import SELECTORS
@@ -141,6 +143,7 @@ ON_RANKS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"tensors": TENSORS, "scheme": sparcel.scheme("topk")},
         "tensors scheme group scaler policy densities rates scope withhold_zeros",
     ),
+    (parallel, {"op": sums_of_squares, "tensors": [X]}, "op group additive"),
     (sparcel.scheme("topk").step, {"gradient": X}, "gradient out request"),
     (sparcel.scheme("topk").step_stream, {"gradient": X}, "gradient request"),
 ]

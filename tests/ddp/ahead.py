@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import sparcel
 from sparcel.comm import Communicator
+from sparcel.optim import LAMB, LARS
 from tests.strategies import same_bits
 
 Named = dict[str, Tensor]
@@ -21,6 +22,8 @@ Make = Callable[[Iterable[Tensor]], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
     "AdamW": partial(AdamW, lr=0.01, weight_decay=0.1),
+    "LARS": partial(LARS, lr=5.0, weight_decay=0.01, parallel=True),
+    "LAMB": partial(LAMB, lr=0.01, weight_decay=0.01, parallel=True),
 }
 LINEAR = {"0.weight", "3.weight"}
 

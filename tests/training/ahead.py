@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from sparcel.comm import Communicator
+from sparcel.optim import LAMB, LARS
 from sparcel.schemes import Hierarchical, OkTopK, Scheme, TopK
 from sparcel.training import Averager
 from tests.training.tensors import Named, owed_by
@@ -62,7 +63,8 @@ def trained(comm: Communicator, make: Make, scheme: Scheme, **settings: Any) -> 
 def moved_by_torch(training: Training, share: float) -> Named:
     """Return where a copy of the optimiser, without momentum, goes with the memory as gradients.
 
-    It goes further by its momentum, or by that which the scheme corrects.
+    It goes further by its momentum, or by that which the scheme corrects. Trust ratios stay as in
+    the last step.
     """
     parameters = {name: nn.Parameter(start) for name, start in training.now().items()}
     theirs = training.optimizer
@@ -89,10 +91,15 @@ def moved_by_torch(training: Training, share: float) -> Named:
     defaults = theirs.defaults
     corrected = 1 - share
     momentum = defaults["betas"][0] if "betas" in defaults else corrected or defaults["momentum"]
-    return {
-        name: starts[name] + (1 + momentum) * share * (parameter.detach() - starts[name])
-        for name, parameter in parameters.items()
-    }
+    moved = {}
+    for name, parameter in parameters.items():
+        was, now = (
+            optimizer.state[one].get("trust_ratio", 1.0)
+            for optimizer, one in ((theirs, training.parameters[name]), (mine, parameter))
+        )
+        factor = (1 + momentum) * share * was / now
+        moved[name] = starts[name] + factor * (parameter.detach() - starts[name])
+    return moved
 
 
 def with_groups(parameters: Iterable[Tensor]) -> Optimizer:
@@ -113,6 +120,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Adam, lr as a tensor": lambda ps: Adam(ps, lr=torch.tensor(0.01), foreach=False),
     "AdamW": partial(AdamW, lr=0.01, weight_decay=0.1),
     "AdamW, maximize": partial(AdamW, lr=0.01, maximize=True),
+    "LARS": partial(LARS, lr=2.0, momentum=0.5, weight_decay=0.1),
+    "LAMB": partial(LAMB, lr=0.01, weight_decay=0.1),
 }
 SHARES: dict[str, tuple[Callable[[], Scheme], float]] = {
     "no momentum": (lambda: TopK(0.05), 1.0),

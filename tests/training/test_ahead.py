@@ -134,16 +134,21 @@ def test_who_is_ahead_already_moves_no_further() -> None:
 
 
 def test_without_memory_there_is_nowhere_to_go() -> None:
-    """Before the first step, with a density of 1, for a dense scheme, and before Adam's first."""
+    """Before the first step, with a density of 1, for a dense scheme, and before Adam's first.
+
+    So with LARS and LAMB, whose trust ratios are not known before.
+    """
 
     def on_rank(comm: Communicator) -> None:
         fresh = Training(comm, OPTIMIZERS["SGD"], TopK(0.05))
         whole = trained(comm, OPTIMIZERS["SGD"], TopK(1.0))
         dense = trained(comm, OPTIMIZERS["SGD"], Dense())
-        resumed = Training(comm, OPTIMIZERS["Adam"], TopK(0.05))
         state = trained(comm, OPTIMIZERS["Adam"], TopK(0.05)).averager.state_dict()
-        resumed.averager.load_state_dict(state)
-        for training in (fresh, whole, dense, resumed):
+        names = ("Adam", "LARS", "LAMB")
+        resumed = [Training(comm, OPTIMIZERS[name], TopK(0.05)) for name in names]
+        for training in resumed:
+            training.averager.load_state_dict(state)
+        for training in (fresh, whole, dense, *resumed):
             before = training.now()
             with training.ahead:
                 assert all(same_bits(one, before[name]) for name, one in training.now().items())

@@ -52,7 +52,7 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 def sums_of_squares(vectors: Sequence[Tensor], chunk: int) -> Tensor:
     """Sum the squares chunk by chunk."""
-    given = [to_dlpack(vector.detach()) for vector in vectors]
+    given = [to_dlpack(one.detach() if one.requires_grad else one) for one in vectors]
     return _cpu.sums_of_squares(given, chunk, torch.get_num_threads())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparcel.kernels import cpu, reference
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Entries of a vector that are summed by themselves."""
 
 

@@ -142,8 +142,7 @@ class LayerWise(torch.optim.Optimizer, ABC):
             squares = shared(kernels.sums_of_squares, vectors, self._group, additive=True)
         else:
             squares = kernels.sums_of_squares(vectors)
-        norms: list[float] = squares.sqrt().tolist()
-        return norms
+        return [math.sqrt(square) for square in squares.tolist()]  # torch's root is less exact
 
     def _remember(self, layers: Iterable[Layer], ratios: Iterable[float]) -> None:
         """Remember the layers' trust ratios."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import check_callable, check_type, flag
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
@@ -104,17 +107,23 @@ def _rows(
     op: Operation, tensors: list[Tensor], divided: Shares, share: range, additive: bool
 ) -> Tensor:
     """Apply the operation to some pieces."""
-    chosen = [divided.pieces[place] for place in share]
-    if additive:
-        vectors = {number: flat(tensors[number]) for number, *_ in chosen}
-        pieces = [vectors[number][start:stop] for number, start, stop in chosen]
-    else:
-        pieces = [tensors[number] for number, *_ in chosen]
+    chosen = divided.pieces[share.start : share.stop]
+    pieces = list(_cut(tensors, chosen)) if additive else [tensors[one] for one, *_ in chosen]
     rows = op(pieces)
     if not isinstance(rows, Tensor) or rows.shape[:1] != (len(pieces),):
         found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(f"op must return a row for each of {len(pieces)} tensors, got {found}")
     return rows.to(torch.float64) if additive else rows
+
+
+def _cut(tensors: list[Tensor], chosen: Sequence[tuple[int, int, int]]) -> Iterator[Tensor]:
+    """Yield the chosen pieces as vectors; consecutive ones of a tensor are cut in one call."""
+    for number, own in groupby(chosen, itemgetter(0)):
+        ranges, vector = list(own), flat(tensors[number])
+        start, stop = ranges[0][1], ranges[-1][2]
+        if stop - start < vector.numel():
+            vector = vector[start:stop]
+        yield from vector.split(kernels.CHUNK) if len(ranges) > 1 else (vector,)
 
 
 def _added(rows: Tensor, divided: Shares) -> Tensor:
