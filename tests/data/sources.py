@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -21,6 +24,8 @@ assert workers
 processes = get_context("forkserver")
 
 LARGE = 1 << 24
+LATEST = time.monotonic() + 120
+"""When processes end that were not killed."""
 
 
 class Given(Dataset[Any]):
@@ -68,21 +73,21 @@ def all_right(cached: Cached, salt: int = 0) -> bool:
     return all(is_right(cached[place], place, salt) for place in range(len(cached)))
 
 
-def read_for_ever(folder: Path, salt: int, length: int) -> None:
-    """Read batches, forked workers among the readers, until killed."""
+def read_on(folder: Path, salt: int, length: int) -> None:
+    """Read batches, a forked process among the readers, until killed."""
     cached = Cached(Files(length, salt), folder, memory="1 MB", decode=decode)
-    if os.fork() == 0:
-        cached = Cached(Files(length, salt), folder, memory="1 MB", decode=decode)
-    while True:
+    os.fork()
+    while time.monotonic() < LATEST:
         for start in range(0, length, 8):
             cached.__getitems__(range(start, min(start + 8, length)))
 
 
-def put_for_ever(shared: Shared, length: int) -> None:
-    while True:
+def put_on(shared: Shared, length: int) -> None:
+    """Put records, and free them all, until killed."""
+    while time.monotonic() < LATEST:
         for place in range(length):
             shared.put(place, record_of(place))
-        shared.hold(torch.arange(length).numpy(), time.monotonic_ns())
+        shared.hold(np.arange(length), time.monotonic_ns())
 
 
 def record_of(place: int) -> bytes:
@@ -91,14 +96,21 @@ def record_of(place: int) -> bytes:
 
 def killed_after(seconds: float, function: Callable[..., None], *arguments: Any) -> None:
     """Run a function in a process of its own, which is killed with all its children."""
-    process = processes.Process(target=_in_a_session, args=(function, arguments))
+    started, theirs = processes.Pipe()
+    process = processes.Process(
+        target=_in_a_session, args=(theirs, function, arguments), daemon=True
+    )
     process.start()
+    started.recv()
     time.sleep(seconds)
-    assert process.is_alive()
-    os.killpg(process.pid or 0, 9)
+    os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
-def _in_a_session(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _in_a_session(
+    started: Connection, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     os.setsid()
+    started.send(None)
     function(*arguments)

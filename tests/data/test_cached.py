@@ -64,9 +64,7 @@ def test_decoding_happens_once_and_the_transform_at_each_access(tmp_path):
         sample[0].zero_()  # what is cached stays as it is
         return sample[0].sum(), sample[1]
 
-    cached = Cached(
-        Files(5), tmp_path, memory="1 MB", decode=decoding, transform=transform
-    )
+    cached = Cached(Files(5), tmp_path, memory="1 MB", decode=decoding, transform=transform)
     for _ in range(3):
         assert [cached[i] for i in range(5)] == [(0, i) for i in range(5)]
     assert decoded == [*range(5)]

@@ -24,7 +24,7 @@ from tests.data.sources import (
     decode,
     killed_after,
     processes,
-    read_for_ever,
+    read_on,
 )
 
 NAME = "sparcel-samples.sqlite"
@@ -90,7 +90,7 @@ def test_a_source_that_is_random_is_told(tmp_path):
 
 @given(st.data())
 def test_a_torn_file_is_noticed_and_nothing_wrong_is_returned(tmp_path_factory, data):
-    """Cut or overwritten anywhere, the file gives right samples or none, in this run and the next."""
+    """Cut or overwritten anywhere, the file gives right samples or none, now and later."""
     folder = tmp_path_factory.mktemp("cache")
     filled(folder)
     file = folder / NAME
@@ -173,7 +173,7 @@ def test_killed_processes_leave_no_broken_cache(tmp_path):
     """Two runs at once with forked readers, all of which are killed."""
     length, seconds = 20_000, (0.8, 1.0, 1.2)
     for number, wait in enumerate(seconds):
-        killed_after(wait, read_for_ever, tmp_path, 0, length)
+        killed_after(wait, read_on, tmp_path, 0, length)
         with silence():
             cached = opened(tmp_path, length, looks=50)
             found = [place for place in range(0, length, 7) if cached[place][1] == place]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparcel.data.shared import Shared, attach
 from sparcel.errors import InputError
-from tests.data.sources import killed_after, processes, put_for_ever, record_of
+from tests.data.sources import killed_after, processes, put_on, record_of
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -95,7 +95,7 @@ def test_processes_fill_it_together():
 @pytest.mark.parametrize("seconds", [0.02, 0.05, 0.1])
 def test_a_killed_process_leaves_no_broken_record_and_no_lock(seconds):
     shared = Shared(100, 1 << 20)
-    killed_after(1 + seconds, put_for_ever, shared, 100)
+    killed_after(seconds, put_on, shared, 100)
     assert all(is_right(shared, place) for place in range(100))
     shared.hold(np.arange(100), 1)
     assert shared.put(7, record_of(7))
