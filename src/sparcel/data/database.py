@@ -147,9 +147,8 @@ class Database:
     def _fault(self, fault: Callable[[sqlite3.Connection], str]) -> str:
         if not self.path.exists():
             return f"there is no {self.path}"
-        if self._lock is not None:
-            if condemned := os.pread(self._lock, 1000, 0):
-                return condemned.decode(errors="replace")
+        if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
+            return condemned.decode(errors="replace")
         if not _is_ours(self.path):
             return f"{self.path} was not written by sparcel"
         try:
