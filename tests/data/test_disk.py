@@ -219,7 +219,7 @@ def test_full_and_read_only_disks_are_told_once_and_used_as_far_as_they_go(tmp_p
     enter = ["unshare", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], check=False).returncode:
         pytest.skip("no mounts of one's own here")
-    mount = 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"'
+    mount = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
     result = subprocess.run(
         [*enter, "sh", "-c", mount, tmp_path, sys.executable, "-c", MOUNTED, tmp_path],
         capture_output=True,
