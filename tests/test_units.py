@@ -47,6 +47,26 @@ def test_whole_refuses_fractions() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4 GiB", 1 << 32),
+        ("500 MB", 500_000_000),
+        ("1.5kb", 1500),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_bytes(text: str, size: int) -> None:
+    assert units.nbytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "4 Gi", "4 PB"])
+def test_bytes_refuse_other_text(text: str) -> None:
+    with pytest.raises(InputError, match="a size is a number of bytes with a unit, such as 4 GiB"):
+        units.nbytes(text)
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [("5s", 5.0), ("500ms", 0.5), (" 1.5 S", 1.5), ("100us", 1e-4), ("0s", 0.0)],
 )

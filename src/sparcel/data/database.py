@@ -9,7 +9,8 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from weakref import finalize
 
 NAME = "sparcel-samples"
 OURS = 0x53504352
@@ -53,9 +54,11 @@ class Database:
     def __init__(self, folder: Path, identity: str) -> None:
         self.path, self.identity = folder / f"{NAME}.sqlite", identity
         self.read_only = not os.access(folder, os.W_OK)
-        self._lock: IO[bytes] | None = None
+        self._lock: int | None = None
         if not self.read_only:
-            self._lock = (folder / f"{NAME}.lock").open("a+b", buffering=0)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._lock = os.open(folder / f"{NAME}.lock", flags, 0o666)
+            finalize(self, os.close, self._lock)
 
     def __reduce__(self) -> Any:
         return _joined, (self.path.parent, self.identity)
@@ -130,7 +133,7 @@ class Database:
     def condemn(self, why: str) -> None:
         """See to it that the database is made anew when a process is next alone with it."""
         if self._lock is not None:
-            self._lock.write(why.encode())
+            os.write(self._lock, why.encode())
 
     def _is_alone(self) -> bool:
         assert self._lock is not None
@@ -144,10 +147,8 @@ class Database:
     def _fault(self, fault: Callable[[sqlite3.Connection], str]) -> str:
         if not self.path.exists():
             return f"there is no {self.path}"
-        if self._lock is not None:
-            self._lock.seek(0)
-            if condemned := self._lock.read():
-                return condemned.decode(errors="replace")
+        if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
+            return condemned.decode(errors="replace")
         if not _is_ours(self.path):
             return f"{self.path} was not written by sparcel"
         try:
@@ -184,7 +185,7 @@ class Database:
         for name in ("-wal", "-shm"):  # SQLite would apply a log that was left to the new database
             self._beside(name).unlink(missing_ok=True)
         new.rename(self.path)
-        self._lock.truncate(0)
+        os.truncate(self._lock, 0)
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)

@@ -96,7 +96,12 @@ class PartSampler(Sampler[int]):
                 "drop_last": self._drop_last,
             },
         )
-        return comm.call(call, comm.nodes), comm.rank
+
+        def nodes() -> list[int]:
+            comm.gather_numbers(0)  # a message, which carries the call
+            return comm.nodes()
+
+        return comm.call(call, nodes), comm.rank
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch is next, from 0 on; all ranks call before each epoch."""

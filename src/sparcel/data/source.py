@@ -57,9 +57,9 @@ class Source:
     def still_has(self, place: int, record: bytes) -> bool:
         """Tell whether a sample is the one of a record; warn if it changes at each access."""
         sample = packed(place, self._dataset[place])
-        if sample == record or _again(sample) == _again(record):
+        if sample == record:
             return True
-        if _again(sample) == _again(packed(place, self._dataset[place])):
+        if sample == packed(place, self._dataset[place]):
             return False
         warn(
             f"dataset[{place}] is another sample at each access, and Cached keeps the first one; do"
@@ -79,12 +79,3 @@ def packed(place: int, sample: object) -> bytes:
 def unpacked(record: bytes) -> Any:
     """Return the sample of a record, which stays as it is."""
     return unpack(np.frombuffer(bytearray(record), np.uint8))
-
-
-def _again(record: bytes) -> bytes:
-    """Return the record of a record's sample.
-
-    Equal samples have equal records once they were unpickled: which of their parts were the same
-    object before no longer matters.
-    """
-    return pack(unpacked(record))

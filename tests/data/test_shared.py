@@ -1,0 +1,126 @@
+"""Memory that processes share, whatever happens to some of them."""
+
+import gc
+import os
+import pickle
+import resource
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel.data.shared import Shared, attach
+from sparcel.errors import InputError
+from tests.data.sources import killed_after, processes, put_on, record_of
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def content(shared, place):
+    record = shared.get(place)
+    return None if record is None else bytes(record)
+
+
+def is_right(shared, place):
+    found = content(shared, place)
+    return found is None or found.rstrip(b"\0") == record_of(place).rstrip(b"\0")
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(2 * PAGE, 8 * PAGE))
+def test_records_come_back_within_the_limit(places, limit):
+    shared = Shared(31, limit)
+    for place in places:
+        assert shared.put(place, record_of(place))
+    assert shared.used <= limit
+    assert os.fstat(shared.name[1]).st_size <= limit
+    kept = [place for place in range(31) if shared.get(place) is not None]
+    assert len(kept) == shared.kept()
+    assert set(kept) <= set(places)
+    assert all(is_right(shared, place) for place in kept)
+    if not shared.wants(30) and 30 not in kept:
+        assert limit - shared.used < 64
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), max_size=20))
+def test_a_part_is_held_alone_and_the_rest_of_the_memory_freed(turns):
+    shared, parts = Shared(40, 4 << 20), np.arange(40).reshape(4, 10)
+    held = None
+    for number, place in turns:
+        if number != held:
+            before = int(shared.words[3])
+            shared.hold(parts[number - 1], number)
+            assert int(shared.words[3]) >= before
+            assert shared.kept() == 0
+        held = number
+        shared.hold(parts[held - 1], held)  # again: nothing changes
+        for other in (held - 1, held % 4):
+            shared.put(int(parts[other][place]), record_of(int(parts[other][place])))
+        assert is_right(shared, int(parts[held - 1][place]))
+        assert shared.get(int(parts[held - 1][place])) is not None
+        assert shared.get(int(parts[held % 4][place])) is None
+    blocks = os.fstat(shared.name[1]).st_blocks * 512
+    assert blocks <= shared.used + 2 * PAGE
+
+
+def test_a_process_opens_each_memory_once():
+    shared = Shared(3, PAGE)
+    assert pickle.loads(pickle.dumps(shared)) is shared
+    name = shared.name
+    del shared
+    gc.collect()
+    with pytest.raises(InputError, match=r"make the Cached anew"):
+        attach(*name)
+
+
+def fill(shared, places):
+    for place in places:
+        shared.put(place, record_of(place))
+
+
+def test_processes_fill_it_together():
+    shared = Shared(300, 1 << 20)
+    filling = [
+        processes.Process(target=fill, args=(shared, range(start, 300, 2))) for start in (0, 1, 1)
+    ]
+    for process in filling:
+        process.start()
+    for process in filling:
+        process.join()
+        assert process.exitcode == 0
+    assert shared.kept() == 300
+    assert all(is_right(shared, place) for place in range(300))
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.05, 0.1])
+def test_a_killed_process_leaves_no_broken_record_and_no_lock(seconds):
+    shared = Shared(100, 1 << 20)
+    killed_after(seconds, put_on, shared, 100)
+    assert all(is_right(shared, place) for place in range(100))
+    shared.hold(np.arange(100), 1)
+    assert shared.put(7, record_of(7))
+    assert shared.get(7) is not None
+    assert shared.used <= 1 << 20
+
+
+def put_with_little_memory(answers):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+    shared = Shared(100, 1 << 20)
+    worked = [shared.put(place, bytes(10_000)) for place in range(100)]
+    answers.send((worked.index(False), worked[-1], shared.kept(), shared.wants(50)))
+
+
+def test_a_system_without_memory_ends_the_keeping():
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=put_with_little_memory, args=(theirs,))
+    process.start()
+    first_failure, _, kept, wants = ours.recv()
+    process.join()
+    assert first_failure == kept > 0
+    assert not wants
+
+
+def test_a_limit_below_the_index_is_refused():
+    with pytest.raises(InputError, match=r"memory must hold at least the index of 1000 samples"):
+        Shared(1000, 100)
+    assert not Shared(1000, 0).wants(3)
