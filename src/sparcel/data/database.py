@@ -81,10 +81,6 @@ class Database:
             When it cannot be used as it is, and others use it or the folder is read-only.
         """
         alone = self._lock is not None and self._is_alone()
-        if alone:
-            # A killed process gives its locks back one by one, this one before SQLite's. Without
-            # the shared index that it used, SQLite makes another from the log.
-            self._beside("-shm").unlink(missing_ok=True)
         found = self._fault(fault, alone)
         if found and alone:
             if self.path.exists():
