@@ -79,9 +79,15 @@ class Disk:
         except (OSError, sqlite3.Error) as error:
             raise UnusableError(f"{folder}: {error}") from error
 
+    _connection: sqlite3.Connection | None = None
+
+    def __del__(self) -> None:
+        # A connection of Python 3.11 is part of a cycle, and lives until the collector comes. It must
+        # be closed before the lock goes: without the lock, others may replace the database.
+        self._disconnect()
+
     def _begin(self) -> None:
         self.read_only = self._database.read_only
-        self._connection: sqlite3.Connection | None = None
         self._lock = Lock()
         _all.add(self)
 
