@@ -82,7 +82,7 @@ class Disk:
     _connection: sqlite3.Connection | None = None
 
     def __del__(self) -> None:
-        # A connection of Python 3.11 is part of a cycle, and lives until the collector comes. It must
+        # In Python 3.11 a connection is part of a cycle and lives until the collector comes. It must
         # be closed before the lock goes: without the lock, others may replace the database.
         self._disconnect()
 
