@@ -82,8 +82,8 @@ class Disk:
     _connection: sqlite3.Connection | None = None
 
     def __del__(self) -> None:
-        # In Python 3.11 a connection is part of a cycle and lives until the collector comes. It must
-        # be closed before the lock goes: without the lock, others may replace the database.
+        # In Python 3.11 a connection is part of a cycle and lives until the collector comes. Without
+        # the lock, which goes now, others may replace the database: so it is closed before.
         self._disconnect()
 
     def _begin(self) -> None:
