@@ -82,8 +82,8 @@ class Disk:
     _connection: sqlite3.Connection | None = None
 
     def __del__(self) -> None:
-        # In Python 3.11 a connection is part of a cycle and lives until the collector comes. Without
-        # the lock, which goes now, others may replace the database: so it is closed before.
+        # In Python 3.11 a connection is part of a cycle and lives until the collector comes.
+        # Without the lock, which goes now, others may replace the database: so it is closed here.
         self._disconnect()
 
     def _begin(self) -> None:
