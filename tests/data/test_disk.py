@@ -184,6 +184,13 @@ def test_killed_processes_leave_no_broken_cache(tmp_path):
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
+def test_a_cache_that_is_gone_has_no_files_open(tmp_path):
+    cached = filled(tmp_path)
+    assert (tmp_path / f"{NAME}-wal").exists()
+    del cached
+    assert not (tmp_path / f"{NAME}-wal").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(SparcelWarning, match="samples are not kept on disk: .*Not a directory"):

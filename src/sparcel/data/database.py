@@ -81,7 +81,7 @@ class Database:
             When it cannot be used as it is, and others use it or the folder is read-only.
         """
         alone = self._lock is not None and self._is_alone()
-        found = self._fault(fault)
+        found = self._fault(fault, alone)
         if found and alone:
             if self.path.exists():
                 say(f"{found}; {self._remove()}")
@@ -144,12 +144,13 @@ class Database:
             return False
         return True
 
-    def _fault(self, fault: Callable[[sqlite3.Connection], str]) -> str:
+    def _fault(self, fault: Callable[[sqlite3.Connection], str], alone: bool) -> str:
         if not self.path.exists():
             return f"there is no {self.path}"
         if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
             return condemned.decode(errors="replace")
-        if not _is_ours(self.path):
+        # Closing the file frees all locks of this process on it, so nothing else may have it open.
+        if (alone or self.read_only) and not _is_ours(self.path):
             return f"{self.path} was not written by sparcel"
         try:
             with closing(self.connect()) as database:

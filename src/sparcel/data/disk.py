@@ -79,9 +79,15 @@ class Disk:
         except (OSError, sqlite3.Error) as error:
             raise UnusableError(f"{folder}: {error}") from error
 
+    _connection: sqlite3.Connection | None = None
+
+    def __del__(self) -> None:
+        # In Python 3.11 a connection is part of a cycle and lives until the collector comes.
+        # Without the lock, which goes now, others may replace the database: so it is closed here.
+        self._disconnect()
+
     def _begin(self) -> None:
         self.read_only = self._database.read_only
-        self._connection: sqlite3.Connection | None = None
         self._lock = Lock()
         _all.add(self)
 
