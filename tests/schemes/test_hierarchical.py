@@ -1,5 +1,6 @@
 """Two levels: the traffic on each kind of link, the owner of memory, and any inner scheme."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,17 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
+from sparcel.collectives.reduce_scatter import sum_regions, sum_regions_steps
+from sparcel.cost import count
 from sparcel.errors import InputError
 from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, Request, ScaleCom, SparCML, TopK
+from sparcel.steps import Problem
+from sparcel.wire import Wire
 from tests.schemes.steps import INTEGERS, copy_of, integers, normal, owed_by, total
 from tests.strategies import same_bits
+
+# The package has the function of this name.
+reduce_scatter_module = sys.modules["sparcel.collectives.reduce_scatter"]
 
 INNER = {
     "topk": lambda: TopK(0.1, algorithm="allgather"),
@@ -113,6 +121,23 @@ def test_half_precision_is_added_wide_and_rounded_once():
     expected = torch.full((9,), 2 * (2048 + 3) / 8).half()
     for update in simulate(8, on_rank, ranks_per_node=4).results:
         assert torch.equal(update, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_slices_of_regions_make_the_whole_sum(ranks, monkeypatch):
+    """Regions of unequal sizes have equally many slices, of which the last may be empty."""
+    monkeypatch.setattr(reduce_scatter_module, "_SLICE", 3)
+    for size in (1, ranks, 6 * ranks, 6 * ranks + 1, 7 * ranks - 1):
+        total = sum(normal(rank, 0, size) for rank in range(ranks))
+
+        def on_rank(comm, size=size):
+            return sum_regions(normal(comm.rank, 0, size), Wire(comm), torch.float32)
+
+        report = simulate(ranks, on_rank)
+        assert torch.equal(torch.cat(report.results), total)
+        for rank, traffic in enumerate(report.traffic):
+            told = count(sum_regions_steps, Problem(size, 1, ranks, rank=rank))
+            assert told[:2] == (traffic.messages_sent, traffic.bytes_sent)
 
 
 def test_clipping_uses_the_average_over_all_ranks():

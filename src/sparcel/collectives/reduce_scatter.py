@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from sparcel.ops import SUM, Op
 from sparcel.steps import Exchange, Problem, Step, Work, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
+
+Range = tuple[int, int]
+
+_SLICE = 1 << 20
+"""Coordinates of a slice of `sum_regions`."""
 
 
 @collective
@@ -53,21 +59,46 @@ def reduce_regions(
 def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
     """Return this rank's region of the sum of dense vectors, as `reduce_scatter` divides them.
 
-    The vectors travel in their own dtype and are added in ``dtype``, which may be wider.
+    The vectors travel in their own dtype and are added in ``dtype``, which may be wider. They do so
+    slice by slice, since messages as large as the vector would take fresh memory in each step.
     """
-    parts = SparseStream.unchecked(None, vector, vector.numel()).split(
-        patterns.regions(vector.numel(), wire.size)
-    )
-    rounds, own = patterns.rotation(wire.rank, wire.size), parts[wire.rank]
-    arrived = wire.exchange(
-        {owner: parts[owner] for owner, *_ in rounds},
-        {source: Due.like(own) for _, source, *_ in rounds},
-    )
-    arrived[wire.rank] = own
-    total = arrived[0].to_dense().to(dtype, copy=True)
-    for rank in range(1, wire.size):
-        total.add_(arrived[rank].to_dense())
+    boundaries = patterns.regions(vector.numel(), wire.size)
+    rounds, own = patterns.rotation(wire.rank, wire.size), boundaries[wire.rank]
+    total = vector.new_empty(boundaries[wire.rank + 1] - own, dtype=dtype)
+    for places in _slices(boundaries):
+        parts = [SparseStream.unchecked(None, vector[lo:hi], hi - lo) for lo, hi in places]
+        arrived = wire.exchange(
+            {owner: parts[owner] for owner, *_ in rounds},
+            {source: Due.like(parts[wire.rank]) for _, source, *_ in rounds},
+        )
+        arrived[wire.rank] = parts[wire.rank]
+        start, stop = places[wire.rank]
+        region = total[start - own : stop - own].copy_(arrived[0].values)
+        for rank in range(1, wire.size):
+            region.add_(arrived[rank].values)
     return total
+
+
+def _slices(boundaries: Sequence[int]) -> Iterator[list[Range]]:
+    """Yield a slice ``[start, stop)`` of each region, until none has anything left."""
+    longest = max(stop - start for start, stop in pairwise(boundaries))
+    for begin in range(0, longest, _SLICE):
+        yield [
+            (min(start + begin, stop), min(start + begin + _SLICE, stop))
+            for start, stop in pairwise(boundaries)
+        ]
+
+
+def sum_regions_steps(problem: Problem) -> Iterator[Step]:
+    """Yield the steps of `sum_regions` on ``problem.ranks`` ranks, which are on one node."""
+    rank, ranks = problem.rank, problem.ranks
+    for places in _slices(patterns.regions(problem.size, ranks)) if ranks > 1 else ():
+        sizes = [stop - start for start, stop in places]
+        messages = [problem.format.expected_bytes(None, one, problem.itemsize) for one in sizes]
+        sends = tuple(messages[:rank] + messages[rank + 1 :])
+        yield Work("encode", (sum(sizes) - sizes[rank]) * problem.itemsize)
+        yield Exchange("rotate", sends, (messages[rank],) * (ranks - 1), inside=True)
+        yield Work("add", sizes[rank], times=ranks - 1)
 
 
 def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Step]:

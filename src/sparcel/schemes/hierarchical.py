@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 from typing import Any
@@ -14,7 +14,11 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel._checks import whole_number
 from sparcel.collectives.dense import agreement_steps
-from sparcel.collectives.reduce_scatter import reduce_scatter, sum_regions
+from sparcel.collectives.reduce_scatter import (
+    reduce_scatter,
+    sum_regions,
+    sum_regions_steps,
+)
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import emptied, wide_dtype
@@ -22,7 +26,7 @@ from sparcel.schemes._phases import apply_steps
 from sparcel.schemes.base import Scheme, averaged
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.steps import Exchange, Problem, Step, Steps, Work
+from sparcel.steps import Problem, Step, Steps, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps
 
@@ -250,12 +254,7 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
     own = shards[place]
     if is_dense:
         yield from agreement_steps(problem)
-    if here > 1:
-        slices = [problem.format.expected_bytes(None, size, problem.itemsize) for size in shards]
-        sends = tuple(slices[:place] + slices[place + 1 :])
-        yield Work("encode", (problem.size - own) * problem.itemsize)
-        yield Exchange("rotate", sends, (slices[place],) * (here - 1), inside=True)
-        yield Work("add", own, times=here - 1)
+    yield from sum_regions_steps(replace(problem, rank=place, ranks=here))
     across = Problem(
         max(1, own),  # a problem needs a coordinate; an empty shard costs no more
         max(1, min(own, ceil(problem.k / here))),
