@@ -7,6 +7,8 @@ Run it in each rank of an emulated cluster, for figure 7 and for figure 8:
     sparcel lab run --nodes 2 --ranks-per-node 4 --rate 1gbit -- python benchmarks/two_tiers.py \
         --breakdown --output benchmarks/results/two_tiers_steps.json
 
+The page also has figure 7 at 100 Mbit/s (`--rate 100mbit`, two_tiers_100mbit.json).
+
 Figure 7 has gradients in float16. `NaiveAG` is `mstopk`: every rank's selection, gathered by all.
 `TreeAR` sums and sends float16 along a tree (`tree.py`), `engine` is the engine's own all-reduce of
 float16, and `2DTAR` is `torus2d` with float16 between nodes. `HiTopKComm` is `hitopk` with MSTopK.

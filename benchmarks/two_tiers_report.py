@@ -145,6 +145,7 @@ def tables() -> Iterator[str]:
         float(_network("two_tiers")["rate_bits_per_s"]),
     )
     yield from (*times_table(times), "")
+    yield from (*times_table(rows_of(RESULTS / "two_tiers_100mbit.json")), "")
     yield from (*floors_table(times, rate), "")
     yield from (*before_table(rows_of(RESULTS / "two_tiers_before.json"), times), "")
     yield from (*bytes_table(rows_of(RESULTS / "two_tiers_bytes.json")), "")
