@@ -251,7 +251,8 @@ class Averager(Handle):
             step.queue(lambda: self._exchange_held(step))
         step.end()
         if step.finite:
-            step.meter.count_flushed(self._residuals.commit(step.vectors, step.flushing))
+            flushed = self._residuals.commit(step.vectors, step.left, step.will_owe)
+            step.meter.count_flushed(flushed)
         self._account(step.costs(), step.finite)
         return step.rows
 
@@ -259,7 +260,7 @@ class Averager(Handle):
         """Return the step that is being queued, with these tensors added to it."""
         if self.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Transaction(self._comm, self._device)
+        self._step = self._step or Transaction(self._comm, self._device, self._residuals.flush)
         self._step.include(names)
         return self._step
 
@@ -290,7 +291,7 @@ class Averager(Handle):
             request = Request(
                 served.layers, withheld, apart, front_loaded=self._frontload, meter=step.meter
             )
-            step.exchange_vector(served, flat, request, self._scale(), self._residuals.flush)
+            step.exchange_vector(served, flat, request, self._scale())
             sent_whole = flat is vector and served.scheme.sent_whole
         if not sent_whole:
             step.take_small(places, gradients)
