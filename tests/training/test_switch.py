@@ -406,10 +406,14 @@ def test_what_cannot_be_switched_is_refused_and_changes_nothing() -> None:
 
 def test_nodes_that_are_not_alike_are_told_at_the_switch() -> None:
     def on_rank(comm: Communicator) -> None:
-        switched(comm, TopK(0.05)).switch("torus2d", ranks_per_node=2)
+        averager, other = (switched(comm, TopK(0.05)) for _ in range(2))
+        with pytest.raises(InputError, match="equally many ranks"):
+            averager.switch("torus2d", ranks_per_node=2)
+        with pytest.raises(InputError, match="equally many ranks"):
+            Averager(TENSORS, Hierarchical(Dense(), 2), group=comm)
+        assert_same_future(averager, other, comm.rank)
 
-    with pytest.raises(InputError, match="ranks"):
-        simulate(3, on_rank)
+    simulate(3, on_rank)
 
 
 def test_ranks_that_switch_to_different_schemes_are_told() -> None:

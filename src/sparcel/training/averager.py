@@ -16,13 +16,14 @@ from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve, r
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import Request, Scheme, connect_nodes
+from sparcel.schemes import Request, Scheme
 from sparcel.training.checks import (
     check_alike,
     check_arguments,
     check_device,
     check_gradient,
     check_gradients,
+    check_nodes,
     check_places,
     check_rates,
 )
@@ -129,18 +130,13 @@ class Averager(Handle):
             if rates is not None:
                 comm.rates = cost.rates_for(comm, rates)
                 check_rates(comm)
-            comm.run(lambda: connect_nodes(template, comm))
+            check_nodes(template, comm)
         except Exception:
             if owned is not None:
                 owned.close()
             raise
         super().__init__(comm, owned, Residuals(template, treatment.memory_dtype), treatment)
         self._scaler = scaler
-
-    @property
-    def eligible(self) -> Mapping[str, Tensor]:
-        """The tensors that any scheme with memory makes sparse, of now or after a switch."""
-        return self._treatment.eligible
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do a step: return the updates of all tensors, by name; all ranks call.
