@@ -248,9 +248,9 @@ class Handle:
             ``rank{r}.{name}``: the memory that rank r has of a tensor, float32 or float64, flat, in
             the order of the queued vectors; zeros before the first step, and outside the shard
             that the rank serves in its node. ``velocity{r}.{name}``, under momentum correction,
-            likewise. ``steps``, ``world_size``, ``flush``, which is 0 if nothing is owed, and where
-            the tensors lay in the vectors of the last step. A scheme without memory has
-            ``rank{r}.{name}`` until that is flushed.
+            likewise. ``steps``, ``world_size``, ``flush``, which is 0 if no rank owes anything, and
+            where the tensors lay in the vectors of the last step. A scheme without memory has
+            ``rank{r}.{name}`` until all ranks have flushed theirs.
         """
         saved_by = self._comm.size if saved_by is None else saved_by
         comm, tensors = self._comm, self._treatment.eligible
