@@ -121,8 +121,8 @@ class Scheme(ABC):
 
         For drivers of several vectors, which commit all of them or none. The update is also
         written to ``out``, if given, as `step` does; a dense stream then shares its storage. The
-        ranks' gradients are compared in this scheme's first step only, also if it has loaded a state,
-        where an exchange alone would not.
+        ranks' gradients are compared in this scheme's first step only, also if it has loaded a
+        state, where an exchange alone would not.
         """
         request = request or Request()
 
