@@ -9,6 +9,7 @@ proportion of the times that sparcel took of both); and the optimiser's step (*L
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -110,7 +111,7 @@ class Training:
     def epochs(self) -> list[dict[str, Any]]:
         """Train, and return what each epoch took and reached."""
         rows, loader, batch_size = [], None, 0
-        for epoch in range(round(self.schedule.length)):
+        for epoch in range(math.ceil(self.schedule.length)):
             phase = self.schedule.at(epoch)
             if phase.batch_size != batch_size:
                 batch_size = phase.batch_size
@@ -131,6 +132,8 @@ class Training:
         steps, batches, count = [], iter(loader), len(loader)
         phase = self.schedule.at(epoch)
         for number in range(count):
+            if epoch + number / count >= self.schedule.length:
+                break
             start = perf_counter()
             images, labels = next(batches)
             read = perf_counter()

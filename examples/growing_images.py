@@ -146,6 +146,7 @@ def schedule_of(lr, batch):
         sparcel.Phase(11, "torus2d", lr=(0.6 * lr, 0.16 * lr), resolution=16, batch_size=batch),
         sparcel.Phase(3, "torus2d", lr=(0.16 * lr, 0.04 * lr), resolution=28, batch_size=batch),
         sparcel.Phase(1, "torus2d", lr=(0.02 * lr, 0), resolution=32, batch_size=batch // 2),
+        length=28,
     )
 
 

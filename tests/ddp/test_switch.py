@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
@@ -62,6 +64,59 @@ def test_a_model_is_trained_by_a_schedule_and_loses_nothing(run_on: Any) -> None
         assert_agreed(list(ranks))
         assert_conserved(list(ranks), gradient_sums(4, step + 1), exact=False)
         assert bool(ranks[0].residuals) != (3 + FLUSH_STEPS <= step + 1 <= 5 + FLUSH_STEPS)
+
+
+FLUSHING = range(3, 3 + FLUSH_STEPS)
+WAYS: dict[str, tuple[dict[str, Any], dict[int, tuple[str, ...]], int]] = {
+    "unused": ({"find_unused_parameters": True}, {1: ("second",)}, FLUSHING[-1]),
+    "static": ({"static_graph": True}, {}, FLUSHING[-2]),
+}
+"""How DDP is made, which parameters which ranks leave out in the steps that flush, and the last
+step after which a rank owes something."""
+
+
+def flush_in_part(comm: Communicator, way: str, folder: Path) -> list[Trained]:
+    """Return what was seen up to each step, and what a checkpoint of the last that owes holds."""
+    wrap, unused, last = WAYS[way]
+    ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
+    handle = sparcel.attach(ddp, "topk", density=0.02)
+    every: list[Trained] = []
+    for step in range(3 + FLUSH_STEPS + 2):
+        if step == 3:
+            handle.switch("dense")
+        ddp.zero_grad()
+        ddp(comm.rank, step, unused.get(comm.rank, ()) if step in FLUSHING else ()).backward()
+        before = every[-1].updates if every else {}
+        update = observe(ddp)
+        sums = {name: part + before.get(name, 0) for name, part in update.items()}
+        every.append(Trained(sums, residuals_of(handle, comm.rank), [update]))
+        if step == last:
+            dcp.save({"sparcel": handle.state_dict()}, checkpoint_id=folder)
+    handle.close()
+    handle = sparcel.attach(DistributedDataParallel(Linear()), "topk")
+    state = handle.state_dict()
+    dcp.load({"sparcel": state}, checkpoint_id=folder)
+    handle.load_state_dict(state)
+    handle.switch("dense")
+    every.append(Trained({}, residuals_of(handle, comm.rank)))
+    handle.close()
+    return every
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_does_not_use_a_parameter_flushes_it_later(
+    run_on: Any, tmp_path: Path, way: str
+) -> None:
+    _, unused, last = WAYS[way]
+    *steps, loaded = zip(*run_on(2, flush_in_part, way, tmp_path), strict=True)
+    for step, ranks in enumerate(steps):
+        assert_agreed(list(ranks))
+        sums = gradient_sums(2, step + 1, None, unused, FLUSHING)
+        assert_conserved(list(ranks), sums, exact=False)
+        assert all(bool(one.residuals) == (step <= last) for one in ranks)
+    for mine, saved in zip(loaded, steps[last], strict=True):
+        for name, owed in saved.residuals.items():
+            assert torch.equal(mine.residuals[name], owed)
 
 
 def sparse_later(comm: Communicator) -> bool:

@@ -21,6 +21,7 @@ from sparcel.schemes import (
     Scheme,
     SparCML,
     TopK,
+    connect_nodes,
 )
 from tests.formats.toys import Deltas
 from tests.schemes.steps import integers, simulate_nodes
@@ -96,6 +97,28 @@ def test_no_rank_returns_an_update(what: str) -> None:
                 lambda comm: outcome(comm, what, odd, drive),  # noqa: B023
             ).results
             assert_all_are_told(outcomes, odd)
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("make", [Dense, lambda: Hierarchical(Dense())], ids=["dense", "torus2d"])
+def test_a_dense_scheme_that_a_driver_begins_with_compares_gradients_once(
+    make: Make, steps: int
+) -> None:
+    """Also in the middle of a training, as after a switch or a checkpoint."""
+
+    def on_rank(comm: Communicator) -> list[int]:
+        scheme, sent = make(), []
+        scheme.load_state_dict({"steps": steps, "memory": None})
+        comm.run(lambda: connect_nodes(scheme, comm))
+        for _ in range(3):
+            before = comm.traffic.messages_sent
+            begin(scheme, comm)
+            scheme.commit()
+            sent.append(comm.traffic.messages_sent - before)
+        return sent
+
+    for first, *others in simulate_nodes(4, on_rank).results:
+        assert others == [first - 3] * 2
 
 
 @pytest.mark.parametrize("other", [Request(ranks=7), Request(format=Deltas())])

@@ -35,6 +35,7 @@ def paper() -> Schedule:
         Phase(11, "torus2d", lr=(1.7, 0.3), resolution=128, batch_size=256),
         Phase(3, "torus2d", lr=(0.3, 0.05), resolution=224, batch_size=256),
         Phase(1, "torus2d", lr=0.02, resolution=288, batch_size=128),
+        length=28,
     )
 
 
@@ -94,10 +95,60 @@ def test_every_time_has_one_phase_and_a_progress_in_it(lengths: list[float], sha
     t = min(share * schedule.length, math.nextafter(schedule.length, 0))
     schedule.lr(t)
     assert 0 <= asked[0] < 1
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    starts = [math.fsum(lengths[:place]) for place in range(len(lengths))]
     for start, phase in zip(starts, schedule.phases, strict=True):
+        if phase is not schedule.at(start):  # a sum rounded twice
+            assert schedule.at(math.nextafter(start, math.inf)) is phase
+
+
+@given(tenths=st.lists(st.integers(1, 99), min_size=1, max_size=9), unit=st.integers(2, 60))
+def test_phases_begin_where_exact_sums_say(tenths: list[int], unit: int) -> None:
+    schedule = Schedule(
+        *(Phase(count / unit, "dense", lr=lambda progress: progress) for count in tenths),
+        length=sum(tenths) / unit,
+    )
+    for place, phase in enumerate(schedule.phases):
+        start = sum(tenths[:place]) / unit
         assert schedule.at(start) is phase
         assert schedule.lr(start) == 0
+    assert isinstance(schedule.length, int) == (sum(tenths) % unit == 0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_rates_that_are_tensors_are_set_like_others(shared: bool) -> None:
+    """Torch gives the tensor that an optimiser was made with to all of its groups."""
+    schedule = Schedule(Phase(4, "dense", lr=(0, 2)), Phase(1, "dense", lr=1))
+    one, two, three = (torch.zeros(1, requires_grad=True) for _ in range(3))
+    lr = torch.tensor(0.1)
+    second = lr if shared else torch.tensor(0.05)
+    groups = [{"params": [one]}, {"params": [two], "lr": second}, {"params": [three]}]
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, sparcel.scheme("dense"), group=comm)
+        for t in (0, 1, 4, 2):
+            schedule.apply(t, averager, optimizer)
+            rates = [group["lr"] for group in optimizer.param_groups]
+            assert all(isinstance(rate, torch.Tensor) for rate in rates)
+            expected = schedule.lr(t)
+            half = expected if shared else expected / 2
+            assert [float(rate) for rate in rates] == pytest.approx([expected, half, expected])
+        assert float(lr) == pytest.approx(0.1)
+
+    simulate(1, on_rank)
+
+
+def test_a_scheme_of_later_that_the_cluster_cannot_run_is_told_at_once() -> None:
+    later = Phase(1, sparcel.scheme("torus2d", ranks_per_node=2), lr=0.1)
+    schedule = Schedule(Phase(1, "topk", lr=0.1), later)
+
+    def on_rank(comm: Communicator) -> None:
+        averager = Averager(TENSORS, schedule.at(0).scheme, group=comm)
+        with pytest.raises(InputError, match="equally many ranks"):
+            schedule.apply(0, averager)
+        averager.average(gradients_of(comm.rank, 0))
+
+    simulate(3, on_rank)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +171,10 @@ def test_every_time_has_one_phase_and_a_progress_in_it(lengths: list[float], sha
         (
             lambda: Schedule(Phase(1, "dgc", lr=1), Phase(1, "dense", lr=1)),
             r"corrects momentum=0\.9, and .* corrects 0",
+        ),
+        (
+            lambda: Schedule(Phase(2.6, "dense", lr=1), Phase(1, "dense", lr=1), length=4),
+            r"last 3\.6 together, not length=4; .* \[2\.6, 1\]",
         ),
         (lambda: paper().at(28), "t must lie .* got 28; the schedule is over"),
         (lambda: paper().lr(-1), "t must lie .* got -1"),

@@ -156,9 +156,8 @@ def attach(
         if momentum and sparse:
             check_momentum(optimizer, momentum, sparse)
         if ahead and averager.eligible:
-            passes = AheadPasses(
-                model, averager, averager.ahead(averager.eligible, arrange=as_in_buckets)
-            )
+            movable = {name: parameters[name] for name in averager.eligible}
+            passes = AheadPasses(model, averager, averager.ahead(movable, arrange=as_in_buckets))
             if optimizer is not None:
                 passes.follow(optimizer)
     except Exception:

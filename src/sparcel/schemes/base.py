@@ -32,6 +32,8 @@ class Scheme(ABC):
     """Whether the vectors of all ranks were finite in the last step begun."""
     sent_whole: bool = field(default=False, init=False, repr=False)
     """Whether the last step begun sent the gradient as it is, with what `Request.apart` names."""
+    _agreed: bool = field(default=False, init=False, repr=False)
+    """Whether the ranks' gradients were compared in a step that a driver began."""
 
     @property
     def memory(self) -> Tensor | None:
@@ -119,13 +121,15 @@ class Scheme(ABC):
 
         For drivers of several vectors, which commit all of them or none. The update is also
         written to ``out``, if given, as `step` does; a dense stream then shares its storage. The
-        ranks' gradients are compared in the first step only, where an exchange alone would not.
+        ranks' gradients are compared in this scheme's first step only, also if it has loaded a
+        state, where an exchange alone would not.
         """
         request = request or Request()
 
         def job() -> SparseStream:
-            if not self.steps:
+            if not self._agreed:
                 self._agree(gradient, comm)
+                self._agreed = True
             return self._begin(gradient, comm, request, out)
 
         return comm.call(self._call(gradient, comm, request), job)

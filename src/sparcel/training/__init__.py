@@ -3,8 +3,9 @@
 from sparcel.training.ahead import Ahead, SaysTwoSteps
 from sparcel.training.averager import Averager
 from sparcel.training.handle import Handle
+from sparcel.training.phase import Phase
 from sparcel.training.policy import Policy, Scope, stays_dense
-from sparcel.training.schedule import Phase, Schedule
+from sparcel.training.schedule import Schedule
 from sparcel.training.stats import Costs, Stats
 
 __all__ = [

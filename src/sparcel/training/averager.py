@@ -16,13 +16,14 @@ from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve, r
 from sparcel.errors import CommunicationError, InputError
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import Request, Scheme, connect_nodes
+from sparcel.schemes import Request, Scheme
 from sparcel.training.checks import (
     check_alike,
     check_arguments,
     check_device,
     check_gradient,
     check_gradients,
+    check_nodes,
     check_places,
     check_rates,
 )
@@ -129,18 +130,13 @@ class Averager(Handle):
             if rates is not None:
                 comm.rates = cost.rates_for(comm, rates)
                 check_rates(comm)
-            comm.run(lambda: connect_nodes(template, comm))
+            check_nodes(template, comm)
         except Exception:
             if owned is not None:
                 owned.close()
             raise
         super().__init__(comm, owned, Residuals(template, treatment.memory_dtype), treatment)
         self._scaler = scaler
-
-    @property
-    def eligible(self) -> Mapping[str, Tensor]:
-        """The tensors that any scheme with memory makes sparse, of now or after a switch."""
-        return self._treatment.eligible
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do a step: return the updates of all tensors, by name; all ranks call.
@@ -251,7 +247,8 @@ class Averager(Handle):
             step.queue(lambda: self._exchange_held(step))
         step.end()
         if step.finite:
-            step.meter.count_flushed(self._residuals.commit(step.vectors, step.flushing))
+            flushed = self._residuals.commit(step.vectors, step.left, step.will_owe)
+            step.meter.count_flushed(flushed)
         self._account(step.costs(), step.finite)
         return step.rows
 
@@ -259,7 +256,7 @@ class Averager(Handle):
         """Return the step that is being queued, with these tensors added to it."""
         if self.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Transaction(self._comm, self._device)
+        self._step = self._step or Transaction(self._comm, self._device, self._residuals.flush)
         self._step.include(names)
         return self._step
 
@@ -290,7 +287,7 @@ class Averager(Handle):
             request = Request(
                 served.layers, withheld, apart, front_loaded=self._frontload, meter=step.meter
             )
-            step.exchange_vector(served, flat, request, self._scale(), self._residuals.flush)
+            step.exchange_vector(served, flat, request, self._scale())
             sent_whole = flat is vector and served.scheme.sent_whole
         if not sent_whole:
             step.take_small(places, gradients)

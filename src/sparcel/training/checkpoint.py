@@ -16,7 +16,7 @@ from sparcel.training.residuals import Residuals
 
 _COMMON = ("steps", "world_size", "filter", "flush")
 _LAYOUT = "layout."
-"""These entries are the same on all ranks."""
+"""These entries are the same on all ranks, of which checkpoints may keep any one's."""
 
 _ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
 """Each rank has its own keys, because checkpoints keep only one rank's tensor under each key."""
@@ -38,10 +38,11 @@ def collect(
 ) -> dict[str, Tensor]:
     """Return copies of what this rank remembers, with room for what it inherits.
 
+    The keys depend on nothing but the ranks' numbers: a rank that owes nothing has zeros.
     ``tensors`` are those that schemes with memory make sparse, here and below.
     """
     kinds = residuals.owed_kinds
-    state = _common(residuals, tensors, saved_by, owes=bool(kinds))
+    state = _common(residuals, tensors, saved_by)
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, tensor in tensors.items():
             dtype = residuals.dtype_of(tensor)
@@ -61,14 +62,11 @@ def gather(
     All ranks call, inside a job. Ranks send a copy of one tensor at a time, and what arrives
     becomes part of the result.
     """
-    kinds = residuals.kinds
-    if not kinds and any(comm.gather_numbers(len(residuals.flush.owed))):
-        kinds = ("memory",)  # a rank whose gradients were withheld may owe longer than others
-    state = _common(residuals, tensors, comm.size, bool(kinds)) if comm.rank == 0 else {}
+    state = _common(residuals, tensors, comm.size) if comm.rank == 0 else {}
     others = range(1, comm.size) if comm.rank == 0 else ()
     for name, tensor in tensors.items():
         dtype = residuals.dtype_of(tensor)
-        for kind in kinds:
+        for kind in residuals.owed_kinds:
             part = residuals.of(name).get(kind, tensor.new_empty(0, dtype=dtype))
             own = part.clone()  # nothing stands for zeros
             sends = {} if comm.rank == 0 else {0: own.view(torch.uint8)}
@@ -120,7 +118,7 @@ def load(
     if not residuals.kinds and any("velocity" in parts for parts in loaded.values()):
         faults.append(_SUMS_OF_VELOCITIES)
         loaded = {}
-    flush_steps = int(state.get("flush", FLUSH_STEPS if residuals.kinds else 0))
+    flush_steps = int(state.get("flush", FLUSH_STEPS if residuals.kinds or loaded else 0))
     if flush_steps:  # otherwise nothing was owed
         faults += _missing(inherited, found, tensors, rank, ranks)
     if faults and strict:
@@ -133,17 +131,18 @@ def load(
         )
     beta = float(state["filter"]) if "filter" in state else None
     steps, layout = int(state.get("steps", 0)), _layout(state, tensors)
-    residuals.load(loaded, steps, beta, layout, flush_steps or FLUSH_STEPS)
+    residuals.load(loaded, steps, beta, layout, flush_steps)
 
 
 def _common(
-    residuals: Residuals, tensors: Mapping[str, Tensor], saved_by: int, owes: bool
+    residuals: Residuals, tensors: Mapping[str, Tensor], saved_by: int
 ) -> dict[str, Tensor]:
     """Return the entries that are the same on all ranks.
 
     ``flush`` says in how many steps a scheme without memory would flush what the state owes; 0 says
-    that it owes nothing.
+    that no rank owes anything.
     """
+    owes = bool(residuals.owed_kinds)
     state = {
         "steps": torch.tensor(residuals.steps),
         "world_size": torch.tensor(saved_by),
@@ -151,8 +150,8 @@ def _common(
     }
     if tensors and owes:
         state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
-    layout = residuals.layout()
-    for name in tensors if residuals.kinds else ():
+    layout = residuals.layout() if residuals.kinds else {}
+    for name in tensors if owes else ():
         state[_LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
     return state
 

@@ -14,7 +14,7 @@ from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import Scheme, momentum_of
+from sparcel.schemes import Scheme, connect_nodes, momentum_of
 from sparcel.training.policy import Policy, Treatment
 
 
@@ -109,6 +109,27 @@ def check_switch(before: Scheme, after: Scheme) -> None:
             " velocities or of gradients, and the optimiser's momentum has to fit; switch between"
             " schemes of the same momentum"
         )
+
+
+def check_nodes(scheme: Scheme, comm: Communicator) -> None:
+    """Connect the nodes that a scheme needs; all ranks call.
+
+    Raises
+    ------
+    InputError
+        On all ranks, when nodes have different numbers of ranks. Others can be asked for then:
+        only an error that leaves a job ends the communicator.
+    """
+
+    def connect() -> InputError | None:
+        try:
+            connect_nodes(scheme, comm)
+        except InputError as error:
+            return error
+        return None
+
+    if (refusal := comm.run(connect)) is not None:
+        raise refusal
 
 
 def check_rates(comm: Communicator) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from sparcel.comm import Call, Communicator
 from sparcel.memory import Range
 from sparcel.training.layout import Piece
 
@@ -16,18 +17,22 @@ FLUSH_STEPS = 16
 class Flush:
     """What is owed, by tensor name, and the steps in which it is paid in equal shares.
 
-    A step adds its share to the gradients that are exchanged. When it takes effect, the share is no
-    longer owed; with the last one the tensor is freed.
+    A step adds its share to the gradients that are exchanged. When it takes effect, what the
+    gradients have gained is no longer owed. The last step adds all that is left, and frees the
+    memory of the tensors that it has added.
     """
 
     def __init__(self) -> None:
         self.owed: dict[str, Tensor] = {}
+        self.pending = False
+        """Whether some rank may still have to flush something; the same on all ranks."""
         self.steps = FLUSH_STEPS
-        """How many steps are left, or will be needed if nothing is flushed yet."""
+        """How many steps are left, or will be needed if nothing is flushed yet; the same on all
+        ranks. A rank whose gradients were withheld repeats the last one."""
 
     def add_to(
         self, vector: Tensor, pieces: Iterable[Piece], withheld: Sequence[Range], scale: float
-    ) -> list[str]:
+    ) -> dict[str, Tensor]:
         """Add this step's share, times ``scale``, to the gradients in a flat vector.
 
         Nothing is added to ``withheld`` ranges, whose updates the driver may throw away. These
@@ -35,26 +40,41 @@ class Flush:
 
         Returns
         -------
-        list
-            The names of the tensors to `commit` if the step takes effect.
+        dict
+            What these tensors owe if the step takes effect. A share that a gradient in half
+            precision is too large to gain stays owed.
         """
-        added = []
+        left = {}
         for piece in pieces:
             place = piece.start, piece.stop
             if piece.name in self.owed and place not in withheld:
-                vector[slice(*place)].add_(self.owed[piece.name], alpha=scale / self.steps)
-                added.append(piece.name)
-        return added
+                owed, gradient = self.owed[piece.name], vector[slice(*place)]
+                rest = gradient.to(owed.dtype, copy=True)
+                gradient.add_(owed, alpha=scale / self.steps)
+                left[piece.name] = rest.sub_(gradient).div_(scale).add_(owed)
+        return left
 
-    def commit(self, added: Iterable[str]) -> float:
-        """Take the shares that were added off what is owed, and return the sum of their |x|."""
+    def will_owe(self, left: Mapping[str, Tensor], comm: Communicator) -> bool:
+        """Return whether some rank may owe something after this step.
+
+        All ranks call, inside a job. Only the last step asks them.
+        """
+        if not self.pending or self.steps > 1:
+            return self.pending
+        kept = len(self.owed.keys() - left.keys())
+        return any(comm.call(Call.of("flush", {}), lambda: comm.gather_numbers(kept)))
+
+    def commit(self, left: Mapping[str, Tensor], pending: bool) -> float:
+        """Let a step take effect, and return by how much the sum of what is owed shrank, in |x|.
+
+        ``left`` is what `add_to` returned of all vectors, ``pending`` what `will_owe` did.
+        """
         flushed = 0.0
-        for name in added:
-            owed = self.owed[name]
-            flushed += float(owed.abs().sum()) / self.steps
-            if self.steps == 1:
-                del self.owed[name]
-            else:
-                owed.mul_(1 - 1 / self.steps)
-        self.steps = max(1, self.steps - 1) if self.owed else FLUSH_STEPS
+        for name, rest in left.items():
+            flushed += float(self.owed.pop(name).abs().sum())
+            if self.steps > 1:
+                self.owed[name] = rest
+                flushed -= float(rest.abs().sum())
+        self.steps = max(1, self.steps - 1) if pending else FLUSH_STEPS
+        self.pending = pending
         return flushed

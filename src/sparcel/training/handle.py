@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from sparcel.comm import Call, Communicator, TorchCommunicator
 from sparcel.cost import default_rates
 from sparcel.errors import CommunicationError, InputError, known
-from sparcel.schemes import Scheme, Settings, chosen_scheme, connect_nodes
+from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import checkpoint
 from sparcel.training.ahead import Ahead, Arrange, in_order
-from sparcel.training.checks import check_switch
+from sparcel.training.checks import check_nodes, check_switch
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
 from sparcel.training.stats import Costs, Stats
@@ -47,35 +47,20 @@ class Handle:
         self._ahead: Ahead | None = None
 
     def __repr__(self) -> str:
-        treatment, costs, flush = self._treatment, self._total, self._residuals.flush
-        whole = treatment.tensors.keys() - treatment.remembered.keys() - treatment.rows
-        kinds = {
-            "made sparse": treatment.remembered.keys(),
-            "sent whole": whole,
-            "with sparse gradients": treatment.rows,
-        }
-        sizes = {
-            kind: sum(treatment.tensors[name].numel() for name in names)
-            for kind, names in kinds.items()
-        }
-        tensors = [
-            f"{len(names)} {kind} ({sizes[kind]:,} elements)"
-            for kind, names in kinds.items()
-            if names
-        ]
+        costs, flush = self._total, self._residuals.flush
         sent = ""
         if costs.bytes_sent:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
             sent += f"; in the last step {self._last.compression:.3g} times"
         method = f"{self.scheme}"
-        if treatment.scope == "model":
+        if self._treatment.scope == "model":
             method += " over the whole model"
         if flush.owed:
             method += f", which flushes memory for {flush.steps} more steps,"
         return (
             f"<{method} on {self._comm.size} ranks over {self._comm.carrier};"
-            f" tensors: {', '.join(tensors)}; steps: {costs.steps}{sent}"
+            f" tensors: {self._treatment.described()}; steps: {costs.steps}{sent}"
             f"{'; closed' if self.closed else ''}>"
         )
 
@@ -86,11 +71,16 @@ class Handle:
 
     @property
     def sparse(self) -> frozenset[str]:
-        """Names of the tensors that are made sparse.
+        """Names of the tensors that are made sparse, by the scheme of now.
 
         Under momentum correction the optimiser's own momentum is for the others alone.
         """
-        return frozenset(self._treatment.remembered)
+        return frozenset(self._treatment.sparse)
+
+    @property
+    def eligible(self) -> frozenset[str]:
+        """Names of the tensors that any scheme which selects makes sparse, also after a switch."""
+        return frozenset(self._treatment.eligible)
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -181,17 +171,27 @@ class Handle:
         if self._step is not None:
             raise InputError("tensors are queued; finish() that step before switch()")
         comm, scheme = self._comm, chosen_scheme(scheme_or_name, settings).fresh()
-        check_switch(self.scheme, scheme)
-
-        def meet() -> None:
-            comm.gather_numbers(0)
-            connect_nodes(scheme, comm)
-
-        comm.call(Call.of("switch", {"scheme": scheme, "step": self._residuals.steps}), meet)
+        call = Call.of("switch", {"scheme": scheme, "step": self._residuals.steps})
+        comm.call(call, lambda: comm.gather_numbers(0))
+        self.prepare(scheme)
         self._treatment = self._treatment.under(scheme)
         self._residuals.switch(scheme)
         if self._ahead is not None:
             self._ahead.warn_of_unknown()
+
+    def prepare(self, *schemes: Scheme) -> None:
+        """Find out whether the exchange can be switched to these schemes; all ranks call.
+
+        The ranks of their nodes are connected, so that `switch` need not do it.
+
+        Raises
+        ------
+        InputError
+            For nodes with different numbers of ranks; for a scheme that corrects another momentum.
+        """
+        for scheme in schemes:
+            check_switch(self.scheme, scheme)
+            check_nodes(scheme, self._comm)
 
     def ahead(
         self,
@@ -248,9 +248,9 @@ class Handle:
             ``rank{r}.{name}``: the memory that rank r has of a tensor, float32 or float64, flat, in
             the order of the queued vectors; zeros before the first step, and outside the shard
             that the rank serves in its node. ``velocity{r}.{name}``, under momentum correction,
-            likewise. ``steps``, ``world_size``, ``flush``, which is 0 if nothing is owed, and where
-            the tensors lay in the vectors of the last step. A scheme without memory has
-            ``rank{r}.{name}`` until that is flushed.
+            likewise. ``steps``, ``world_size``, ``flush``, which is 0 if no rank owes anything, and
+            where the tensors lay in the vectors of the last step. A scheme without memory has
+            ``rank{r}.{name}`` until all ranks have flushed theirs.
         """
         saved_by = self._comm.size if saved_by is None else saved_by
         comm, tensors = self._comm, self._treatment.eligible

@@ -33,9 +33,9 @@ class Treatment:
     """How each tensor is exchanged; the same on all ranks.
 
     ``scope`` tells over what one selection is made, ``rows`` names the tensors whose gradients are
-    sparse. A scheme that selects does so from the tensors ``eligible``; ``own_densities`` are those
-    that tensors have of their own. ``selects`` tells whether the scheme of now is one: it may be
-    switched.
+    sparse. Any scheme that selects does so from the tensors ``eligible``; ``own_densities`` are
+    those that tensors have of their own. ``selects`` tells whether the scheme of now is one: it may
+    be switched.
     """
 
     scope: Scope
@@ -56,8 +56,8 @@ class Treatment:
         return frozenset(self.tensors.keys() - self.eligible.keys() - self.rows)
 
     @property
-    def remembered(self) -> Mapping[str, Tensor]:
-        """The tensors that the scheme selects from, and remembers."""
+    def sparse(self) -> Mapping[str, Tensor]:
+        """The tensors that the scheme of now selects from, and remembers."""
         return self.eligible if self.selects else {}
 
     @property
@@ -72,6 +72,19 @@ class Treatment:
             return None
         dtypes = {wide_dtype(tensor.dtype) for tensor in self.eligible.values()}
         return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def described(self) -> str:
+        """Return how many tensors are exchanged in which way, in words."""
+        kinds = {
+            "made sparse": self.sparse.keys(),
+            "sent whole": self.tensors.keys() - self.sparse.keys() - self.rows,
+            "with sparse gradients": self.rows,
+        }
+        return ", ".join(
+            f"{len(names)} {kind} ({sum(self.tensors[name].numel() for name in names):,} elements)"
+            for kind, names in kinds.items()
+            if names
+        )
 
     def under(self, scheme: Scheme) -> Treatment:
         """Return how the tensors are exchanged by another scheme."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
-from sparcel.training.flush import FLUSH_STEPS, Flush
+from sparcel.training.flush import Flush
 from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
@@ -70,8 +70,11 @@ class Residuals:
 
     @property
     def owed_kinds(self) -> tuple[str, ...]:
-        """The names of what this rank remembers of any tensor, with what is still to be flushed."""
-        return self.kinds or (("memory",) if self.flush.owed else ())
+        """The names of what ranks remember of any tensor, with what some may still have to flush.
+
+        They are the same on all ranks.
+        """
+        return self.kinds or (("memory",) if self.flush.pending else ())
 
     def dtype_of(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of the memory of a tensor."""
@@ -144,18 +147,21 @@ class Residuals:
             if isinstance(scheme, Auto) and scheme.chosen is not None
         }
 
-    def commit(self, vectors: Iterable[Vector], flushing: Iterable[str]) -> float:
-        """Let a step take effect, and return the magnitude that was flushed of these tensors."""
+    def commit(
+        self, vectors: Iterable[Vector], left: Mapping[str, Tensor], will_owe: bool
+    ) -> float:
+        """Let a step take effect, and return the magnitude that was flushed; see `Flush.commit`."""
         for vector in vectors:
             vector.scheme.commit()
         self.steps += 1
-        return self.flush.commit(flushing)
+        return self.flush.commit(left, will_owe)
 
     def switch(self, template: Scheme) -> None:
         """Go on with another scheme, of the same momentum; what is owed stays owed."""
         before, layout = self.filter, self.layout()
         names = {*self._vectors, *self._loaded, *self.flush.owed}
         parts = {name: self.of(name) for name in names}
+        self.flush.pending = not template.remembers and bool(self.owed_kinds)
         self.template, self._loaded_layout = template, layout
         self._replace(parts, self.filter / before)
 
@@ -163,18 +169,22 @@ class Residuals:
         self,
         residuals: dict[str, dict[str, Tensor]],
         steps: int,
-        beta: float | None = None,
-        layout: Layout | None = None,
-        flush_steps: int = FLUSH_STEPS,
+        beta: float | None,
+        layout: Layout,
+        flush_steps: int,
     ) -> None:
         """Forget everything, and go on from these residuals by tensor name.
 
         What the scheme does not remember, such as a velocity without momentum, is passed over, but
-        what the memory owes is flushed, in ``flush_steps`` steps. ``beta`` is the filter that the
-        residuals were saved under, ``layout`` that of the step before.
+        what the memory owes is flushed, in ``flush_steps`` steps; 0 says that no rank owes
+        anything. ``beta`` is the filter that the residuals were saved under, None for that of now;
+        ``layout`` is that of the step before.
         """
-        self._loaded_layout, self._layout_ends = layout or {}, steps + _FIRST_STEPS
-        self.steps, self.flush.steps = steps, flush_steps
+        self._loaded_layout, self._layout_ends = layout, steps + _FIRST_STEPS
+        self.steps = steps
+        self.flush = Flush()
+        if flush_steps:
+            self.flush.pending, self.flush.steps = not self.kinds, flush_steps
         before = self.filter if beta is None else beta
         self._replace(residuals, factor_at_switch(self.template, before, self.filter))
 

@@ -4,77 +4,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, fields
-from itertools import accumulate, pairwise
+from fractions import Fraction
+from itertools import accumulate
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparcel._checks import check_type, number, whole_number
+from sparcel._checks import check_type, number
 from sparcel.errors import InputError
-from sparcel.schemes import Scheme, chosen_scheme
+from sparcel.schemes import Scheme
+from sparcel.training._table import table
 from sparcel.training.checks import check_switch
 from sparcel.training.handle import Handle
-
-Rate = float | tuple[float, float] | Callable[[float], float]
-"""A rule for the learning rate: the rate, its first and last value, or a function of progress."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a training with one scheme, resolution and batch size, and one rule for the rate.
-
-    Parameters
-    ----------
-    length
-        How long it lasts, more than 0, in the unit that the training counts in: epochs or steps.
-    scheme
-        A name that `sparcel.scheme` knows, or a scheme that it made.
-    lr
-        The learning rate: a number; a pair, from the first to the second in equal steps; or a
-        function of the progress in [0, 1) of the phase.
-    resolution, batch_size
-        For the loader, which may ignore them: the side of the images in pixels, and the samples of
-        a step on one rank. None if the schedule does not say.
-
-    Raises
-    ------
-    InputError
-        For a length, rate, resolution or batch size out of range, or an unknown scheme.
-    """
-
-    length: float
-    scheme: Scheme | str
-    _: KW_ONLY
-    lr: Rate
-    resolution: int | None = None
-    batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        # An infinite length or rate has no limit of its own to break.
-        number(self.length, "length", above=0, below=math.inf)
-        object.__setattr__(self, "scheme", chosen_scheme(self.scheme, {}))
-        if isinstance(self.lr, tuple | list):
-            if len(self.lr) != 2:
-                raise InputError(
-                    f"a pair of rates is the first and the last of the phase, got {self.lr}"
-                )
-            object.__setattr__(self, "lr", tuple(_rate(one, "lr") for one in self.lr))
-        elif not callable(self.lr):
-            object.__setattr__(self, "lr", _rate(self.lr, "lr"))
-        for name in ("resolution", "batch_size"):
-            if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(size, name, at_least=1))
-
-    def rate(self, progress: float) -> float:
-        """Return the learning rate at a progress in [0, 1)."""
-        if callable(self.lr):
-            return _rate(self.lr(progress), f"lr({progress:g})")
-        if isinstance(self.lr, tuple):
-            first, last = self.lr
-            return first + (last - first) * progress
-        return self.lr
+from sparcel.training.phase import Phase
 
 
 class Schedule:
@@ -84,11 +27,14 @@ class Schedule:
     ----------
     phases
         At least one `Phase`. Their schemes correct the same momentum, if any.
+    length
+        How long they should last together, if that is to be checked.
 
     Raises
     ------
     InputError
-        When there are no phases, one is no `Phase`, or their schemes correct different momentums.
+        When there are no phases, one is no `Phase`, their schemes correct different momentums, or
+        their lengths add up to something else than ``length``.
 
     Examples
     --------
@@ -102,12 +48,13 @@ class Schedule:
     ...     sparcel.Phase(11, "torus2d", lr=(1.7, 0.3), resolution=128, batch_size=256),
     ...     sparcel.Phase(3, "torus2d", lr=(0.3, 0.05), resolution=224, batch_size=256),
     ...     sparcel.Phase(1, "torus2d", lr=0.02, resolution=288, batch_size=128),
+    ...     length=28,
     ... )
     >>> schedule.length, schedule.at(12.5).resolution, schedule.lr(27)
     (28, 96, 0.02)
     """
 
-    def __init__(self, *phases: Phase) -> None:
+    def __init__(self, *phases: Phase, length: float | None = None) -> None:
         if not phases:
             raise InputError("a schedule needs a phase: Schedule(Phase(length, scheme, lr=...))")
         for place, phase in enumerate(phases):
@@ -115,12 +62,20 @@ class Schedule:
             check_switch(_scheme_of(phases[0]), _scheme_of(phase))
         self.phases = phases
         """The phases, in order."""
-        self._starts = list(accumulate((phase.length for phase in phases), initial=0))
+        lengths = (_exact(phase.length) for phase in phases)
+        self._starts = [_plain(start) for start in accumulate(lengths, initial=Fraction(0))]
         """Where the phases start, and where the last one ends."""
+        self._prepared: WeakSet[Handle] = WeakSet()
+        """The handles that can have the schemes of all phases."""
+        if length is not None and number(length, "length") != self.length:
+            raise InputError(
+                f"the phases last {self.length:.15g} together, not length={length}; correct their"
+                f" lengths, {[phase.length for phase in phases]}, or leave out length"
+            )
 
     @property
     def length(self) -> float:
-        """How long all phases last together."""
+        """How long all phases last together, an int if that is a whole number."""
         return self._starts[-1]
 
     def at(self, t: float) -> Phase:
@@ -143,7 +98,9 @@ class Schedule:
 
         Call it before each step, on all ranks. If the phase has another scheme than the handle,
         the handle is switched, see `Handle.switch`. Groups of parameters keep their ratios to the
-        rate that their optimiser was made with.
+        rate that their optimiser was made with: a group's ``initial_lr``, or else its rate, when a
+        schedule is first applied, over the optimiser's default. They become the groups'
+        ``lr_ratio``, a part of the optimiser's state.
 
         Returns
         -------
@@ -154,13 +111,17 @@ class Schedule:
         ------
         InputError
             For a time outside of the schedule, a rate that is not finite or negative, an optimiser
-            that was made with the rate 0, and as `Handle.switch` raises.
+            that was made with the rate 0, and as `Handle.switch` raises; the first call also for
+            the schemes of later phases.
         """
         check_type(handle, Handle, "handle", "sparcel.attach returns one")
         phase, progress = self._phase_at(t)
         rate = phase.rate(progress)
         for optimizer in optimizers:
             _check_rates(optimizer)
+        if handle not in self._prepared:
+            handle.prepare(*map(_scheme_of, self.phases))
+            self._prepared.add(handle)
         scheme = _scheme_of(phase)
         if repr(scheme) != repr(handle.scheme):
             handle.switch(scheme)
@@ -169,17 +130,7 @@ class Schedule:
         return phase
 
     def __repr__(self) -> str:
-        head = ("from", "to", "scheme", "lr", "resolution", "batch size")
-        rows = [
-            (f"{start:g}", f"{stop:g}", _brief(phase.scheme), *_told(phase))
-            for phase, (start, stop) in zip(self.phases, pairwise(self._starts), strict=True)
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        )
-        return "\n".join(("Schedule", *lines))
+        return f"Schedule\n{table(self.phases, self._starts)}"
 
     def _phase_at(self, t: float) -> tuple[Phase, float]:
         """Return the phase at a time, and how much of it is over, in [0, 1)."""
@@ -196,31 +147,6 @@ def _scheme_of(phase: Phase) -> Scheme:
     return phase.scheme
 
 
-def _rate(value: object, name: str) -> float:
-    return number(value, name, at_least=0, below=math.inf)
-
-
-def _brief(value: object) -> str:
-    """Return the repr of a scheme without the settings that are not set."""
-    if not isinstance(value, Scheme):
-        return repr(value)
-    settings = ((one.name, getattr(value, one.name)) for one in fields(value) if one.repr)
-    given = [f"{name}={_brief(found)}" for name, found in settings if found not in (None, (), 0)]
-    return f"{type(value).__name__}({', '.join(given)})"
-
-
-def _told(phase: Phase) -> tuple[str, str, str]:
-    """Return the rule for the rate, the resolution and the batch size as texts."""
-    rate = phase.lr
-    if isinstance(rate, tuple):
-        rule = f"{rate[0]:g} to {rate[1]:g}"
-    else:
-        rule = getattr(rate, "__name__", "a function") if callable(rate) else f"{rate:g}"
-    sizes = (phase.resolution, phase.batch_size)
-    resolution, batch = ("" if size is None else str(size) for size in sizes)
-    return rule, resolution, batch
-
-
 def _check_rates(optimizer: Optimizer) -> None:
     """Raise `InputError` if the groups of an optimiser have no ratios to its rate."""
     check_type(optimizer, Optimizer, "an optimizer")
@@ -232,12 +158,27 @@ def _check_rates(optimizer: Optimizer) -> None:
 
 
 def _set_rates(optimizer: Optimizer, rate: float) -> None:
-    """Set the rate of each group; ``initial_lr`` is where torch's schedulers keep a group's own."""
+    """Set the rate of each group, whose ratio to the optimiser's is a part of the group."""
+    made_with = optimizer.defaults["lr"]
     for group in optimizer.param_groups:
-        if "initial_lr" not in group:
-            group["initial_lr"] = float(group["lr"])
-        scaled = rate * float(group["initial_lr"]) / float(optimizer.defaults["lr"])
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(scaled)
-        else:
+        if "lr_ratio" not in group:  # torch's schedulers keep what a group began with
+            group["lr_ratio"] = float(group.get("initial_lr", group["lr"])) / float(made_with)
+    taken = [made_with]
+    for group in optimizer.param_groups:
+        lr, scaled = group["lr"], rate * group["lr_ratio"]
+        if not isinstance(lr, Tensor):
             group["lr"] = scaled
+            continue
+        if any(lr is other for other in taken):  # torch gives one tensor to all groups
+            group["lr"] = lr = lr.clone()
+        taken.append(lr.fill_(scaled))
+
+
+def _exact(length: float) -> Fraction:
+    """Return the number that a float is meant to be, so that 0.2 five times is 1."""
+    simple = Fraction(length).limit_denominator(10**6)
+    return simple if float(simple) == length else Fraction(length)
+
+
+def _plain(total: Fraction) -> float:
+    return int(total) if total.denominator == 1 else float(total)

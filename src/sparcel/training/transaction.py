@@ -35,6 +35,7 @@ class Transaction:
 
     comm: Communicator
     device: torch.device
+    flush: Flush
     meter: Meter = field(default_factory=Meter)
     finite: bool = True
     """Whether the tensors of all ranks were finite so far."""
@@ -42,8 +43,10 @@ class Transaction:
     """The averages of sparse gradients, by name."""
     vectors: list[Vector] = field(default_factory=list)
     """The vectors whose schemes have to commit."""
-    flushing: list[str] = field(default_factory=list)
-    """The tensors whose gradients this step has added a share to of what an old memory owes."""
+    left: dict[str, Tensor] = field(default_factory=dict)
+    """What tensors owe of an old memory after this step, which adds a share to their gradients."""
+    will_owe: bool = False
+    """Whether some rank may owe something of an old memory after this step."""
     updates: list[Tensor] = field(default_factory=list)
     """The flat tensors that were queued, which hold the updates at the end."""
     held: list[Packed] = field(default_factory=list)
@@ -110,7 +113,7 @@ class Transaction:
         self._small += zip(places, gradients, strict=True)
 
     def exchange_vector(
-        self, vector: Vector, gradient: Tensor, request: Request, scale: float, flush: Flush
+        self, vector: Vector, gradient: Tensor, request: Request, scale: float
     ) -> None:
         """Replace a gradient, which a GradScaler has scaled, by its update.
 
@@ -120,7 +123,7 @@ class Transaction:
         unscaled = scale != 1 and bool(vector.scheme.remembers)
         if unscaled:
             gradient.div_(scale)
-        self.flushing += flush.add_to(gradient, vector.pieces, request.withheld, scale)
+        self.left |= self.flush.add_to(gradient, vector.pieces, request.withheld, scale)
         self.vectors.append(vector)
         vector.scheme.begin(gradient, self.comm, request, out=gradient)
         self.finite &= vector.scheme.finite
@@ -162,7 +165,9 @@ class Transaction:
             place.copy_(update)
             # A sum that fits the widest dtype may overflow a narrower one.
             self.finite &= place.dtype == update.dtype or all_finite(place)
-        if not self.finite:
+        if self.finite:
+            self.will_owe = self.flush.will_owe(self.left, self.comm)
+        else:
             self._void()
         if self.device.type == "cuda":
             self._ended = torch.cuda.current_stream().record_event()
