@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import sparcel
 from sparcel import kernels, simulate
 from sparcel.comm import Communicator
+from sparcel.cost import Rates
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.kernels import cpu, reference
 from sparcel.optim import LAMB, LARS
@@ -157,9 +158,10 @@ def test_a_void_step_changes_nothing(run_on: Any, by: str) -> None:
 
 
 @by
-def test_ranks_with_other_parameters_are_told(by: str) -> None:
+@pytest.mark.parametrize("rates", [SLOW_WORK, None], ids=["pays", "does not pay"])
+def test_ranks_with_other_parameters_are_told(by: str, rates: Rates | None) -> None:
     def on_rank(comm: Communicator) -> None:
-        comm.rates = SLOW_WORK
+        comm.rates = rates
         parameters = [torch.ones(9 + comm.rank, 3), torch.ones(4, 4)]
         optimizer = MAKES[by](parameters, parallel=True, group=comm)
         for one in parameters:
