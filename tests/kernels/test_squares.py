@@ -42,21 +42,34 @@ def test_sums_are_those_of_the_reference_up_to_rounding(given: list[Case], chunk
     assert agree(found, expected)
 
 
-@pytest.mark.parametrize("sums_of_squares", [kernels.sums_of_squares, reference.sums_of_squares])
-@given(st.lists(cases(), max_size=5), chunks, isas, st.integers(1, 3))
-def test_a_sum_is_that_of_the_chunks_sums_in_order(
-    sums_of_squares: Sums, given: list[Case], chunk: int, isa: str, threads: int
-) -> None:
-    vectors = [case.vector() for case in given]
-    expected = []
+def of_chunks(sums_of_squares: Sums, vectors: Sequence[Tensor], chunk: int) -> Tensor:
+    """Return sums that are added up chunk by chunk."""
+    totals = []
     for vector in vectors:
         total = 0.0
         for part in vector.split(chunk):
-            total += float(sums_of_squares([part])) if part.numel() else 0.0
-        expected.append(total)
+            total += float(sums_of_squares([part]))
+        totals.append(total)
+    return torch.tensor(totals, dtype=torch.float64)
+
+
+@given(st.lists(cases(), max_size=5), chunks, isas, st.integers(1, 3))
+def test_a_sum_is_that_of_the_chunks_sums_in_order(
+    given: list[Case], chunk: int, isa: str, threads: int
+) -> None:
+    vectors = [case.vector() for case in given]
+    expected = of_chunks(kernels.sums_of_squares, vectors, chunk)
     with using(isa, threads), cutting(chunk):
-        found = sums_of_squares(vectors)
-    assert same_bits(found, torch.tensor(expected, dtype=torch.float64))
+        assert same_bits(kernels.sums_of_squares(vectors), expected)
+
+
+@given(st.lists(cases(), max_size=5), chunks)
+def test_the_reference_sums_chunk_by_chunk_too(given: list[Case], chunk: int) -> None:
+    vectors = [case.vector() for case in given]
+    expected = of_chunks(reference.sums_of_squares, vectors, chunk)
+    with cutting(chunk):
+        found = reference.sums_of_squares(vectors)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
