@@ -151,7 +151,9 @@ def rates_of(squares: Tensor) -> list[float]:
 
 def chooses(tensors: list[Tensor], comm: Communicator, rates: Rates) -> bool:
     """Tell whether the ranks share the work by these rates; all ranks call."""
-    comm.rates, before = rates, comm.traffic.messages_sent
+    comm.rates = rates
+    shared(tensors, comm)  # the ranks compare sizes and rates the first time
+    before = comm.traffic.messages_sent
     shared(tensors, comm)
     return comm.traffic.messages_sent > before
 

@@ -128,3 +128,25 @@ def wait_after_others(comm: Communicator, split: bool) -> tuple[str, str, float]
     for _ in range(comm.rank):
         alone.call(Call.of("nothing", {}), lambda: None)
     return wait_in_own_call(comm.split(7) if split else comm)
+
+
+@pytest.mark.parametrize("world", [2, 8, 9, 17])
+@pytest.mark.parametrize("given", [3, 5])
+def test_blocks_must_have_the_lengths_that_all_ranks_know(world: int, given: int) -> None:
+    """Otherwise all later blocks would be shifted."""
+    errors: list[Exception] = []
+
+    def on_rank(comm: Communicator) -> None:
+        lengths = [8] * world
+        lengths[1] = given if comm.rank == 1 else 4
+        block = torch.zeros(lengths[comm.rank], dtype=torch.uint8)
+        try:
+            comm.run(lambda: comm.gather_blocks(block, lengths))
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(MismatchError, match=f"rank 1 sent {given} bytes to rank ., which expected"):
+        simulate(world, on_rank)
+    assert errors
+    assert all(isinstance(error, MismatchError) for error in errors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import socket
 import struct
 import sys
@@ -231,7 +233,10 @@ def test_a_failed_connection_is_explained_in_one_sentence() -> None:
         assert why in str(caught.value)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names that are no files")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names that are no files")
+
+
+@linux
 @pytest.mark.parametrize("namespace", ["the same", "another"])
 def test_ranks_of_one_machine_connect_by_unix_sockets(
     namespace: str, monkeypatch: pytest.MonkeyPatch
@@ -244,3 +249,68 @@ def test_ranks_of_one_machine_connect_by_unix_sockets(
     expected = socket.AF_UNIX if namespace == "the same" else socket.AF_INET
     assert one.family == other.family == expected
     check_and_close(one, other)
+
+
+class Sandboxed(socket.socket):
+    """A socket of a process that may not use Unix sockets, or not all of their calls."""
+
+    forbidden = ""
+
+    def __init__(self, family: int = -1, *rest: object, **named: object) -> None:
+        if family == socket.AF_UNIX:
+            self.refuse("socket")
+        super().__init__(family, *rest, **named)  # type: ignore[arg-type]
+
+    def refuse(self, call: str) -> None:
+        if call == self.forbidden:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def bind(self, address: object) -> None:
+        if self.family == socket.AF_UNIX:
+            self.refuse("bind")
+        super().bind(address)  # type: ignore[arg-type]
+
+    def connect(self, address: object) -> None:
+        if self.family == socket.AF_UNIX:
+            self.refuse("connect")
+        super().connect(address)  # type: ignore[arg-type]
+
+
+@linux
+@pytest.mark.parametrize("forbidden", ["socket", "bind", "connect"])
+@pytest.mark.filterwarnings("error")  # a socket that is not closed warns
+def test_where_unix_sockets_are_forbidden_ranks_connect_over_tcp(
+    forbidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sandboxed, "forbidden", forbidden)
+    monkeypatch.setattr(socket, "socket", Sandboxed)
+    one, other = connect_with(dist.HashStore(), lambda dial: None)
+    assert one.family == other.family == socket.AF_INET
+    check_and_close(one, other)
+    gc.collect()
+
+
+@linux
+def test_where_the_queue_of_a_unix_socket_is_full_ranks_connect_over_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[socket.socket] = []
+
+    def listen(name: str, backlog: int) -> socket.socket:
+        """Listen at the rank's name with a full queue, and give the rank another listener."""
+        full, other = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+        full.bind(name)
+        full.listen(0)
+        other.bind("")  # any name
+        other.listen(0)
+        waiting = socket.socket(socket.AF_UNIX)
+        waiting.connect(name)
+        held.extend((full, waiting))
+        return other
+
+    monkeypatch.setattr(sockets, "_listen_near", listen)
+    one, other = connect_with(dist.HashStore(), lambda dial: None)
+    assert one.family == other.family == socket.AF_INET
+    check_and_close(one, other)
+    for near in held:
+        near.close()

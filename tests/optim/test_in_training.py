@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import sparcel
-from sparcel import simulate
+from sparcel import kernels, simulate
 from sparcel.comm import Communicator
+from sparcel.cost import Rates
 from sparcel.errors import CommunicationError, MismatchError
+from sparcel.kernels import cpu, reference
 from sparcel.optim import LAMB, LARS
 from tests.optim.test_parallel import SLOW_WORK
 from tests.strategies import same_bits
@@ -67,6 +70,33 @@ def test_ranks_that_share_the_norms_make_the_steps_of_one_alone(by: str, world: 
         return all(map(same_bits, mine, alone))
 
     assert all(simulate(world, on_rank).results)
+
+
+@by
+@pytest.mark.parametrize("sums_of_squares", [cpu.sums_of_squares, reference.sums_of_squares])
+def test_a_copy_that_computes_all_norms_makes_the_same_steps(
+    by: str, sums_of_squares: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for tensors of several chunks, and by the kernel of GPUs."""
+    monkeypatch.setattr(cpu, "sums_of_squares", sums_of_squares)
+    generator = torch.Generator().manual_seed(5)
+    shape, dtype = (2, 7, 3, kernels.CHUNK // 2), torch.float64
+    weights, gradients = torch.randn(shape, generator=generator, dtype=dtype)
+
+    def on_rank(comm: Communicator) -> bool:
+        comm.rates = SLOW_WORK
+        optimizer = MAKES[by]([one.clone() for one in weights], parallel=True, group=comm)
+        pair = optimizer, copy.deepcopy(optimizer)
+        for one in pair:
+            for parameter, gradient in zip(one.param_groups[0]["params"], gradients, strict=True):
+                parameter.grad = gradient
+            before = comm.traffic.messages_sent
+            one.step()
+            assert (comm.traffic.messages_sent > before) == (one is optimizer)
+        found, expected = (one.param_groups[0]["params"] for one in pair)
+        return all(map(same_bits, found, expected)) and not same_bits(found[0], weights[0])
+
+    assert all(simulate(2, on_rank).results)
 
 
 def train(comm: Communicator, by: str, scheme: str | None) -> list[tuple[bool, list[Tensor]]]:
@@ -128,9 +158,10 @@ def test_a_void_step_changes_nothing(run_on: Any, by: str) -> None:
 
 
 @by
-def test_ranks_with_other_parameters_are_told(by: str) -> None:
+@pytest.mark.parametrize("rates", [SLOW_WORK, None], ids=["pays", "does not pay"])
+def test_ranks_with_other_parameters_are_told(by: str, rates: Rates | None) -> None:
     def on_rank(comm: Communicator) -> None:
-        comm.rates = SLOW_WORK
+        comm.rates = rates
         parameters = [torch.ones(9 + comm.rank, 3), torch.ones(4, 4)]
         optimizer = MAKES[by](parameters, parallel=True, group=comm)
         for one in parameters:
@@ -159,6 +190,48 @@ def lose(comm: Communicator, by: str) -> str:
         optimizer.step()
     assert all(bool((one == 1).all()) for one in parameters)
     return str(caught.value)
+
+
+class FailsLate(LAMB):
+    """LAMB that computes the norms of gradients and parameters, and fails at those of updates."""
+
+    norms = 0
+
+    def _norms(self, tensors: Sequence[Tensor]) -> list[float]:
+        self.norms += 1
+        if self.norms % 2 == 0:
+            fail()
+        return super()._norms(tensors)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_nothing_changes_if_a_rank_fails_within_a_step_of_lamb(steps: int) -> None:
+    errors: list[Exception] = []
+
+    def on_rank(comm: Communicator) -> None:
+        comm.rates = SLOW_WORK
+        parameters = [torch.ones(9, 3), torch.ones(4)]
+        optimizer = LAMB(parameters, parallel=True, group=comm)
+        for _ in range(steps):
+            for one in parameters:
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+        before = copy.deepcopy((parameters, optimizer.state_dict()))
+        if comm.rank == 1:
+            optimizer.__class__ = FailsLate
+        try:
+            for one in parameters:
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+        except Exception as error:
+            errors.append(error)
+            after = parameters, optimizer.state_dict()
+            assert str(after) == str(before)
+            raise
+
+    with pytest.raises(LookupError, match="no more data"):
+        simulate(2, on_rank)
+    assert {type(error) for error in errors} == {LookupError, CommunicationError}
 
 
 def fail() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,7 +19,7 @@ from sparcel.comm import Communicator
 from sparcel.cost import Rates, stated_rates
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.optim import parallel
-from sparcel.optim._shares import shares
+from sparcel.optim._shares import divide
 from tests.strategies import DTYPES, FLOATS, same_bits, worlds
 from tests.workers import on_engines_in_turn
 
@@ -101,7 +103,7 @@ def test_rows_of_other_operations_are_gathered_as_they_are(
 def test_shares_hold_each_piece_once_and_are_balanced_by_bytes(
     given: list[tuple[int, int]], ranks: int
 ) -> None:
-    divided = shares(tuple(given), ranks, True, None)
+    divided = divide(tuple(given), ranks, True, None)
     assert divided.cuts[0] == 0 and divided.cuts[-1] == len(divided.pieces)
     assert all(start <= stop for start, stop in pairwise(divided.cuts))
     for number, (size, _) in enumerate(given):
@@ -127,14 +129,17 @@ def test_shares_hold_each_piece_once_and_are_balanced_by_bytes(
 def test_work_is_shared_where_the_cost_model_says_so(
     size: int, ranks: int, rates: Rates | None, pays: bool
 ) -> None:
-    divided = shares(((size // 2, 4), (size - size // 2, 4)) * 2, ranks, True, rates)
+    divided = divide(((size // 2, 4), (size - size // 2, 4)) * 2, ranks, True, rates)
     assert divided.pays == pays
 
 
-def test_nothing_is_sent_where_it_does_not_pay() -> None:
+def test_where_it_does_not_pay_ranks_compare_their_sizes_and_send_nothing_after_that() -> None:
     def on_rank(comm: Communicator) -> Tensor:
-        rows = parallel(kernels.sums_of_squares, [torch.ones(1000)], comm, additive=True)
-        assert comm.traffic.messages_sent == 0
+        sent = []
+        for _ in range(3):
+            rows = parallel(kernels.sums_of_squares, [torch.ones(1000)], comm, additive=True)
+            sent.append(comm.traffic.bytes_sent)
+        assert sent == [16] * 3
         return rows
 
     assert [rows.tolist() for rows in simulate(3, on_rank).results] == [[1000]] * 3
@@ -205,6 +210,38 @@ def test_ranks_that_disagree_are_told(what: str, world: int) -> None:
         everywhere(world, on_rank)
     assert len(errors) == world
     assert all(isinstance(error, MismatchError) for error in errors)
+
+
+@pytest.mark.parametrize("what", ["sizes", "additive", "rates"])
+@pytest.mark.parametrize("world", [2, 3, 11])
+def test_ranks_that_disagree_are_told_where_it_does_not_pay(what: str, world: int) -> None:
+    errors: list[Exception] = []
+
+    def on_rank(comm: Communicator) -> None:
+        other = comm.rank == 1
+        comm.rates = SLOW_WORK if what == "rates" and other else None
+        tensors = [torch.ones(70 + (what == "sizes" and other)), torch.ones(9)]
+        additive = not (what == "additive" and other)
+        try:
+            parallel(kernels.sums_of_squares, tensors, comm, additive)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(MismatchError, match="rank 1 called parallel"):
+        simulate(world, on_rank)
+    assert len(errors) == world
+    assert all(isinstance(error, MismatchError) for error in errors)
+
+
+def test_what_was_compared_keeps_no_communicator() -> None:
+    def on_rank(comm: Communicator) -> weakref.ref[Communicator]:
+        parallel(kernels.sums_of_squares, [torch.ones(70)], comm, additive=True)
+        return weakref.ref(comm)
+
+    kept = simulate(2, on_rank).results
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 def test_a_rank_whose_operation_fails_tells_the_others() -> None:

@@ -108,6 +108,7 @@ SPARSE_WORK = {
     "oktopk": ("oktopk", {}),
     "oktopk reuse": ("oktopk", {"threshold": "reuse", "threshold_steps": 2}),
     "scalecom": ("scalecom", {"beta": 0.5}),
+    "hitopk": ("hitopk", {}),  # with one rank a node
     "momentum": ("gtopk", {"momentum": 0.5, "clip": 1.0}),
     **{name: ("topk", {"selector": name}) for name in SELECTORS},
 }

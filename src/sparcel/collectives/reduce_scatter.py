@@ -60,8 +60,11 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
     """Return this rank's region of the sum of dense vectors, as `reduce_scatter` divides them.
 
     The vectors travel in their own dtype and are added in ``dtype``, which may be wider. They do so
-    slice by slice, since messages as large as the vector would take fresh memory in each step.
+    slice by slice, since messages as large as the vector would take fresh memory in each step. A
+    rank alone gets its vector back, or a wider copy.
     """
+    if wire.size == 1:
+        return vector.to(dtype)
     boundaries = patterns.regions(vector.numel(), wire.size)
     rounds, own = patterns.rotation(wire.rank, wire.size), boundaries[wire.rank]
     total = vector.new_empty(boundaries[wire.rank + 1] - own, dtype=dtype)

@@ -208,10 +208,14 @@ class Communicator(ABC):
         Raises
         ------
         MismatchError
-            As `exchange`, and when a rank sends fewer.
+            As `exchange`, and when a rank sends more or fewer bytes than that.
         """
         if self.size <= DIRECT_RANKS:
-            return torch.cat(self.gather(block, max(nbytes)))
+            blocks = self.gather(block, max(nbytes))
+            for rank, (one, due) in enumerate(zip(blocks, nbytes, strict=True)):
+                if one.numel() != due:
+                    raise other_length(rank, one.numel(), self.rank, due)
+            return torch.cat(blocks)
         lengths = [*nbytes[self.rank :], *nbytes[: self.rank]]
         # From here on, held has the blocks of this rank and of those that follow it.
         held = block

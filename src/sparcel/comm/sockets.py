@@ -1,7 +1,7 @@
 """Connects every rank to every other; a store holds the addresses of the ranks.
 
 Connections are TCP. On Linux, ranks with one address use Unix sockets instead, which take the
-kernel less time for each byte.
+kernel less time for each byte, where these work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import selectors
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
@@ -85,8 +86,9 @@ class _Meeting:
         listener = socket.create_server((address, 0), family=family, backlog=most)
         self.address: Address = listener.getsockname()[:2]
         self._listeners = [listener]
-        if sys.platform == "linux":
-            self._listeners.append(_listen_near(_near_name(key, self.address), most))
+        near = _listen_near(_near_name(key, self.address), most)
+        if near is not None:
+            self._listeners.append(near)
         self.connected: dict[int, socket.socket] = {}
         self._key, self._rank, self._most = key, rank, most
         self._due = set(range(size)) - {rank}
@@ -99,8 +101,9 @@ class _Meeting:
 
     def dial(self, peer: int, address: Address, deadline: float) -> None:
         """Connect to a lower rank, and begin to greet it."""
-        near = address[0] == self.address[0] and sys.platform == "linux"
-        connection = _dial_near(_near_name(self._key, address), deadline) if near else None
+        connection = None
+        if address[0] == self.address[0]:
+            connection = _dial_near(_near_name(self._key, address))
         if connection is None:
             connection = socket.create_connection(address, timeout=_left(deadline))
         self._begin(connection, greet(connection, self._key, self._rank, peer), peer)
@@ -160,31 +163,51 @@ class _Meeting:
 
 
 def _near_name(key: bytes, address: Address) -> str:
-    """Return the name at which a rank listens for those of its machine: only they can know it.
+    """Return the name at which a rank listens for those of its machine.
 
     Such names ("abstract") are no files; they belong to the network namespace, as addresses do.
+    Only ranks can know one before it is taken, so nobody else takes it first. Once it is taken,
+    every user of the machine can read it in ``/proc/net/unix`` and dial it, as well as the port:
+    the ends of a connection trust each other's proof alone.
     """
     host, port = address
     return "\0" + hmac.digest(key, f"{host} {port}".encode(), "sha256").hex()
 
 
-def _listen_near(name: str, backlog: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(name)
-    listener.listen(backlog)
-    return listener
+def _listen_near(name: str, backlog: int) -> socket.socket | None:
+    """Listen at a name, or return None where that does not work."""
+
+    def listen(listener: socket.socket) -> None:
+        listener.bind(name)
+        listener.listen(backlog)
+
+    return _near(listen)
 
 
-def _dial_near(name: str, deadline: float) -> socket.socket | None:
-    """Connect to a rank with this rank's address, or return None if it is elsewhere after all."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(_left(deadline))
-    try:
+def _dial_near(name: str) -> socket.socket | None:
+    """Connect to a rank with this rank's address, or return None where that does not work."""
+
+    def dial(connection: socket.socket) -> None:
+        connection.setblocking(False)  # there is nothing to wait for but a place in a full queue
         connection.connect(name)
-    except ConnectionRefusedError:  # namespaces may have equal addresses
-        connection.close()
+
+    return _near(dial)
+
+
+def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
+    """Return a Unix socket once ``begin`` has bound or connected it; None where TCP has to do.
+
+    Namespaces may have equal addresses, so that the name is not there; the other end's queue may be
+    full; sandboxes forbid such sockets, or some of their calls.
+    """
+    if sys.platform != "linux":
         return None
-    return connection
+    with suppress(OSError), ExitStack() as unless_done:
+        near = unless_done.enter_context(socket.socket(socket.AF_UNIX))
+        begin(near)
+        unless_done.pop_all()
+        return near
+    return None
 
 
 def _read(store: Store, key: str, deadline: float) -> str:

@@ -18,7 +18,7 @@ from sparcel.kernels.reduce import (
     scatter,
     scatter_reduce,
 )
-from sparcel.kernels.reference import index_dtype, magnitude_bits
+from sparcel.kernels.reference import CHUNK, index_dtype, magnitude_bits
 from sparcel.kernels.select import (
     accumulate_topk,
     magnitude_histogram,
@@ -27,7 +27,7 @@ from sparcel.kernels.select import (
     topk_chunked,
 )
 from sparcel.kernels.sets import within, without
-from sparcel.kernels.squares import CHUNK, norm, sums_of_squares
+from sparcel.kernels.squares import norm, sums_of_squares
 
 __all__ = [
     "CHUNK",

@@ -50,10 +50,10 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return _cpu.threshold_select(x.detach(), limit, torch.get_num_threads())
 
 
-def sums_of_squares(vectors: Sequence[Tensor], chunk: int) -> Tensor:
+def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     """Sum the squares chunk by chunk."""
     given = [to_dlpack(one.detach() if one.requires_grad else one) for one in vectors]
-    return _cpu.sums_of_squares(given, chunk, torch.get_num_threads())
+    return _cpu.sums_of_squares(given, reference.CHUNK, torch.get_num_threads())
 
 
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:

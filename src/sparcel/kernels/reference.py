@@ -16,6 +16,9 @@ from sparcel.kernels.addition import Addition
 from sparcel.kernels.philox import uniform
 from sparcel.ops import Op
 
+CHUNK = 1 << 17
+"""Entries of a vector whose squares are summed by themselves."""
+
 _MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
 
 _BITS_DTYPE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -84,12 +87,19 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return _gather(x, (bits >= limit) & (bits != 0))
 
 
-def sums_of_squares(vectors: Sequence[Tensor], chunk: int) -> Tensor:
-    """Square the vectors' norms, which takes few launches on a GPU; chunks save nothing here."""
-    if not vectors:
-        return torch.zeros(0, dtype=torch.float64)
-    norms = torch._foreach_norm(list(vectors), 2, dtype=torch.float64)
-    return torch.stack([norm.to(vectors[0].device) for norm in norms]).square_()
+def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
+    """Square the chunks' norms, which takes few launches on a GPU, and add them in order."""
+    chunks = [chunk for vector in vectors for chunk in vector.detach().split(CHUNK)]
+    owners = [place for place, vector in enumerate(vectors) for _ in vector.split(CHUNK)]
+    kinds = [(chunk.dtype, chunk.device) for chunk in chunks]
+    squares = torch.zeros(len(chunks), dtype=torch.float64)
+    for kind in dict.fromkeys(kinds):  # those of other kinds in a call may change how torch sums
+        own = [place for place, other in enumerate(kinds) if other == kind]
+        norms = torch._foreach_norm([chunks[place] for place in own], 2, dtype=torch.float64)
+        squares[own] = torch.stack(norms).square_().cpu()
+    sums = torch.zeros(len(vectors), dtype=torch.float64)
+    sums.index_add_(0, torch.tensor(owners, dtype=torch.int64), squares)  # one by one on the CPU
+    return sums.to(vectors[0].device) if vectors else sums
 
 
 def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:

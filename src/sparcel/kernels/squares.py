@@ -9,23 +9,18 @@ from torch import Tensor
 
 from sparcel.kernels import cpu, reference
 
-CHUNK = 1 << 17
-"""Entries of a vector that are summed by themselves."""
 
-
-def sums_of_squares(vectors: Sequence[Tensor], chunk: int = CHUNK) -> Tensor:
+def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of each vector, summed up in float64.
 
     On the CPU the sums depend neither on the number of threads nor on the instruction set. That of
     a vector is the sum of those of its chunks, one after another, so whoever cuts vectors at
-    multiples of ``chunk`` gets the same bits.
+    multiples of `sparcel.kernels.CHUNK` gets the same bits.
 
     Parameters
     ----------
     vectors
         Vectors of any length, each of any float dtype, all on one device for few launches.
-    chunk
-        Entries of a chunk, at least 1.
 
     Returns
     -------
@@ -33,8 +28,8 @@ def sums_of_squares(vectors: Sequence[Tensor], chunk: int = CHUNK) -> Tensor:
         float64 ``[len(vectors)]``, on the device of the first vector.
     """
     if all(vector.is_cpu for vector in vectors):
-        return cpu.sums_of_squares(vectors, chunk)
-    return reference.sums_of_squares(vectors, chunk)
+        return cpu.sums_of_squares(vectors)
+    return reference.sums_of_squares(vectors)
 
 
 def norm(x: Tensor) -> float:

@@ -16,12 +16,12 @@ from sparcel._checks import flag, number
 from sparcel.comm import Group
 from sparcel.errors import InputError
 from sparcel.optim._shares import flat
-from sparcel.optim.parallel import parallel as shared
+from sparcel.optim.parallel import parallel
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class Layer(NamedTuple):
+class LayerStep(NamedTuple):
     """A parameter in a step.
 
     Attributes
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
     adapted: bool
 
 
-Batch = tuple[dict[str, Any], list[Layer]]
+Batch = tuple[dict[str, Any], list[LayerStep]]
 """A group, and layers of it that are changed together."""
 
 
@@ -109,7 +109,7 @@ class LayerWise(torch.optim.Optimizer, ABC):
         InputError
             For sparse gradients; nothing changes then.
         MismatchError, CommunicationError
-            See `sparcel.optim.parallel`. If that happens, nothing changes on this rank.
+            See `sparcel.optim.parallel`. Nothing changes on this rank then.
         """
         loss = None
         if closure is not None:
@@ -139,12 +139,12 @@ class LayerWise(torch.optim.Optimizer, ABC):
         """Return the norm of each tensor; the ranks share the work if that was asked for."""
         vectors = [flat(tensor) for tensor in tensors]
         if self._parallel:
-            squares = shared(kernels.sums_of_squares, vectors, self._group, additive=True)
+            squares = parallel(kernels.sums_of_squares, vectors, self._group, additive=True)
         else:
             squares = kernels.sums_of_squares(vectors)
         return [math.sqrt(square) for square in squares.tolist()]  # torch's root is less exact
 
-    def _remember(self, layers: Iterable[Layer], ratios: Iterable[float]) -> None:
+    def _remember(self, layers: Iterable[LayerStep], ratios: Iterable[float]) -> None:
         """Remember the layers' trust ratios."""
         for layer, one in zip(layers, ratios, strict=True):
             self.state[layer.parameter]["trust_ratio"] = one
@@ -162,7 +162,7 @@ def take(batches: Iterable[Batch], *norms: Iterable[float]) -> Iterator[tuple[An
         yield group, batch, *[list(islice(one, len(batch))) for one in rest]
 
 
-def _batches(group: Mapping[str, Any]) -> Iterator[list[Layer]]:
+def _batches(group: Mapping[str, Any]) -> Iterator[list[LayerStep]]:
     """Yield the layers of a group that have gradients, in lists that are changed together."""
     layers = [_layer(one, group) for one in group["params"] if one.grad is not None]
     foreach = group["foreach"]
@@ -178,7 +178,7 @@ def _batches(group: Mapping[str, Any]) -> Iterator[list[Layer]]:
             yield alike
 
 
-def _layer(parameter: Tensor, group: Mapping[str, Any]) -> Layer:
+def _layer(parameter: Tensor, group: Mapping[str, Any]) -> LayerStep:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.layout != torch.strided:
@@ -187,4 +187,4 @@ def _layer(parameter: Tensor, group: Mapping[str, Any]) -> Layer:
             f" {tuple(parameter.shape)}; give it an optimiser of its own, such as"
             " torch.optim.SparseAdam, or make its layer with sparse=False"
         )
-    return Layer(parameter, gradient, not (group["exclude_vectors"] and parameter.ndim <= 1))
+    return LayerStep(parameter, gradient, not (group["exclude_vectors"] and parameter.ndim <= 1))

@@ -25,7 +25,7 @@ _ROW_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
+class Division:
     """Pieces of tensors, and the ranks' shares of them.
 
     Attributes
@@ -52,7 +52,7 @@ class Shares:
 
     @cached_property
     def text(self) -> str:
-        """What all ranks must have in common, in few words."""
+        """The tensors in few words, to compare ranks by."""
         return f"{len(self.sizes)} tensors {digest(repr(self.sizes), 32):08x}"
 
     @cached_property
@@ -80,7 +80,7 @@ class Shares:
 
 
 @lru_cache(maxsize=64)
-def shares(sizes: Sizes, ranks: int, cut: bool, rates: Rates | None) -> Shares:
+def divide(sizes: Sizes, ranks: int, cut: bool, rates: Rates | None) -> Division:
     """Divide tensors among the ranks by bytes; cached, because each step asks again.
 
     Only the arguments decide, so ranks with equal arguments divide alike. Large tensors are cut
@@ -88,15 +88,15 @@ def shares(sizes: Sizes, ranks: int, cut: bool, rates: Rates | None) -> Shares:
     and a chunk.
     """
     pieces = tuple(_pieces(sizes, cut))
-    whole = Shares(sizes, pieces, (0, len(pieces)))
+    whole = Division(sizes, pieces, (0, len(pieces)))
     # A piece goes to the rank in whose part of all bytes its middle lies.
     ends = list(accumulate(whole.nbytes))
     middles = [2 * end - piece for end, piece in zip(ends, whole.nbytes, strict=True)]
     total = ends[-1] if ends else 0
     bounds = [-(-2 * total * rank // ranks) for rank in range(ranks)]
     cuts = (0, *(bisect_left(middles, bound) for bound in bounds[1:]), len(pieces))
-    divided = Shares(sizes, pieces, cuts)
-    return Shares(sizes, pieces, cuts, _seconds(divided, rates) < _seconds(whole, rates, ranks))
+    divided = Division(sizes, pieces, cuts)
+    return Division(sizes, pieces, cuts, _seconds(divided, rates) < _seconds(whole, rates, ranks))
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _pieces(sizes: Sizes, cut: bool) -> Iterator[tuple[int, int, int]]:
             yield tensor, start, min(start + kernels.CHUNK, size)
 
 
-def _seconds(divided: Shares, rates: Rates | None, ranks: int | None = None) -> float:
+def _seconds(divided: Division, rates: Rates | None, ranks: int | None = None) -> float:
     """Return the predicted time of an operation that is one pass over its tensors."""
     ranks = len(divided.loads) if ranks is None else ranks
     rates = cost.default_rates() if rates is None else rates
@@ -124,7 +124,7 @@ def _seconds(divided: Shares, rates: Rates | None, ranks: int | None = None) -> 
     return cost.predict(partial(_steps, divided), problem, rates).seconds
 
 
-def _steps(divided: Shares, problem: Problem) -> Iterator[Step]:
+def _steps(divided: Division, problem: Problem) -> Iterator[Step]:
     yield Work("add", max(divided.loads) / 4)  # its coordinates are of float32
     blocks = [float(_ROW_BYTES * count) for count in divided.counts]
     for exchange in gather_steps(blocks, 0, max(blocks)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel._checks import number
 from sparcel.comm import Group
-from sparcel.optim._layers import Batch, Layer, LayerWise, Parameters, ratio, take
+from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio, take
 
 
 class LARS(LayerWise):
@@ -103,7 +103,7 @@ class LARS(LayerWise):
             self._change(group, layers, [float(group["lr"]) * one for one in ratios])
 
     def _change(
-        self, group: Mapping[str, Any], layers: Sequence[Layer], rates: Sequence[float]
+        self, group: Mapping[str, Any], layers: Sequence[LayerStep], rates: Sequence[float]
     ) -> None:
         parameters, decay = [layer.parameter for layer in layers], group["weight_decay"]
         directions: tuple[Tensor, ...] | list[Tensor] = [layer.gradient for layer in layers]

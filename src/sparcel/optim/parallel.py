@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,10 +15,16 @@ from sparcel import kernels
 from sparcel._checks import check_callable, check_type, flag
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
-from sparcel.optim._shares import Shares, flat, shares
+from sparcel.optim._shares import Division, Sizes, divide, flat
+from sparcel.rates import Rates
 
 Operation = Callable[[Sequence[Tensor]], Tensor]
 """``tensors -> rows``, one row for each tensor."""
+
+_COMPARED: WeakKeyDictionary[Communicator, set[tuple[Sizes, bool, Rates | None]]] = (
+    WeakKeyDictionary()
+)
+"""What the ranks of a communicator have compared."""
 
 
 def parallel(
@@ -29,7 +36,7 @@ def parallel(
     rows. Shares are balanced by bytes. Where the cost model predicts that this takes longer than
     computing everything, each rank does that; the result has the same bits. The model takes ``op``
     for one pass over its tensors, and decides by their sizes, the number of ranks and the
-    communicator's ``rates``, or the default rates.
+    communicator's ``rates``, or the default rates. All ranks call.
 
     Parameters
     ----------
@@ -37,7 +44,7 @@ def parallel(
         ``op(list of tensors)`` returns a row for each tensor, of any shape and dtype, both the same
         for all: ``[n]`` or ``[n, …]``. A row must depend on its own tensor alone, bit by bit.
     tensors
-        The same on all ranks, bit by bit; of any shapes and dtypes. This is not checked, sizes are.
+        The same on all ranks, bit by bit; of any shapes and dtypes. Only sizes are compared.
     group
         As of `sparcel.all_reduce`.
     additive
@@ -56,8 +63,10 @@ def parallel(
     InputError
         For tensors that are not strided, or an ``op`` that returns another number of rows.
     MismatchError
-        On all ranks, when they differ in ``op``'s name, the tensors' sizes, ``additive`` or the
-        rows' dtype and shape.
+        On all ranks, when they differ in the tensors' sizes, in ``additive`` or in whether their
+        rates make them share the work, which is compared when sizes or rates are new on the
+        communicator. Where they share it also when they differ in ``op``'s name or the rows' dtype
+        and shape.
     CommunicationError
         When a peer fails, as when its ``op`` raises, or does not answer within the timeout.
 
@@ -72,7 +81,8 @@ def parallel(
             raise InputError(f"tensors must be strided, got {tensor.layout}; use to_dense()")
     comm = resolve(group)
     sizes = tuple([(tensor.numel(), tensor.element_size()) for tensor in tensors])
-    divided = shares(sizes, comm.size, additive, comm.rates)
+    divided = divide(sizes, comm.size, additive, comm.rates)
+    _compare(divided, additive, comm)
     if divided.pays:
         rows = comm.run(lambda: _gathered(op, tensors, divided, additive, comm))
     else:
@@ -80,8 +90,21 @@ def parallel(
     return _added(rows, divided) if additive else rows
 
 
+def _compare(divided: Division, additive: bool, comm: Communicator) -> None:
+    """Compare what the ranks divide, and whether they share it; once on each communicator.
+
+    Ranks with other sizes or rates might choose otherwise; then some would wait for the others.
+    """
+    question = divided.sizes, additive, comm.rates
+    compared = _COMPARED.setdefault(comm, set())
+    if question not in compared:
+        facts = {"tensors": divided.text, "additive": additive, "shared": divided.pays}
+        comm.call(Call.of("parallel", facts), lambda: comm.gather_numbers(0))
+        compared.add(question)
+
+
 def _gathered(
-    op: Operation, tensors: list[Tensor], divided: Shares, additive: bool, comm: Communicator
+    op: Operation, tensors: list[Tensor], divided: Division, additive: bool, comm: Communicator
 ) -> Tensor:
     """Compute this rank's rows and return those of all ranks."""
     rows = _rows(op, tensors, divided, divided.share(comm.rank), additive)
@@ -104,7 +127,7 @@ def _gathered(
 
 @torch.no_grad()
 def _rows(
-    op: Operation, tensors: list[Tensor], divided: Shares, share: range, additive: bool
+    op: Operation, tensors: list[Tensor], divided: Division, share: range, additive: bool
 ) -> Tensor:
     """Apply the operation to some pieces."""
     chosen = divided.pieces[share.start : share.stop]
@@ -126,7 +149,7 @@ def _cut(tensors: list[Tensor], chosen: Sequence[tuple[int, int, int]]) -> Itera
         yield from vector.split(kernels.CHUNK) if len(ranges) > 1 else (vector,)
 
 
-def _added(rows: Tensor, divided: Shares) -> Tensor:
+def _added(rows: Tensor, divided: Division) -> Tensor:
     """Add the rows of each tensor's pieces, one after another."""
     total = np.zeros((len(divided.sizes), *rows.shape[1:]))
     np.add.at(total, divided.owners, rows.cpu().numpy())

@@ -94,12 +94,12 @@ class Hierarchical(Scheme):
         boundaries = patterns.regions(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
-        with request.meter.communicating():
-            self._bring_loaded(gradient, here.node)
-            with emptied(gradient, request.apart):
+        with emptied(gradient, request.apart):  # where a node has one rank, that is the shard
+            with request.meter.communicating():
+                self._bring_loaded(gradient, here.node)
                 shard = sum_regions(gradient, node, wide_dtype(gradient.dtype))
-        of_shard = self._of_shard(request, shard, comm)
-        total, divisor = self.inner.reduce(shard, here.across, of_shard)
+            of_shard = self._of_shard(request, shard, comm)
+            total, divisor = self.inner.reduce(shard, here.across, of_shard)
         with request.meter.communicating():
             average = averaged(total, divisor, gradient.dtype)
             whole = _gather_shards(average, node, boundaries, scratch)
