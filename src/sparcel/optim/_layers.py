@@ -109,7 +109,7 @@ class LayerWise(torch.optim.Optimizer, ABC):
         InputError
             For sparse gradients; nothing changes then.
         MismatchError, CommunicationError
-            See `sparcel.optim.parallel`. Nothing changes on this rank then.
+            See `sparcel.optim.parallel`. No parameter changes on this rank then.
         """
         loss = None
         if closure is not None:

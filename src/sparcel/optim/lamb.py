@@ -39,8 +39,7 @@ class LAMB(LayerWise):
         Whether tensors of at most one dimension, that is biases and the scales of norms, get
         neither the ratio ‖w‖ / ‖u‖ nor weight decay.
     foreach, parallel, group
-        As of `LARS`. In any case u and the new m and v of all parameters are held during a step,
-        beside the m and v of the step before.
+        As of `LARS`. In any case u is held for all parameters.
 
     Raises
     ------
@@ -50,7 +49,8 @@ class LAMB(LayerWise):
     Notes
     -----
     As of `LARS`; the trust ratio is ‖w‖ / ‖u‖. Norms of the gradients only tell whether these are
-    finite; to compute them takes one more pass over the gradients.
+    finite; to compute them takes one more pass over the gradients. If an exchange fails, the
+    parameters are as before the step; m and v may have changed.
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
     ICLR 2020, Algorithm 2, with the identity as φ.
@@ -91,49 +91,45 @@ class LAMB(LayerWise):
     def _move(
         self, batches: Sequence[Batch], sizes: Sequence[float], slopes: Sequence[float]
     ) -> None:
-        # If the ranks share the norms of the updates, that can fail; nothing changes before it.
-        begun = [self._begun(group, layers) for group, layers in batches]
-        lengths = self._norms([update for updates, _ in begun for update in updates])
-        for (group, layers, w, u), (updates, states) in zip(
-            take(batches, sizes, lengths), begun, strict=True
+        updates = [self._updates(group, layers) for group, layers in batches]
+        lengths = self._norms([update for batch in updates for update in batch])
+        for (group, layers, w, u), update in zip(
+            take(batches, sizes, lengths), updates, strict=True
         ):
-            for layer, state in zip(layers, states, strict=True):
-                self.state[layer.parameter].update(state)
             ratios = list(map(ratio, w, u))
             self._remember(layers, ratios)
-            steps = torch._foreach_mul(updates, [float(group["lr"]) * one for one in ratios])
+            steps = torch._foreach_mul(update, [float(group["lr"]) * one for one in ratios])
             torch._foreach_sub_([layer.parameter for layer in layers], steps)
 
-    def _begun(
-        self, group: Mapping[str, Any], layers: Sequence[LayerStep]
-    ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Return u of some layers, and what their states will be."""
+    def _updates(self, group: Mapping[str, Any], layers: Sequence[LayerStep]) -> list[Tensor]:
+        """Average the gradients and their squares, and return u."""
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         gradients = [layer.gradient for layer in layers]
-        before = [self._state(layer.parameter) for layer in layers]
-        steps = [state["step"] + 1 for state in before]
-        means = torch._foreach_lerp([state["exp_avg"] for state in before], gradients, 1 - beta1)
+        states = [self._begun(layer.parameter) for layer in layers]
+        means = [state["exp_avg"] for state in states]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
         # In place, torch would round the factor to half precision, and 0.999 to 1 in bfloat16.
-        squares = torch._foreach_mul([state["exp_avg_sq"] for state in before], beta2)
+        squares = torch._foreach_mul([state["exp_avg_sq"] for state in states], beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        for state, square in zip(states, squares, strict=True):
+            state["exp_avg_sq"] = square
         scales = torch._foreach_sqrt(squares)
-        torch._foreach_div_(scales, [math.sqrt(1 - beta2**step) for step in steps])
+        torch._foreach_div_(scales, [math.sqrt(1 - beta2 ** one["step"]) for one in states])
         torch._foreach_add_(scales, group["eps"])
         updates = torch._foreach_div(means, scales)
-        torch._foreach_div_(updates, [1 - beta1**step for step in steps])
+        torch._foreach_div_(updates, [1 - beta1 ** one["step"] for one in states])
         if layers[0].adapted and decay:
             torch._foreach_add_(updates, [layer.parameter for layer in layers], alpha=decay)
-        names = "step", "exp_avg", "exp_avg_sq"
-        rows = zip(steps, means, squares, strict=True)
-        return list(updates), [dict(zip(names, row, strict=True)) for row in rows]
+        return list(updates)
 
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state, or what it is before the first step."""
-        if "step" in self.state.get(parameter, {}):
-            state: dict[str, Any] = self.state[parameter]
-            return state
-        zeros = torch.zeros_like
-        return {"step": 0, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(parameter)}
+    def _begun(self, parameter: Tensor) -> dict[str, Any]:
+        """Return a parameter's state in its next step."""
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            zeros = torch.zeros_like
+            state |= {"step": 0, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(parameter)}
+        state["step"] += 1
+        return state
 
     @staticmethod
     def two_steps(
