@@ -88,7 +88,7 @@ class Cached(Dataset[Any]):
         of a slow store, and need a ``dataset`` that threads may use together.
     looks
         Of how many samples on disk, chosen at random, it is asked whether the source still has
-        them. If it has not, the copy on disk is made anew.
+        them. If it has not, the copy on disk is made anew. An error of the source passes through.
     group
         Ranks, those of which on one node share the memory: as for all collectives, except that None
         stands for this process alone. All its ranks make the object together.
@@ -236,8 +236,15 @@ def _opened(
     if path.exists() and not path.is_dir():
         raise InputError(f"folder must be a folder, and {path} is a file")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        _make(path)
         return Disk(path, source.identity(version), source.still_has, looks, warn)
-    except (OSError, UnusableError) as error:
+    except UnusableError as error:
         warn(f"samples are not kept on disk: {error}")
     return None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnusableError(str(error)) from error
