@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 
 from sparcel import units
 from sparcel._checks import check_callable, check_type, whole_number
-from sparcel.comm import Group, resolve
+from sparcel.comm import Group
 from sparcel.data.database import UnusableError
 from sparcel.data.disk import Disk
-from sparcel.data.node import shared_by_node
+from sparcel.data.node import ranks_of, shared_by_node
 from sparcel.data.records import unpack
-from sparcel.data.shared import Shared
+from sparcel.data.shared import Shared, check
 from sparcel.data.source import Source, packed, unpacked
 from sparcel.errors import InputError, warn
 
@@ -90,8 +90,9 @@ class Cached(Dataset[Any]):
         Of how many samples on disk, chosen at random, it is asked whether the source still has
         them. If it has not, the copy on disk is made anew. An error of the source passes through.
     group
-        Ranks, those of which on one node share the memory: as for all collectives, except that None
-        stands for this process alone. All its ranks make the object together.
+        Ranks, those of which on one node share the memory; None for torch's default process group,
+        and where there is none, for a process that was launched alone. All its ranks make the
+        object together.
 
     Raises
     ------
@@ -128,11 +129,11 @@ class Cached(Dataset[Any]):
         looks = whole_number(looks, "looks", at_least=0)
         self._source = Source(dataset, whole_number(threads, "threads", at_least=1))
         self._decode, self._transform = decode, transform
+        check(len(self), limit)  # here, where a wrong one does not close the group
+        comm = ranks_of(group)
         self._disk = None if folder is None else _opened(folder, self._source, version, looks)
         self._shared = (
-            Shared(len(self), limit)
-            if group is None
-            else shared_by_node(resolve(group), len(self), limit)
+            Shared(len(self), limit) if comm is None else shared_by_node(comm, len(self), limit)
         )
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -26,6 +27,11 @@ _UNIT = 64
 _LENGTH_BITS = 24
 _BARRED = 1
 """The entry of a sample that is not to be kept."""
+_PUNCH_HOLE = 3
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+_libc = ctypes.CDLL(None, use_errno=True)
+if hasattr(_libc, "fallocate"):
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _STEP = 64 << 20
 """The system's free memory is looked at each time that so many bytes were taken."""
 
@@ -58,14 +64,8 @@ class Shared:
     """
 
     def __init__(self, length: int, limit: int) -> None:
-        records = _first_record(length if limit else 0)
-        if 0 < limit < records:
-            raise InputError(
-                f"memory must hold at least the index of {length} samples, {records} bytes; got"
-                f" {limit}; 0 keeps no samples in memory"
-            )
-        if not hasattr(os, "memfd_create"):
-            raise InputError("Cached needs Linux, whose processes share memory without a name")
+        check(length, limit)
+        records = index_bytes(length if limit else 0)
         descriptor = os.memfd_create("sparcel-samples")
         os.truncate(descriptor, records)
         token = secrets.randbits(62)
@@ -93,7 +93,7 @@ class Shared:
     @property
     def used(self) -> int:
         """The bytes that it takes, or will when records that are under way have come."""
-        first = _first_record(len(self._index))
+        first = index_bytes(len(self._index))
         return first + int(self.words[USED]) - int(self.words[START])
 
     def kept(self) -> int:
@@ -134,8 +134,10 @@ class Shared:
             self.words[LIMIT] = 0
             return False
         with self._lock:
-            if offset >= int(self.words[START]):  # `hold` has not been called in between
+            if offset >= int(self.words[START]):
                 self._index[place] = (offset // _UNIT) << _LENGTH_BITS | units
+            else:  # `hold` was called in between, and nothing below START is of use
+                _free(self._descriptor, index_bytes(len(self._index)), int(self.words[START]))
         return True
 
     def _has_room(self, place: int, units: int) -> bool:
@@ -158,14 +160,14 @@ class Shared:
         with self._lock:
             if int(self.words[HELD]) == name:
                 return
-            old, end = int(self.words[START]), int(self.words[USED])
+            end = int(self.words[USED])
             end += -end % mmap.ALLOCATIONGRANULARITY
             entries = np.full(len(self._index), _BARRED, np.uint64)
             entries[part] = 0
             self._index[:] = entries
             self.words[START] = self.words[USED] = end
             self.words[HELD] = name
-            _free(self._descriptor, old, end)
+            _free(self._descriptor, index_bytes(len(self._index)), end)
 
     def add(self, counts: tuple[int, int, int]) -> None:
         """Add to the counters that all processes share."""
@@ -183,6 +185,17 @@ class Shared:
             said = int(self.words[SAID])
             self.words[SAID] = said | 1 << number
         return not said >> number & 1
+
+
+def check(length: int, limit: int) -> None:
+    """Raise an `InputError` if a `Shared` cannot be made."""
+    if 0 < limit < index_bytes(length):
+        raise InputError(
+            f"memory must hold at least the index of {length} samples, {index_bytes(length)} bytes;"
+            f" got {limit}; 0 keeps no samples in memory"
+        )
+    if not hasattr(os, "memfd_create"):
+        raise InputError("Cached needs Linux, whose processes share memory without a name")
 
 
 _attached: WeakValueDictionary[int, Shared] = WeakValueDictionary()
@@ -210,7 +223,7 @@ def attach(pid: int, descriptor: int, token: int) -> Shared:
         os.close(opened)
         raise InputError(f"process {pid} no longer has the memory of this Cached; {hint}")
     shared = Shared.__new__(Shared)
-    shared._map(opened, _first_record(int(header[LENGTH])))
+    shared._map(opened, index_bytes(int(header[LENGTH])))
     return _attached.setdefault(token, shared)
 
 
@@ -223,8 +236,8 @@ def _header(descriptor: int) -> bytes:
     return content if len(content) == 8 * _WORDS else b""
 
 
-def _first_record(samples: int) -> int:
-    """Return where records begin."""
+def index_bytes(samples: int) -> int:
+    """Return the bytes of an index, after which records begin."""
     taken = 8 * (_WORDS + samples)
     return taken + -taken % mmap.ALLOCATIONGRANULARITY
 
@@ -238,10 +251,9 @@ def _write(descriptor: int, content: bytes, offset: int) -> None:
 
 def _free(descriptor: int, start: int, end: int) -> None:
     """Give a range of the file back to the system; it reads as zeros from then on."""
-    size = min(os.fstat(descriptor).st_size, end)
-    if size > start:
-        with mmap.mmap(descriptor, size - start, offset=start) as old:
-            old.madvise(mmap.MADV_REMOVE)
+    if end > start and _libc.fallocate(descriptor, _PUNCH_HOLE, start, end - start):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _available() -> int:
