@@ -156,13 +156,14 @@ class Cached(Dataset[Any]):
         disk = 0 if self._disk is None else self._disk.used
         return Stats(*self._shared.counts(), self._shared.kept(), self._shared.used, disk)
 
-    def hold(self, part: npt.NDArray[np.int64], name: int) -> None:
+    def hold(self, part: npt.NDArray[np.int64] | None) -> None:
         """Keep samples of a part alone in memory from now on, and free the memory of all others.
 
         `PartSampler` calls this. All ranks of the node may do so, each when it comes to that part:
-        only the first call with this ``name``, any number but 0, changes something.
+        only the first call changes something. With None all samples may be kept again, as a sampler
+        of the whole set needs it after a `PartSampler`; nothing is freed.
         """
-        self._shared.hold(part, name)
+        self._shared.hold(part)
 
     def _place(self, index: int) -> int:
         place = operator.index(index)

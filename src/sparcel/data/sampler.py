@@ -114,8 +114,8 @@ class PartSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         node = self._nodes[self._rank]
         part = self.part()
-        if self._cached is not None and self._exchange_every is not None:
-            self._cached.hold(part, 1 + self._drawing())
+        if self._cached is not None:
+            self._cached.hold(None if self._exchange_every is None else part)
         order = part
         if self._shuffle:
             order = self._random(_ORDER, self._epoch, node).permutation(part)

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import secrets
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary, finalize
@@ -13,9 +14,10 @@ from weakref import WeakValueDictionary, finalize
 import numpy as np
 import numpy.typing as npt
 
+from sparcel.data.available import available
 from sparcel.data.locks import ProcessLock
 from sparcel.data.records import Record
-from sparcel.errors import InputError
+from sparcel.errors import InputError, warn
 
 TOKEN, LENGTH, LIMIT, START, USED, LOOKED_AT, HELD, SAID = range(8)
 """The first words of the file; `Shared.add` counts in those that follow."""
@@ -88,7 +90,7 @@ class Shared:
         return os.getpid(), self._descriptor, int(self.words[TOKEN])
 
     def __reduce__(self) -> Any:
-        return attach, self.name
+        return attach_or_do_without, self.name
 
     @property
     def used(self) -> int:
@@ -123,7 +125,7 @@ class Shared:
                 return True
             offset = int(self.words[USED])
             if offset + units * _UNIT > int(self.words[LOOKED_AT]):
-                if _available() < 2 * _STEP:
+                if available() < 2 * _STEP:
                     self.words[LIMIT] = 0
                     return False
                 self.words[LOOKED_AT] = offset + _STEP
@@ -144,21 +146,24 @@ class Shared:
         fits = self.used + units * _UNIT <= int(self.words[LIMIT]) and units < 1 << _LENGTH_BITS
         return fits and not self._index[place]
 
-    def hold(self, part: npt.NDArray[np.int64], name: int) -> None:
+    def hold(self, part: npt.NDArray[np.int64] | None) -> None:
         """Keep samples of a part alone from now on, and forget all others.
 
         Parameters
         ----------
         part
-            The places of the samples.
-        name
-            A number other than 0 that tells this part from others. The part that is held already
-            stays as it is, so each process may say when it comes to it.
+            The places of the samples. The part that is held already stays as it is, so each process
+            may say when it comes to it. None lets all samples be kept again, and forgets none.
         """
         if not len(self._index):
             return
+        name = 0 if part is None else 1 + _number_of(part)
         with self._lock:
             if int(self.words[HELD]) == name:
+                return
+            self.words[HELD] = name
+            if part is None:
+                self._index[self._index == _BARRED] = 0
                 return
             end = int(self.words[USED])
             end += -end % mmap.ALLOCATIONGRANULARITY
@@ -166,7 +171,6 @@ class Shared:
             entries[part] = 0
             self._index[:] = entries
             self.words[START] = self.words[USED] = end
-            self.words[HELD] = name
             _free(self._descriptor, index_bytes(len(self._index)), end)
 
     def add(self, counts: tuple[int, int, int]) -> None:
@@ -227,6 +231,18 @@ def attach(pid: int, descriptor: int, token: int) -> Shared:
     return _attached.setdefault(token, shared)
 
 
+def attach_or_do_without(pid: int, descriptor: int, token: int) -> Shared:
+    """Open the store of another process for a worker; warn and keep nothing if that fails.
+
+    A worker has no memory of its own, as all of the node's is that process's.
+    """
+    try:
+        return attach(pid, descriptor, token)
+    except InputError as error:
+        warn(f"process {os.getpid()} keeps no samples in memory: {error}")
+        return Shared(0, 0)
+
+
 def _header(descriptor: int) -> bytes:
     """Return the first words of a file, or nothing if it is something else that has none."""
     try:
@@ -256,9 +272,5 @@ def _free(descriptor: int, start: int, end: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _available() -> int:
-    """Return the bytes that programs can still get without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62
+def _number_of(part: npt.NDArray[np.int64]) -> int:
+    return int.from_bytes(blake2b(part.tobytes(), digest_size=7).digest(), "big")
