@@ -29,7 +29,7 @@ NOT_READ, NOT_WRITTEN, TORN, NO_MEMORY = range(4)
 
 
 @dataclass(frozen=True)
-class Stats:
+class CacheStats:
     """What a `Cached` did so far, in all processes that share its memory.
 
     Attributes
@@ -151,10 +151,10 @@ class Cached(Dataset[Any]):
         decoded = [found[place] for place in places]
         return decoded if self._transform is None else [*map(self._transform, decoded)]
 
-    def stats(self) -> Stats:
+    def stats(self) -> CacheStats:
         """Return what was read so far, and what is kept."""
         disk = 0 if self._disk is None else self._disk.used
-        return Stats(*self._shared.counts(), self._shared.kept(), self._shared.used, disk)
+        return CacheStats(*self._shared.counts(), self._shared.kept(), self._shared.used, disk)
 
     def hold(self, part: npt.NDArray[np.int64] | None) -> None:
         """Keep samples of a part alone in memory from now on, and free the memory of all others.
