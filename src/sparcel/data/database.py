@@ -157,6 +157,9 @@ class Database:
         try:
             database.execute("PRAGMA synchronous = NORMAL")
             rows = database.execute("SELECT identity FROM about").fetchall()
+        except UnicodeDecodeError as error:  # SQLite's message quotes a torn schema
+            database.close()
+            raise sqlite3.DatabaseError("its schema is torn") from error
         except BaseException:
             database.close()
             raise
