@@ -288,6 +288,7 @@ def main() -> None:
     hosts: list[Any] = [host]
     dist.broadcast_object_list(hosts, last)
     rows, origin = rows_of(arguments.output), machine()
+    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
     wanted = [*jobs(arguments.network)]
     left = [job for job in wanted if not any(job.items() <= row.items() for row in rows)]
     dist.barrier()  # all have read what rank 0 will write

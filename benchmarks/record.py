@@ -37,6 +37,7 @@ def extend(
     at a time; None for one on each core.
     """
     rows, origin = rows_of(path), machine()
+    origin["command"] = origin["command"].replace(str(data), "DATA")
     left = [job for job in jobs if not any(job.items() <= row.items() for row in rows)]
     print(f"{len(left)} runs to do, {len(rows)} recorded", flush=True)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:

@@ -9,6 +9,7 @@ hold JPEG files CLASS/NAME.jpg of 32 x 32 pixels, and a file files.txt that list
 
 import argparse
 import io
+import os
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -31,7 +32,7 @@ class Images(Dataset):
     """Files of a folder or of a server, as bytes, with the number of their class."""
 
     def __init__(self, place):
-        self.place, self.connection = place, None
+        self.place, self.connection, self.process = place, None, None
         self.names = self.read("files.txt").decode().split()
         self.classes = sorted({name.split("/")[0] for name in self.names})
 
@@ -43,14 +44,14 @@ class Images(Dataset):
         return self.read(name), self.classes.index(name.split("/")[0])
 
     def __getstate__(self):
-        return {**vars(self), "connection": None}  # every process connects by itself
+        return {**vars(self), "connection": None}
 
     def read(self, name):
         url = urlsplit(self.place)
         if url.scheme != "http":
             return Path(self.place, name).read_bytes()
-        if self.connection is None:
-            self.connection = HTTPConnection(url.netloc)
+        if self.connection is None or self.process != os.getpid():  # each process has its own
+            self.connection, self.process = HTTPConnection(url.netloc), os.getpid()
         self.connection.request("GET", f"{url.path}/{quote(name)}")
         response = self.connection.getresponse()
         content = response.read()

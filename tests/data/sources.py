@@ -74,7 +74,8 @@ def all_right(cached: Cached, salt: int = 0) -> bool:
 
 
 def read_on(folder: Path, salt: int, length: int) -> None:
-    """Read batches, a forked process among the readers, until killed."""
+    """Read batches in two runs at once, each with a forked process, until killed."""
+    os.fork()
     cached = Cached(Files(length, salt), folder, memory="1 MB", decode=decode)
     os.fork()
     while time.monotonic() < LATEST:
@@ -87,7 +88,7 @@ def put_on(shared: Shared, length: int) -> None:
     while time.monotonic() < LATEST:
         for place in range(length):
             shared.put(place, record_of(place))
-        shared.hold(np.arange(length), time.monotonic_ns())
+        shared.hold(np.random.default_rng().permutation(length))
 
 
 def record_of(place: int) -> bytes:

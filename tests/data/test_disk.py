@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from urllib.error import URLError
 
 import pytest
 from hypothesis import given
@@ -86,6 +87,60 @@ def test_a_source_that_is_random_is_told(tmp_path):
     with pytest.warns(SparcelWarning, match=r"dataset\[\d\] is another sample at each access"):
         again = Cached(Counting([5] * 5), tmp_path, memory=0)
     assert [again[i] for i in range(5)] == [1] * 5
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL])
+def test_a_disk_that_fails_for_a_moment_loses_nothing(tmp_path, monkeypatch, code):
+    filled(tmp_path)
+
+    def failing(*_: object, **__: object) -> None:
+        error = sqlite3.OperationalError("the disk failed")
+        error.sqlite_errorcode = code
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr("sparcel.data.database.sqlite3.connect", failing)
+        with pytest.warns(SparcelWarning, match="not kept on disk: .*the disk failed"):
+            assert filled(tmp_path).stats().from_source == 40
+    with silence():
+        assert filled(tmp_path).stats().from_disk == 40
+
+
+@pytest.mark.parametrize("error", [URLError("503"), FileNotFoundError("gone"), KeyError(3)])
+def test_an_error_of_the_source_is_not_one_of_the_disk(tmp_path, error):
+    class Failing(Files):
+        def __getitem__(self, place):
+            raise error
+
+    Failing.__qualname__ = Files.__qualname__  # so that the copy on disk is of this source
+    filled(tmp_path)
+    with silence(), pytest.raises(type(error)) as raised:
+        Cached(Failing(40), tmp_path, memory=0, decode=decode)
+    assert raised.value is error
+    with silence():
+        assert filled(tmp_path).stats().from_disk == 40
+
+
+def test_an_interrupt_while_samples_are_written_leaves_no_transaction(tmp_path):
+    cached = opened(tmp_path)
+
+    class Interrupting:
+        def __init__(self, real):
+            self.real = real
+
+        def executemany(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+    cached._disk._connection = Interrupting(cached._disk._connection)
+    with pytest.raises(KeyboardInterrupt):
+        cached[0]
+    with silence():
+        assert all_right(cached)
+        assert all_right(opened(tmp_path))
+    assert cached.stats().from_source == 40
 
 
 @given(st.data())
@@ -170,7 +225,7 @@ def test_processes_fill_it_together(tmp_path):
 
 
 def test_killed_processes_leave_no_broken_cache(tmp_path):
-    """Two runs at once with forked readers, all of which are killed."""
+    """Two runs at once, each with a forked reader, all of which are killed."""
     length, seconds = 20_000, (0.8, 1.0, 1.2)
     for number, wait in enumerate(seconds):
         killed_after(wait, read_on, tmp_path, 0, length)
@@ -198,7 +253,8 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 
 MOUNTED = """
-import gc, os, subprocess, sys, warnings
+import gc, os, shutil, subprocess, sys, warnings
+from contextlib import suppress
 from tests.data.sources import Files, all_right, decode
 from sparcel.data import Cached
 
@@ -209,10 +265,21 @@ def run(name, length):
         assert all_right(cached) and all_right(cached)
     print(cached.stats().from_disk, *(str(one.message) for one in caught), sep="|")
 
+def fill():
+    with open(os.path.join(sys.argv[1], "other"), "wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
 small, large = (os.path.join(sys.argv[1], name) for name in ("small", "large"))
 run(small, 500)
 run(large, 20_000)  # more than fits
 run(large, 20_000)
+gc.collect()
+shutil.rmtree(large)
+fill()
+run(small, 500)
+os.remove(os.path.join(sys.argv[1], "other"))
+run(small, 500)
 gc.collect()
 subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
 run(small, 500)
@@ -233,9 +300,13 @@ def test_full_and_read_only_disks_are_told_once_and_used_as_far_as_they_go(tmp_p
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    small, full, again, read_only, other = (line.split("|") for line in result.stdout.splitlines())
-    assert (small, read_only) == (["500"], ["1000"])
+    small, full, again, no_room, freed, read_only, other = (
+        line.split("|") for line in result.stdout.splitlines()
+    )
+    assert (small, freed, read_only) == (["500"], ["1000"], ["1000"])
+    assert no_room[0] == "1000" or "not kept on disk: " in no_room[1]
     assert 0 < int(full[0]) < 20_000
+    assert int(again[0]) >= 2 * int(full[0]) or "not kept on disk: " in again[1]
     assert len(full) == len(again) == 2
     assert "no longer kept on disk: " in full[1]
     assert "disk is full" in full[1]

@@ -134,3 +134,20 @@ def test_ranks_must_agree_and_be_no_more_than_samples():
     with pytest.raises(InputError, match="3 ranks cannot share a set of 2 samples"):
         simulate(3, lambda comm: PartSampler(2, comm))
     assert np.array_equal(PartSampler(4, shuffle=False).part(), range(4))
+
+
+def test_ranks_that_were_launched_together_need_a_group(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    for make in (lambda: PartSampler(9), lambda: Cached(Files(9), None, memory=0)):
+        with pytest.raises(InputError, match="init_process_group first, or give group="):
+            make()
+
+
+def test_a_limit_that_is_too_small_leaves_the_group_whole():
+    def on_rank(comm):
+        with pytest.raises(InputError, match="memory must hold at least the index"):
+            Cached(Files(9), None, memory="1 KiB", group=comm)
+        return Cached(Files(9), None, memory="1 MB", group=comm).stats().in_memory
+
+    assert simulate(2, on_rank, ranks_per_node=2).results == [0, 0]

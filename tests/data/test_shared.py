@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.data.shared import Shared, attach
-from sparcel.errors import InputError
+from sparcel.data.shared import Shared, attach, attach_or_do_without
+from sparcel.errors import InputError, SparcelWarning
 from tests.data.sources import killed_after, processes, put_on, record_of
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -49,11 +49,11 @@ def test_a_part_is_held_alone_and_the_rest_of_the_memory_freed(turns):
     for number, place in turns:
         if number != held:
             before = int(shared.words[3])
-            shared.hold(parts[number - 1], number)
+            shared.hold(parts[number - 1])
             assert int(shared.words[3]) >= before
             assert shared.kept() == 0
         held = number
-        shared.hold(parts[held - 1], held)  # again: nothing changes
+        shared.hold(parts[held - 1])  # again: nothing changes
         for other in (held - 1, held % 4):
             shared.put(int(parts[other][place]), record_of(int(parts[other][place])))
         assert is_right(shared, int(parts[held - 1][place]))
@@ -71,6 +71,18 @@ def test_a_process_opens_each_memory_once():
     gc.collect()
     with pytest.raises(InputError, match=r"make the Cached anew"):
         attach(*name)
+    with pytest.warns(SparcelWarning, match=r"keeps no samples in memory: .*make the Cached anew"):
+        assert not attach_or_do_without(*name).wants(2)
+
+
+def test_a_part_is_let_go():
+    shared = Shared(4, 1 << 20)
+    shared.hold(np.arange(2))
+    shared.put(0, record_of(0))
+    assert not shared.wants(3)
+    shared.hold(None)
+    assert shared.wants(3)
+    assert shared.get(0) is not None
 
 
 def fill(shared, places):
@@ -97,7 +109,7 @@ def test_a_killed_process_leaves_no_broken_record_and_no_lock(seconds):
     shared = Shared(100, 1 << 20)
     killed_after(seconds, put_on, shared, 100)
     assert all(is_right(shared, place) for place in range(100))
-    shared.hold(np.arange(100), 1)
+    shared.hold(np.arange(100))
     assert shared.put(7, record_of(7))
     assert shared.get(7) is not None
     assert shared.used <= 1 << 20

@@ -99,3 +99,6 @@ def test_memory_goes_with_the_last_process_that_uses_it():
     assert inode not in opened("self")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended, or is another user's
+            assert inode not in opened(process.name)

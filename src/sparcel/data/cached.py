@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 
 from sparcel import units
 from sparcel._checks import check_callable, check_type, whole_number
-from sparcel.comm import Group, resolve
+from sparcel.comm import Group
 from sparcel.data.database import UnusableError
 from sparcel.data.disk import Disk
-from sparcel.data.node import shared_by_node
+from sparcel.data.node import ranks_of, shared_by_node
 from sparcel.data.records import unpack
-from sparcel.data.shared import Shared
+from sparcel.data.shared import Shared, check
 from sparcel.data.source import Source, packed, unpacked
 from sparcel.errors import InputError, warn
 
@@ -29,7 +29,7 @@ NOT_READ, NOT_WRITTEN, TORN, NO_MEMORY = range(4)
 
 
 @dataclass(frozen=True)
-class Stats:
+class CacheStats:
     """What a `Cached` did so far, in all processes that share its memory.
 
     Attributes
@@ -88,10 +88,11 @@ class Cached(Dataset[Any]):
         of a slow store, and need a ``dataset`` that threads may use together.
     looks
         Of how many samples on disk, chosen at random, it is asked whether the source still has
-        them. If it has not, the copy on disk is made anew.
+        them. If it has not, the copy on disk is made anew. An error of the source passes through.
     group
-        Ranks, those of which on one node share the memory: as for all collectives, except that None
-        stands for this process alone. All its ranks make the object together.
+        Ranks, those of which on one node share the memory; None for torch's default process group,
+        and where there is none, for a process that was launched alone. All its ranks make the
+        object together.
 
     Raises
     ------
@@ -128,11 +129,11 @@ class Cached(Dataset[Any]):
         looks = whole_number(looks, "looks", at_least=0)
         self._source = Source(dataset, whole_number(threads, "threads", at_least=1))
         self._decode, self._transform = decode, transform
+        check(len(self), limit)  # here, where a wrong one does not close the group
+        comm = ranks_of(group)
         self._disk = None if folder is None else _opened(folder, self._source, version, looks)
         self._shared = (
-            Shared(len(self), limit)
-            if group is None
-            else shared_by_node(resolve(group), len(self), limit)
+            Shared(len(self), limit) if comm is None else shared_by_node(comm, len(self), limit)
         )
 
     def __len__(self) -> int:
@@ -150,18 +151,19 @@ class Cached(Dataset[Any]):
         decoded = [found[place] for place in places]
         return decoded if self._transform is None else [*map(self._transform, decoded)]
 
-    def stats(self) -> Stats:
+    def stats(self) -> CacheStats:
         """Return what was read so far, and what is kept."""
         disk = 0 if self._disk is None else self._disk.used
-        return Stats(*self._shared.counts(), self._shared.kept(), self._shared.used, disk)
+        return CacheStats(*self._shared.counts(), self._shared.kept(), self._shared.used, disk)
 
-    def hold(self, part: npt.NDArray[np.int64], name: int) -> None:
+    def hold(self, part: npt.NDArray[np.int64] | None) -> None:
         """Keep samples of a part alone in memory from now on, and free the memory of all others.
 
         `PartSampler` calls this. All ranks of the node may do so, each when it comes to that part:
-        only the first call with this ``name``, any number but 0, changes something.
+        only the first call changes something. With None all samples may be kept again, as a sampler
+        of the whole set needs it after a `PartSampler`; nothing is freed.
         """
-        self._shared.hold(part, name)
+        self._shared.hold(part)
 
     def _place(self, index: int) -> int:
         place = operator.index(index)
@@ -236,8 +238,15 @@ def _opened(
     if path.exists() and not path.is_dir():
         raise InputError(f"folder must be a folder, and {path} is a file")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        _make(path)
         return Disk(path, source.identity(version), source.still_has, looks, warn)
-    except (OSError, UnusableError) as error:
+    except UnusableError as error:
         warn(f"samples are not kept on disk: {error}")
     return None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnusableError(str(error)) from error

@@ -27,8 +27,26 @@ PRAGMA journal_mode = WAL;
 """
 
 
+_BROKEN = (
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,  # a table is missing or another one
+    sqlite3.SQLITE_TOOBIG,  # a length is wrong: larger records are not kept
+)
+
+
 class UnusableError(Exception):
     """The store cannot be used, or not any longer; the message says why."""
+
+
+def is_broken(error: sqlite3.Error) -> bool:
+    """Tell whether the content is at fault.
+
+    It is not when the disk is full or fails, a quota is exceeded, memory is short, a file cannot be
+    opened or a lock does not come: then the samples may be as good as ever.
+    """
+    # Python's own errors have no code; the one that content can cause is a text that is not UTF-8.
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _BROKEN
 
 
 class Database:
@@ -55,6 +73,7 @@ class Database:
         self.path, self.identity = folder / f"{NAME}.sqlite", identity
         self.read_only = not os.access(folder, os.W_OK)
         self._lock: int | None = None
+        self._alone = False
         if not self.read_only:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._lock = os.open(folder / f"{NAME}.lock", flags, 0o666)
@@ -63,15 +82,31 @@ class Database:
     def __reduce__(self) -> Any:
         return _joined, (self.path.parent, self.identity)
 
-    def prepare(
-        self, fault: Callable[[sqlite3.Connection], str], say: Callable[[str], None]
-    ) -> None:
+    def examine(self, look: Callable[[sqlite3.Connection], None]) -> str:
+        """Hold the lock, alone if nobody else does; return what is wrong, or an empty string.
+
+        Call `settle` next.
+
+        Parameters
+        ----------
+        look
+            Reads from the database, if it can be used.
+
+        Raises
+        ------
+        OSError, sqlite3.Error
+            When it cannot be read now, and may be whole.
+        """
+        self._alone = self._lock is not None and self._hold_alone()
+        return self._fault(look)
+
+    def settle(self, found: str, say: Callable[[str], None]) -> None:
         """Make the database, or make it anew, if nobody else uses it; then hold the shared lock.
 
         Parameters
         ----------
-        fault
-            Returns what is wrong with the content, or an empty string.
+        found
+            What is wrong with it, or an empty string.
         say
             Is told why a database is replaced.
 
@@ -80,14 +115,12 @@ class Database:
         UnusableError
             When it cannot be used as it is, and others use it or the folder is read-only.
         """
-        alone = self._lock is not None and self._is_alone()
-        found = self._fault(fault, alone)
-        if found and alone:
+        if found and self._alone:
             if self.path.exists():
                 say(f"{found}; {self._remove()}")
             self._create()
         self.join()
-        if found and not alone:
+        if found and not self._alone:
             why = "the folder is read-only" if self.read_only else "another run uses it"
             raise UnusableError(f"{found}, and {why}")
 
@@ -95,6 +128,11 @@ class Database:
         """Hold the shared lock; wait for a process that makes the database."""
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def leave(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def connect(self) -> sqlite3.Connection:
         """Return a connection of this process.
@@ -104,7 +142,7 @@ class Database:
         UnusableError
             When there is no database, or it is of something else.
         sqlite3.Error
-            When it is broken.
+            When it is broken, as `is_broken` tells, or cannot be opened.
         """
         if self.read_only and self._beside("-wal").exists():
             raise UnusableError(f"{self.path} has a log, and the folder is read-only")
@@ -119,6 +157,9 @@ class Database:
         try:
             database.execute("PRAGMA synchronous = NORMAL")
             rows = database.execute("SELECT identity FROM about").fetchall()
+        except UnicodeDecodeError as error:  # SQLite's message quotes a torn schema
+            database.close()
+            raise sqlite3.DatabaseError("its schema is torn") from error
         except BaseException:
             database.close()
             raise
@@ -135,7 +176,8 @@ class Database:
         if self._lock is not None:
             os.write(self._lock, why.encode())
 
-    def _is_alone(self) -> bool:
+    def _hold_alone(self) -> bool:
+        """Hold the lock alone, or else with others; tell which."""
         assert self._lock is not None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,21 +186,24 @@ class Database:
             return False
         return True
 
-    def _fault(self, fault: Callable[[sqlite3.Connection], str], alone: bool) -> str:
+    def _fault(self, look: Callable[[sqlite3.Connection], None]) -> str:
         if not self.path.exists():
             return f"there is no {self.path}"
         if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
             return condemned.decode(errors="replace")
         # Closing the file frees all locks of this process on it, so nothing else may have it open.
-        if (alone or self.read_only) and not _is_ours(self.path):
+        if (self._alone or self.read_only) and not _is_ours(self.path):
             return f"{self.path} was not written by sparcel"
         try:
             with closing(self.connect()) as database:
-                return fault(database)
+                look(database)
         except UnusableError as error:
             return str(error)
         except sqlite3.Error as error:
+            if not is_broken(error):
+                raise
             return f"{self.path} is broken ({error})"
+        return ""
 
     def _remove(self) -> str:
         """Remove the database with its log, or move another program's aside; say which."""

@@ -6,19 +6,17 @@ import os
 import random
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from sparcel.data.database import Database, UnusableError
+from sparcel.data.database import Database, UnusableError, is_broken
 
 _LARGEST = 900 << 20
 """Bytes of a record; SQLite's own limit is 10⁹."""
-
-_BROKEN = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class Disk:
@@ -36,7 +34,8 @@ class Disk:
     identity
         What the records are of. A database of anything else is replaced.
     is_alike
-        ``(place, record) -> bool``: whether the source still has this sample.
+        ``(place, record) -> bool``: whether the source still has this sample. What it raises is an
+        error of the source, which passes through.
     looks
         Of how many records, chosen at random, that is asked.
     say
@@ -45,7 +44,7 @@ class Disk:
     Raises
     ------
     UnusableError
-        When the folder cannot be used, or others use it for something else.
+        When the folder cannot be used now, or others use it for something else.
 
     Attributes
     ----------
@@ -61,23 +60,29 @@ class Disk:
         looks: int,
         say: Callable[[str], None],
     ) -> None:
-        def fault(database: sqlite3.Connection) -> str:
-            changed = [
-                place for place, record in _some(database, looks) if not is_alike(place, record)
-            ]
-            if not changed:
-                return ""
-            self._database.condemn(f"sample {changed[0]} of the source changed")
-            return f"sample {changed[0]} of the source is not the one of {self.path}"
-
-        try:
+        with _errors_of(folder):
             self._database = Database(folder, identity)
-            self._begin()
-            self._database.prepare(fault, say)
+        self._begin()
+        try:
+            self._prepare(is_alike, looks, say)
+        except BaseException:
+            self._database.leave()  # a traceback may keep this object, and others wait for the lock
+            raise
+
+    def _prepare(
+        self, is_alike: Callable[[int, bytes], bool], looks: int, say: Callable[[str], None]
+    ) -> None:
+        looked: list[tuple[int, bytes]] = []
+        with _errors_of(self.path.parent):
+            found = self._database.examine(lambda database: looked.extend(_some(database, looks)))
+        changed = [] if found else [place for place, one in looked if not is_alike(place, one)]
+        with _errors_of(self.path.parent):
+            if changed:
+                self._database.condemn(f"sample {changed[0]} of the source changed")
+                found = f"sample {changed[0]} of the source is not the one of {self.path}"
+            self._database.settle(found, say)
             with self._lock:
                 self._connected()
-        except (OSError, sqlite3.Error) as error:
-            raise UnusableError(f"{folder}: {error}") from error
 
     _connection: sqlite3.Connection | None = None
 
@@ -150,9 +155,11 @@ class Disk:
                 database.execute("BEGIN IMMEDIATE")
                 database.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?)", rows)
                 database.execute("COMMIT")
-            except sqlite3.Error as error:
+            except BaseException as error:
                 self._disconnect()  # which takes back what was begun
-                raise self._failed(error) from error
+                if isinstance(error, sqlite3.Error):
+                    raise self._failed(error) from error
+                raise
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -166,12 +173,21 @@ class Disk:
                 connection.close()
 
     def _failed(self, error: sqlite3.Error) -> UnusableError:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BROKEN:
-            self._database.condemn(f"{self.path} was broken ({error})")
+        if is_broken(error):
+            with suppress(OSError):  # a full disk
+                self._database.condemn(f"{self.path} was broken ({error})")
             return UnusableError(
                 f"{self.path} is broken ({error}); it is made anew in the next run"
             )
         return UnusableError(f"{self.path}: {error}")
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise UnusableError(f"{folder}: {error}") from error
 
 
 def _some(database: sqlite3.Connection, count: int) -> Iterable[tuple[int, bytes]]:
@@ -192,10 +208,13 @@ def _checksum(place: int, record: bytes) -> int:
 
 
 _all: WeakSet[Disk] = WeakSet()
+_fork = Lock()
+"""Threads fork one by one: each must free the locks that it took, and no other's."""
 _forking: list[Disk] = []
 
 
 def _before_fork() -> None:
+    _fork.acquire()
     _forking[:] = list(_all)
     for disk in _forking:
         disk._lock.acquire()
@@ -206,6 +225,7 @@ def _after_fork() -> None:
     for disk in _forking:
         disk._lock.release()
     _forking.clear()
+    _fork.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

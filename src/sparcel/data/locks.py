@@ -11,7 +11,8 @@ from typing import Self
 class ProcessLock:
     """Excludes other processes by a lock on an open file, and other threads by one of their own.
 
-    The process must not close another descriptor of the same file: that would free the lock.
+    While it holds the lock, the process must not close another descriptor of the same file: that
+    would free the lock.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -9,8 +9,9 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from sparcel._checks import flag, whole_number
-from sparcel.comm import Call, Group, resolve, world
+from sparcel.comm import Call, Group
 from sparcel.data.cached import Cached
+from sparcel.data.node import ranks_of
 from sparcel.errors import InputError
 
 _PARTS, _ORDER = range(2)
@@ -34,8 +35,8 @@ class PartSampler(Sampler[int]):
         The set, or its length. If it is a `Cached`, memory of samples that are no longer in the
         node's part is freed; what is on disk stays there.
     group
-        Ranks, as for all collectives; None for the ranks that this process was launched with. All
-        its ranks make the sampler together.
+        Ranks; None for torch's default process group, and where there is none, for a process that
+        was launched alone, as in `Cached`. All its ranks make the sampler together.
     exchange_every
         After so many epochs the parts are drawn anew. None keeps the same parts for ever.
     shuffle
@@ -83,7 +84,7 @@ class PartSampler(Sampler[int]):
 
     def _ranks(self, group: Group) -> tuple[list[int], int]:
         """Return the node of each rank, and this rank."""
-        comm = world() if group is None else resolve(group)
+        comm = ranks_of(group)
         if comm is None:
             return [0], 0
         call = Call.of(
@@ -113,8 +114,8 @@ class PartSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         node = self._nodes[self._rank]
         part = self.part()
-        if self._cached is not None and self._exchange_every is not None:
-            self._cached.hold(part, 1 + self._drawing())
+        if self._cached is not None:
+            self._cached.hold(None if self._exchange_every is None else part)
         order = part
         if self._shuffle:
             order = self._random(_ORDER, self._epoch, node).permutation(part)

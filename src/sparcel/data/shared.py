@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary, finalize
@@ -12,9 +14,10 @@ from weakref import WeakValueDictionary, finalize
 import numpy as np
 import numpy.typing as npt
 
+from sparcel.data.available import available
 from sparcel.data.locks import ProcessLock
 from sparcel.data.records import Record
-from sparcel.errors import InputError
+from sparcel.errors import InputError, warn
 
 TOKEN, LENGTH, LIMIT, START, USED, LOOKED_AT, HELD, SAID = range(8)
 """The first words of the file; `Shared.add` counts in those that follow."""
@@ -26,6 +29,11 @@ _UNIT = 64
 _LENGTH_BITS = 24
 _BARRED = 1
 """The entry of a sample that is not to be kept."""
+_PUNCH_HOLE = 3
+"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+_libc = ctypes.CDLL(None, use_errno=True)
+if hasattr(_libc, "fallocate"):
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _STEP = 64 << 20
 """The system's free memory is looked at each time that so many bytes were taken."""
 
@@ -58,14 +66,8 @@ class Shared:
     """
 
     def __init__(self, length: int, limit: int) -> None:
-        records = _first_record(length if limit else 0)
-        if 0 < limit < records:
-            raise InputError(
-                f"memory must hold at least the index of {length} samples, {records} bytes; got"
-                f" {limit}; 0 keeps no samples in memory"
-            )
-        if not hasattr(os, "memfd_create"):
-            raise InputError("Cached needs Linux, whose processes share memory without a name")
+        check(length, limit)
+        records = index_bytes(length if limit else 0)
         descriptor = os.memfd_create("sparcel-samples")
         os.truncate(descriptor, records)
         token = secrets.randbits(62)
@@ -88,12 +90,12 @@ class Shared:
         return os.getpid(), self._descriptor, int(self.words[TOKEN])
 
     def __reduce__(self) -> Any:
-        return attach, self.name
+        return attach_or_do_without, self.name
 
     @property
     def used(self) -> int:
         """The bytes that it takes, or will when records that are under way have come."""
-        first = _first_record(len(self._index))
+        first = index_bytes(len(self._index))
         return first + int(self.words[USED]) - int(self.words[START])
 
     def kept(self) -> int:
@@ -123,7 +125,7 @@ class Shared:
                 return True
             offset = int(self.words[USED])
             if offset + units * _UNIT > int(self.words[LOOKED_AT]):
-                if _available() < 2 * _STEP:
+                if available() < 2 * _STEP:
                     self.words[LIMIT] = 0
                     return False
                 self.words[LOOKED_AT] = offset + _STEP
@@ -134,38 +136,42 @@ class Shared:
             self.words[LIMIT] = 0
             return False
         with self._lock:
-            if offset >= int(self.words[START]):  # `hold` has not been called in between
+            if offset >= int(self.words[START]):
                 self._index[place] = (offset // _UNIT) << _LENGTH_BITS | units
+            else:  # `hold` was called in between, and nothing below START is of use
+                _free(self._descriptor, index_bytes(len(self._index)), int(self.words[START]))
         return True
 
     def _has_room(self, place: int, units: int) -> bool:
         fits = self.used + units * _UNIT <= int(self.words[LIMIT]) and units < 1 << _LENGTH_BITS
         return fits and not self._index[place]
 
-    def hold(self, part: npt.NDArray[np.int64], name: int) -> None:
+    def hold(self, part: npt.NDArray[np.int64] | None) -> None:
         """Keep samples of a part alone from now on, and forget all others.
 
         Parameters
         ----------
         part
-            The places of the samples.
-        name
-            A number other than 0 that tells this part from others. The part that is held already
-            stays as it is, so each process may say when it comes to it.
+            The places of the samples. The part that is held already stays as it is, so each process
+            may say when it comes to it. None lets all samples be kept again, and forgets none.
         """
         if not len(self._index):
             return
+        name = 0 if part is None else 1 + _number_of(part)
         with self._lock:
             if int(self.words[HELD]) == name:
                 return
-            old, end = int(self.words[START]), int(self.words[USED])
+            self.words[HELD] = name
+            if part is None:
+                self._index[self._index == _BARRED] = 0
+                return
+            end = int(self.words[USED])
             end += -end % mmap.ALLOCATIONGRANULARITY
             entries = np.full(len(self._index), _BARRED, np.uint64)
             entries[part] = 0
             self._index[:] = entries
             self.words[START] = self.words[USED] = end
-            self.words[HELD] = name
-            _free(self._descriptor, old, end)
+            _free(self._descriptor, index_bytes(len(self._index)), end)
 
     def add(self, counts: tuple[int, int, int]) -> None:
         """Add to the counters that all processes share."""
@@ -183,6 +189,17 @@ class Shared:
             said = int(self.words[SAID])
             self.words[SAID] = said | 1 << number
         return not said >> number & 1
+
+
+def check(length: int, limit: int) -> None:
+    """Raise an `InputError` if a `Shared` cannot be made."""
+    if 0 < limit < index_bytes(length):
+        raise InputError(
+            f"memory must hold at least the index of {length} samples, {index_bytes(length)} bytes;"
+            f" got {limit}; 0 keeps no samples in memory"
+        )
+    if not hasattr(os, "memfd_create"):
+        raise InputError("Cached needs Linux, whose processes share memory without a name")
 
 
 _attached: WeakValueDictionary[int, Shared] = WeakValueDictionary()
@@ -210,8 +227,20 @@ def attach(pid: int, descriptor: int, token: int) -> Shared:
         os.close(opened)
         raise InputError(f"process {pid} no longer has the memory of this Cached; {hint}")
     shared = Shared.__new__(Shared)
-    shared._map(opened, _first_record(int(header[LENGTH])))
+    shared._map(opened, index_bytes(int(header[LENGTH])))
     return _attached.setdefault(token, shared)
+
+
+def attach_or_do_without(pid: int, descriptor: int, token: int) -> Shared:
+    """Open the store of another process for a worker; warn and keep nothing if that fails.
+
+    A worker has no memory of its own, as all of the node's is that process's.
+    """
+    try:
+        return attach(pid, descriptor, token)
+    except InputError as error:
+        warn(f"process {os.getpid()} keeps no samples in memory: {error}")
+        return Shared(0, 0)
 
 
 def _header(descriptor: int) -> bytes:
@@ -223,8 +252,8 @@ def _header(descriptor: int) -> bytes:
     return content if len(content) == 8 * _WORDS else b""
 
 
-def _first_record(samples: int) -> int:
-    """Return where records begin."""
+def index_bytes(samples: int) -> int:
+    """Return the bytes of an index, after which records begin."""
     taken = 8 * (_WORDS + samples)
     return taken + -taken % mmap.ALLOCATIONGRANULARITY
 
@@ -238,15 +267,10 @@ def _write(descriptor: int, content: bytes, offset: int) -> None:
 
 def _free(descriptor: int, start: int, end: int) -> None:
     """Give a range of the file back to the system; it reads as zeros from then on."""
-    size = min(os.fstat(descriptor).st_size, end)
-    if size > start:
-        with mmap.mmap(descriptor, size - start, offset=start) as old:
-            old.madvise(mmap.MADV_REMOVE)
+    if end > start and _libc.fallocate(descriptor, _PUNCH_HOLE, start, end - start):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
-def _available() -> int:
-    """Return the bytes that programs can still get without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62
+def _number_of(part: npt.NDArray[np.int64]) -> int:
+    return int.from_bytes(blake2b(part.tobytes(), digest_size=7).digest(), "big")
