@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from threading import Barrier, Thread
 from urllib.error import URLError
 
 import pytest
@@ -313,3 +314,27 @@ def test_full_and_read_only_disks_are_told_once_and_used_as_far_as_they_go(tmp_p
     assert other[0] == "0"
     assert "not kept on disk: " in other[1]
     assert other[1].endswith("the folder is read-only")
+
+
+@pytest.mark.processes
+def test_threads_fork_at_once(tmp_path):
+    cached = filled(tmp_path)
+    barrier = Barrier(4)
+
+    def fork():
+        for _ in range(25):
+            barrier.wait()
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+
+    threads = [Thread(target=fork, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert cached._disk._lock.acquire(timeout=5)
+    cached._disk._lock.release()
+    assert all_right(cached)
