@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from commlib import PARTS
+from data_cache import Uncached
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -32,19 +33,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import growing_images as example
 
 MEMORY = "1 GiB"
-
-
-class Decoded(Dataset[Any]):
-    """Samples that are read from the source and decoded whenever they are asked for."""
-
-    def __init__(self, source: Dataset[Any]) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        return example.augmented(example.decoded(self.source[index]))
 
 
 class Training:
@@ -66,7 +54,7 @@ class Training:
             )
             self.sampler: Any = PartSampler(self.data, exchange_every=4, seed=job["seed"])
         else:
-            self.data = Decoded(train)
+            self.data = Uncached(train, example.decoded, example.augmented)
             self.sampler = DistributedSampler(self.data, seed=job["seed"])  # type: ignore[arg-type]
         own = Subset(test, range(self.rank, len(test), self.ranks))
         images, labels = zip(*map(example.decoded, own), strict=True)

@@ -42,6 +42,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from sparcel.data import Cached, PartSampler
 
+Change = Callable[[Any], Any]
+Consume = Callable[[Tensor, Tensor], object]
+
 PORT = 8080
 LARGE_ANSWER = 20_000_000
 BATCH = 64
@@ -158,20 +161,17 @@ def flip(sample: tuple[Tensor, int]) -> tuple[Tensor, int]:
     return (sample[0].flip(2) if torch.rand(()) < 0.5 else sample[0]), sample[1]
 
 
-class Plain(Dataset[tuple[Tensor, int]]):
-    """What people write without a cache."""
+class Uncached(Dataset[Any]):
+    """Samples that are read, decoded and transformed whenever they are asked for."""
 
-    def __init__(self, source: Remote) -> None:
-        self.source = source
+    def __init__(self, source: Any, decode: Change, transform: Change) -> None:
+        self.source, self.decode, self.transform = source, decode, transform
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, place: int) -> tuple[Tensor, int]:
-        return flip(decode(self.source[place]))
-
-
-Consume = Callable[[Tensor, Tensor], object]
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.decode(self.source[index]))
 
 
 def epochs(
@@ -226,7 +226,7 @@ def measured(host: str, folder: Path, readers: dist.ProcessGroup, job: Row) -> R
         )
 
     shutil.rmtree(folder, ignore_errors=True)
-    plain = run(Plain(source), 2)
+    plain = run(Uncached(source, decode, flip), 2)
     first = cached()
     cold = run(first, EPOCHS)
     stats = first.stats()

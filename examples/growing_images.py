@@ -112,12 +112,12 @@ def resized(images, resolution):
 
 
 def loader_of(data, batch_size, sampler):
-    """Return batches that a process of its own prepares while the network computes."""
+    """Return batches that four processes prepare while the network computes."""
     return DataLoader(
         data,
         batch_size,
         sampler=sampler,
-        num_workers=1,
+        num_workers=4,
         drop_last=True,
         persistent_workers=True,
     )

@@ -52,6 +52,8 @@ class Disk:
         Whether nothing should be put.
     """
 
+    _connection: sqlite3.Connection | None = None
+
     def __init__(
         self,
         folder: Path,
@@ -83,8 +85,6 @@ class Disk:
             self._database.settle(found, say)
             with self._lock:
                 self._connected()
-
-    _connection: sqlite3.Connection | None = None
 
     def __del__(self) -> None:
         # In Python 3.11 a connection is part of a cycle and lives until the collector comes.

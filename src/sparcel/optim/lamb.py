@@ -13,6 +13,7 @@ from sparcel._checks import number
 from sparcel.comm import Group
 from sparcel.errors import InputError
 from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio, take
+from sparcel.optim.two_steps import adam_two_steps
 
 
 class LAMB(LayerWise):
@@ -135,15 +136,9 @@ class LAMB(LayerWise):
     def two_steps(
         gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> tuple[float, Tensor]:
-        """Say how far two steps go, the first with this gradient: see `sparcel.training.Ahead`.
+        """Say how far two steps go, as `SaysTwoSteps` asks: as Adam's, times the trust ratio.
 
-        The trust ratio is that of the last step, because the gradient is a part of what a step
-        will see.
+        The ratio is that of the last step, because the gradient is a part of what a step will see.
         """
-        if "exp_avg_sq" not in state:
-            return 0.0, gradient
-        (beta1, beta2), step = group["betas"], state["step"] + 1
-        squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
-        scales = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-        rate = group["lr"] * state["trust_ratio"] * (1 - beta1**2) / (1 - beta1**step)
-        return rate, gradient / scales
+        rate, direction = adam_two_steps(gradient, group, state)
+        return rate * state.get("trust_ratio", 0.0), direction

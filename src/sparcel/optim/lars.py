@@ -11,6 +11,7 @@ from torch import Tensor
 from sparcel._checks import number
 from sparcel.comm import Group
 from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio, take
+from sparcel.optim.two_steps import sgd_two_steps
 
 
 class LARS(LayerWise):
@@ -134,8 +135,9 @@ class LARS(LayerWise):
     def two_steps(
         gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     ) -> tuple[float, Tensor]:
-        """Say how far two steps go, the first with this gradient: see `sparcel.training.Ahead`.
+        """Say how far two steps go, as `SaysTwoSteps` asks: as SGD's, times λ.
 
         λ is that of the last step, because the gradient is a part of what a step will see.
         """
-        return group["lr"] * state.get("trust_ratio", 0.0) * (1 + group["momentum"]), gradient
+        rate, direction = sgd_two_steps(gradient, group, state)
+        return rate * state.get("trust_ratio", 0.0), direction

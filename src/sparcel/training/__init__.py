@@ -1,6 +1,6 @@
 """Named tensors in, updates out, all or nothing: what the drivers of all wrappers share."""
 
-from sparcel.training.ahead import Ahead, SaysTwoSteps
+from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.handle import Handle
 from sparcel.training.phase import Phase
@@ -15,7 +15,6 @@ __all__ = [
     "Handle",
     "Phase",
     "Policy",
-    "SaysTwoSteps",
     "Schedule",
     "Scope",
     "Stats",

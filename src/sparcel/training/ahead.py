@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from sparcel.errors import warn
+from sparcel.optim import SaysTwoSteps, adam_two_steps, sgd_two_steps
 from sparcel.training.residuals import Residuals
 
 Arrange = Callable[[Tensor, Tensor], Tensor]
@@ -16,30 +17,6 @@ Arrange = Callable[[Tensor, Tensor], Tensor]
 
 
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
-
-@runtime_checkable
-class SaysTwoSteps(Protocol):
-    """An optimiser that says itself how far two of its steps move a parameter.
-
-    `sparcel.optim.LARS` and `LAMB` do.
-    """
-
-    def two_steps(
-        self, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> tuple[float, Tensor]:
-        """Return a rate and a direction, which is subtracted from the parameter.
-
-        The first step has this gradient, and no other gradient ever comes. What a step does by
-        itself, such as weight decay or the rest of a velocity, is left out.
-
-        Parameters
-        ----------
-        gradient
-            In the parameter's shape.
-        group, state
-            The settings of the parameter's group, and its state, empty before its first step.
-        """
 
 
 def in_order(memory: Tensor, parameter: Tensor) -> Tensor:
@@ -120,7 +97,7 @@ class Ahead:
             warn(
                 f"step-ahead knows how SGD, Adam, AdamW, LARS and LAMB move a parameter, and {kind}"
                 f" updates {name!r}; gradients are computed without it, which costs accuracy at"
-                " low densities; a method two_steps, as sparcel.training.SaysTwoSteps has it,"
+                " low densities; a method two_steps, as sparcel.optim.SaysTwoSteps has it,"
                 " would tell"
             )
         self._unknown.clear()
@@ -190,17 +167,11 @@ def _two_steps(
     ``corrected`` is the momentum that the scheme corrects, and the optimiser lacks: the memory is
     then a sum of velocities, 1/(1 − momentum) times as long as one of gradients.
     """
-    lr = float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1)
+    settings = {
+        **group,
+        "lr": float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1),
+        "momentum": corrected or group.get("momentum", 0.0),
+    }
     if isinstance(optimizer, SaysTwoSteps):
-        momentum = corrected or group.get("momentum", 0.0)
-        return optimizer.two_steps(memory, {**group, "lr": lr, "momentum": momentum}, state)
-    if "betas" not in group:
-        return lr * (1 + (corrected or group["momentum"])), memory
-    if "exp_avg_sq" not in state:  # before its first step
-        return 0.0, memory
-    (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1
-    squares = (beta2 * state["exp_avg_sq"]).addcmul_(memory, memory, value=1 - beta2)
-    if "max_exp_avg_sq" in state:  # amsgrad
-        squares = torch.maximum(squares, state["max_exp_avg_sq"])
-    scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-    return lr * (1 - beta1**2) / (1 - beta1**step), memory / scale
+        return optimizer.two_steps(memory, settings, state)
+    return (adam_two_steps if "betas" in group else sgd_two_steps)(memory, settings, state)
