@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -43,6 +44,7 @@ class Training:
         self.schedule = sparcel.Schedule(*map(self._phase, job["phases"]))
         train = example.Images(f"{job['store']}/train")
         test = example.Images(f"{job['images']}/test")
+        self.request = request_seconds(train)
         if job["cached"]:
             self.data: Dataset[Any] = Cached(
                 train,
@@ -171,6 +173,7 @@ class Training:
         return {
             "epoch": epoch,
             "resolution": phase.resolution,
+            "request_seconds": self.request,
             "images": len(steps) * phase.batch_size * self.ranks,
             "steps": len(steps),
             "seconds": seconds,
@@ -180,6 +183,16 @@ class Training:
             "node_bytes": node_bytes(),
             "accuracy": example.accuracy(self.module, *self.test, phase.resolution),
         }
+
+
+def request_seconds(images: Dataset[Any], count: int = 20) -> float:
+    """Return the median time of one image from the store, which the other ranks ask, too."""
+    times = []
+    for index in range(count):
+        start = perf_counter()
+        images[index]
+        times.append(perf_counter() - start)
+    return median(times)
 
 
 def node_bytes() -> dict[str, int]:

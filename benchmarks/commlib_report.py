@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 from commlib import PARTS
 from pages import save, table
@@ -216,11 +216,14 @@ def page(text: str, record: Row) -> str:
 
 
 def origin(record: Row) -> Iterator[str]:
-    """Yield where and when the record was made."""
+    """Yield where and when the record was made, and how slow the store was."""
+    told = [row["epochs"][0].get("request_seconds") for row in record["rows"]]
+    request = median(seconds for seconds in told if seconds)
     dates = sorted({row["date"][:10] for row in record["rows"]})
     yield (
         f"The [record](../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"
-        f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}."
+        f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}. The store"
+        f" answered in {1e3 * request:.0f} ms, the median over trainings."
     )
 
 
