@@ -222,8 +222,8 @@ def origin(record: Row) -> Iterator[str]:
     dates = sorted({row["date"][:10] for row in record["rows"]})
     yield (
         f"The [record](../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"
-        f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}. The store"
-        f" answered in {1e3 * request:.0f} ms, the median over trainings."
+        f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}. The"
+        f" store answered in {1e3 * request:.0f} ms, the median over trainings."
     )
 
 
