@@ -1,6 +1,6 @@
 """In how many steps to flush memory: trainings that switch from sparse to dense in the middle.
 
-    python benchmarks/flush.py DATA --steps 1 16 64
+    python benchmarks/flush.py DATA --steps 1 16 64 --lars
 
 ``DATA`` is as for ``convergence.py``. Each run trains sparsely for part of the steps, and densely
 for the rest. Runs that the record has are not repeated. 0 steps forget what memory owes, which
@@ -24,18 +24,25 @@ from torch import Tensor
 
 import sparcel
 from sparcel.comm import Communicator
+from sparcel.optim import LARS
 from sparcel.training import Averager, flush
 
 RANKS, STEPS = 4, 1000
 AFTER = 300
 """Of how many steps after the switch the losses are recorded, in means of ten."""
+TRUST = 0.1
+"""That of LARS, whose learning rate is that of SGD."""
 
 
 class Switched(Run):
     """A training whose scheme becomes dense after some steps."""
 
-    def __init__(self, data: Path, task: str, method: Method, seed: int, switch: int) -> None:
+    def __init__(
+        self, data: Path, task: str, method: Method, seed: int, lars: bool, switch: int
+    ) -> None:
         super().__init__(data, replace(TASKS[task], steps=STEPS), method, seed)
+        if lars:
+            self.optimizer = LARS(self.model.parameters(), self.task.lr, trust=TRUST)
         self.switch = switch
         self.norms: list[float] = []
         """The norms of the updates from the switch on."""
@@ -57,17 +64,20 @@ class Switched(Run):
         super().update(step)
 
 
-def train(data: Path, task: str, density: float, switch: float, steps: int, seed: int) -> Row:
+def train(
+    data: Path, task: str, lars: bool, density: float, switch: float, steps: int, seed: int
+) -> Row:
     """Train once, and return the row."""
     torch.set_num_threads(1)
     method = Method("topk", "topk", {"density": density})
     at = round(switch * STEPS)
     with patch.object(flush, "FLUSH_STEPS", steps):
-        run = Switched(data, task, method, seed, at)
+        run = Switched(data, task, method, seed, lars, at)
         sparcel.simulate(RANKS, run.rank)
     tens = torch.tensor(run.losses[at - 100 : at + AFTER]).view(-1, 10).mean(1)
     return {
         "task": task,
+        "lars": lars,
         "density": density,
         "switch": switch,
         "steps": steps,
@@ -83,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images"])
+    parser.add_argument("--lars", action="store_true", help="in place of the task's optimiser")
     parser.add_argument("--densities", nargs="+", type=float, default=[0.01, 0.001])
     parser.add_argument("--switches", nargs="+", type=float, default=[0.5])
     parser.add_argument("--steps", nargs="+", type=int, default=[0, 1, 16, 64, 256])
@@ -91,12 +102,13 @@ def main() -> None:
     arguments = parser.parse_args()
     every = (
         arguments.tasks,
+        [arguments.lars],
         arguments.densities,
         arguments.switches,
         arguments.steps,
         arguments.seeds,
     )
-    names = ("task", "density", "switch", "steps", "seed")
+    names = ("task", "lars", "density", "switch", "steps", "seed")
     jobs = (dict(zip(names, job, strict=True)) for job in product(*every))
     output = RESULTS / "flush.json"
     for row in extend(output, train, arguments.data, jobs, arguments.processes):
