@@ -19,7 +19,7 @@ Lines = Callable[[Sequence[Row]], Iterator[str]]
 RECORD = RESULTS / "commlib.json"
 PAGE = Path(__file__).parents[1] / "docs" / "commlib.md"
 
-TARGETS = (0.60, 0.65)
+TARGETS = (0.55, 0.60)
 """The accuracies to which the trainings' times are told."""
 
 SYSTEMS = ("Dense-SGD", "2DTAR-SGD", "MSTopK-SGD")
