@@ -70,7 +70,7 @@ def parts_table(rows: list[Row]) -> Iterator[str]:
 
 def all_tables() -> Iterator[str]:
     cache, parts = (rows_of(RESULTS / f"data_{name}.json") for name in ("cache", "parts"))
-    for made, rows in ((cache_table, cache), (stored_table, cache), (parts_table, parts)):
+    for made, rows in ((stored_table, cache), (cache_table, cache), (parts_table, parts)):
         if rows:
             yield from made(rows)
             yield ""
