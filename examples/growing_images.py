@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/growing_images.py IMAGES
 sparcel lab run --nodes 2 --ranks-per-node 4 -- python examples/growing_images.py IMAGES
 
+In the lab all nodes have this machine's disk, and so one cache; elsewhere each has its own.
 IMAGES is a folder, or the http:// address of one on a server. In it, the folders train and test
 hold JPEG files CLASS/NAME.jpg of 32 x 32 pixels, and a file files.txt that lists them, one a line.
 """

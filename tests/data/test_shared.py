@@ -42,25 +42,31 @@ def test_records_come_back_within_the_limit(places, limit):
         assert limit - shared.used < 64
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), max_size=20))
+PARTS = np.arange(20), np.arange(10, 30), np.arange(20, 40), np.arange(0, 40, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 39)), max_size=20))
 def test_a_part_is_held_alone_and_the_rest_of_the_memory_freed(turns):
-    shared, parts = Shared(40, 4 << 20), np.arange(40).reshape(4, 10)
-    held = None
+    shared, kept = Shared(40, 4 << 20), set()
     for number, place in turns:
-        if number != held:
-            before = int(shared.words[3])
-            shared.hold(parts[number - 1])
-            assert int(shared.words[3]) >= before
-            assert shared.kept() == 0
-        held = number
-        shared.hold(parts[held - 1])  # again: nothing changes
-        for other in (held - 1, held % 4):
-            shared.put(int(parts[other][place]), record_of(int(parts[other][place])))
-        assert is_right(shared, int(parts[held - 1][place]))
-        assert shared.get(int(parts[held - 1][place])) is not None
-        assert shared.get(int(parts[held % 4][place])) is None
+        part = PARTS[number]
+        shared.hold(np.random.default_rng(place).permutation(part))  # the order makes no difference
+        kept = (kept & {*part.tolist()}) | ({place} & {*part.tolist()})
+        shared.put(place, record_of(place))
+        assert {other for other in range(40) if shared.get(other) is not None} == kept
+        assert all(is_right(shared, other) for other in kept)
+        assert shared.used <= 4 << 20
     blocks = os.fstat(shared.name[1]).st_blocks * 512
     assert blocks <= shared.used + 2 * PAGE
+
+
+def test_a_part_that_is_held_already_stays_where_it_is():
+    shared = Shared(40, 4 << 20)
+    shared.hold(PARTS[0])
+    shared.put(3, record_of(3))
+    used = shared.words[4]
+    shared.hold(PARTS[0][::-1])
+    assert shared.words[4] == used
 
 
 def test_a_process_opens_each_memory_once():

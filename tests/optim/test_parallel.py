@@ -285,6 +285,12 @@ def test_bad_arguments_are_refused(call: Callable[[Communicator], Tensor], messa
     everywhere(1, on_rank)
 
 
+def test_a_process_alone_needs_no_group() -> None:
+    vectors = [torch.arange(3.0), torch.ones(5)]
+    rows = parallel(kernels.sums_of_squares, vectors, additive=True)
+    assert rows.tolist() == [5, 5]
+
+
 def test_gradients_are_not_recorded() -> None:
     parameter = torch.ones(4, requires_grad=True)
     for rows in everywhere(2, lambda comm: parallel(torch.stack, [parameter, parameter], comm)):

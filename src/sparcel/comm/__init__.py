@@ -41,6 +41,7 @@ __all__ = [
     "digest",
     "launched",
     "resolve",
+    "resolve_or_alone",
     "ring_bytes",
     "simulate",
     "world",
@@ -85,6 +86,24 @@ def resolve(group: Group = None) -> Communicator:
         "group must be a torch.distributed process group, None for the default one, an MPI "
         f"communicator of mpi4py's, or a communicator from sparcel.comm, got {group!r}"
     )
+
+
+def resolve_or_alone(group: Group) -> Communicator | None:
+    """Return what `resolve` does; without any group, None for a process that was launched alone.
+
+    Raises
+    ------
+    InputError
+        When this process was launched with others, and neither a group nor a default one is given.
+    """
+    if group is not None or dist.is_initialized():
+        return resolve(group)
+    if launched():
+        raise InputError(
+            "this process was launched with others, and there is no process group yet; call"
+            " torch.distributed.init_process_group first, or give group="
+        )
+    return None
 
 
 def world() -> Communicator | None:

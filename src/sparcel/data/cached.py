@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 from sparcel import units
 from sparcel._checks import check_callable, check_type, whole_number
-from sparcel.comm import Group
+from sparcel.comm import Group, resolve_or_alone
 from sparcel.data.database import UnusableError
 from sparcel.data.disk import Disk
-from sparcel.data.node import ranks_of, shared_by_node
+from sparcel.data.node import shared_by_node
 from sparcel.data.records import unpack
 from sparcel.data.shared import Shared, check
 from sparcel.data.source import Source, packed, unpacked
@@ -130,7 +130,7 @@ class Cached(Dataset[Any]):
         self._source = Source(dataset, whole_number(threads, "threads", at_least=1))
         self._decode, self._transform = decode, transform
         check(len(self), limit)  # here, where a wrong one does not close the group
-        comm = ranks_of(group)
+        comm = resolve_or_alone(group)
         self._disk = None if folder is None else _opened(folder, self._source, version, looks)
         self._shared = (
             Shared(len(self), limit) if comm is None else shared_by_node(comm, len(self), limit)

@@ -121,7 +121,9 @@ class Database:
             self._create()
         self.join()
         if found and not self._alone:
-            why = "the folder is read-only" if self.read_only else "another run uses it"
+            why = "another run uses it, or an earlier Cached of this one"
+            if self.read_only:
+                why = "the folder is read-only"
             raise UnusableError(f"{found}, and {why}")
 
     def join(self) -> None:

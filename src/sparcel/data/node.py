@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from sparcel.comm import Call, Communicator, Group, launched, resolve
+from sparcel.comm import Call, Communicator
 from sparcel.data.shared import Shared, attach, index_bytes
 from sparcel.errors import InputError, warn
-
-
-def ranks_of(group: Group) -> Communicator | None:
-    """Return the ranks that a ``group=`` argument means; None for a process alone.
-
-    Raises
-    ------
-    InputError
-        When this process was launched with others, and neither a group nor a default one is given.
-    """
-    if group is not None or dist.is_initialized():
-        return resolve(group)
-    if launched():
-        raise InputError(
-            "this process was launched with others, and there is no process group yet; call"
-            " torch.distributed.init_process_group first, or give group="
-        )
-    return None
 
 
 def shared_by_node(comm: Communicator, length: int, limit: int) -> Shared:

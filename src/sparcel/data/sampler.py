@@ -9,9 +9,8 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from sparcel._checks import flag, whole_number
-from sparcel.comm import Call, Group
+from sparcel.comm import Call, Group, resolve_or_alone
 from sparcel.data.cached import Cached
-from sparcel.data.node import ranks_of
 from sparcel.errors import InputError
 
 _PARTS, _ORDER = range(2)
@@ -84,7 +83,7 @@ class PartSampler(Sampler[int]):
 
     def _ranks(self, group: Group) -> tuple[list[int], int]:
         """Return the node of each rank, and this rank."""
-        comm = ranks_of(group)
+        comm = resolve_or_alone(group)
         if comm is None:
             return [0], 0
         call = Call.of(

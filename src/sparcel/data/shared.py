@@ -34,6 +34,8 @@ _PUNCH_HOLE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 if hasattr(_libc, "fallocate"):
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_MOVED = 1 << 20
+"""While records move, memory is freed each time that so many bytes have moved."""
 _STEP = 64 << 20
 """The system's free memory is looked at each time that so many bytes were taken."""
 
@@ -106,9 +108,9 @@ class Shared:
         """Return a copy of the record of a sample, or None."""
         if not len(self._index) or (entry := int(self._index[place])) <= _BARRED:
             return None
-        length = (entry & (1 << _LENGTH_BITS) - 1) * _UNIT
+        offset, length = _range_of(entry)
         record = np.empty(length, np.uint8)
-        count = os.preadv(self._descriptor, [record.data], (entry >> _LENGTH_BITS) * _UNIT)
+        count = os.preadv(self._descriptor, [record.data], offset)
         return record if count == length and int(self._index[place]) == entry else None
 
     def wants(self, place: int) -> bool:
@@ -137,7 +139,7 @@ class Shared:
             return False
         with self._lock:
             if offset >= int(self.words[START]):
-                self._index[place] = (offset // _UNIT) << _LENGTH_BITS | units
+                self._index[place] = _entry(offset, units * _UNIT)
             else:  # `hold` was called in between, and nothing below START is of use
                 _free(self._descriptor, index_bytes(len(self._index)), int(self.words[START]))
         return True
@@ -149,11 +151,14 @@ class Shared:
     def hold(self, part: npt.NDArray[np.int64] | None) -> None:
         """Keep samples of a part alone from now on, and forget all others.
 
+        Records that stay move up behind all others, so that what is before them can be freed.
+
         Parameters
         ----------
         part
-            The places of the samples. The part that is held already stays as it is, so each process
-            may say when it comes to it. None lets all samples be kept again, and forgets none.
+            The places of the samples, in any order. The part that is held already stays as it is,
+            so each process may say when it comes to it. None lets all samples be kept again, and
+            forgets none.
         """
         if not len(self._index):
             return
@@ -165,13 +170,31 @@ class Shared:
             if part is None:
                 self._index[self._index == _BARRED] = 0
                 return
-            end = int(self.words[USED])
-            end += -end % mmap.ALLOCATIONGRANULARITY
-            entries = np.full(len(self._index), _BARRED, np.uint64)
+            old, entries = self._index.copy(), np.full(len(self._index), _BARRED, np.uint64)
             entries[part] = 0
             self._index[:] = entries
-            self.words[START] = self.words[USED] = end
-            _free(self._descriptor, index_bytes(len(self._index)), end)
+            staying = np.flatnonzero((entries != _BARRED) & (old > _BARRED))
+            self._move(staying[np.argsort(old[staying])], old)
+
+    def _move(self, places: npt.NDArray[np.int64], entries: npt.NDArray[np.uint64]) -> None:
+        """Move records, in the order in which they lie, behind all others, and free the rest."""
+        freed, start = index_bytes(len(self._index)), int(self.words[USED])
+        start += -start % mmap.ALLOCATIONGRANULARITY
+        self.words[START] = self.words[USED] = start
+        for place, entry in zip(places.tolist(), entries[places].tolist(), strict=True):
+            offset, length = _range_of(entry)
+            target = int(self.words[USED])
+            try:
+                _write(self._descriptor, os.pread(self._descriptor, length, offset), target)
+            except OSError:  # the system has no memory left
+                break
+            self.words[USED] = target + length
+            self._index[place] = _entry(target, length)
+            if offset - freed >= _MOVED:
+                done = offset - offset % mmap.ALLOCATIONGRANULARITY
+                _free(self._descriptor, freed, done)
+                freed = done
+        _free(self._descriptor, freed, start)
 
     def add(self, counts: tuple[int, int, int]) -> None:
         """Add to the counters that all processes share."""
@@ -252,6 +275,16 @@ def _header(descriptor: int) -> bytes:
     return content if len(content) == 8 * _WORDS else b""
 
 
+def _entry(offset: int, length: int) -> int:
+    """Return the entry of a record, of which both are multiples of ``_UNIT``."""
+    return (offset // _UNIT) << _LENGTH_BITS | length // _UNIT
+
+
+def _range_of(entry: int) -> tuple[int, int]:
+    """Return the offset and the length of an entry's record."""
+    return (entry >> _LENGTH_BITS) * _UNIT, (entry & (1 << _LENGTH_BITS) - 1) * _UNIT
+
+
 def index_bytes(samples: int) -> int:
     """Return the bytes of an index, after which records begin."""
     taken = 8 * (_WORDS + samples)
@@ -273,4 +306,4 @@ def _free(descriptor: int, start: int, end: int) -> None:
 
 
 def _number_of(part: npt.NDArray[np.int64]) -> int:
-    return int.from_bytes(blake2b(part.tobytes(), digest_size=7).digest(), "big")
+    return int.from_bytes(blake2b(np.sort(part).tobytes(), digest_size=7).digest(), "big")

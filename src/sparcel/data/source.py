@@ -36,6 +36,7 @@ class Source:
         except (TypeError, NotImplementedError) as error:
             raise InputError(f"{wanted}; {kind} has no length: {error}") from error
         self._dataset, self._threads = dataset, threads
+        self._said_random = False
 
     def identity(self, version: str) -> str:
         """Return what a copy of the samples is of."""
@@ -61,6 +62,9 @@ class Source:
             return True
         if sample == packed(place, self._dataset[place]):
             return False
+        if self._said_random:
+            return True
+        self._said_random = True
         warn(
             f"dataset[{place}] is another sample at each access, and Cached keeps the first one; do"
             " what is random in transform="

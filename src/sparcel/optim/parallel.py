@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import check_callable, check_type, flag
-from sparcel.comm import Call, Communicator, Group, resolve
+from sparcel.comm import Call, Communicator, Group, resolve_or_alone
 from sparcel.errors import InputError
 from sparcel.optim._shares import Division, Sizes, divide, flat
 from sparcel.rates import Rates
@@ -46,7 +46,7 @@ def parallel(
     tensors
         The same on all ranks, bit by bit; of any shapes and dtypes. Only sizes are compared.
     group
-        As of `sparcel.all_reduce`.
+        As of `sparcel.all_reduce`; a process that was launched alone needs no group.
     additive
         Whether the row of a tensor is the sum of the rows of its pieces, as a sum of squares is.
         Then ``op`` gets vectors: tensors in the order of memory, large ones in pieces of
@@ -79,11 +79,14 @@ def parallel(
         check_type(tensor, Tensor, "a tensor")
         if tensor.layout != torch.strided:
             raise InputError(f"tensors must be strided, got {tensor.layout}; use to_dense()")
-    comm = resolve(group)
+    comm = resolve_or_alone(group)
     sizes = tuple([(tensor.numel(), tensor.element_size()) for tensor in tensors])
-    divided = divide(sizes, comm.size, additive, comm.rates)
-    _compare(divided, additive, comm)
-    if divided.pays:
+    if comm is None:
+        divided = divide(sizes, 1, additive, None)
+    else:
+        divided = divide(sizes, comm.size, additive, comm.rates)
+        _compare(divided, additive, comm)
+    if comm is not None and divided.pays:
         rows = comm.run(lambda: _gathered(op, tensors, divided, additive, comm))
     else:
         rows = _rows(op, tensors, divided, range(len(divided.pieces)), additive)

@@ -306,8 +306,9 @@ class Handle:
         Training continues bit by bit as if it had not been interrupted, unless the driver had laid
         out the tensors anew after it: a checkpoint of DDP's first step (the first two with
         ``static_graph``) was saved before DDP rebuilt its buckets. What is owed stays right in any
-        layout. Thresholds and boundaries that were reused (``threshold="reuse"``,
-        ``selector="reuse"``) are estimated anew.
+        layout. Dense sums of more than two ranks may round otherwise in DDP's first step after
+        loading, as without sparcel. Thresholds and boundaries that were reused
+        (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
         comm, tensors = self._comm, self._treatment.eligible
         checkpoint.load(state, self._residuals, tensors, comm.rank, comm.size, strict)
