@@ -176,7 +176,7 @@ def convergence_table(rows: Sequence[Row]) -> Iterator[str]:
         beside = [100 * (last(row) - base[row["seed"]]) for row in runs]
         yield from (name, str(len(runs)), f"{mean(map(last, runs)):.2%}")
         spread = f" ± {stdev(beside) / len(beside) ** 0.5:.2f}" if len(beside) > 1 else ""
-        yield f"{mean(beside):+.2f}{spread}"
+        yield f"{mean(beside):+.2f}{spread}" if any(beside) else ""
         theirs = PAPER_TABLE_2[name]
         yield f"{theirs:.2f} % ({theirs - PAPER_TABLE_2['2DTAR-SGD']:+.2f})"
 

@@ -144,6 +144,14 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(make: Callable[..., Optim
 
 
 @each
+def test_the_state_of_another_optimiser_is_refused(make: Callable[..., Optimizer]) -> None:
+    net = model()
+    state = torch.optim.Adam(net.parameters()).state_dict()
+    with pytest.raises(InputError, match=r"not the state of a LA.*: its groups have no exclude"):
+        make(net.parameters()).load_state_dict(state)
+
+
+@each
 def test_training_helps_and_schedulers_change_the_rate(make: Callable[..., Optimizer]) -> None:
     net = model()
     optimizer = make(net.parameters())

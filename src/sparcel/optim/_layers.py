@@ -76,6 +76,22 @@ class LayerWise(torch.optim.Optimizer, ABC):
                     f" {parameter.dtype}"
                 )
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises
+        ------
+        InputError
+            For the state of another kind of optimiser; nothing changes then.
+        """
+        for group in state_dict["param_groups"]:
+            if missing := self.defaults.keys() - group.keys():
+                raise InputError(
+                    f"this is not the state of a {type(self).__name__}: its groups have no"
+                    f" {', '.join(sorted(missing))}"
+                )
+        super().load_state_dict(state_dict)
+
     def _check(self, group: Mapping[str, Any]) -> None:
         """Raise `InputError` if a setting of a group is wrong."""
         number(group["lr"], "lr", at_least=0)
