@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -144,6 +145,17 @@ def test_an_interrupt_while_samples_are_written_leaves_no_transaction(tmp_path):
     assert cached.stats().from_source == 40
 
 
+@pytest.mark.parametrize("record", ["text", 7, b"bytes"])
+def test_a_record_that_became_something_else_is_read_anew(tmp_path, record):
+    filled(tmp_path)
+    with closing(sqlite3.connect(tmp_path / NAME)) as database, database:
+        database.execute("UPDATE samples SET record = ? WHERE place = 3", (record,))
+    with pytest.warns(SparcelWarning, match="sample 3 was torn on disk"):
+        assert filled(tmp_path).stats().from_source == 1
+    with silence():
+        assert filled(tmp_path).stats().from_source == 0
+
+
 @given(st.data())
 def test_a_torn_file_is_noticed_and_nothing_wrong_is_returned(tmp_path_factory, data):
     """Cut or overwritten anywhere, the file gives right samples or none, now and later."""
@@ -156,7 +168,8 @@ def test_a_torn_file_is_noticed_and_nothing_wrong_is_returned(tmp_path_factory, 
         file.write_bytes(content[:at])
     else:
         length = data.draw(st.integers(1, 3000))
-        content[at : at + length] = os.urandom(len(content[at : at + length]))
+        noise = random.Random(data.draw(st.integers(0, 1 << 32)))
+        content[at : at + length] = noise.randbytes(len(content[at : at + length]))
         file.write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SparcelWarning)
