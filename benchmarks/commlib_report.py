@@ -217,8 +217,8 @@ def page(text: str, record: Row) -> str:
 
 def origin(record: Row) -> Iterator[str]:
     """Yield where and when the record was made, and how slow the store was."""
-    told = [row["epochs"][0].get("request_seconds") for row in record["rows"]]
-    request = median(seconds for seconds in told if seconds)
+    firsts = [row["epochs"][0] for row in record["rows"]]  # of the first row it was not noted
+    request = median(one["request_seconds"] for one in firsts if "request_seconds" in one)
     dates = sorted({row["date"][:10] for row in record["rows"]})
     yield (
         f"The [record](../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"

@@ -49,8 +49,9 @@ PARTS = np.arange(20), np.arange(10, 30), np.arange(20, 40), np.arange(0, 40, 2)
 def test_a_part_is_held_alone_and_the_rest_of_the_memory_freed(turns):
     shared, kept = Shared(40, 4 << 20), set()
     for number, place in turns:
-        part = PARTS[number]
+        part, before = PARTS[number], int(shared.words[3])
         shared.hold(np.random.default_rng(place).permutation(part))  # the order makes no difference
+        assert int(shared.words[3]) >= before
         kept = (kept & {*part.tolist()}) | ({place} & {*part.tolist()})
         shared.put(place, record_of(place))
         assert {other for other in range(40) if shared.get(other) is not None} == kept

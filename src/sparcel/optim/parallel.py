@@ -81,10 +81,9 @@ def parallel(
             raise InputError(f"tensors must be strided, got {tensor.layout}; use to_dense()")
     comm = resolve_or_alone(group)
     sizes = tuple([(tensor.numel(), tensor.element_size()) for tensor in tensors])
-    if comm is None:
-        divided = divide(sizes, 1, additive, None)
-    else:
-        divided = divide(sizes, comm.size, additive, comm.rates)
+    ranks, rates = (1, None) if comm is None else (comm.size, comm.rates)
+    divided = divide(sizes, ranks, additive, rates)
+    if comm is not None:
         _compare(divided, additive, comm)
     if comm is not None and divided.pays:
         rows = comm.run(lambda: _gathered(op, tensors, divided, additive, comm))
