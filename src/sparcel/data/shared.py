@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from sparcel.data.available import available
 from sparcel.data.locks import ProcessLock
+from sparcel.data.ranges import free, write
 from sparcel.data.records import Record
 from sparcel.errors import InputError, warn
 
@@ -29,13 +29,8 @@ _UNIT = 64
 _LENGTH_BITS = 24
 _BARRED = 1
 """The entry of a sample that is not to be kept."""
-_PUNCH_HOLE = 3
-"""FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
-_libc = ctypes.CDLL(None, use_errno=True)
-if hasattr(_libc, "fallocate"):
-    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _MOVED = 1 << 20
-"""While records move, memory is freed each time that so many bytes have moved."""
+"""While records move, what is before them is freed in pieces of so many bytes."""
 _STEP = 64 << 20
 """The system's free memory is looked at each time that so many bytes were taken."""
 
@@ -133,7 +128,7 @@ class Shared:
                 self.words[LOOKED_AT] = offset + _STEP
             self.words[USED] = offset + units * _UNIT
         try:
-            _write(self._descriptor, record + bytes(-len(record) % _UNIT), offset)
+            write(self._descriptor, record + bytes(-len(record) % _UNIT), offset)
         except OSError:
             self.words[LIMIT] = 0
             return False
@@ -141,7 +136,7 @@ class Shared:
             if offset >= int(self.words[START]):
                 self._index[place] = _entry(offset, units * _UNIT)
             else:  # `hold` was called in between, and nothing below START is of use
-                _free(self._descriptor, index_bytes(len(self._index)), int(self.words[START]))
+                free(self._descriptor, index_bytes(len(self._index)), int(self.words[START]))
         return True
 
     def _has_room(self, place: int, units: int) -> bool:
@@ -185,16 +180,16 @@ class Shared:
             offset, length = _range_of(entry)
             target = int(self.words[USED])
             try:
-                _write(self._descriptor, os.pread(self._descriptor, length, offset), target)
+                write(self._descriptor, os.pread(self._descriptor, length, offset), target)
             except OSError:  # the system has no memory left
                 break
             self.words[USED] = target + length
             self._index[place] = _entry(target, length)
             if offset - freed >= _MOVED:
                 done = offset - offset % mmap.ALLOCATIONGRANULARITY
-                _free(self._descriptor, freed, done)
+                free(self._descriptor, freed, done)
                 freed = done
-        _free(self._descriptor, freed, start)
+        free(self._descriptor, freed, start)
 
     def add(self, counts: tuple[int, int, int]) -> None:
         """Add to the counters that all processes share."""
@@ -289,20 +284,6 @@ def index_bytes(samples: int) -> int:
     """Return the bytes of an index, after which records begin."""
     taken = 8 * (_WORDS + samples)
     return taken + -taken % mmap.ALLOCATIONGRANULARITY
-
-
-def _write(descriptor: int, content: bytes, offset: int) -> None:
-    left = memoryview(content)
-    while left:
-        count = os.pwrite(descriptor, left, offset)
-        left, offset = left[count:], offset + count
-
-
-def _free(descriptor: int, start: int, end: int) -> None:
-    """Give a range of the file back to the system; it reads as zeros from then on."""
-    if end > start and _libc.fallocate(descriptor, _PUNCH_HOLE, start, end - start):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def _number_of(part: npt.NDArray[np.int64]) -> int:
