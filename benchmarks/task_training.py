@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tasks import TASKS, Split, Task, batches, loss_of
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import sparcel
 from sparcel.comm import Communicator
@@ -93,13 +94,14 @@ class Run:
     def rank(self, comm: Communicator) -> sparcel.training.Stats:
         method = self.method
         averager = Averager(self.named, self.scheme, group=comm, frontload=method.frontload)
-        block = averager.ahead(self.named, self.optimizer) if method.ahead else nullcontext()
+        ahead = averager.ahead(self.named, self.optimizer) if method.ahead else None
         samples, task = len(self.split.y_train), self.task
         for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
             part = batch.chunk(comm.size)[comm.rank]
-            with block:
-                loss = loss_of(self.model, self.split.x_train[part], self.split.y_train[part])
-                found = torch.autograd.grad(loss, list(self.named.values()))
+            moved = {} if ahead is None else ahead.moved()
+            model = partial(functional_call, self.model, moved)
+            loss = loss_of(model, self.split.x_train[part], self.split.y_train[part])
+            found = torch.autograd.grad(loss, list(self.named.values()))
             self.losses[step] += loss.item() / comm.size
             gradients = dict(zip(self.named, found, strict=True))
             self.observe(comm, step, gradients, averager)

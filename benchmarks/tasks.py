@@ -98,7 +98,7 @@ def batches(samples: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]
                 yield chosen
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 

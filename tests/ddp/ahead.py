@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import sparcel
 from sparcel.comm import Communicator
@@ -45,9 +46,54 @@ def convolution() -> nn.Module:
     return model
 
 
+class Checkpointed(nn.Sequential):
+    """A model like `linear` whose first layers are computed again in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(*linear())
+        self.reentrant = reentrant
+
+    def forward(self, data: Tensor) -> Tensor:
+        first, *others = self
+        data = data.requires_grad_()  # what reentrant checkpoints need
+        hidden = checkpoint(self._twice, first, data, use_reentrant=self.reentrant)
+        return nn.Sequential(*others)(hidden)
+
+    def _twice(self, layer: nn.Module, data: Tensor) -> Tensor:
+        """Depend on the layer's values also by its input's gradient."""
+        return layer(data) * layer(data).sigmoid()
+
+
+class Gated(nn.Sequential):
+    """What `Checkpointed` computes, without a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(*linear())
+
+    def forward(self, data: Tensor) -> Tensor:
+        first, *others = self
+        hidden = first(data) * first(data).sigmoid()
+        return nn.Sequential(*others)(hidden)
+
+
+class Recurrent(nn.Sequential):
+    """A recurrent network, which keeps a list of its weights, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.LSTM(30, 30, batch_first=True), nn.Linear(30, 40), nn.Linear(40, 30))
+        self.tied = nn.Linear(30, 40)
+        self.tied.weight = self[1].weight
+
+    def forward(self, data: Tensor) -> Tensor:
+        hidden, _ = self[0](data)
+        return (self[2](self[1](hidden)) + self[2](self.tied(data))).mean(1)[:, :10]
+
+
 def data_of(rank: int, step: int, model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    shape = (6, 4, 30) if isinstance(model[0], nn.Linear) else (6, 4, 4, 30)
+    images = any(isinstance(part, nn.Conv2d) for part in model.modules())
+    shape = (6, 4, 4, 30) if images else (6, 4, 30)
     return torch.randn(shape, generator=generator)
 
 
@@ -61,6 +107,16 @@ def now(model: nn.Module) -> Named:
 
 def are(model: nn.Module, expected: Named) -> bool:
     return all(same_bits(one, expected[name]) for name, one in now(model).items())
+
+
+def looked_into(model: nn.Module, data: Tensor) -> tuple[Tensor, Named]:
+    """Call a model, and also return what its module finds in the place of its parameters."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    found: Named = {}
+    hook = module.register_forward_hook(lambda module, *_: found.update(now(module)))
+    output = model(data)
+    hook.remove()
+    return output, found
 
 
 def pass_by(model: nn.Module, rank: int, step: int) -> None:

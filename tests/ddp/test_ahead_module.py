@@ -1,110 +1,272 @@
-"""Loading, copying and saving a module whose parameters are ahead, and its end."""
+"""Parameters never move: whatever comes in a pass or ends it, a module holds its own weights."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import io
+import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 from sparcel.comm import Communicator
+from sparcel.errors import InputError
 from tests.ddp.ahead import (
+    LINEAR,
     OPTIMIZERS,
+    Checkpointed,
+    Named,
     are,
     attached,
+    convolution,
     data_of,
-    functional,
+    looked_into,
     loss_of,
     now,
-    pass_by,
 )
 from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
 
-INTERRUPTIONS: dict[str, Callable[[DistributedDataParallel, Tensor], Any]] = {
-    "a forward pass without gradients": lambda ddp, data: torch.no_grad()(ddp)(data),
-    "a checkpoint": lambda ddp, data: ddp.state_dict(),
+
+def at_home(module: nn.Module, home: Named) -> bool:
+    """Tell whether a module holds its own parameters, with these values."""
+    parts = [one for part in module.modules() for one in part._parameters.values()]
+    return all(type(one) is nn.Parameter and one.is_leaf for one in parts) and are(module, home)
+
+
+def copies_of(module: nn.Module) -> Iterator[nn.Module]:
+    yield copy.deepcopy(module)
+    yield AveragedModel(module).module
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    saved.seek(0)
+    yield torch.load(saved, weights_only=False)
+
+
+def fail(*_: object) -> None:
+    raise LookupError
+
+
+def fails_forward(ddp: DistributedDataParallel, data: Tensor) -> None:
+    hook = ddp.module[-1].register_forward_pre_hook(fail)
+    with suppress(LookupError):
+        ddp(data)
+    hook.remove()
+
+
+def fails_backward(ddp: DistributedDataParallel, data: Tensor) -> None:
+    output = ddp(data)
+    output.register_hook(fail)
+    with suppress(LookupError):
+        output.sum().backward()
+
+
+def fails_in_a_checkpoint(ddp: DistributedDataParallel, data: Tensor) -> None:
+    output = ddp(data)
+    hook = ddp.module[0].register_forward_hook(fail)
+    with suppress(LookupError):
+        output.sum().backward()
+    hook.remove()
+
+
+def freezes_in_between(ddp: DistributedDataParallel, data: Tensor) -> None:
+    output = ddp(data)
+    ddp.requires_grad_(False)
+    ddp(data)
+    ddp.requires_grad_(True)
+    output.sum().backward()
+
+
+def without_synchronising(ddp: DistributedDataParallel, data: Tensor) -> None:
+    with ddp.no_sync():
+        ddp(data).sum().backward()
+
+
+ENDS: dict[str, Callable[[DistributedDataParallel, Tensor], Any]] = {
+    "a forward pass alone": lambda ddp, data: ddp(data),
+    "a whole pass": lambda ddp, data: ddp(data).sum().backward(),
+    "a pass that is not synchronised": without_synchronising,
+    "a pass of a frozen model": freezes_in_between,
+    "an exception in the forward pass": fails_forward,
+    "an exception in the backward pass": fails_backward,
+    "an exception in a checkpoint": fails_in_a_checkpoint,
 }
 
 
-def interrupted(comm: Communicator, what: str) -> bool:
-    """Return whether the parameters are where they belong after an interrupted pass."""
-    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    home, data = now(ddp.module), data_of(comm.rank, 7, ddp.module)
-    output = ddp(data)
-    INTERRUPTIONS[what](ddp, data)
-    loss_of(output, data).backward()
-    handle.close()
-    return are(ddp.module, home)
-
-
-@pytest.mark.parametrize("what", INTERRUPTIONS)
-def test_a_pass_survives_what_comes_between_its_halves(run_on: Any, what: str) -> None:
-    assert run_on(2, interrupted, what) == [True] * 2
-
-
-def replaced(comm: Communicator) -> list[bool]:
-    """Return whether weights that are loaded stay, and whether the bare module is where it was."""
-    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    home, data = now(ddp.module), data_of(comm.rank, 7, ddp.module)
-    ddp(data)
-    ddp.eval()
+def ended(comm: Communicator, how: str) -> None:
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=lambda: Checkpointed(False), steps=2)
+    module, home = ddp.module, now(ddp.module)
+    ENDS[how](ddp, data_of(comm.rank, 7, module))
+    assert at_home(module, home)
+    for one in copies_of(module):
+        assert at_home(one, home)
+        output, found = looked_into(one, data_of(comm.rank, 8, module))  # lives on its own
+        output.sum().backward()
+        assert are(one, found)
+    states = copy.deepcopy({"": module.state_dict(), "0.": module[0].state_dict()})
+    assert all(same_bits(one, home[at + name]) for at in states for name, one in states[at].items())
     with torch.no_grad():
-        evaluated = same_bits(ddp.module(data), functional(ddp.module, home, data))
-    ddp.train()
-    ddp(data)
-    best = {name: 2 * one for name, one in home.items()}
-    ddp.module.load_state_dict(best)
-    ddp.eval()(data)
+        for parameter in module.parameters():
+            parameter.clamp_(-0.01, 0.01)
+    assert at_home(module, {name: one.clamp(-0.01, 0.01) for name, one in home.items()})
+    module[0].load_state_dict(states["0."])
+    assert same_bits(module[0].weight, home["0.weight"])
     handle.close()
-    return [evaluated, are(ddp.module, best)]
+    assert same_bits(module[0].weight, home["0.weight"])
 
 
-def test_weights_that_are_loaded_stay_and_the_bare_module_evaluates_at_home(run_on: Any) -> None:
-    assert run_on(2, replaced) == [[True, True]] * 2
+@pytest.mark.parametrize("how", ENDS)
+def test_a_module_holds_its_own_weights_after(run_on: Any, how: str) -> None:
+    run_on(2, ended, how)
 
 
-def copied(comm: Communicator) -> list[bool]:
-    """Return whether copies of the module have its weights, and live apart from its training."""
+def dropped(comm: Communicator) -> tuple[bool, bool, bool]:
+    """Return whether a forward pass alone leaves anything once DDP and its handle are gone."""
     ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    home, saved = now(ddp.module), io.BytesIO()
-    average = torch.optim.swa_utils.AveragedModel(ddp.module).module
-    torch.save(ddp.module, saved)
-    saved.seek(0)
-    copies = [copy.deepcopy(ddp.module), average, torch.load(saved, weights_only=False)]
-    pass_by(ddp, comm.rank, 2)
-    optimizer.step()
-    for one in copies:
-        one(data_of(comm.rank, 7, one))
-        one.load_state_dict(one.state_dict())
-    handle.close()
-    return [are(one, home) for one in copies]
-
-
-def test_the_module_can_be_copied_and_saved_whole(run_on: Any) -> None:
-    assert run_on(2, copied) == [[True] * 3] * 2
-
-
-def outlived(comm: Communicator) -> bool:
-    """Return whether the exchange ends with DDP, even if the module itself is needed longer."""
-    ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], steps=2)
-    module, watched = ddp.module, weakref.ref(handle)
+    module, home, watched = ddp.module, now(ddp.module), weakref.ref(handle)
+    data = data_of(comm.rank, 7, module)
+    output = ddp(data)
     del ddp, handle
-    optimizer.zero_grad()
     gc.collect()
-    module(data_of(comm.rank, 7, module))
-    module.state_dict()
-    optimizer.step()
-    return watched() is None
+    left = [part for part in module.modules() if part.__dict__.get("_compiled_call_impl")]
+    optimizer.zero_grad()
+    optimizer.step()  # without gradients it changes nothing
+    ahead = not are(module, looked_into(module, data)[1])
+    return watched() is None and output is not None, at_home(module, home), bool(left) or ahead
 
 
-def test_a_module_that_outlives_its_training_leaves_nothing_behind(run_on: Any) -> None:
-    assert run_on(2, outlived) == [True] * 2
+def test_a_module_that_outlives_its_training_has_nothing_of_it(run_on: Any) -> None:
+    assert run_on(2, dropped) == [(True, True, False)] * 2
+
+
+def same_gradients(comm: Communicator, what: str) -> None:
+    """Check that gradients are those of the forward pass, whatever comes before they are computed.
+
+    Those of a convolution are computed from the weights that it finds then.
+    """
+    ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], model=convolution, steps=2)
+    data, gradients = data_of(comm.rank, 7, ddp.module), []
+    optimizer.zero_grad()
+    for between in (False, True):
+        with ddp.no_sync():
+            output = ddp(data)
+            if what == "state_dict" and between:
+                ddp.state_dict()
+            if what == "evaluation" and between:
+                with torch.no_grad():
+                    ddp.eval()(data)
+                ddp.train()
+            loss_of(output, data).backward(retain_graph=True)
+            if what == "second backward" and between:
+                optimizer.zero_grad()
+                loss_of(output, data).backward()
+        gradients.append({name: one.grad.clone() for name, one in ddp.module.named_parameters()})
+        optimizer.zero_grad()
+    handle.close()
+    assert all(same_bits(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize("what", ["state_dict", "evaluation", "second backward"])
+def test_gradients_of_a_convolution_do_not_depend_on(run_on: Any, what: str) -> None:
+    run_on(2, same_gradients, what)
+
+
+class Interruption(BaseException):
+    """What the handler of a signal raises, as Python's own raises KeyboardInterrupt."""
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise in this thread, wherever it is by then."""
+
+    def interrupt(*_: object) -> None:
+        raise Interruption
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupt_passes(comm: Communicator) -> int:
+    """Interrupt forward passes at many moments, and return how many ended early."""
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], steps=2)
+    module, home, ended = ddp.module, now(ddp.module), 0
+    data = data_of(comm.rank, 7, module)
+    for moment in range(400):
+        try:
+            with interrupted_after(1e-6 * (1 + moment)):
+                module(data)
+        except Interruption:
+            ended += 1
+        assert at_home(module, home)
+    assert not are(module, looked_into(module, data)[1])  # as before
+    handle.close()
+    return ended
+
+
+def test_a_signal_at_any_moment_leaves_the_weights(run_on: Any) -> None:
+    assert all(ended > 20 for ended in run_on(2, interrupt_passes))
+
+
+def replaced(comm: Communicator) -> None:
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], steps=2)
+    module, data = ddp.module, data_of(comm.rank, 7, ddp.module)
+    ddp(data)
+    best = {name: 2 * one for name, one in now(module).items()}
+    module.load_state_dict(best)
+    assert are(module, best)
+    # Whoever puts other tensors in the place of parameters gets what these give.
+    zeros = {name: torch.zeros_like(one) for name, one in best.items()}
+    assert not torch.func.functional_call(module, zeros, (data,)).any()
+    assert {name for name, one in looked_into(module, data)[1].items() if name in LINEAR} == LINEAR
+    prune.l1_unstructured(module[0], "weight", 0.5)
+    module(data)
+    assert sorted(module[0]._parameters) == ["bias", "weight_orig"]
+    assert module[0].weight_orig is dict(module.named_parameters())["0.weight_orig"]
+    handle.close()
+
+
+def test_weights_that_are_replaced_stay(run_on: Any) -> None:
+    run_on(2, replaced)
+
+
+class Clamping(nn.Sequential):
+    """A model that changes a weight in place when it is called."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10))
+
+    def forward(self, data: Tensor) -> Tensor:
+        with torch.no_grad():
+            self[0].weight.clamp_(-0.1, 0.1)
+        return super().forward(data)
+
+
+def clamps(comm: Communicator) -> None:
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=Clamping)
+    with pytest.raises(
+        InputError, match=r"changes the parameter '0\.weight' in place.*ahead=False"
+    ):
+        ddp(data_of(comm.rank, 7, ddp.module))
+    assert at_home(ddp.module, now(ddp.module))
+    handle.close()
+    attached(comm, OPTIMIZERS["SGD"], model=Clamping, steps=2, ahead=False)[1].close()
+
+
+def test_a_forward_pass_that_changes_weights_is_refused(run_on: Any) -> None:
+    run_on(2, clamps)

@@ -14,7 +14,7 @@ import sparcel
 from sparcel import Phase, Schedule
 from sparcel.comm import Communicator
 from sparcel.training.flush import FLUSH_STEPS
-from tests.ddp.ahead import data_of, linear, loss_of, now
+from tests.ddp.ahead import are, data_of, linear, looked_into, loss_of
 from tests.ddp.models import (
     MANY_BUCKETS,
     Linear,
@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_use_a_parameter_flushes_it_later(
 
 
 def sparse_later(comm: Communicator) -> bool:
-    """Return whether parameters are ahead in a forward pass, before and after a switch."""
+    """Return whether a forward pass computes with moved values before and after a switch."""
     ddp = DistributedDataParallel(linear())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     handle = sparcel.attach(ddp, "dense")
@@ -129,12 +129,10 @@ def sparse_later(comm: Communicator) -> bool:
         if step:
             handle.switch(scheme, density=0.01)
         optimizer.zero_grad()
-        before = now(ddp.module)
         data = data_of(comm.rank, step, ddp.module)
-        loss = loss_of(ddp(data), data)
-        ahead = {name: one.detach().clone() for name, one in ddp.module.named_parameters()}
-        moved.append(any(not torch.equal(ahead[name], before[name]) for name in before))
-        loss.backward()
+        output, there = looked_into(ddp, data)
+        moved.append(not are(ddp.module, there))
+        loss_of(output, data).backward()
         optimizer.step()
     handle.close()
     return moved == [False, False, True]

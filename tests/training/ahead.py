@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -42,8 +43,8 @@ class Training:
         generator = torch.Generator().manual_seed(10 * number + self.rank)
         data = torch.randn(8, 40, generator=generator).to(self.dtype)
         self.optimizer.zero_grad()
-        with self.ahead:
-            mse_loss(self.model(data), data.sum(1, keepdim=True).expand(8, 50)).backward()
+        output = functional_call(self.model, self.ahead.moved(), (data,))
+        mse_loss(output, data.sum(1, keepdim=True).expand(8, 50)).backward()
         updates = self.averager.average({name: p.grad for name, p in self.parameters.items()})
         for name, parameter in self.parameters.items():
             parameter.grad = updates[name]
@@ -51,6 +52,11 @@ class Training:
 
     def now(self) -> Named:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def there(self) -> Named:
+        """Return what the model computes with: moved values, and parameters that do not move."""
+        moved = self.ahead.moved()
+        return {name: moved.get(name, one).detach() for name, one in self.parameters.items()}
 
 
 def trained(comm: Communicator, make: Make, scheme: Scheme, **settings: Any) -> Training:

@@ -1,4 +1,4 @@
-"""Parameters inside `Averager.ahead`, and outside of it, on the simulated cluster."""
+"""Where `Averager.ahead` says that parameters would be, on the simulated cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.optim import SGD, Adamax, AdamW, NAdam, RAdam, RMSprop
 
 from sparcel import simulate
@@ -33,7 +34,7 @@ from tests.training.tensors import Named, owed_by
 
 @optimizers
 @pytest.mark.parametrize(("scheme", "share"), SHARES.values(), ids=SHARES)
-def test_a_block_moves_as_the_optimiser_would_with_the_memory_as_gradient_and_exactly_back(
+def test_parameters_move_as_the_optimiser_would_move_them_with_the_memory_as_gradient(
     make: Make, scheme: Callable[[], Scheme], share: float
 ) -> None:
     def on_rank(comm: Communicator) -> bool:
@@ -44,8 +45,7 @@ def test_a_block_moves_as_the_optimiser_would_with_the_memory_as_gradient_and_ex
         before, expected = training.now(), moved_by_torch(training, share)
         state = copy.deepcopy(training.optimizer.state_dict())
         remembered, owed = training.averager.state_dict(), owed_by(training.averager, comm.rank)
-        with training.ahead:
-            inside = training.now()
+        inside = training.there()
         for name in before:
             if name in LARGE:
                 moves = (inside[name] - before[name]).abs().max()
@@ -67,13 +67,11 @@ def test_a_block_moves_as_the_optimiser_would_with_the_memory_as_gradient_and_ex
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["SGD, momentum"], partial(AdamW, lr=0.01, eps=1e-3)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes_move_and_come_back(make: Make, dtype: torch.dtype) -> None:
+def test_other_dtypes_move(make: Make, dtype: torch.dtype) -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, make, TopK(0.05), dtype=dtype)
         before, expected = training.now(), moved_by_torch(training, 1.0)
-        with training.ahead:
-            inside = training.now()
-        after = training.now()
+        inside, after = training.there(), training.now()
         for name in before:
             tolerance = 8 * torch.finfo(dtype).eps
             torch.testing.assert_close(inside[name], expected[name], rtol=tolerance, atol=tolerance)
@@ -83,12 +81,10 @@ def test_other_dtypes_move_and_come_back(make: Make, dtype: torch.dtype) -> None
     simulate(2, on_rank)
 
 
-def test_ranks_agree_outside_and_not_inside_and_nothing_is_lost() -> None:
+def test_ranks_agree_on_parameters_and_not_on_moved_values() -> None:
     def on_rank(comm: Communicator) -> tuple[Named, Named]:
         training = trained(comm, partial(SGD, lr=0.1), TopK(0.05))
-        with training.ahead:
-            inside = training.now()
-        return training.now(), inside
+        return training.now(), training.there()
 
     first, *others = simulate(3, on_rank).results
     for outside, inside in others:
@@ -96,41 +92,18 @@ def test_ranks_agree_outside_and_not_inside_and_nothing_is_lost() -> None:
         assert all(not torch.equal(inside[name], first[1][name]) for name in LARGE)
 
 
-def fail_inside(training: Training, seen: Named) -> None:
-    with training.ahead:
-        seen |= training.now()
-        raise LookupError
-
-
-def test_parameters_come_back_after_an_exception_and_the_next_block_moves_again() -> None:
+def test_gradients_reach_the_parameters_as_if_these_had_moved() -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, OPTIMIZERS["Adam"], TopK(0.05))
-        before, inside = training.now(), {}
-        with pytest.raises(LookupError):
-            fail_inside(training, inside)
-        assert all(same_bits(one, before[name]) for name, one in training.now().items())
-        with training.ahead:
-            again = training.now()
-        assert all(same_bits(again[name], inside[name]) for name in inside)
-        assert not torch.equal(again["0.weight"], before["0.weight"])
+        data, there = torch.randn(8, 40), training.there()
+        leaves = {name: one.requires_grad_() for name, one in there.items()}
+        functional_call(training.model, leaves, (data,)).square().mean().backward()
+        training.optimizer.zero_grad()
+        functional_call(training.model, training.ahead.moved(), (data,)).square().mean().backward()
+        for name, parameter in training.parameters.items():
+            assert same_bits(parameter.grad, leaves[name].grad)
 
-    simulate(2, on_rank)
-
-
-def test_who_is_ahead_already_moves_no_further() -> None:
-    def on_rank(comm: Communicator) -> None:
-        training = trained(comm, OPTIMIZERS["SGD, momentum"], TopK(0.05))
-        before = training.now()
-        with training.ahead:
-            inside = training.now()
-            training.ahead.move()
-            with training.ahead:
-                twice = training.now()
-        training.ahead.back()
-        assert all(same_bits(twice[name], inside[name]) for name in inside)
-        assert all(same_bits(one, before[name]) for name, one in training.now().items())
-
-    simulate(2, on_rank)
+    simulate(1, on_rank)
 
 
 def test_without_memory_there_is_nowhere_to_go() -> None:
@@ -150,8 +123,7 @@ def test_without_memory_there_is_nowhere_to_go() -> None:
             training.averager.load_state_dict(state)
         for training in (fresh, whole, dense, *resumed):
             before = training.now()
-            with training.ahead:
-                assert all(same_bits(one, before[name]) for name, one in training.now().items())
+            assert all(same_bits(one, before[name]) for name, one in training.there().items())
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SparcelWarning)  # of the density
@@ -174,9 +146,7 @@ def test_an_optimiser_of_another_kind_is_told_and_its_parameters_stay(
         with pytest.warns(SparcelWarning, match=rf"{kind} updates '0\.weight'") as given:
             training = trained(comm, make, TopK(0.05))
         assert [one.filename for one in given] == [trained.__code__.co_filename]  # the caller
-        before = training.now()
-        with training.ahead:
-            assert all(same_bits(one, before[name]) for name, one in training.now().items())
+        assert not training.ahead.moved()
 
     simulate(1, on_rank)  # one rank, because a warning is the process's
 
@@ -193,8 +163,7 @@ def test_settings_and_state_are_those_that_the_optimiser_has_at_that_moment() ->
                 for group in training.optimizer.param_groups:
                     group["lr"] *= 3
                 expected, before = moved_by_torch(training, 1.0), training.now()
-                with training.ahead:
-                    inside = training.now()
+                inside = training.there()
                 for weight in LARGE:
                     moves = float((expected[weight] - before[weight]).abs().max())
                     torch.testing.assert_close(
@@ -208,16 +177,16 @@ def test_an_optimiser_can_be_told_later_and_others_do_not_matter() -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
         ahead = Ahead(training.parameters, training.averager._residuals)
-        before = training.now()
         ahead.follow(SGD([torch.zeros(3, requires_grad=True)], lr=0.1))
         ahead.follow(RMSprop([torch.zeros(3, requires_grad=True)]))  # no warning
-        with ahead:
-            assert all(same_bits(one, before[name]) for name, one in training.now().items())
+        before = training.now()
+        assert all(same_bits(one, before[name]) for name, one in ahead.moved().items())
         ahead.follow(training.optimizer)
-        with training.ahead:
-            expected = training.now()
-        with ahead:
-            assert all(same_bits(one, expected[name]) for name, one in training.now().items())
+        expected, moved = training.ahead.moved(), ahead.moved()
+        assert moved.keys() == expected.keys() == before.keys()
+        assert all(same_bits(moved[name], expected[name]) for name in LARGE)
+        (name,) = ahead.moved(["2.weight"])
+        assert name == "2.weight"
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,36 +204,14 @@ def test_memory_of_scaled_gradients_moves_as_that_of_others() -> None:
             gradient = torch.randn(40, 50, generator=generator) * (1024 if scaler else 1)
             averager.average({"weight": gradient})
             mine = {"weight": nn.Parameter(torch.zeros(40, 50))}
-            with averager.ahead(mine, SGD(mine.values(), lr=0.1)):
-                moved.append(mine["weight"].detach().clone())
+            moved.append(averager.ahead(mine, SGD(mine.values(), lr=0.1)).moved()["weight"])
         assert moved[0].any()
         assert torch.equal(*moved)
 
     simulate(2, on_rank)
 
 
-def test_a_graph_that_is_still_needed_survives_a_move() -> None:
-    """As with two models that are trained in turns, whose passes overlap."""
-
-    def on_rank(comm: Communicator) -> None:
-        training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
-        data = torch.randn(8, 40, generator=torch.Generator().manual_seed(comm.rank))
-        gradients = []
-        for interrupted in (False, True):
-            training.optimizer.zero_grad()
-            with training.ahead:
-                loss = training.model(data).square().mean()
-                if interrupted:
-                    training.ahead.back()
-                    training.ahead.move()
-                loss.backward()
-            gradients.append({name: p.grad for name, p in training.parameters.items()})
-        assert all(same_bits(gradients[0][name], gradients[1][name]) for name in gradients[0])
-
-    simulate(1, on_rank)
-
-
-def test_an_exchange_has_one_block_of_tensors_that_it_knows() -> None:
+def test_an_exchange_moves_tensors_that_it_knows_and_once() -> None:
     def on_rank(comm: Communicator) -> None:
         averager = Averager({"weight": torch.zeros(40, 50)}, TopK(0.05), group=comm)
         with pytest.raises(InputError, match="the name of a tensor to move ahead must be"):
@@ -272,18 +219,6 @@ def test_an_exchange_has_one_block_of_tensors_that_it_knows() -> None:
         averager.ahead({"weight": torch.zeros(40, 50)})
         with pytest.raises(InputError, match="moved ahead already"):
             averager.ahead({"weight": torch.zeros(40, 50)})
-
-    simulate(1, on_rank)
-
-
-def test_closing_moves_back_what_a_failed_pass_left_ahead() -> None:
-    def on_rank(comm: Communicator) -> None:
-        training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
-        before = training.now()
-        training.ahead.move()
-        assert any(not same_bits(one, before[name]) for name, one in training.now().items())
-        training.averager.close()
-        assert all(same_bits(one, before[name]) for name, one in training.now().items())
 
     simulate(1, on_rank)
 

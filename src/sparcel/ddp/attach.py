@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type, flag
 from sparcel.comm import Group, resolve
-from sparcel.ddp.ahead import AheadPasses, as_in_buckets
+from sparcel.ddp.ahead import AheadCalls, as_in_buckets
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import check_model
 from sparcel.ddp.names import model_name, model_patterns
@@ -77,8 +77,9 @@ def attach(
         Whether each rank computes its gradients where its own memory would bring the parameters
         (step-ahead), see `sparcel.training.Ahead`: what brings training at low densities closer to
         dense training.
-        The parameters are moved at the start of a forward pass in training mode, and moved back
-        when its backward pass ends. ``optimizer`` is found at its first step if it is not given.
+        The model computes with moved values while it is called in training mode, and where a
+        checkpoint calls a part of it again; the parameters themselves stay as they are.
+        ``optimizer`` is found at its first step if it is not given.
     frontload
         Whether more is sent in the first steps of a training than the density asks for, unless the
         scheme has a ``warmup``: see `sparcel.schemes.front_loaded`.
@@ -116,9 +117,9 @@ def attach(
     holds NaN or Inf, all gradients of all ranks become NaN, and no memory changes in that step.
     ``backward()`` raises errors of the exchange on every rank. Memory is then as it was before the
     step, and the DDP object cannot be used any more, as after any exception that ends a backward
-    pass: ``close()`` the handle, which puts the parameters back, wrap the module anew, attach, and
-    give the new handle the old one's ``state_dict()``. ``no_sync()``, ``join()`` and reentrant
-    checkpointing work as with DDP alone.
+    pass: ``close()`` the handle, wrap the module anew, attach, and give the new handle the
+    ``state_dict()`` of the old one. ``no_sync()``, ``join()`` and checkpoints of activations work
+    as with DDP alone.
     """
     check_model(model)
     flag(ahead, "ahead")
@@ -150,20 +151,21 @@ def attach(
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
     )
-    momentum, passes = momentum_of(chosen), None
+    momentum = momentum_of(chosen)
     sparse = {name: parameters[name] for name in averager.sparse}
     try:  # a warning may be made an error
         if momentum and sparse:
             check_momentum(optimizer, momentum, sparse)
         if ahead and averager.eligible:
             movable = {name: parameters[name] for name in averager.eligible}
-            passes = AheadPasses(model, averager, averager.ahead(movable, arrange=as_in_buckets))
+            calls = AheadCalls(model.module, averager.ahead(movable, arrange=as_in_buckets))
+            averager.on_close(calls.end)
             if optimizer is not None:
-                passes.follow(optimizer)
+                calls.follow(optimizer)
     except Exception:
         averager.close()
         raise
-    model.register_comm_hook(None, Hook(model, averager, passes).queue_bucket)
+    model.register_comm_hook(None, Hook(model, averager).queue_bucket)
     return averager
 
 

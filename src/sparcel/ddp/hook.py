@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.ddp.ahead import AheadPasses
 from sparcel.ddp.names import model_name
 from sparcel.ddp.rebuild import RebuildGuard
 from sparcel.errors import CommunicationError
@@ -20,10 +19,8 @@ from sparcel.training import Averager
 class Hook:
     """Turns the buckets of each backward pass into a step of the averager."""
 
-    def __init__(
-        self, model: DistributedDataParallel, averager: Averager, passes: AheadPasses | None
-    ) -> None:
-        self._averager, self._passes = averager, passes
+    def __init__(self, model: DistributedDataParallel, averager: Averager) -> None:
+        self._averager = averager
         self._model = weakref.ref(model)  # DDP's C++ part owns the hook, so this breaks a cycle
         self._names = {id(p): model_name(name) for name, p in model.module.named_parameters()}
         self._parameters: int = model._get_ddp_logging_data()["num_parameter_tensors"]
@@ -79,8 +76,6 @@ class Hook:
     def _end(self) -> None:
         """End the step, and give DDP the updates."""
         promised, self._promised, self._queued = self._promised, [], 0
-        if self._passes is not None:
-            self._passes.end()
         rows = self._averager.finish()
         for future, update in promised:
             future.set_result(rows[update] if isinstance(update, str) else update)

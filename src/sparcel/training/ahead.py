@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +25,13 @@ def in_order(memory: Tensor, parameter: Tensor) -> Tensor:
 
 
 class Ahead:
-    """Moves parameters to where this rank's memory would bring them, and exactly back.
+    """Tells where this rank's memory would bring the parameters, which stay where they are.
 
     What a rank keeps back is missing from the model, so gradients would not see it: they would ask
     for the same change again and again, and the sum of all that overshoots once it is applied.
-    Inside ``with ahead:`` each parameter is moved to where its optimiser would bring it in two
-    steps if the first one had the memory as its gradient, and no other gradient ever came: by
-    ``(1 + momentum)·lr·memory`` for SGD, and for Adam by
+    So compute gradients with the values that `moved` returns. These are where the optimiser would
+    bring each parameter in two steps if the first one had the memory as its gradient, and no other
+    gradient ever came: the parameter less ``(1 + momentum)·lr·memory`` for SGD, and for Adam less
     ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections. Other
     optimisers may have a method `two_steps`, as LARS and LAMB of `sparcel.optim` do, which go as
     far as SGD and Adam times the trust ratio of the layer's last step.
@@ -60,15 +60,15 @@ class Ahead:
     def __init__(
         self, parameters: Mapping[str, Tensor], residuals: Residuals, arrange: Arrange = in_order
     ) -> None:
-        self._parameters, self._residuals, self._arrange = parameters, residuals, arrange
+        self.parameters = parameters
+        self._residuals, self._arrange = residuals, arrange
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._rules: dict[str, tuple[torch.optim.Optimizer, int]] = {}
+        """The optimiser of each parameter, and the number of its group."""
+        self._staying: set[str] = set()
+        """The parameters whose optimiser has no rule that is known."""
         self._unknown: dict[str, str] = {}
-        """The kinds of optimisers whose rule is not known, each with a parameter."""
-        self._places: dict[str, Tensor] = {}
-        """Where each parameter's values lie while it is ahead."""
-        self._homes: dict[str, Tensor] = {}
-        """Where the values of those that are ahead lie otherwise."""
+        """The kinds of such optimisers that were not told yet, each with a parameter."""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Move the parameters that this optimiser updates by its rule, from now on.
@@ -77,15 +77,21 @@ class Ahead:
         -----
         SparcelWarning
             When the rule is none of those above, and the optimiser does not say `two_steps`; its
-            parameters then stay in place.
+            parameters are then not moved.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
-        names = self._groups_of(optimizer)
+        names = {
+            self._names[id(parameter)]: number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in self._names
+        }
         if isinstance(optimizer, (*_KNOWN, SaysTwoSteps)):
             self._rules |= {name: (optimizer, number) for name, number in names.items()}
+            self._staying -= names.keys()
             return
+        self._staying |= names.keys()
         for name in names:
-            self._rules.pop(name, None)
             self._unknown.setdefault(type(optimizer).__name__, name)
         self.warn_of_unknown()
 
@@ -102,57 +108,38 @@ class Ahead:
             )
         self._unknown.clear()
 
-    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimiser updates any of the parameters."""
-        return bool(self._groups_of(optimizer))
+    def moved(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return the moved values of these parameters, or of all; the parameters stay as they are.
 
-    def _groups_of(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Return the number of the optimiser's group that each parameter is in, by name."""
-        return {
-            self._names[id(parameter)]: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in self._names
-        }
+        Compute with them what the gradients are taken of, for example by
+        ``torch.func.functional_call(model, ahead.moved(), inputs)``. Gradients reach the parameters
+        as if those had been used.
 
-    def __enter__(self) -> Self:
-        """See `move`."""
-        self.move()
-        return self
+        Returns
+        -------
+        dict
+            New tensors by name, like the parameters. Before there is memory, and before the
+            parameter's optimiser is known, these are copies. Parameters of an optimiser that
+            `follow` does not know are left out, and all if the scheme has no memory.
+        """
+        if not self._residuals.owed_kinds:
+            return {}
+        names = self.parameters if names is None else names
+        return {name: self._moved(name) for name in names if name not in self._staying}
 
-    def __exit__(self, *_: object) -> None:
-        """See `back`."""
-        self.back()
-
-    @torch.no_grad()
-    def move(self) -> None:
-        """Move the parameters, unless they are moved already."""
-        if self._homes:
-            return
-        corrected = self._residuals.momentum
-        for name, (optimizer, number) in self._rules.items():
-            memory = self._residuals.of(name).get("memory")
-            if memory is None:
-                self._places.pop(name, None)  # it may have been flushed
-                continue
-            parameter = self._parameters[name]
-            home, group = parameter.data, optimizer.param_groups[number]
-            state = optimizer.state.get(parameter, {})
-            memory = self._arrange(memory, home)
-            rate, direction = _two_steps(optimizer, memory, corrected, group, state)
-            place = self._places.get(name)
-            if place is None:
-                place = self._places[name] = torch.empty_like(home)
-            torch.sub(home, direction.to(home.dtype), alpha=rate, out=place)
-            # Values elsewhere, not other values in place: putting them back is free and exact, and
-            # a graph that is still needed keeps its own.
-            self._homes[name], parameter.data = home, place
-
-    def back(self) -> None:
-        """Move the parameters back, unless they are where they belong."""
-        for name, home in self._homes.items():
-            self._parameters[name].data = home
-        self._homes.clear()
+    def _moved(self, name: str) -> Tensor:
+        parameter, memory = self.parameters[name], self._residuals.of(name).get("memory")
+        if memory is None or name not in self._rules:
+            return parameter.clone()
+        optimizer, number = self._rules[name]
+        rate, direction = _two_steps(
+            optimizer,
+            self._arrange(memory, parameter),
+            self._residuals.momentum,
+            optimizer.param_groups[number],
+            optimizer.state.get(parameter, {}),
+        )
+        return torch.sub(parameter, direction.detach().to(parameter.dtype), alpha=rate)
 
 
 def _two_steps(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Unpack
 
 import torch
@@ -45,6 +45,7 @@ class Handle:
         """The magnitude that the last effective step took out of memory."""
         self.closed = False
         self._ahead: Ahead | None = None
+        self._ends: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         costs, flush = self._total, self._residuals.flush
@@ -199,10 +200,10 @@ class Handle:
         optimizer: Optimizer | None = None,
         arrange: Arrange = in_order,
     ) -> Ahead:
-        """Return a block in which parameters are where this rank's memory would bring them.
+        """Return what tells where this rank's memory would bring parameters, which stay in place.
 
-        Compute gradients inside it, ``with ahead:``, and leave it before the optimiser's step. The
-        one object serves the whole training. See `Ahead` for what it does and why.
+        Compute gradients with the values of its `moved`. The one object serves the whole training.
+        See `Ahead` for what it does and why.
 
         Parameters
         ----------
@@ -216,13 +217,13 @@ class Handle:
         Raises
         ------
         InputError
-            For a name that the averager does not have, or if there is such a block already, as
+            For a name that the averager does not have, or if there is such an object already, as
             `sparcel.attach` makes one.
 
         Warns
         -----
         SparcelWarning
-            For an optimiser whose steps are not known, whose parameters stay in place.
+            For an optimiser whose steps are not known, whose parameters are not moved.
         """
         if self._ahead is not None:
             raise InputError("the parameters of this exchange are moved ahead already")
@@ -323,7 +324,12 @@ class Handle:
         Nothing can be exchanged after that. A communicator that was passed as ``group`` stays open.
         """
         self.closed = True
-        if self._ahead is not None:
-            self._ahead.back()  # a pass that failed may have left the parameters ahead
+        for end in self._ends:
+            end()
+        self._ends.clear()
         if self._owned is not None:
             self._owned.close()
+
+    def on_close(self, end: Callable[[], None]) -> None:
+        """Let `close` undo by ``end`` what a driver has done to the user's objects."""
+        self._ends.append(end)
