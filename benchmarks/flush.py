@@ -52,10 +52,10 @@ class Switched(Run):
         self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
     ) -> None:
         if step == self.switch:
-            self.age = averager.memory_age()
-            averager.switch("dense")
+            self.age = averager.handle.memory_age()
+            averager.handle.switch("dense")
             if not flush.FLUSH_STEPS:
-                averager._residuals.flush.owed.clear()
+                averager._exchange.residuals.flush.owed.clear()
 
     def update(self, step: int) -> None:
         if step >= self.switch - 10:

@@ -88,7 +88,7 @@ class Watched(Run):
         # Memory begins in the first step.
         if step == 0 or step % EVERY:
             return
-        memory = averager.state_dict()
+        memory = averager.handle.state_dict()
         of_rank = {name: memory[f"rank{comm.rank}.{name}"] for name in self.large}
         self._seen[comm.rank] = (self._flat(gradients), self._flat(of_rank))
         comm.gather_numbers(0)  # all ranks' are there
@@ -100,7 +100,7 @@ class Watched(Run):
         comm.gather_numbers(0)  # the model may change
 
     def _count(self, averager: Averager) -> None:
-        last, small = averager.stats().last, sum(map(Tensor.numel, self.named.values()))
+        last, small = averager.handle.stats().last, sum(map(Tensor.numel, self.named.values()))
         small -= sum(self.sizes)
         asked = last.asked - small
         self.counts.append(((last.selected - small) / asked, (last.reduced - small) / asked))

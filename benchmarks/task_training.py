@@ -108,7 +108,7 @@ class Run:
             updates = averager.average(gradients)
             if comm.rank == 0:
                 self._updates = updates
-                self.dense_steps += averager.stats().last.density_before > 0.99
+                self.dense_steps += averager.handle.stats().last.density_before > 0.99
             comm.gather_numbers(0)  # rank 0's updates are there
             for name, update in updates.items():
                 assert same_bits(update, self._updates[name]), "ranks parted"
@@ -116,7 +116,7 @@ class Run:
             if comm.rank == 0:
                 self._apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
-        return averager.stats()
+        return averager.handle.stats()
 
     def observe(
         self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager

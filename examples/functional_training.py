@@ -36,6 +36,8 @@ for _ in range(100):
 weights = sum(p.double().sum() for p in parameters.values()).item()
 x, y = batch(1000)
 accuracy = (functional_call(model, parameters, (x,)).argmax(1) == y).double().mean().item()
-print(f"accuracy {accuracy:.2f}, weights {weights!r}, {averager.stats().bytes_sent} bytes sent")
-averager.close()
+print(
+    f"accuracy {accuracy:.2f}, weights {weights!r}, {averager.handle.stats().bytes_sent} bytes sent"
+)
+averager.handle.close()
 dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -98,14 +98,19 @@ def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> d
 
 def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
     """Append the number of buckets of each step to ``counts``, at the end of the step."""
-    finish = handle.finish  # type: ignore[attr-defined]
+    exchange, queued = handle._exchange, [0]
+    take_part, account = exchange.open, exchange.account
 
-    def finish_and_count() -> dict[str, Tensor]:
-        counts.append(len(handle._step._jobs))  # type: ignore[attr-defined]
-        result: dict[str, Tensor] = finish()
-        return result
+    def open_and_count(names: Iterable[str]) -> Any:
+        queued[0] += 1
+        return take_part(names)
 
-    handle.finish = finish_and_count  # type: ignore[attr-defined]
+    def account_and_count(*arguments: Any) -> None:
+        counts.append(queued[0])
+        queued[0] = 0
+        account(*arguments)
+
+    exchange.open, exchange.account = open_and_count, account_and_count
 
 
 def train(

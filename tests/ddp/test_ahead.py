@@ -85,8 +85,8 @@ def by_hand(
             parameter.grad.copy_(updates[name])
         optimizer.step()
         schedule.step()
-        seen.append((now(module), residuals_of(averager, comm.rank)))
-    averager.close()
+        seen.append((now(module), residuals_of(averager.handle, comm.rank)))
+    averager.handle.close()
     return seen
 
 

@@ -96,7 +96,7 @@ def rows_of(rank: int, step: int) -> Tensor:
 
 def owed_by(averager: Averager, rank: int) -> Named:
     """Return what a rank owes, by tensor, flat, in float64."""
-    state = averager.state_dict()
+    state = averager.handle.state_dict()
     beta = float(state.get("filter", torch.tensor(1.0)))
     prefix = f"rank{rank}."
     return {

@@ -44,7 +44,10 @@ def test_parameters_move_as_the_optimiser_would_move_them_with_the_memory_as_gra
                 one["exp_avg_sq"] *= 0.25  # as after gradients that were larger
         before, expected = training.now(), moved_by_torch(training, share)
         state = copy.deepcopy(training.optimizer.state_dict())
-        remembered, owed = training.averager.state_dict(), owed_by(training.averager, comm.rank)
+        remembered, owed = (
+            training.averager.handle.state_dict(),
+            owed_by(training.averager, comm.rank),
+        )
         inside = training.there()
         for name in before:
             if name in LARGE:
@@ -57,7 +60,7 @@ def test_parameters_move_as_the_optimiser_would_move_them_with_the_memory_as_gra
                 assert same_bits(inside[name], before[name])
         after = training.now()
         assert all(same_bits(after[name], before[name]) for name in before)
-        still = training.averager.state_dict()
+        still = training.averager.handle.state_dict()
         assert all(same_bits(still[key], remembered[key]) for key in remembered)
         assert str(training.optimizer.state_dict()) == str(state)
         return any(owed[name].any() for name in LARGE)
@@ -116,11 +119,11 @@ def test_without_memory_there_is_nowhere_to_go() -> None:
         fresh = Training(comm, OPTIMIZERS["SGD"], TopK(0.05))
         whole = trained(comm, OPTIMIZERS["SGD"], TopK(1.0))
         dense = trained(comm, OPTIMIZERS["SGD"], Dense())
-        state = trained(comm, OPTIMIZERS["Adam"], TopK(0.05)).averager.state_dict()
+        state = trained(comm, OPTIMIZERS["Adam"], TopK(0.05)).averager.handle.state_dict()
         names = ("Adam", "LARS", "LAMB")
         resumed = [Training(comm, OPTIMIZERS[name], TopK(0.05)) for name in names]
         for training in resumed:
-            training.averager.load_state_dict(state)
+            training.averager.handle.load_state_dict(state)
         for training in (fresh, whole, dense, *resumed):
             before = training.now()
             assert all(same_bits(one, before[name]) for name, one in training.there().items())
@@ -176,7 +179,7 @@ def test_settings_and_state_are_those_that_the_optimiser_has_at_that_moment() ->
 def test_an_optimiser_can_be_told_later_and_others_do_not_matter() -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
-        ahead = Ahead(training.parameters, training.averager._residuals)
+        ahead = Ahead(training.parameters, training.averager._exchange.residuals)
         ahead.follow(SGD([torch.zeros(3, requires_grad=True)], lr=0.1))
         ahead.follow(RMSprop([torch.zeros(3, requires_grad=True)]))  # no warning
         before = training.now()

@@ -63,7 +63,7 @@ def test_ranks_agree_and_nothing_is_lost(make: Callable[[], Scheme], world: int)
 def test_small_tensors_are_averaged_in_full_and_large_ones_are_not() -> None:
     def on_rank(comm: Communicator) -> tuple[Named, frozenset[str]]:
         averager = Averager(TENSORS, TopK(0.01), group=comm, frontload=False)
-        return averager.average(gradients_of(comm.rank, 0)), averager.sparse
+        return averager.average(gradients_of(comm.rank, 0)), averager.handle.sparse
 
     for updates, sparse in simulate(4, on_rank).results:
         assert sparse == {"first", "second", "third"}
@@ -79,7 +79,7 @@ def test_densities_go_by_pattern() -> None:
         densities = {"sec*": 0.5, "third": 1}
         settings: dict[str, Any] = {"densities": densities, "frontload": False}
         averager = Averager(TENSORS, TopK(0.01), group=comm, **settings)
-        assert averager.sparse == {"first", "second"}
+        assert averager.handle.sparse == {"first", "second"}
         return averager.average({name: torch.ones_like(p) for name, p in TENSORS.items()})
 
     (updates,) = simulate(1, on_rank).results
@@ -144,7 +144,7 @@ def test_sparse_gradients_are_averaged_as_rows() -> None:
         gradients = gradients_of(comm.rank, 0) | {"words": rows_of(comm.rank, 0)}
         updates = averager.average(gradients)
         assert updates["words"].is_sparse
-        return updates["words"].to_dense(), averager.sparse
+        return updates["words"].to_dense(), averager.handle.sparse
 
     for update, sparse in simulate(3, on_rank).results:
         assert torch.equal(update * 3, sum(rows_of(rank, 0).to_dense() for rank in range(3)))
@@ -180,10 +180,10 @@ def test_a_step_that_fails_keeps_all_memory_as_it_was(scope: Scope) -> None:
         averager = Averager(TENSORS, Broken(0.05), group=comm, scope=scope)
         for step in range(2):
             averager.average(gradients_of(comm.rank, step))
-        before = averager.state_dict()
+        before = averager.handle.state_dict()
         with pytest.raises((LookupError, CommunicationError), match="a scheme's mistake"):
             averager.average(gradients_of(comm.rank, 2))
-        after = averager.state_dict()
+        after = averager.handle.state_dict()
         assert all(same_bits(before[key], after[key]) for key in before)
 
     simulate(2, on_rank)
@@ -196,7 +196,7 @@ def test_training_continues_from_a_state_as_if_not_interrupted(make: Callable[[]
         for step in range(2):
             first.average(gradients_of(comm.rank, step))
         second = Averager(TENSORS, make(), group=comm)
-        second.load_state_dict(first.state_dict())
+        second.handle.load_state_dict(first.handle.state_dict())
         for step in range(2, 4):
             expected = first.average(gradients_of(comm.rank, step))
             updates = second.average(gradients_of(comm.rank, step))

@@ -23,7 +23,7 @@ SLOW = stated_rates(bandwidth=1e5, latency_s=1e-7, ranks=3, description="a very 
 def train(comm: Communicator, rates: Any) -> tuple[str, dict[str, str]]:
     averager = Averager(TENSORS, scheme("auto"), group=comm, rates=rates)
     averager.average({"weight": torch.randn(200, 100)})
-    return averager.stats().rates, averager.chosen
+    return averager.handle.stats().rates, averager.handle.chosen
 
 
 def test_without_rates_the_assumption_is_said() -> None:
@@ -48,7 +48,7 @@ def test_rates_reach_a_scheme_between_nodes() -> None:
         inner = scheme("auto")
         averager = Averager(TENSORS, Hierarchical(inner, ranks_per_node=2), group=comm, rates=rates)
         averager.average({"weight": torch.randn(200, 100)})
-        vector, _ = averager._residuals._vectors["weight"]
+        vector, _ = averager._exchange.residuals._vectors["weight"]
         assert isinstance(vector.scheme, Hierarchical) and isinstance(vector.scheme.inner, Auto)
         return vector.scheme.inner.chosen
 
@@ -91,7 +91,7 @@ def test_a_file_without_rates_is_refused(tmp_path: Path) -> None:
 def measured(comm: Communicator) -> tuple[str, str]:
     averager = Averager(TENSORS, scheme("auto"), group=comm, rates="measure")
     assert comm.rates is not None and comm.rates.measured
-    return averager.stats().rates, comm.rates.to_json()
+    return averager.handle.stats().rates, comm.rates.to_json()
 
 
 @pytest.mark.slow

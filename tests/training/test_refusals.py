@@ -80,7 +80,7 @@ def test_tensors_that_cannot_be_averaged_are_refused() -> None:
         averager = Averager(TENSORS, TopK(), group=comm)
         with pytest.raises(InputError, match=r"call queue\(\) before finish\(\)"):
             averager.finish()
-        averager.close()
+        averager.handle.close()
         with pytest.raises(CommunicationError, match="the averager was closed"):
             averager.average(gradients_of(comm.rank, 0))
         comm.gather_numbers(1)  # the group stays open

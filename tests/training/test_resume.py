@@ -56,7 +56,7 @@ def test_a_driver_that_begins_with_one_vector_resumes_bit_by_bit(
         for step in range(2):
             queue_step(through, layout, gradients_of(comm.rank, step), gap)
         resumed = Averager(LIKE, make(), group=comm, scope=scope)
-        resumed.load_state_dict(through.state_dict())
+        resumed.handle.load_state_dict(through.handle.state_dict())
         for step, begun in zip(range(2, 5), [[first], [first], layout], strict=True):
             gradients = gradients_of(comm.rank, step)
             expected = queue_step(through, layout, gradients, gap)
@@ -78,7 +78,7 @@ def test_what_is_owed_survives_any_change_of_vectors_and_scope(
         first = Averager(LIKE, TopK(0.05), group=comm, scope=scopes[0])
         queue_step(first, before, gradients_of(comm.rank, 0), gap=1)
         second = Averager(LIKE, TopK(0.05), group=comm, scope=scopes[1])
-        second.load_state_dict(first.state_dict())
+        second.handle.load_state_dict(first.handle.state_dict())
         updates = queue_step(second, after, gradients_of(comm.rank, 1), gap=0)
         return owed_by(first, comm.rank), updates, owed_by(second, comm.rank)
 
@@ -101,11 +101,11 @@ def trained(comm: Communicator, scheme: Scheme, steps: int = 2, **settings: Any)
 def test_the_full_state_is_that_of_all_ranks(make: Callable[[], Scheme], steps: int) -> None:
     def on_rank(comm: Communicator) -> tuple[Named, Named, int]:
         averager = trained(comm, make(), steps)
-        before, counted = comm.traffic.messages_sent, averager.stats().bytes_sent
-        full = averager.full_state_dict()
+        before, counted = comm.traffic.messages_sent, averager.handle.stats().bytes_sent
+        full = averager.handle.full_state_dict()
         sent = comm.traffic.messages_sent - before
-        assert averager.stats().bytes_sent == counted
-        own = averager.state_dict()
+        assert averager.handle.stats().bytes_sent == counted
+        own = averager.handle.state_dict()
         for step in range(3):  # must not change the gathered state
             averager.average(gradients_of(comm.rank, step))
         return full, own, sent
@@ -132,7 +132,7 @@ def test_a_state_of_another_filter_follows_the_rule_of_the_switch(
         saved = trained(comm, placed(ScaleCom(0.05, beta=0.5)))
         later = placed(ScaleCom(0.05, beta=0.5, beta_steps=2, beta_switch=switch))
         loaded = trained(comm, later, 0)
-        loaded.load_state_dict(saved.state_dict())
+        loaded.handle.load_state_dict(saved.handle.state_dict())
         before, after = owed_by(saved, comm.rank), owed_by(loaded, comm.rank)
         assert before.keys() == after.keys()
         assert all(torch.equal(after[name], share * before[name]) for name in before)
@@ -142,12 +142,12 @@ def test_a_state_of_another_filter_follows_the_rule_of_the_switch(
 
 @pytest.mark.parametrize("now", [1, 2, 3, 5])
 def test_every_rank_loads_the_full_state(now: int) -> None:
-    saved = simulate(3, lambda comm: trained(comm, TopK(0.05)).full_state_dict()).results[0]
+    saved = simulate(3, lambda comm: trained(comm, TopK(0.05)).handle.full_state_dict()).results[0]
 
     def on_rank(comm: Communicator) -> Named:
         averager = Averager(TENSORS, TopK(0.05), group=comm)
-        averager.load_state_dict(saved)
-        assert averager.stats().training_steps == 2
+        averager.handle.load_state_dict(saved)
+        assert averager.handle.stats().training_steps == 2
         return owed_by(averager, comm.rank)
 
     loaded = simulate(now, on_rank).results
@@ -186,7 +186,8 @@ def test_a_state_in_part_is_refused_unless_asked_for(
     what: str, said: str, empty: list[str] | None
 ) -> None:
     def saved(comm: Communicator) -> Named:
-        return trained(comm, TopK(0.05), frontload=False).full_state_dict()  # all memory has some
+        training = trained(comm, TopK(0.05), frontload=False)  # all memory has some
+        return training.handle.full_state_dict()
 
     full = simulate(2, saved).results[0]
     part = state_without(what, full)
@@ -194,13 +195,13 @@ def test_a_state_in_part_is_refused_unless_asked_for(
     def on_rank(comm: Communicator) -> None:
         averager = Averager(TENSORS, TopK(0.05), group=comm)
         if what == "the other ranks" and comm.rank == 0:
-            averager.load_state_dict(part)
+            averager.handle.load_state_dict(part)
             return
         with pytest.raises(InputError, match=said):
-            averager.load_state_dict(part)
+            averager.handle.load_state_dict(part)
         with pytest.warns(UserWarning, match=f"starts empty on rank {comm.rank}.*{said}"):
-            averager.load_state_dict(part, strict=False)
-        assert averager.stats().training_steps == (0 if what == "everything" else 2)
+            averager.handle.load_state_dict(part, strict=False)
+        assert averager.handle.stats().training_steps == (0 if what == "everything" else 2)
         started_empty = ["first", "second", "third"] if empty is None else empty
         for name, owed in owed_by(averager, comm.rank).items():
             assert bool(owed.any()) != (name in started_empty)
@@ -216,10 +217,10 @@ def test_a_layout_that_the_tensors_do_not_fit_in_is_ignored(start: int) -> None:
 
     def on_rank(comm: Communicator) -> None:
         first = trained(comm, TopK(0.05))
-        state = first.state_dict()
+        state = first.handle.state_dict()
         state["layout.third"][1] = start  # the first tensor of its vector starts at 0
         second = Averager(TENSORS, TopK(0.05), group=comm)
-        second.load_state_dict(state)
+        second.handle.load_state_dict(state)
         gradients = gradients_of(comm.rank, 2)
         expected, updates = first.average(gradients), second.average(gradients)
         assert all(same_bits(updates[name], expected[name]) for name in TENSORS)
@@ -232,6 +233,6 @@ def test_a_whole_state_is_loaded_without_a_warning() -> None:
         averager = trained(comm, TopK(0.05))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            averager.load_state_dict(averager.state_dict(), strict=False)
+            averager.handle.load_state_dict(averager.handle.state_dict(), strict=False)
 
     simulate(2, on_rank)

@@ -127,7 +127,7 @@ def test_rates_that_are_tensors_are_set_like_others(shared: bool) -> None:
     def on_rank(comm: Communicator) -> None:
         averager = Averager(TENSORS, sparcel.scheme("dense"), group=comm)
         for t in (0, 1, 4, 2):
-            schedule.apply(t, averager, optimizer)
+            schedule.apply(t, averager.handle, optimizer)
             rates = [group["lr"] for group in optimizer.param_groups]
             assert all(isinstance(rate, torch.Tensor) for rate in rates)
             expected = schedule.lr(t)
@@ -145,7 +145,7 @@ def test_a_scheme_of_later_that_the_cluster_cannot_run_is_told_at_once() -> None
     def on_rank(comm: Communicator) -> None:
         averager = Averager(TENSORS, schedule.at(0).scheme, group=comm)
         with pytest.raises(InputError, match="equally many ranks"):
-            schedule.apply(0, averager)
+            schedule.apply(0, averager.handle)
         averager.average(gradients_of(comm.rank, 0))
 
     simulate(3, on_rank)
@@ -198,18 +198,18 @@ def test_groups_keep_their_ratios_and_a_checkpoint_keeps_them_too() -> None:
 
         first, other = optimizer(), torch.optim.AdamW([three], lr=3.0)
         for t in (0, 1, 3):
-            assert schedule.apply(t, averager, first, other) is schedule.phases[0]
+            assert schedule.apply(t, averager.handle, first, other) is schedule.phases[0]
             rates = [float(group["lr"]) for group in (*first.param_groups, *other.param_groups)]
             assert rates == pytest.approx([1 - t / 4, (1 - t / 4) / 2, 1 - t / 4])
         assert isinstance(first.param_groups[1]["lr"], torch.Tensor)
         resumed = optimizer()
         resumed.load_state_dict(first.state_dict())
-        schedule.apply(2, averager, resumed)
+        schedule.apply(2, averager.handle, resumed)
         assert [float(group["lr"]) for group in resumed.param_groups] == pytest.approx([0.5, 0.25])
         with pytest.raises(InputError, match="SGD was made with lr=0"):
-            schedule.apply(2, averager, torch.optim.SGD([one], lr=0.0))
+            schedule.apply(2, averager.handle, torch.optim.SGD([one], lr=0.0))
         with pytest.raises(InputError, match="an optimizer must be an Optimizer"):
-            schedule.apply(2, averager, None)
+            schedule.apply(2, averager.handle, None)
         with pytest.raises(InputError, match="handle must be a Handle"):
             schedule.apply(2, TopK(), first)
 
@@ -230,16 +230,16 @@ def test_training_by_a_schedule_resumes_bit_by_bit(stop: int) -> None:
         def train(averager: Averager, first: int, last: int) -> list[dict[str, torch.Tensor]]:
             updates = []
             for t in range(first, last):
-                schedule.apply(t, averager, optimizer)
-                schemes.append(averager.scheme)
+                schedule.apply(t, averager.handle, optimizer)
+                schemes.append(averager.handle.scheme)
                 updates.append(averager.average(gradients_of(comm.rank, t)))
             return updates
 
         through = Averager(TENSORS, schedule.at(0).scheme, group=comm)
         train(through, 0, stop)
-        state = through.state_dict()
+        state = through.handle.state_dict()
         resumed = Averager(TENSORS, schedule.at(stop).scheme, group=comm)
-        resumed.load_state_dict(state)
+        resumed.handle.load_state_dict(state)
         for mine, theirs in zip(train(through, stop, 6), train(resumed, stop, 6), strict=True):
             assert all(same_bits(mine[name], theirs[name]) for name in TENSORS)
         assert schemes[0] is schemes[stop - 1] or stop > 3  # phases of one scheme are no switch

@@ -42,7 +42,7 @@ def whole(comm: Communicator, scheme: Scheme, **settings: Any) -> Averager:
 
 def counts(averager: Averager) -> dict[str, Any]:
     """Return the statistics without those of time."""
-    stats = averager.stats().as_dict()
+    stats = averager.handle.stats().as_dict()
     return {name: value for name, value in stats.items() if "seconds" not in name}
 
 
@@ -134,9 +134,9 @@ def test_several_dtypes_are_one_vector_and_nothing_is_lost(half: torch.dtype) ->
             updates.append(averager.average(gradients))
             assert all(updates[-1][name].dtype == like[name].dtype for name in like)
             resumed = Averager(like, ScaleCom(0.05), group=comm, scope="model")
-            resumed.load_state_dict(averager.state_dict())
+            resumed.handle.load_state_dict(averager.handle.state_dict())
             averager = resumed  # every step is one after a checkpoint
-        state = averager.state_dict()
+        state = averager.handle.state_dict()
         assert {state[f"rank{comm.rank}.{name}"].dtype for name in LARGE} == {torch.float64}
         return updates, owed_by(averager, comm.rank)
 
@@ -152,12 +152,12 @@ def test_a_state_of_other_vectors_gives_its_memory_and_not_its_layout() -> None:
     def on_rank(comm: Communicator) -> None:
         by_bucket = Averager(LIKE, TopK(0.05), group=comm)
         queue_step(by_bucket, [["third"], ["second", "bias", "first"]], gradients_of(0, 0), gap=1)
-        state = by_bucket.state_dict()
+        state = by_bucket.handle.state_dict()
         bare = {key: part for key, part in state.items() if not key.startswith("layout.")}
         updates = []
         for loaded in (state, bare):
             averager = whole(comm, TopK(0.05))
-            averager.load_state_dict(loaded, strict=False)
+            averager.handle.load_state_dict(loaded, strict=False)
             layout = [["first", "second"], ["third", "bias"]]
             updates.append(queue_step(averager, layout, gradients_of(comm.rank, 1), gap=0))
         assert all(same_bits(updates[0][name], updates[1][name]) for name in LIKE)
@@ -196,7 +196,7 @@ def test_a_void_step_leaves_no_trace(make: Callable[[], Scheme], name: str) -> N
         for update in step_of_two_kinds(spoilt, void).values():
             values = update.coalesce().values() if update.is_sparse else update
             assert values.numel() and values.isnan().all()
-        mine, theirs = spoilt.state_dict(), fine.state_dict()
+        mine, theirs = spoilt.handle.state_dict(), fine.handle.state_dict()
         assert all(same_bits(mine[key], theirs[key]) for key in theirs)
         updates, expected = (
             step_of_two_kinds(one, gradients(comm.rank, 1)) for one in (spoilt, fine)
@@ -217,7 +217,7 @@ def test_an_update_that_overflows_its_narrower_dtype_makes_the_step_void() -> No
         second = averager.average({"half": half, "single": torch.zeros(4)})  # 60000 twice
         finite = first["single"].isfinite().all() and not first["half"].any()
         void = all(update.isnan().all() for update in second.values())
-        return bool(finite), void, averager.stats().training_steps
+        return bool(finite), void, averager.handle.stats().training_steps
 
     assert simulate(2, on_rank).results == [(True, True, 1)] * 2
 
@@ -228,7 +228,7 @@ def test_a_step_is_one_exchange_and_one_of_small_tensors(layout: Layout) -> None
         averager = whole(comm, TopK(0.05))
         for step in range(3):
             queue_step(averager, layout, gradients_of(comm.rank, step), gap=0)
-        return averager.stats().messages_sent
+        return averager.handle.stats().messages_sent
 
     assert simulate(2, messages).results == [6, 6]
 
@@ -242,7 +242,7 @@ def test_a_dense_choice_sends_small_tensors_along() -> None:
         for name, update in updates.items():
             total = sum(gradients_of(rank, 0)[name] for rank in range(2))
             assert torch.equal(update, total.flatten().float() / 2)
-        return set(averager.chosen.values()), averager.stats().coordinates
+        return set(averager.handle.chosen.values()), averager.handle.stats().coordinates
 
     sizes = sum(like.numel() + 1 for like in LIKE.values())
     assert simulate(2, on_rank).results == [({"dense"}, sizes)] * 2
@@ -257,5 +257,5 @@ def test_ranks_with_different_scopes_are_told() -> None:
 
 
 def test_what_is_attached_tells_its_scope() -> None:
-    (shown,) = simulate(1, lambda comm: repr(whole(comm, TopK()))).results
+    (shown,) = simulate(1, lambda comm: repr(whole(comm, TopK()).handle)).results
     assert "over the whole model on 1 ranks" in shown

@@ -30,7 +30,7 @@ def train(comm: Communicator, steps: int, method: str = "topk", **settings: Any)
     seen = []
     for step in range(steps):
         averager.average(gradients_of(comm.rank, step))
-        seen.append(averager.stats())
+        seen.append(averager.handle.stats())
     return seen
 
 
@@ -49,16 +49,16 @@ def test_bytes_over_steps_is_the_mean_of_a_step_after_a_resume_and_void_steps() 
         averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
         for step in range(3):
             averager.average(gradients_of(comm.rank, step))
-        state = averager.state_dict()
+        state = averager.handle.state_dict()
         averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
-        averager.load_state_dict(state)
+        averager.handle.load_state_dict(state)
         before = comm.traffic.bytes_sent
         averager.average(gradients_of(comm.rank, 3))
         averager.average(poisoned(comm.rank, 4))
         averager.average(gradients_of(comm.rank, 5))
         sent = comm.traffic.bytes_sent - before
         comm.run(lambda: comm.gather_numbers(5))  # others may use the communicator between steps
-        return averager.stats(), sent
+        return averager.handle.stats(), sent
 
     for stats, sent in simulate(2, on_rank).results:
         assert (stats.steps, stats.void_steps, stats.training_steps) == (3, 1, 5)
@@ -109,7 +109,7 @@ def test_rows_count_as_what_they_are() -> None:
         values = torch.ones(8, 6).to(words)
         used = torch.sparse_coo_tensor(rows, values, words.shape, check_invariants=False)
         averager.average({"words": used})
-        return averager.stats()
+        return averager.handle.stats()
 
     for stats in simulate(2, on_rank).results:
         assert stats.density_before == 8 / 100
@@ -131,12 +131,14 @@ def test_the_norm_of_memory_is_that_of_what_is_owed(settings: tuple[str, dict[st
 
     def on_rank(comm: Communicator) -> tuple[float, float, float]:
         averager = Averager(TENSORS, scheme(method, density=0.05, **more), group=comm)
-        at_first = averager.memory_norm()
+        at_first = averager.handle.memory_norm()
         averager.average(gradients_of(comm.rank, 0))
         prefix = f"rank{comm.rank}."
-        memory = [part for key, part in averager.state_dict().items() if key.startswith(prefix)]
+        memory = [
+            part for key, part in averager.handle.state_dict().items() if key.startswith(prefix)
+        ]
         norm = torch.cat([part.double() for part in memory]).norm().item()
-        return at_first, averager.memory_norm(), norm / more.get("beta", 1)
+        return at_first, averager.handle.memory_norm(), norm / more.get("beta", 1)
 
     for at_first, given, norm in simulate(2, on_rank).results:
         assert at_first == 0 < norm
@@ -155,10 +157,10 @@ def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
     def on_rank(comm: Communicator) -> tuple[float, float]:
         vector = {"weight": torch.ones(64, 32)}
         averager = Averager(vector, scheme(method, **settings), group=comm, frontload=False)
-        at_first = averager.memory_age()
+        at_first = averager.handle.memory_age()
         for _ in range(4 * period):
             averager.average(vector)
-        return at_first, averager.memory_age()
+        return at_first, averager.handle.memory_age()
 
     for at_first, age in simulate(4, on_rank).results:
         assert at_first == 0
@@ -169,15 +171,15 @@ def test_age_without_a_step_to_tell_it_by() -> None:
     def on_rank(comm: Communicator) -> list[float]:
         averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
         averager.average(gradients_of(comm.rank, 0))
-        ages = [averager.memory_age()]
+        ages = [averager.handle.memory_age()]
         averager.average(poisoned(comm.rank, 1))
-        ages.append(averager.memory_age())
+        ages.append(averager.handle.memory_age())
         resumed = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
-        resumed.load_state_dict(averager.state_dict())
-        ages.append(resumed.memory_age())
+        resumed.handle.load_state_dict(averager.handle.state_dict())
+        ages.append(resumed.handle.memory_age())
         uncompressed = Averager(TENSORS, scheme("topk", density=1), group=comm)
         uncompressed.average(gradients_of(comm.rank, 0))
-        return [*ages, uncompressed.memory_age()]
+        return [*ages, uncompressed.handle.memory_age()]
 
     for finite, void, resumed, uncompressed in simulate(2, on_rank).results:
         assert finite == void > 0
@@ -189,11 +191,11 @@ def test_repr_tells_what_is_exchanged_and_what_it_has_cost() -> None:
     def on_rank(comm: Communicator) -> tuple[str, str, Stats]:
         words = {"words": torch.zeros(100, 6)}
         averager = Averager(TENSORS | words, scheme("gtopk"), group=comm, rows=words)
-        at_first = repr(averager)
+        at_first = repr(averager.handle)
         rows = torch.sparse_coo_tensor([[3]], [[1.0] * 6], (100, 6), check_invariants=False)
         averager.average(gradients_of(comm.rank, 0) | {"words": rows})
-        averager.close()
-        return at_first, repr(averager), averager.stats()
+        averager.handle.close()
+        return at_first, repr(averager.handle), averager.handle.stats()
 
     for at_first, later, stats in simulate(3, on_rank).results:
         attached = (

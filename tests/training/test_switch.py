@@ -94,7 +94,7 @@ def test_nothing_is_lost_in_any_step(
         seen = []
         for step, what in enumerate([None, None, *happening]):
             if what in SCHEMES:
-                averager.switch(SCHEMES[what]())
+                averager.handle.switch(SCHEMES[what]())
             before = owed_by(averager, comm.rank)
             gradients = gradients_of(comm.rank, step)
             void = what == "void" and comm.rank == comm.size - 1
@@ -128,28 +128,30 @@ def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: st
         averager = Averager(TENSORS, SPARSE[first](), group=comm, frontload=False)
         for step in range(3):
             averager.average(gradients_of(comm.rank, step))
-        vectors = {id(one): one for one, _ in averager._residuals._vectors.values()}.values()
+        vectors = {
+            id(one): one for one, _ in averager._exchange.residuals._vectors.values()
+        }.values()
         held = [weakref.ref(one.scheme) for one in vectors]
         del vectors
-        owed, age = math.fsum(averager._owed_norms(1)), averager.memory_age()
-        averager.switch(DENSE[last]())
-        assert averager.sparse == frozenset()
-        assert averager.stats().flushed == 0
-        assert math.fsum(averager._owed_norms(1)) == pytest.approx(owed)
+        owed, age = math.fsum(averager.handle._owed_norms(1)), averager.handle.memory_age()
+        averager.handle.switch(DENSE[last]())
+        assert averager.handle.sparse == frozenset()
+        assert averager.handle.stats().flushed == 0
+        assert math.fsum(averager.handle._owed_norms(1)) == pytest.approx(owed)
         assert age > 0 or not owed or (math.isnan(age) and first in KEEP_OTHERS)
         for step in range(FLUSH_STEPS):
-            assert not owed or "flushes" in repr(averager)
+            assert not owed or "flushes" in repr(averager.handle)
             averager.average(gradients_of(comm.rank, step))
         assert not [ref for ref in held if ref() is not None]
-        assert not averager._residuals.flush.owed
-        assert not averager._residuals._loaded
-        assert averager.memory_norm() == 0
-        assert averager.memory_age() == 0
-        assert averager.state_dict().keys() == {"steps", "world_size", "flush"}
-        assert "flushes" not in repr(averager)
+        assert not averager._exchange.residuals.flush.owed
+        assert not averager._exchange.residuals._loaded
+        assert averager.handle.memory_norm() == 0
+        assert averager.handle.memory_age() == 0
+        assert averager.handle.state_dict().keys() == {"steps", "world_size", "flush"}
+        assert "flushes" not in repr(averager.handle)
         averager.average(gradients_of(comm.rank, 0))
-        assert averager.stats().last.flushed == 0
-        return owed, averager.stats().flushed
+        assert averager.handle.stats().last.flushed == 0
+        return owed, averager.handle.stats().flushed
 
     for owed, flushed in simulate(4, on_rank, ranks_per_node=2).results:
         assert flushed == pytest.approx(owed, rel=1e-5)
@@ -160,7 +162,7 @@ def switched(comm: Communicator, *schemes: Scheme, steps: int = 2, **settings: A
     averager = Averager(TENSORS, schemes[0], group=comm, **settings)
     for place, scheme in enumerate(schemes):
         if place:
-            averager.switch(scheme)
+            averager.handle.switch(scheme)
         for step in range(steps):
             averager.average(gradients_of(comm.rank, place + step))
     return averager
@@ -170,7 +172,7 @@ def assert_same_future(one: Averager, other: Averager, rank: int) -> None:
     for step in range(FLUSH_STEPS + 1):
         expected, updates = (each.average(gradients_of(rank, step)) for each in (one, other))
         assert all(same_bits(updates[name], expected[name]) for name in TENSORS)
-    mine, theirs = one.state_dict(), other.state_dict()
+    mine, theirs = one.handle.state_dict(), other.handle.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(same_bits(mine[key], theirs[key]) for key in mine)
 
@@ -186,15 +188,15 @@ def test_a_checkpoint_in_the_middle_of_a_flush_resumes_bit_by_bit(
 
     def on_rank(comm: Communicator) -> None:
         averager = switched(comm, SPARSE[first](), DENSE[last](), scope=scope)
-        own, full = averager.state_dict(), averager.full_state_dict()
+        own, full = averager.handle.state_dict(), averager.handle.full_state_dict()
         assert 0 < int(own["flush"]) < FLUSH_STEPS or FLUSH_STEPS <= 2
         for key, part in full.items():
             assert not key.startswith("rank0.") or same_bits(part, own[key])
         resumed = Averager(TENSORS, SCHEMES[through](), group=comm, scope=scope)
-        resumed.load_state_dict(own)
+        resumed.handle.load_state_dict(own)
         assert owed_by(resumed, comm.rank).keys() == owed_by(averager, comm.rank).keys()
         if through != last:
-            resumed.switch(DENSE[last]())
+            resumed.handle.switch(DENSE[last]())
         assert_same_future(averager, resumed, comm.rank)
 
     simulate(4, on_rank, ranks_per_node=2)
@@ -206,8 +208,8 @@ def test_loading_a_checkpoint_for_another_scheme_is_a_switch(first: str, last: s
     def on_rank(comm: Communicator) -> None:
         averager = switched(comm, SPARSE[first]())
         loaded = Averager(TENSORS, DENSE[last](), group=comm)
-        loaded.load_state_dict(averager.state_dict())
-        averager.switch(DENSE[last]())
+        loaded.handle.load_state_dict(averager.handle.state_dict())
+        averager.handle.switch(DENSE[last]())
         assert_same_future(averager, loaded, comm.rank)
 
     simulate(4, on_rank, ranks_per_node=2)
@@ -215,12 +217,12 @@ def test_loading_a_checkpoint_for_another_scheme_is_a_switch(first: str, last: s
 
 def test_a_state_that_owes_nothing_is_loaded_for_any_scheme() -> None:
     def on_rank(comm: Communicator) -> None:
-        state = switched(comm, Dense()).state_dict()
+        state = switched(comm, Dense()).handle.state_dict()
         for make in SCHEMES.values():
             averager = Averager(TENSORS, make(), group=comm)
-            averager.load_state_dict(state)
-            assert averager.stats().training_steps == 2
-            assert averager.memory_norm() == 0
+            averager.handle.load_state_dict(state)
+            assert averager.handle.stats().training_steps == 2
+            assert averager.handle.memory_norm() == 0
 
     simulate(2, on_rank)
 
@@ -229,14 +231,14 @@ def test_a_state_that_owes_nothing_is_loaded_for_any_scheme() -> None:
 def test_other_ranks_go_on_with_a_flush(now: int) -> None:
     def saving(comm: Communicator) -> tuple[Named, Named]:
         averager = switched(comm, TopK(0.05), Dense())
-        return averager.full_state_dict(), owed_by(averager, comm.rank)
+        return averager.handle.full_state_dict(), owed_by(averager, comm.rank)
 
     results = simulate(4, saving).results
     full = results[0][0]
 
     def loading(comm: Communicator) -> Named:
         averager = Averager(TENSORS, Dense(), group=comm)
-        averager.load_state_dict(full)
+        averager.handle.load_state_dict(full)
         return owed_by(averager, comm.rank)
 
     loaded = simulate(now, loading).results
@@ -247,16 +249,16 @@ def test_other_ranks_go_on_with_a_flush(now: int) -> None:
 
 def test_a_dense_handle_drops_no_memory_in_silence() -> None:
     def on_rank(comm: Communicator) -> None:
-        state = switched(comm, TopK(0.05)).state_dict()
+        state = switched(comm, TopK(0.05)).handle.state_dict()
         averager = Averager(TENSORS, Dense(), group=comm)
         # As torch.distributed.checkpoint loads: what the handle of now has keys for.
-        common = {key: state[key] for key in averager.state_dict()}
+        common = {key: state[key] for key in averager.handle.state_dict()}
         with pytest.raises(InputError, match="holds nothing of the old ranks"):
-            averager.load_state_dict(common)
-        velocities = switched(comm, TopK(0.05, momentum=0.5)).state_dict()
+            averager.handle.load_state_dict(common)
+        velocities = switched(comm, TopK(0.05, momentum=0.5)).handle.state_dict()
         with pytest.raises(InputError, match="its memory is a sum of velocities"):
-            averager.load_state_dict(velocities)
-        assert averager.memory_norm() == 0
+            averager.handle.load_state_dict(velocities)
+        assert averager.handle.memory_norm() == 0
 
     simulate(2, on_rank)
 
@@ -275,14 +277,14 @@ class Broken(Dense):
 def test_a_step_that_fails_flushes_nothing(scope: Scope) -> None:
     def on_rank(comm: Communicator) -> None:
         averager = switched(comm, TopK(0.05), scope=scope)
-        averager.switch(Broken())
+        averager.handle.switch(Broken())
         averager.average(gradients_of(comm.rank, 2))
-        before, flushed = averager.state_dict(), averager.stats().flushed
+        before, flushed = averager.handle.state_dict(), averager.handle.stats().flushed
         with pytest.raises((LookupError, CommunicationError), match="a scheme's mistake"):
             averager.average(gradients_of(comm.rank, 3))
-        after = averager.state_dict()
+        after = averager.handle.state_dict()
         assert all(same_bits(before[key], after[key]) for key in before)
-        assert averager.stats().flushed == flushed
+        assert averager.handle.stats().flushed == flushed
 
     simulate(2, on_rank)
 
@@ -292,7 +294,7 @@ def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
 
     def on_rank(comm: Communicator) -> Named:
         averager = switched(comm, TopK(0.05), withhold_zeros=True, frontload=False)
-        averager.switch("dense")
+        averager.handle.switch("dense")
         before = owed_by(averager, comm.rank)["first"]
         for step in range(FLUSH_STEPS + 2):
             gradients = gradients_of(comm.rank, step)
@@ -300,7 +302,7 @@ def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
                 gradients["first"].zero_()
             averager.average(gradients)
         left = owed_by(averager, comm.rank)
-        full = averager.full_state_dict()
+        full = averager.handle.full_state_dict()
         if comm.rank == 0:
             assert torch.equal(full["rank1.first"].double(), before_of[1])
             assert not full["rank0.first"].any()
@@ -309,10 +311,10 @@ def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
         else:
             assert torch.equal(left["first"], before)
             assert not left["third"].any()
-        state = averager.state_dict()
+        state = averager.handle.state_dict()
         averager.average(gradients_of(comm.rank, 0))
-        assert not averager._residuals.flush.owed
-        assert averager.state_dict()["flush"] == 0
+        assert not averager._exchange.residuals.flush.owed
+        assert averager.handle.state_dict()["flush"] == 0
         return state
 
     def owing(comm: Communicator) -> Tensor:
@@ -332,11 +334,11 @@ def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
         )
         # What torch.distributed.checkpoint loads: all that the handle of now has keys for.
         with pytest.raises(InputError, match="holds nothing of the old ranks"):
-            dense.load_state_dict({key: merged[key] for key in dense.state_dict()})
-        sparse.load_state_dict({key: merged[key] for key in sparse.state_dict()})
-        dense.load_state_dict(merged)
+            dense.handle.load_state_dict({key: merged[key] for key in dense.handle.state_dict()})
+        sparse.handle.load_state_dict({key: merged[key] for key in sparse.handle.state_dict()})
+        dense.handle.load_state_dict(merged)
         for averager in (sparse, dense):
-            owed = averager.state_dict()[f"rank{comm.rank}.first"]
+            owed = averager.handle.state_dict()[f"rank{comm.rank}.first"]
             assert torch.equal(owed, merged[f"rank{comm.rank}.first"])
 
     simulate(2, loading)
@@ -347,19 +349,19 @@ def test_which_tensors_are_sparse_follows_the_scheme() -> None:
         densities = {"third": 1, "second": 0.5}
         with pytest.warns(UserWarning, match="densities are for schemes that select"):
             averager = Averager(TENSORS, Dense(), group=comm, densities=densities, frontload=False)
-        assert averager.sparse == frozenset()
+        assert averager.handle.sparse == frozenset()
         averager.average(gradients_of(comm.rank, 0))
-        averager.switch("topk", density=0.01)
-        assert averager.sparse == {"first", "second"}
-        assert "2 made sparse" in repr(averager)
+        averager.handle.switch("topk", density=0.01)
+        assert averager.handle.sparse == {"first", "second"}
+        assert "2 made sparse" in repr(averager.handle)
         ones = {name: torch.ones_like(one) for name, one in TENSORS.items()}
         updates = averager.average(ones)
         counts = {name: int(update.count_nonzero()) for name, update in updates.items()}
         assert counts["second"] == 750
         assert (counts["third"], counts["bias"]) == (2200, 40)
-        assert averager.scheme.density == 0.01
-        averager.switch("dense")
-        assert "4 sent whole" in repr(averager)
+        assert averager.handle.scheme.density == 0.01
+        averager.handle.switch("dense")
+        assert "4 sent whole" in repr(averager.handle)
 
     simulate(2, on_rank)
 
@@ -367,10 +369,10 @@ def test_which_tensors_are_sparse_follows_the_scheme() -> None:
 def test_velocity_is_carried_over() -> None:
     def on_rank(comm: Communicator) -> None:
         through = switched(comm, TopK(0.05, momentum=0.5))
-        state = through.state_dict()
-        through.switch(GTopK(0.05, momentum=0.5))
+        state = through.handle.state_dict()
+        through.handle.switch(GTopK(0.05, momentum=0.5))
         loaded = Averager(TENSORS, GTopK(0.05, momentum=0.5), group=comm)
-        loaded.load_state_dict(state)
+        loaded.handle.load_state_dict(state)
         assert_same_future(loaded, through, comm.rank)
 
     simulate(2, on_rank)
@@ -379,7 +381,7 @@ def test_velocity_is_carried_over() -> None:
 def test_what_cannot_be_switched_is_refused_and_changes_nothing() -> None:
     def on_rank(comm: Communicator) -> None:
         averager = switched(comm, TopK(0.05))
-        state, said = averager.state_dict(), repr(averager)
+        state, said = averager.handle.state_dict(), repr(averager.handle)
         for scheme, changes, words in [
             ("tpok", {}, "did you mean 'topk'"),
             ("topk", {"densty": 0.1}, "did you mean 'density'"),
@@ -388,18 +390,18 @@ def test_what_cannot_be_switched_is_refused_and_changes_nothing() -> None:
             ("dgc", {}, r"corrects momentum=0, and .* corrects 0\.9"),
         ]:
             with pytest.raises(InputError, match=words):
-                averager.switch(scheme, **changes)
+                averager.handle.switch(scheme, **changes)
         vector = torch.zeros(1200)
         averager.queue(vector, {"first": (0, 1200)})
         with pytest.raises(InputError, match=r"finish\(\) that step before switch\(\)"):
-            averager.switch("dense")
+            averager.handle.switch("dense")
         averager.finish()
-        after = averager.state_dict()
-        assert repr(averager).startswith(said.split(";")[0])
+        after = averager.handle.state_dict()
+        assert repr(averager.handle).startswith(said.split(";")[0])
         assert state.keys() == after.keys()
-        averager.close()
+        averager.handle.close()
         with pytest.raises(CommunicationError, match="the handle was closed"):
-            averager.switch("dense")
+            averager.handle.switch("dense")
 
     simulate(2, on_rank)
 
@@ -408,7 +410,7 @@ def test_nodes_that_are_not_alike_are_told_at_the_switch() -> None:
     def on_rank(comm: Communicator) -> None:
         averager, other = (switched(comm, TopK(0.05)) for _ in range(2))
         with pytest.raises(InputError, match="equally many ranks"):
-            averager.switch("torus2d", ranks_per_node=2)
+            averager.handle.switch("torus2d", ranks_per_node=2)
         with pytest.raises(InputError, match="equally many ranks"):
             Averager(TENSORS, Hierarchical(Dense(), 2), group=comm)
         assert_same_future(averager, other, comm.rank)
@@ -420,8 +422,8 @@ def test_ranks_that_switch_to_different_schemes_are_told() -> None:
     def on_rank(comm: Communicator) -> None:
         averager = switched(comm, TopK(0.05))
         with pytest.raises(MismatchError):
-            averager.switch("dense" if comm.rank == 0 else "gtopk")
-        assert repr(averager.scheme) == repr(TopK(0.05))
+            averager.handle.switch("dense" if comm.rank == 0 else "gtopk")
+        assert repr(averager.handle.scheme) == repr(TopK(0.05))
         raise LookupError("all were told")
 
     with pytest.raises(LookupError):
@@ -435,7 +437,7 @@ def test_half_precision_is_flushed_at_its_own_precision() -> None:
         averager = Averager(like, TopK(0.05), group=comm)
         ones = {"weight": torch.full_like(like["weight"], 1.0)}
         came_out = averager.average(ones)["weight"].double()
-        averager.switch("dense")
+        averager.handle.switch("dense")
         for _ in range(FLUSH_STEPS):
             came_out += averager.average(ones)["weight"].double()
         return came_out, owed_by(averager, comm.rank).get("weight", torch.zeros(1))
@@ -465,9 +467,9 @@ def test_shares_too_small_for_a_gradient_stay_owed(
 
     def on_rank(comm: Communicator) -> Tensor:
         averager = Averager({"weight": given}, Dense(), group=comm, policy=lambda *_: False)
-        averager.load_state_dict(state)
+        averager.handle.load_state_dict(state)
         updates = [averager.average({"weight": given})["weight"] for _ in range(FLUSH_STEPS + 1)]
-        assert averager.stats().flushed == pytest.approx(float(owed.abs().sum()), rel=1e-5)
+        assert averager.handle.stats().flushed == pytest.approx(float(owed.abs().sum()), rel=1e-5)
         return torch.stack(updates).double().sub(given.double()).sum(0)
 
     (gained,) = simulate(1, on_rank).results
@@ -484,7 +486,7 @@ def test_step_ahead_follows_what_is_still_owed() -> None:
 
         seen = []
         for scheme in ("topk", "dense"):
-            averager.switch(scheme)
+            averager.handle.switch(scheme)
             for step in range(FLUSH_STEPS + 1):
                 averager.average(gradients_of(comm.rank, step))
                 seen.append(any(bool(one.any()) for one in ahead.moved().values()))
@@ -500,6 +502,6 @@ def test_optimisers_that_step_ahead_does_not_know_are_named_when_it_matters() ->
         averager = Averager(TENSORS, Dense(), group=comm)
         averager.ahead(parameters, torch.optim.Adagrad(parameters.values()))
         with pytest.warns(UserWarning, match="Adagrad updates"):
-            averager.switch("topk")
+            averager.handle.switch("topk")
 
     simulate(1, on_rank)

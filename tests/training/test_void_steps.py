@@ -76,8 +76,8 @@ def test_a_void_step_leaves_no_trace(make: Callable[[], Scheme], name: str, driv
             driver(averager, gradients(comm.rank, 0))
         void = gradients(comm.rank, 7)
         assert_void(driver(spoilt, poisoned(void, name, value) if comm.rank == 1 else void))
-        assert spoilt.stats().training_steps == 1
-        mine, theirs = spoilt.state_dict(), fine.state_dict()
+        assert spoilt.handle.stats().training_steps == 1
+        mine, theirs = spoilt.handle.state_dict(), fine.handle.state_dict()
         assert all(same_bits(mine[key], theirs[key]) for key in theirs)
         updates, expected = (driver(one, gradients(comm.rank, 1)) for one in (spoilt, fine))
         for key, update in updates.items():

@@ -77,7 +77,7 @@ def settings(model: DistributedDataParallel, name: str) -> None:
 def named_tensors(gradients: dict[str, torch.Tensor]) -> None:
     averager = sparcel.training.Averager(gradients, sparcel.scheme("topk"))
     assert_type(averager.average(gradients), dict[str, torch.Tensor])
-    assert_type(averager.stats(), sparcel.training.Stats)
+    assert_type(averager.handle.stats(), sparcel.training.Stats)
 
 
 def sparse_updates(gradient: torch.Tensor) -> None:

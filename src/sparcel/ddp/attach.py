@@ -151,22 +151,22 @@ def attach(
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
     )
-    momentum = momentum_of(chosen)
-    sparse = {name: parameters[name] for name in averager.sparse}
+    handle, momentum = averager.handle, momentum_of(chosen)
+    sparse = {name: parameters[name] for name in handle.sparse}
     try:  # a warning may be made an error
         if momentum and sparse:
             check_momentum(optimizer, momentum, sparse)
-        if ahead and averager.eligible:
-            movable = {name: parameters[name] for name in averager.eligible}
+        if ahead and handle.eligible:
+            movable = {name: parameters[name] for name in handle.eligible}
             calls = AheadCalls(model.module, averager.ahead(movable, arrange=as_in_buckets))
             averager.on_close(calls.end)
             if optimizer is not None:
                 calls.follow(optimizer)
     except Exception:
-        averager.close()
+        handle.close()
         raise
     model.register_comm_hook(None, Hook(model, averager).queue_bucket)
-    return averager
+    return handle
 
 
 _OWN_SETTINGS = tuple(

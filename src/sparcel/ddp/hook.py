@@ -35,7 +35,7 @@ class Hook:
 
     def queue_bucket(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Queue a bucket's exchange; DDP calls this for its buckets in order."""
-        if self._averager.closed:
+        if self._averager.handle.closed:
             raise CommunicationError(
                 "the handle was closed, so gradients are exchanged no more; wrap the module in a"
                 " new DistributedDataParallel to train on"
@@ -83,7 +83,7 @@ class Hook:
             self._steps_to_rebuild -= 1
             model = self._model()
             if model is not None and not self._steps_to_rebuild:
-                RebuildGuard(model, self._averager)
+                RebuildGuard(model, self._averager.handle)
 
 
 def _places(bucket: GradBucket) -> list[Range]:

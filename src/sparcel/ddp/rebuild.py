@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.training import Averager
+from sparcel.training import Handle
 
 
 class RebuildGuard:
@@ -19,8 +19,8 @@ class RebuildGuard:
     Between the two waits no code of the user runs, so only a rank that is killed can fail there.
     """
 
-    def __init__(self, model: DistributedDataParallel, averager: Averager) -> None:
-        self._averager = averager
+    def __init__(self, model: DistributedDataParallel, handle: Handle) -> None:
+        self._handle = handle
         self._hook = model.register_forward_pre_hook(self._before, prepend=True)
 
     def _before(self, model: DistributedDataParallel, arguments: Any) -> None:
@@ -28,10 +28,10 @@ class RebuildGuard:
             return  # DDP rebuilds its buckets in a later pass
         self._hook.remove()
         # In join(), a rank may have no forward pass. A closed handle refuses the backward pass.
-        if not model._join_config.enable and not self._averager.closed:
-            self._averager.meet()
+        if not model._join_config.enable and not self._handle.closed:
+            self._handle.meet()
             self._hook = model.module.register_forward_pre_hook(self._after, prepend=True)
 
     def _after(self, module: nn.Module, arguments: Any) -> None:
         self._hook.remove()
-        self._averager.meet()
+        self._handle.meet()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate, pairwise
 from os import PathLike
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparcel import cost
 from sparcel._checks import flag
-from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve, ring_bytes
-from sparcel.errors import CommunicationError, InputError
+from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
+from sparcel.errors import InputError, known
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import Request, Scheme
+from sparcel.schemes import Scheme
+from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.checks import (
     check_alike,
     check_arguments,
@@ -27,18 +29,18 @@ from sparcel.training.checks import (
     check_places,
     check_rates,
 )
+from sparcel.training.exchange import Exchange
 from sparcel.training.handle import Handle
-from sparcel.training.layout import Packed, Piece, joined, zeros_in
+from sparcel.training.layout import Packed, Piece
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.residuals import Residuals
-from sparcel.training.transaction import Transaction
 
 
-class Averager(Handle):
+class Averager:
     """Averages named tensors over the ranks by a scheme; all ranks make one.
 
     `average` does a whole step. To exchange tensors as they become ready, `queue` them and end
-    the step with `finish`.
+    the step with `finish`. Statistics, checkpoints, switching and the end are its `handle`'s.
 
     Parameters
     ----------
@@ -96,8 +98,8 @@ class Averager(Handle):
     -----
     A step commits on all vectors or on none. If any tensor of any rank holds NaN or Inf, the step
     is void: the updates of all tensors are NaN on all ranks, and no memory changes. After a
-    `CommunicationError` the memory is as it was before the step; make a new averager and load the
-    `state_dict` of this one.
+    `CommunicationError` the memory is as it was before the step; make a new averager and load what
+    the `Handle.state_dict` of this one returns.
     """
 
     def __init__(
@@ -116,17 +118,17 @@ class Averager(Handle):
         withhold_zeros: bool = False,
     ) -> None:
         check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
-        self._withhold_zeros = flag(withhold_zeros, "withhold_zeros")
-        self._frontload = flag(frontload, "frontload")
+        withhold_zeros = flag(withhold_zeros, "withhold_zeros")
+        frontload = flag(frontload, "frontload")
         template = scheme.fresh()
         treatment = treat(tensors, template, policy, densities or {}, rows, scope)
         comm, owned = _communicator(group)
         try:
-            self._device = check_device(tensors, comm)
+            device = check_device(tensors, comm)
             if rates == "measure" and comm.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
-            check_alike(comm, template, scaler is not None, given, self._frontload, treatment)
+            check_alike(comm, template, scaler is not None, given, frontload, treatment)
             if rates is not None:
                 comm.rates = cost.rates_for(comm, rates)
                 check_rates(comm)
@@ -135,8 +137,12 @@ class Averager(Handle):
             if owned is not None:
                 owned.close()
             raise
-        super().__init__(comm, owned, Residuals(template, treatment.memory_dtype), treatment)
-        self._scaler = scaler
+        residuals = Residuals(template, treatment.memory_dtype)
+        self._exchange = Exchange(
+            comm, owned, device, residuals, treatment, scaler, frontload, withhold_zeros
+        )
+        self.handle = Handle(self._exchange)
+        """Tells what the steps have cost, saves and loads what is remembered, and ends it all."""
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Do a step: return the updates of all tensors, by name; all ranks call.
@@ -160,13 +166,14 @@ class Averager(Handle):
         CommunicationError
             On all ranks, when the exchange fails; the memory is as it was before.
         """
-        check_gradients(gradients, self._treatment)
-        if self._step is not None:
+        it = self._exchange
+        check_gradients(gradients, it.treatment)
+        if it.step is not None:
             raise InputError("tensors are queued already; finish() that step before average()")
         updates: dict[str, Tensor] = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
-        for name in self._treatment.tensors:  # in an order that all ranks share
-            if name in self._treatment.rows:
+        for name in it.treatment.tensors:  # in an order that all ranks share
+            if name in it.treatment.rows:
                 self.queue_rows(name, gradients[name].detach())
             else:
                 by_dtype.setdefault(gradients[name].dtype, []).append(name)
@@ -210,19 +217,21 @@ class Averager(Handle):
             For a vector that is not flat and contiguous, places that fit no tensor or overlap, or a
             tensor that this step has already.
         """
-        check_places(vector, places, self._treatment)
-        densities, dense = self._treatment.densities, self._treatment.small
+        it = self._exchange
+        check_places(vector, places, it.treatment)
+        densities, dense = it.treatment.densities, it.treatment.small
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         small = [piece for piece in pieces if piece.name in dense]
         large = [piece for piece in pieces if piece.name not in dense]
-        step = self._open(places)
+        step = it.open(places)
         step.updates.append(vector)
-        return step.queue(lambda: self._take(step, Packed(vector, small, large)))
+        return step.queue(lambda: it.take(step, Packed(vector, small, large)))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
-        check_gradient(name, gradient, self._treatment)
-        step = self._open([name])
+        it = self._exchange
+        check_gradient(name, gradient, it.treatment)
+        step = it.open([name])
         step.queue(lambda: step.exchange_rows(name, gradient))
 
     def finish(self) -> dict[str, Tensor]:
@@ -240,65 +249,63 @@ class Averager(Handle):
         CommunicationError and others
             What the first failing exchange raised; the memory is as it was before the step.
         """
-        step, self._step = self._step, None
+        it = self._exchange
+        step, it.step = it.step, None
         if step is None:
             raise InputError("the step has no tensors; call queue() before finish()")
-        if self._treatment.scope == "model":
-            step.queue(lambda: self._exchange_held(step))
+        if it.treatment.scope == "model":
+            step.queue(lambda: it.exchange_held(step))
         step.end()
         if step.finite:
-            flushed = self._residuals.commit(step.vectors, step.left, step.will_owe)
+            flushed = it.residuals.commit(step.vectors, step.left, step.will_owe)
             step.meter.count_flushed(flushed)
-        self._account(step.costs(), step.finite)
+        it.account(step.costs(), step.finite)
         return step.rows
 
-    def _open(self, names: Iterable[str]) -> Transaction:
-        """Return the step that is being queued, with these tensors added to it."""
-        if self.closed:
-            raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Transaction(self._comm, self._device, self._residuals.flush)
-        self._step.include(names)
-        return self._step
+    def ahead(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: Optimizer | None = None,
+        arrange: Arrange = in_order,
+    ) -> Ahead:
+        """Return what tells where this rank's memory would bring parameters, which stay in place.
 
-    def _take(self, step: Transaction, packed: Packed) -> None:
-        """Exchange a vector, or hold it if one selection is made over all vectors."""
-        step.meter.dense_bytes += ring_bytes(packed.vector.nbytes, self._comm.size)
-        if self._treatment.scope == "model" and packed.large:
-            step.held.append(packed)
-        else:
-            self._exchange(step, packed)
+        Compute gradients with the values of its `moved`. The one object serves the whole training.
+        See `Ahead` for what it does and why.
 
-    def _exchange_held(self, step: Transaction) -> None:
-        """Exchange the vectors that were held as one."""
-        if step.held:
-            whole, step.copies = joined(step.held)
-            self._exchange(step, whole)
+        Parameters
+        ----------
+        parameters
+            The tensors to move, by the names that the averager has for them.
+        optimizer
+            What updates them; None if `Ahead.follow` will tell.
+        arrange
+            How the driver lays out what it queues.
 
-    def _exchange(self, step: Transaction, packed: Packed) -> None:
-        """Replace the tensors in a vector by their updates, except for small ones if those wait."""
-        vector, small, large = packed.vector, packed.small, tuple(packed.large)
-        places = [vector[piece.start : piece.stop] for piece in small]
-        gradients = [place.clone() for place in places]
-        sent_whole = False
-        for served, flat in self._residuals.vectors(large, vector) if large else ():
-            # A vector in another layout has no small tensors.
-            apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
-            withheld = zeros_in(flat, served.pieces) if self._withhold_zeros else []
-            request = Request(
-                served.layers, withheld, apart, front_loaded=self._frontload, meter=step.meter
-            )
-            step.exchange_vector(served, flat, request, self._scale())
-            sent_whole = flat is vector and served.scheme.sent_whole
-        if not sent_whole:
-            step.take_small(places, gradients)
+        Raises
+        ------
+        InputError
+            For a name that the averager does not have, or if there is such an object already, as
+            `sparcel.attach` makes one.
 
-    def _scale(self) -> float:
-        """Return what a GradScaler has multiplied gradients by; 1 if it does not matter.
-
-        Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
+        Warns
+        -----
+        SparcelWarning
+            For an optimiser whose steps are not known, whose parameters are not moved.
         """
-        owes = self._treatment.selects or self._residuals.flush.owed
-        return 1.0 if self._scaler is None or not owes else self._scaler.get_scale()
+        it = self._exchange
+        if it.ahead is not None:
+            raise InputError("the parameters of this exchange are moved ahead already")
+        for name in parameters:
+            known(name, it.treatment.tensors, "the name of a tensor to move ahead")
+        it.ahead = Ahead(parameters, it.residuals, arrange)
+        if optimizer is not None:
+            it.ahead.follow(optimizer)
+        return it.ahead
+
+    def on_close(self, end: Callable[[], None]) -> None:
+        """Let `Handle.close` undo by ``end`` what a driver has done to the user's objects."""
+        self._exchange.ends.append(end)
 
 
 def _communicator(group: Group) -> tuple[Communicator, TorchCommunicator | None]:

@@ -3,72 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Unpack
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from sparcel.comm import Call, Communicator, TorchCommunicator
+from sparcel.comm import Call
 from sparcel.cost import default_rates
-from sparcel.errors import CommunicationError, InputError, known
+from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import checkpoint
-from sparcel.training.ahead import Ahead, Arrange, in_order
 from sparcel.training.checks import check_nodes, check_switch
-from sparcel.training.policy import Treatment
-from sparcel.training.residuals import Residuals
-from sparcel.training.stats import Costs, Stats
-from sparcel.training.transaction import Transaction
+from sparcel.training.exchange import Exchange
+from sparcel.training.stats import Stats
 
 
 class Handle:
     """Tells what an exchange has cost, saves and loads what it remembers, and ends it.
 
-    ``owned`` is the communicator if it ends with the handle.
+    `sparcel.attach` returns one, and `sparcel.training.Averager` has one.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        owned: TorchCommunicator | None,
-        residuals: Residuals,
-        treatment: Treatment,
-    ) -> None:
-        self._comm, self._owned = comm, owned
-        self._residuals, self._treatment = residuals, treatment
-        self._total, self._last, self._void_steps = Costs(), Costs(), 0
-        self._step: Transaction | None = None
-        """The step that is being queued."""
-        self._taken = 0.0
-        """The magnitude that the last effective step took out of memory."""
-        self.closed = False
-        self._ahead: Ahead | None = None
-        self._ends: list[Callable[[], None]] = []
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
 
     def __repr__(self) -> str:
-        costs, flush = self._total, self._residuals.flush
+        it = self._exchange
+        costs, flush = it.total, it.residuals.flush
         sent = ""
         if costs.bytes_sent:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
-            sent += f"; in the last step {self._last.compression:.3g} times"
+            sent += f"; in the last step {it.last.compression:.3g} times"
         method = f"{self.scheme}"
-        if self._treatment.scope == "model":
+        if it.treatment.scope == "model":
             method += " over the whole model"
         if flush.owed:
             method += f", which flushes memory for {flush.steps} more steps,"
         return (
-            f"<{method} on {self._comm.size} ranks over {self._comm.carrier};"
-            f" tensors: {self._treatment.described()}; steps: {costs.steps}{sent}"
-            f"{'; closed' if self.closed else ''}>"
+            f"<{method} on {it.comm.size} ranks over {it.comm.carrier};"
+            f" tensors: {it.treatment.described()}; steps: {costs.steps}{sent}"
+            f"{'; closed' if it.closed else ''}>"
         )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the exchange has ended."""
+        return self._exchange.closed
 
     @property
     def scheme(self) -> Scheme:
         """The scheme that exchanges the gradients; every vector has a fresh one like it."""
-        return self._residuals.template
+        return self._exchange.residuals.template
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -76,12 +63,12 @@ class Handle:
 
         Under momentum correction the optimiser's own momentum is for the others alone.
         """
-        return frozenset(self._treatment.sparse)
+        return frozenset(self._exchange.treatment.sparse)
 
     @property
     def eligible(self) -> frozenset[str]:
         """Names of the tensors that any scheme which selects makes sparse, also after a switch."""
-        return frozenset(self._treatment.eligible)
+        return frozenset(self._exchange.treatment.eligible)
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -90,16 +77,17 @@ class Handle:
         Tensors of one vector share a choice. Small ones are exchanged separately, unless it is
         ``"dense"``.
         """
-        return self._residuals.chosen()
+        return self._exchange.residuals.chosen()
 
     def stats(self) -> Stats:
         """Return what the steps have cost so far; the counts are this rank's."""
+        it = self._exchange
         return Stats(
-            **vars(self._total),
-            training_steps=self._residuals.steps,
-            void_steps=self._void_steps,
-            last=self._last,
-            rates=(self._comm.rates or default_rates()).description,
+            **vars(it.total),
+            training_steps=it.residuals.steps,
+            void_steps=it.void_steps,
+            last=it.last,
+            rates=(it.comm.rates or default_rates()).description,
         )
 
     def memory_norm(self) -> float:
@@ -122,24 +110,17 @@ class Handle:
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
-        waiting = math.fsum(self._owed_norms(1))
+        waiting, taken = math.fsum(self._owed_norms(1)), self._exchange.taken
         if waiting == 0:
             return 0.0
-        return waiting / self._taken if self._taken > 0 else math.nan
+        return waiting / taken if taken > 0 else math.nan
 
     def _owed_norms(self, order: int) -> list[float]:
         """Return the norm of what this rank owes, for each tensor that has memory."""
-        parts = [self._residuals.of(name).get("memory") for name in self._treatment.eligible]
+        residuals = self._exchange.residuals
+        parts = [residuals.of(name).get("memory") for name in self._exchange.treatment.eligible]
         norms = [torch.linalg.vector_norm(part, order) for part in parts if part is not None]
-        return [float(norm) / self._residuals.filter for norm in norms]
-
-    def _account(self, step: Costs, effective: bool) -> None:
-        """Add a step that ended to the statistics."""
-        self._total, self._last = self._total + step, step
-        if effective:
-            self._taken = step.magnitude
-        else:
-            self._void_steps += 1
+        return [float(norm) / residuals.filter for norm in norms]
 
     def switch(self, scheme_or_name: Scheme | str, **settings: Unpack[Settings]) -> None:
         """Exchange gradients by another scheme from the next step on; all ranks call.
@@ -167,18 +148,19 @@ class Handle:
         CommunicationError
             When a rank fails. After any error the scheme and the memory are as they were.
         """
-        if self.closed:
+        it = self._exchange
+        if it.closed:
             raise CommunicationError("the handle was closed; make a new one with the other scheme")
-        if self._step is not None:
+        if it.step is not None:
             raise InputError("tensors are queued; finish() that step before switch()")
-        comm, scheme = self._comm, chosen_scheme(scheme_or_name, settings).fresh()
-        call = Call.of("switch", {"scheme": scheme, "step": self._residuals.steps})
-        comm.call(call, lambda: comm.gather_numbers(0))
+        scheme = chosen_scheme(scheme_or_name, settings).fresh()
+        call = Call.of("switch", {"scheme": scheme, "step": it.residuals.steps})
+        it.comm.call(call, lambda: it.comm.gather_numbers(0))
         self.prepare(scheme)
-        self._treatment = self._treatment.under(scheme)
-        self._residuals.switch(scheme)
-        if self._ahead is not None:
-            self._ahead.warn_of_unknown()
+        it.treatment = it.treatment.under(scheme)
+        it.residuals.switch(scheme)
+        if it.ahead is not None:
+            it.ahead.warn_of_unknown()
 
     def prepare(self, *schemes: Scheme) -> None:
         """Find out whether the exchange can be switched to these schemes; all ranks call.
@@ -192,47 +174,7 @@ class Handle:
         """
         for scheme in schemes:
             check_switch(self.scheme, scheme)
-            check_nodes(scheme, self._comm)
-
-    def ahead(
-        self,
-        parameters: Mapping[str, Tensor],
-        optimizer: Optimizer | None = None,
-        arrange: Arrange = in_order,
-    ) -> Ahead:
-        """Return what tells where this rank's memory would bring parameters, which stay in place.
-
-        Compute gradients with the values of its `moved`. The one object serves the whole training.
-        See `Ahead` for what it does and why.
-
-        Parameters
-        ----------
-        parameters
-            The tensors to move, by the names that the averager has for them.
-        optimizer
-            What updates them; None if `Ahead.follow` will tell.
-        arrange
-            How the driver lays out what it queues.
-
-        Raises
-        ------
-        InputError
-            For a name that the averager does not have, or if there is such an object already, as
-            `sparcel.attach` makes one.
-
-        Warns
-        -----
-        SparcelWarning
-            For an optimiser whose steps are not known, whose parameters are not moved.
-        """
-        if self._ahead is not None:
-            raise InputError("the parameters of this exchange are moved ahead already")
-        for name in parameters:
-            known(name, self._treatment.tensors, "the name of a tensor to move ahead")
-        self._ahead = Ahead(parameters, self._residuals, arrange)
-        if optimizer is not None:
-            self._ahead.follow(optimizer)
-        return self._ahead
+            check_nodes(scheme, self._exchange.comm)
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
         """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.
@@ -253,9 +195,10 @@ class Handle:
             where the tensors lay in the vectors of the last step. A scheme without memory has
             ``rank{r}.{name}`` until all ranks have flushed theirs.
         """
-        saved_by = self._comm.size if saved_by is None else saved_by
-        comm, tensors = self._comm, self._treatment.eligible
-        return checkpoint.collect(self._residuals, tensors, comm.rank, comm.size, saved_by)
+        it = self._exchange
+        saved_by = it.comm.size if saved_by is None else saved_by
+        tensors = it.treatment.eligible
+        return checkpoint.collect(it.residuals, tensors, it.comm.rank, it.comm.size, saved_by)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 what all ranks remember; all ranks call, between two steps.
@@ -275,9 +218,11 @@ class Handle:
         CommunicationError
             On all ranks, when one fails.
         """
-        comm, tensors = self._comm, self._treatment.eligible
-        call = Call.of("full_state_dict", {})
-        return comm.call(call, lambda: checkpoint.gather(self._residuals, tensors, comm))
+        it = self._exchange
+        return it.comm.call(
+            Call.of("full_state_dict", {}),
+            lambda: checkpoint.gather(it.residuals, it.treatment.eligible, it.comm),
+        )
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Go on from what `state_dict` or `full_state_dict` returned, on any number of ranks.
@@ -311,25 +256,18 @@ class Handle:
         loading, as without sparcel. Thresholds and boundaries that were reused
         (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
-        comm, tensors = self._comm, self._treatment.eligible
-        checkpoint.load(state, self._residuals, tensors, comm.rank, comm.size, strict)
+        it = self._exchange
+        tensors = it.treatment.eligible
+        checkpoint.load(state, it.residuals, tensors, it.comm.rank, it.comm.size, strict)
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
-        self._comm.call(Call.of("meet", {}), lambda: self._comm.gather_numbers(0))
+        comm = self._exchange.comm
+        comm.call(Call.of("meet", {}), lambda: comm.gather_numbers(0))
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.
 
         Nothing can be exchanged after that. A communicator that was passed as ``group`` stays open.
         """
-        self.closed = True
-        for end in self._ends:
-            end()
-        self._ends.clear()
-        if self._owned is not None:
-            self._owned.close()
-
-    def on_close(self, end: Callable[[], None]) -> None:
-        """Let `close` undo by ``end`` what a driver has done to the user's objects."""
-        self._ends.append(end)
+        self._exchange.close()
