@@ -11,7 +11,7 @@ CONSTRAINTS := constraints-dev.txt
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
-.PHONY: help demo test quick check lint types format sanitize clean
+.PHONY: help demo test quick check lint types pages format sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,7 +26,7 @@ test: $(VENV)/built ## the whole test suite (ARGS= is passed on to pytest)
 quick: $(VENV)/built ## the tests without the slow ones
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
 
-check: lint types ## what CI checks besides the tests: ruff, clang-format, mypy --strict
+check: lint types pages ## what CI checks besides the tests: style, types, figures of the pages
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -35,6 +35,9 @@ lint: $(VENV)/built
 
 types: $(VENV)/built
 	$(BIN)/mypy
+
+pages: $(VENV)/built
+	$(BIN)/python benchmarks/check_pages.py
 
 format: $(VENV)/built ## format the sources
 	$(BIN)/ruff check --fix-only .

@@ -1,7 +1,6 @@
-"""The README's examples run as printed, and links, targets and figures of the pages are right."""
+"""The README's examples run as printed, and links and targets of the pages are right."""
 
 import csv
-import json
 import os
 import re
 import shlex
@@ -23,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs/training.md").read_text()
-BENCHMARK = (ROOT / "docs/benchmark.md").read_text()
 
 
 def python_of(page: str) -> list[str]:
@@ -33,8 +31,6 @@ def python_of(page: str) -> list[str]:
 SCRIPT, SAVE, LOAD, LOG = python_of(README)
 EXAMPLES = [SCRIPT, *python_of((ROOT / "docs/streams.md").read_text())]
 LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
-
-RESULTS = ROOT / "benchmarks" / "results"
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -148,57 +144,3 @@ def test_make_targets_in_the_pages_exist(page: Path) -> None:
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.MULTILINE))
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named <= targets
-
-
-def recorded(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def test_figures_of_the_demo_are_those_recorded() -> None:
-    steps = recorded("demo_digits")["methods"]
-    accuracies = recorded("demo_accuracy_digits")["accuracy_mean"]
-    seconds = {step["method"]: step["step_s"] for step in steps}
-    for step in steps:
-        method = step["method"]
-        speedups = [
-            f"{seconds[baseline] / seconds[method]:.1f}×"
-            for baseline in ("dense fp32", "dense bf16")
-        ]
-        time = f"{1000 * seconds[method]:.0f} ms"
-        sent = f"{step['wire_bytes'] / 1e6:.1f} MB"
-        exchange = f"{1000 * step['exposed_s']:.0f} ms"
-        cells = [method, time, exchange, sent, *speedups, f"{100 * accuracies[method]:.1f} %"]
-        assert f"| {' | '.join(cells)} |" in README.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("what", "row"),
-    [
-        ("`recursive_doubling`, lossless sum", "recursive_doubling"),
-        ("`oktopk`, streams in, stream out", "oktopk"),
-        ("whole step of `oktopk`", "step:oktopk"),
-    ],
-)
-def test_figures_of_the_benchmark_are_those_recorded(what: str, row: str) -> None:
-    cells = recorded("bench_8_nodes_1gbit")["cells"]
-    seconds = {(c["algorithm"], c["density"], c["engine"]): c["seconds"]["median"] for c in cells}
-    dense = [seconds["dense fp32", 1.0, engine] for engine in ("gloo", "mpi")]
-    times = [seconds[row, d, engine] for d in (1 / 128, 0.001) for engine in ("gloo", "mpi")]
-    figures = [f"{1000 * s:#.3g} ms, {min(dense) / s:#.3g}×".replace(". ", " ") for s in times]
-    assert f"| {what} | {' | '.join(figures)} |" in BENCHMARK.splitlines()
-    assert f"{1000 * dense[0]:.0f} ms; MPICH's took {1000 * dense[1]:.0f} ms" in BENCHMARK
-
-
-@pytest.mark.parametrize(
-    ("what", "record"),
-    [
-        ("copying the vector", "copy"),
-        ("`sparcel.topk(x, k)`", "avx512 topk {}"),
-        ("the same with the memory's addition fused in", "avx512 accumulate {}"),
-        ("`torch.topk(x.abs(), k)`", "torch.topk {}"),
-    ],
-)
-def test_figures_of_selection_are_those_recorded(what: str, record: str) -> None:
-    (normal,) = [r for r in recorded("selection")["rows"] if r["distribution"] == "normal"]
-    times = [f"{normal['median_ms'][record.format(k)]:.1f} ms" for k in ("0.001", "0.01")]
-    assert f"| {what} | {' | '.join(times)} |" in BENCHMARK.splitlines()

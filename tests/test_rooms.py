@@ -3,17 +3,19 @@
 import ast
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from sparcel import kernels, scheme, simulate
-from sparcel.comm import Communicator
-from sparcel.training import Averager
+import sparcel
+from sparcel import kernels
+from sparcel.comm import Communicator, TorchCommunicator
 from sparcel.wire import Wire
 
 ROOT = Path(__file__).parents[1]
@@ -112,44 +114,63 @@ def test_others_import_the_packages_of_comm_and_not_their_modules() -> None:
             )
 
 
-def calls_to(owner: object, name: str, run: Callable[[], object]) -> set[tuple[str, ...]]:
-    """Return the files that calls of a function came through, the caller's callers first."""
-    chains = set()
+def files_of(stack: list[inspect.FrameInfo]) -> list[str]:
+    """Return the files of the package that a call came through, the caller's callers first."""
+    files = [Path(frame.filename) for frame in reversed(stack)]
+    inside = [file.relative_to(PACKAGE) for file in files if file.is_relative_to(PACKAGE)]
+    return [str(file.with_suffix("")) for file in inside if file.parts[0] != "comm"]
 
-    def noted(*args: object, **kwargs: object) -> object:
-        files = [Path(frame.filename) for frame in reversed(inspect.stack()[1:])]
-        inside = [file.relative_to(PACKAGE) for file in files if file.is_relative_to(PACKAGE)]
-        called = [str(file.with_suffix("")) for file in inside if file.parts[0] != "comm"]
-        chains.add(tuple(file for file, _ in groupby(called)))
-        return own(*args, **kwargs)
 
-    own = getattr(owner, name)
+def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, set[str]]:
+    """Return the files that calls of functions came through, as docs/design.md draws them.
+
+    What a job calls came through whoever submitted the job.
+    """
+    ways: dict[str, set[str]] = {name: set() for name in targets}
+    job = threading.local()
+
+    def noted(name: str, own: Callable[..., object]) -> Callable[..., object]:
+        def note(*args: object, **kwargs: object) -> object:
+            files = [*getattr(job, "came", ()), *files_of(inspect.stack()[1:])]
+            ways[name].add(" > ".join(file for file, _ in groupby(files)))
+            return own(*args, **kwargs)
+
+        return note
+
+    def submit(comm: TorchCommunicator, work: Callable[[], object]) -> object:
+        came = files_of(inspect.stack()[1:])
+
+        def follow() -> object:
+            job.came = came
+            return work()
+
+        return own_submit(comm, follow)
+
+    own_submit = TorchCommunicator.submit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, noted)
+        patch.setattr(TorchCommunicator, "submit", submit)
+        for name, owner in targets.items():
+            patch.setattr(owner, name, noted(name, getattr(owner, name)))
         run()
-    return chains
+    return ways
 
 
-def test_the_way_of_a_gradient_is_as_drawn() -> None:
+def step_of_ddp(_: Communicator) -> dict[str, set[str]]:
+    """Return the ways of a gradient in a step of DDP."""
+    ddp = DistributedDataParallel(torch.nn.Linear(100, 50, bias=False))
+    handle = sparcel.attach(ddp, "gtopk", policy=lambda *_: False)
+    loss = ddp(torch.ones(2, 100)).sum()
+    ways = ways_to({"accumulate_topk": kernels, "encode": Wire}, loss.backward)
+    handle.close()
+    return ways
+
+
+@pytest.mark.processes
+def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
     drawing = re.search(r"### The way of a gradient.*?```\n(.*?)```", DESIGN, re.DOTALL)
     assert drawing is not None
-    selecting, exchanging = (tuple(line.split(" > ")) for line in drawing.group(1).splitlines())
-    assert len({*selecting, *exchanging}) <= 10
-
-    def step(comm: Communicator) -> None:
-        averager = Averager(
-            {"weight": torch.zeros(5000)}, scheme("gtopk"), group=comm, policy=lambda *_: False
-        )
-        averager.queue(torch.arange(5000.0), {"weight": (0, 5000)})
-        averager.finish()
-
-    # DDP calls the hook, which calls the averager.
-    assert selecting[0] == exchanging[0] == "ddp/hook"
-    assert "averager.queue(" in (PACKAGE / "ddp/hook.py").read_text()
-    run = partial(simulate, 2, step)
-    for owner, name, drawn in (
-        (kernels, "accumulate_topk", selecting[1:]),
-        (Wire, "encode", exchanging[1:]),
-    ):
-        ends = {way[-len(drawn) :] for way in calls_to(owner, name, run)}
-        assert drawn in ends, ends
+    selecting, exchanging = drawing.group(1).splitlines()
+    assert len({*selecting.split(" > "), *exchanging.split(" > ")}) <= 10
+    first, second = run_on(2, step_of_ddp)
+    assert first["accumulate_topk"] == second["accumulate_topk"] == {selecting}
+    assert exchanging in second["encode"]  # and the first sends the result

@@ -16,17 +16,21 @@ VALUE_DTYPES = (*FLOAT_DTYPES, torch.int32, torch.int64)
 
 
 def whole_number(
-    value: object, name: str, at_least: int | None = None, at_most: int | None = None
+    value: object,
+    name: str,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    hint: str = "",
 ) -> int:
-    """Return ``value`` as an int, or raise an `InputError` that names it.
+    """Return ``value`` as an int, or raise an `InputError` that names it and ends with ``hint``.
 
     Integers of numpy, and of tensors without dimensions, are whole numbers; bools and floats are
     none.
     """
     given = _plain(value)
     if not isinstance(given, int) or isinstance(given, bool):
-        raise _refusal(name, "be a whole number", given)
-    number(given, name, at_least=at_least, at_most=at_most)
+        raise _refusal(name, "be a whole number", given, hint)
+    number(given, name, at_least=at_least, at_most=at_most, hint=hint)
     return given
 
 
@@ -61,6 +65,11 @@ def number(
         opening, closing = "[" if above is None else "(", "]" if below is None else ")"
         limits = f"lie in {opening}{low}, {high}{closing}"
     raise _refusal(name, limits, given, hint)
+
+
+def checked_filter(value: object, name: str, hint: str) -> float:
+    """Return a filter β that a state holds, or raise `InputError`; memory is divided by it."""
+    return number(value, name, at_least=torch.finfo().tiny, at_most=1, hint=hint)
 
 
 def flag(value: object, name: str) -> bool:
@@ -145,6 +154,21 @@ def all_finite(values: Tensor) -> bool:
         return True
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def check_part(part: object, name: str, size: int | None, hint: str) -> None:
+    """Raise an `InputError` unless ``part`` can be what a state holds of ``size`` coordinates.
+
+    Its values are not read. ``size`` is None if it is not known.
+    """
+    check_type(part, Tensor, name, hint)
+    assert isinstance(part, Tensor)
+    if part.dtype not in FLOAT_DTYPES or part.layout != torch.strided or part.is_meta:
+        kind = f"{part.dtype} and layout {part.layout} on {part.device}"
+        raise InputError(f"{name} must hold floats, one after the other, got {kind}; {hint}")
+    if part.ndim != 1 or size not in (None, part.numel()):
+        expected = "one dimension" if size is None else f"shape ({size},)"
+        raise InputError(f"{name} must have {expected}, got shape {tuple(part.shape)}; {hint}")
 
 
 def check_like(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:

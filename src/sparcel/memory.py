@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +147,7 @@ class Memory:
         """
         assert self._scratch is not None, "give_back follows select"
         if stream.indices is None:
-            _saturate(self._scratch.add_(stream.values))
+            saturate(self._scratch.add_(stream.values))
         else:
             kernels.add_saturated(self._scratch, stream.indices, stream.values)
 
@@ -165,13 +165,13 @@ class Memory:
         scratch, before, entering = self._scratch, self._before, self._entering
         assert scratch is not None and before is not None, "commit follows select"
         for start, stop in self._withheld:
-            _saturate(scratch[start:stop].add_(before[start:stop]))
+            saturate(scratch[start:stop].add_(before[start:stop]))
             if entering is not None and self.velocity is not None:
                 entering[start:stop] = self.velocity[start:stop]
         if self.beta != 1:
             scratch.mul_(self.beta).add_(before, alpha=1 - self.beta)
         if factor != 1:
-            _saturate(scratch.mul_(factor))
+            saturate(scratch.mul_(factor))
         self.beta = next_beta
         self.residual, self._scratch = scratch, before
         if self.momentum:
@@ -182,7 +182,7 @@ class Memory:
         parts = {"memory": self.residual, "velocity": self.velocity}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def load(self, state: dict[str, Any], factor: float = 1.0) -> None:
+    def load(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
         """Take over copies of what `coordinates` returned; forget what is missing or None.
 
         The residual is multiplied by ``factor``, which another filter than the saved one may need.
@@ -190,8 +190,8 @@ class Memory:
         memory, velocity = state.get("memory"), state.get("velocity")
         self.residual = None if memory is None else memory.clone()
         if self.residual is not None and factor != 1:
-            _saturate(self.residual.mul_(factor))
-        self.velocity = None if velocity is None else velocity.clone()
+            saturate(self.residual.mul_(factor))
+        self.velocity = velocity.clone() if self.momentum and velocity is not None else None
         self._scratch = self._before = self._entering = None
 
     def check(self, gradient: Tensor) -> None:
@@ -279,11 +279,12 @@ def emptied(vector: Tensor, ranges: Sequence[Range]) -> Iterator[None]:
             part.copy_(values)
 
 
-def _saturate(sums: Tensor) -> None:
-    """Replace infinite numbers by the largest finite ones in place."""
+def saturate(sums: Tensor) -> Tensor:
+    """Replace infinite numbers by the largest finite ones, in place, and return the tensor."""
     if not all_finite(sums):
         largest = torch.finfo(sums.dtype).max
         sums.clamp_(-largest, largest)
+    return sums
 
 
 def _like(vector: Tensor, kept: Tensor | None) -> Tensor:

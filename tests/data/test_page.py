@@ -1,6 +1,5 @@
-"""The examples of docs/data.md run as printed, and its tables are those of the records."""
+"""The examples of docs/data.md run as printed."""
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import torch
 from PIL import Image
 
 ROOT = Path(__file__).parents[2]
-PROSE = ("| stage |", "| what | then |")
-"""How the page's tables begin that have no numbers."""
 PAGE = (ROOT / "docs" / "data.md").read_text()
 
 
@@ -30,15 +27,3 @@ def test_the_examples_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec(parts, names)
     stats = names["cached"].stats()
     assert (stats.from_source, stats.in_memory) == (70, 70)
-
-
-def test_the_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    report: Any = importlib.import_module("data_report")
-    made = tables("\n".join(report.all_tables()))
-    assert bool(made) == any(report.RESULTS.glob("data_*.json"))
-    assert [table for table in tables(PAGE) if not table.startswith(PROSE)] == made
-
-
-def tables(text: str) -> list[str]:
-    return re.findall(r"(?:^\|.*\n?)+", text + "\n", re.MULTILINE)

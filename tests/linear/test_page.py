@@ -1,10 +1,8 @@
-"""The example of docs/linear.md runs as printed, and docs/linear-measured.md has all tables."""
+"""The example of docs/linear.md and the example script run as printed."""
 
-import importlib
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,6 @@ def test_the_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str
     code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
     exec(code, {})
     assert capsys.readouterr().out == printed
-
-
-def test_the_page_has_the_tables_of_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    report: Any = importlib.import_module("linear_report")
-    measured = (ROOT / "docs" / "linear-measured.md").read_text().splitlines()
-    lines = {line for line in report.all_tables() if line.startswith("|")}
-    assert len(lines) > 60
-    assert lines <= set(measured)
 
 
 def test_the_example_script_classifies_text(

@@ -1,7 +1,6 @@
-"""docs/will-it-help-me.md shows the planner's output, and its commands run."""
+"""The planner's command: figures, saved rates, and errors that name the remedy."""
 
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,33 +9,11 @@ from sparcel.cli import app
 from sparcel.cost import default_rates
 from sparcel.plan.appendix_f import claims, draw
 
-PAGE = (Path(__file__).parents[2] / "docs/will-it-help-me.md").read_text()
-SESSIONS = re.findall(r"^```console\n\$ sparcel (plan .*)\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
-
 
 def said(command):
     result = CliRunner().invoke(app, command.split(), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return "".join(f"{line.rstrip()}\n" for line in result.output.splitlines())
-
-
-@pytest.mark.parametrize(("command", "printed"), SESSIONS, ids=lambda text: text[:30])
-def test_each_answer_equals_the_command_output(command, printed):
-    assert not printed or said(command) == printed
-    assert said(command).count("\n") > 10
-
-
-def test_the_page_answers_for_four_clusters_one_of_them_dense():
-    answers = [printed for _, printed in SESSIONS if printed]
-    assert len(answers) == 4
-    assert any("Stay dense" in answer for answer in answers)
-    assert any("Use " in answer for answer in answers)
-
-
-def test_the_page_compares_with_the_appendix_as_the_code_does():
-    for what, paper, ours in claims():
-        unit = " %" if "%" in paper else "×"
-        assert f"| {what} | {paper} | {ours:.3g}{unit} |" in PAGE
 
 
 def test_numbers_near_those_of_the_paper():

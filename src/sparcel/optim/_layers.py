@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, overload
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import flag, number
-from sparcel.comm import Group
-from sparcel.errors import InputError
+from sparcel.comm import Call, Group, digest, resolve_or_alone
+from sparcel.errors import InputError, MismatchError
 from sparcel.optim._shares import flat
+from sparcel.optim._state import checked
 from sparcel.optim.parallel import parallel
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -46,6 +47,10 @@ class LayerWise(torch.optim.Optimizer, ABC):
     # processes can't be copied, and the bits are the same.
     _parallel: bool = False
     _group: Group = None
+    _alike = False
+    """Whether the ranks' norms were compared."""
+    _TOGETHER: Collection[str] = ()
+    """The entries of a parameter's state that it has all of, or none."""
 
     def __init__(
         self, params: Parameters, defaults: dict[str, Any], parallel: bool, group: Group
@@ -68,6 +73,7 @@ class LayerWise(torch.optim.Optimizer, ABC):
         """
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self._alike = False
         for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
                 self.param_groups.pop()
@@ -77,20 +83,19 @@ class LayerWise(torch.optim.Optimizer, ABC):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Go on from what `state_dict` returned, for the same parameters in the same order.
+
+        torch's states tell parameters by their places. Those of another order are found if shapes
+        differ, or if the parameters were given with names, ``model.named_parameters()``.
 
         Raises
         ------
         InputError
-            For the state of another kind of optimiser; nothing changes then.
+            For the state of another kind of optimiser or of other parameters, and for values that
+            no state has; nothing changes then.
         """
-        for group in state_dict["param_groups"]:
-            if missing := self.defaults.keys() - group.keys():
-                raise InputError(
-                    f"this is not the state of a {type(self).__name__}: its groups have no"
-                    f" {', '.join(sorted(missing))}"
-                )
-        super().load_state_dict(state_dict)
+        with checked(self, state_dict, self._check, self._TOGETHER):
+            super().load_state_dict(state_dict)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         """Raise `InputError` if a setting of a group is wrong."""
@@ -154,11 +159,33 @@ class LayerWise(torch.optim.Optimizer, ABC):
     def _norms(self, tensors: Sequence[Tensor]) -> list[float]:
         """Return the norm of each tensor; the ranks share the work if that was asked for."""
         vectors = [flat(tensor) for tensor in tensors]
-        if self._parallel:
+        if self._parallel and self._alike:
             squares = parallel(kernels.sums_of_squares, vectors, self._group, additive=True)
         else:
             squares = kernels.sums_of_squares(vectors)
+        if self._parallel and not self._alike:
+            self._compare(squares.tolist())
+            self._alike = True
         return [math.sqrt(square) for square in squares.tolist()]  # torch's root is less exact
+
+    def _compare(self, squares: list[float]) -> None:
+        """Raise `MismatchError` unless all ranks have found the same of all tensors.
+
+        Ranks that have other tensors, or the same in another order, would get one another's norms.
+        """
+        comm = resolve_or_alone(self._group)
+        if comm is None:
+            return
+        own = digest(repr(squares), 56)
+        call = Call.of("norms", {})
+        found = comm.call(call, lambda: comm.gather_numbers(own))
+        if others := [rank for rank, one in enumerate(found) if one != own]:
+            raise MismatchError(
+                f"ranks {others} have other parameters or gradients than rank {comm.rank}, or the"
+                " same in another order; give the optimiser the same parameters in the same order"
+                " on all ranks, from a list and not from a set, and average the gradients first,"
+                " or leave out parallel=True"
+            )
 
     def _remember(self, layers: Iterable[LayerStep], ratios: Iterable[float]) -> None:
         """Remember the layers' trust ratios."""

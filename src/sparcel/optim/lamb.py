@@ -57,6 +57,8 @@ class LAMB(LayerWise):
     ICLR 2020, Algorithm 2, with the identity as φ.
     """
 
+    _TOGETHER = ("step", "exp_avg", "exp_avg_sq")
+
     def __init__(
         self,
         params: Parameters,

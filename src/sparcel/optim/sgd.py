@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from sparcel import kernels
 from sparcel._checks import check_type, number
 from sparcel.errors import InputError
 from sparcel.ops import SUM
+from sparcel.optim._state import checked
 from sparcel.stream import SparseStream
 
 
@@ -40,10 +42,21 @@ class SGD(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
-        lr = number(lr, "lr", at_least=0)
-        super().__init__(
-            params, {"lr": lr, "momentum": number(momentum, "momentum", at_least=0, below=1)}
-        )
+        defaults = {"lr": lr, "momentum": momentum}
+        _check(defaults)
+        super().__init__(params, defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, here or of a `torch.optim.SGD`.
+
+        Raises
+        ------
+        InputError
+            For the state of another optimiser or of other parameters, and for values that no state
+            has; nothing changes then.
+        """
+        with checked(self, state_dict, _check, ()):
+            super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, updates: Iterable[SparseStream]) -> None:  # type: ignore[override]
@@ -95,6 +108,12 @@ class SGD(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter)
         velocity: Tensor = state["momentum_buffer"]
         return velocity
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a setting of a group is wrong."""
+    number(group["lr"], "lr", at_least=0)
+    number(group["momentum"], "momentum", at_least=0, below=1)
 
 
 def _add(tensor: Tensor, update: SparseStream) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -131,9 +131,9 @@ class Auto(Sparsifier):
             self.steps += 1
             self._memory.load({})  # it is all zeros
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Scheme.load_state_dict`; all ranks of the next step have loaded, or none."""
-        super().load_state_dict(state)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`; all ranks of the next step have loaded, or none."""
+        super().restore(state)
         self._contest, self._terms = None, ()
 
     def _check(self, gradient: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite, check_like, check_type
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
+from sparcel.schemes._state import STATE_HINT, check_memory
 from sparcel.schemes.meter import profiled
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
@@ -178,9 +180,26 @@ class Scheme(ABC):
         copies = {name: part.clone() for name, part in self.coordinates().items()}
         return {"steps": self.steps, "memory": None, **copies}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; tensors are copied."""
-        self.steps = state["steps"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; tensors are copied.
+
+        Raises
+        ------
+        InputError
+            When an entry is missing, or has a value that such a scheme would not have saved;
+            nothing changes then.
+        """
+        check_type(state, Mapping, "state", STATE_HINT)
+        self._check_state(state)
+        self.restore(state)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `InputError` unless the scheme can go on from a state."""
+        check_memory(state, repr(self), self.remembers)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that was checked already."""
+        self.steps = int(state["steps"])
 
     def _transact(
         self, gradient: Tensor, comm: Communicator, request: Request | None, out: Tensor | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
@@ -130,9 +130,12 @@ class Hierarchical(Scheme):
         rest = {name: part for name, part in inner.items() if name not in self.remembers}
         return rest | super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Scheme.load_state_dict`; all ranks of the next step have loaded, or none."""
-        super().load_state_dict(state)
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        self.inner._check_state(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`; all ranks of the next step have loaded, or none."""
+        super().restore(state)
         present = {name: part for name, part in state.items() if part is not None}
         self._loaded = {
             name: part.clone() if isinstance(part, Tensor) else part
@@ -140,7 +143,7 @@ class Hierarchical(Scheme):
         }
         parts = [present.pop(name) for name in self.remembers if name in present]
         self._size = max(map(len, parts), default=0)
-        self.inner.load_state_dict(present)
+        self.inner.restore(present)
 
     def _check(self, gradient: Tensor) -> None:
         super()._check(gradient)
@@ -172,7 +175,7 @@ class Hierarchical(Scheme):
             if part is None:  # other ranks may have loaded something
                 part = gradient.new_zeros(self._size, dtype=wide_dtype(gradient.dtype))
             state[name] = reduce_scatter(SparseStream.from_dense(part), Wire(node)).to_dense()
-        self.inner.load_state_dict(state)
+        self.inner.restore(state)
 
     def _of_shard(self, request: Request, shard: Tensor, comm: Communicator) -> Request:
         """Return the part of a request that concerns the shard of this rank."""

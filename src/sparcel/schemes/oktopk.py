@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from sparcel._checks import whole_number
+from sparcel._checks import check_type, number, whole_number
 from sparcel.collectives.gtopk import gathered_topk, gathered_topk_steps
 from sparcel.collectives.oktopk import (
     expected_course,
@@ -23,6 +24,7 @@ from sparcel.errors import InputError, known
 from sparcel.schemes._elsewhere import select_elsewhere
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes._put_back import PUT_BACK, settled
+from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
 from sparcel.steps import Problem, Step, Work
@@ -128,13 +130,40 @@ class OkTopK(Sparsifier):
         """See `Scheme.state_dict`."""
         return super().state_dict() | {"estimates": asdict(self._estimates)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Scheme.load_state_dict`."""
-        super().load_state_dict(state)
-        estimates = dict(state.get("estimates", {}))
-        if estimates.get("boundaries") is not None:  # some formats of checkpoints know lists only
-            estimates["boundaries"] = tuple(estimates["boundaries"])
-        self._estimates = self._estimated = Estimates(**estimates)
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        _estimates_of(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`."""
+        super().restore(state)
+        self._estimates = self._estimated = _estimates_of(state)
+
+
+def _estimates_of(state: Mapping[str, Any]) -> Estimates:
+    """Return the estimates of a state, or raise `InputError`."""
+    found, name = state.get("estimates", {}), "the state's 'estimates'"
+    check_type(found, Mapping, name, STATE_HINT)
+    if unknown := found.keys() - {one.name for one in fields(Estimates)}:
+        raise InputError(f"{name} must not have {sorted(map(str, unknown))}; {STATE_HINT}")
+    boundaries, threshold = found.get("boundaries"), found.get("threshold")
+    if boundaries is not None:  # some formats of checkpoints know lists only
+        if not isinstance(boundaries, list | tuple):
+            raise InputError(
+                f"{name} must have a list of boundaries, got {boundaries!r}; {STATE_HINT}"
+            )
+        boundaries = tuple(
+            whole_number(one, f"a boundary in {name}", at_least=0, hint=STATE_HINT)
+            for one in boundaries
+        )
+        if boundaries[:1] != (0,) or list(boundaries) != sorted(boundaries):
+            raise InputError(f"{name} must have boundaries that rise from 0; {STATE_HINT}")
+    if threshold is not None:
+        threshold = number(
+            threshold, f"the threshold in {name}", at_least=0, below=math.inf, hint=STATE_HINT
+        )
+    k = whole_number(found.get("k", 0), f"k in {name}", at_least=0, hint=STATE_HINT)
+    return Estimates(boundaries, threshold, k)
 
 
 def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> int | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import Tensor
 
-from sparcel._checks import number
+from sparcel._checks import check_type, checked_filter, number
 from sparcel.collectives.dense import dense
 from sparcel.comm import Communicator
 from sparcel.memory import Memory, Share, emptied
+from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
 from sparcel.schemes.request import Request
@@ -170,11 +171,22 @@ class Sparsifier(Scheme):
         selectors = [share.selector.state_dict() for share in self._shares] or self._loaded
         return super().state_dict() | {"selectors": selectors, "beta": self._memory.beta}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Scheme.load_state_dict`."""
-        super().load_state_dict(state)
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
+        if "beta" in state:
+            checked_filter(state["beta"], "the state's 'beta'", STATE_HINT)
+        selectors = state.get("selectors", [])
+        check_type(selectors, list, "the state's 'selectors'", STATE_HINT)
+        for one in selectors:
+            check_type(one, Mapping, "each of the state's 'selectors'", STATE_HINT)
+            assert isinstance(self.selector, Selector), "__post_init__ made one"
+            self.selector.fresh().load_state_dict(one)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`."""
+        super().restore(state)
         self._memory.beta = beta = self.filter_at(self.steps)
-        self._memory.load(state, self.factor_at_switch(state.get("beta", beta), beta))
+        self._memory.load(state, self.factor_at_switch(float(state.get("beta", beta)), beta))
         self._shares, self._loaded = [], state.get("selectors", [])
 
     def _check(self, gradient: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
+from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
 
@@ -79,9 +81,13 @@ class Selector(ABC):
         """Return what the selector remembers from step to step."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        assert not state, f"{self} remembers nothing, got {state}"
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned; raise `InputError` for what it did not."""
+        if state:
+            raise InputError(
+                f"{self} remembers nothing, got a state with {', '.join(map(repr, state))}; load"
+                " it for the selector that saved it"
+            )
 
 
 def stream_of(indices: Tensor, values: Tensor, vector: Tensor, finite: bool = True) -> SparseStream:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import whole_number
+from sparcel._checks import number, whole_number
 from sparcel.selectors.base import Selector, stream_of
 from sparcel.selectors.thresholds import reaching
 from sparcel.stream import SparseStream
@@ -62,6 +64,11 @@ class ThresholdReuse(Selector):
         """Return the threshold, with the k and the step that it was computed for."""
         return {"threshold": self._threshold, "k": self._k, "since": self._since}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the threshold, with the k and the step that it was computed for."""
-        self._threshold, self._k, self._since = state["threshold"], state["k"], state["since"]
+        hint, threshold = "load what such a selector saved", state.get("threshold")
+        if threshold is not None:
+            threshold = number(threshold, "threshold", at_least=0, below=math.inf, hint=hint)
+        k = whole_number(state.get("k"), "k", at_least=0, hint=hint)
+        since = whole_number(state.get("since"), "since", at_least=0, hint=hint)
+        self._threshold, self._k, self._since = threshold, k, since

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from sparcel._checks import all_finite, whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
+from sparcel.training._saved import LAYOUT, Entry, key_of, read
 from sparcel.training.flush import FLUSH_STEPS
-from sparcel.training.layout import Layout, Place, fits
+from sparcel.training.layout import Place
 from sparcel.training.residuals import Residuals
-
-_COMMON = ("steps", "world_size", "filter", "flush")
-_LAYOUT = "layout."
-"""These entries are the same on all ranks, of which checkpoints may keep any one's."""
-
-_ENTRY = re.compile(r"(rank|velocity)(\d+)\.(.+)", re.DOTALL)
-"""Each rank has its own keys, because checkpoints keep only one rank's tensor under each key."""
-
-_PREFIXES = {"memory": "rank", "velocity": "velocity"}
-_KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
 
 _SUMS_OF_VELOCITIES = (
     "the state has velocities: its memory is a sum of velocities, and a scheme without memory can"
@@ -41,7 +33,7 @@ def collect(
     The keys depend on nothing but the ranks' numbers: a rank that owes nothing has zeros.
     ``tensors`` are those that schemes with memory make sparse, here and below.
     """
-    kinds = residuals.owed_kinds
+    kinds, saved_by = residuals.owed_kinds, whole_number(saved_by, "saved_by", at_least=1)
     state = _common(residuals, tensors, saved_by)
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, tensor in tensors.items():
@@ -50,7 +42,7 @@ def collect(
             for kind in kinds:
                 part = parts.get(kind)
                 owed = _zeros(tensor, dtype) if part is None else part.clone()
-                state[_key(kind, old_rank, name)] = owed
+                state[key_of(kind, old_rank, name)] = owed
     return state
 
 
@@ -76,7 +68,7 @@ def gather(
                 parts = [own, *(arrived[rank].view(own.dtype) for rank in others)]
                 for rank, whole in enumerate(parts):
                     found = whole if whole.numel() else _zeros(tensor, dtype)
-                    state[_key(kind, rank, name)] = found.cpu()
+                    state[key_of(kind, rank, name)] = found.cpu()
     return state
 
 
@@ -90,36 +82,22 @@ def load(
 ) -> None:
     """Let the residuals go on from a state: sums over the inherited ranks, by name.
 
-    The state may be that of another scheme. A scheme without memory flushes what it owes.
+    The state may be that of another scheme. A scheme without memory flushes what it owes. All is
+    checked first, and nothing changes if it is refused.
     """
-    inherited = _inherited(rank, ranks, int(state.get("world_size", ranks)))
-    faults = [
-        f"the state has no {key!r}; give what state_dict() or full_state_dict() returned"
-        for key in ("steps", "world_size")
-        if key not in state
-    ]
-    loaded: dict[str, dict[str, Tensor]] = {}
-    found: set[tuple[int, str]] = set()
-    for key, part in state.items():
-        if key in _COMMON or key.startswith(_LAYOUT):
-            continue
-        if fault := _fault(key, part, tensors):
-            faults.append(fault)
-        else:
-            kind, old_rank, name = _parsed(key)
-            if old_rank in inherited:
-                if kind == "memory":
-                    found.add((old_rank, name))
-                like = tensors[name]
-                part = part.detach().to(like.device, residuals.dtype_of(like))
-                parts = loaded.setdefault(name, {})
-                parts[kind] = parts[kind] + part if kind in parts else part.clone()
-    loaded = {name: parts for name, parts in loaded.items() if "memory" in parts}
+    saved = read(state, tensors, ranks)
+    inherited, faults = _inherited(rank, ranks, saved.ranks), saved.faults
+    entries = [entry for entry in saved.entries if entry.rank in inherited]
+    found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}
+    owing = {name for _, name in found}
+    loaded = _sums([entry for entry in entries if entry.name in owing], residuals, tensors)
     if not residuals.kinds and any("velocity" in parts for parts in loaded.values()):
         faults.append(_SUMS_OF_VELOCITIES)
         loaded = {}
-    flush_steps = int(state.get("flush", FLUSH_STEPS if residuals.kinds or loaded else 0))
-    if flush_steps:  # otherwise nothing was owed
+    flush = saved.flush
+    if flush is None:
+        flush = FLUSH_STEPS if residuals.kinds or loaded else 0
+    if flush:  # otherwise nothing was owed
         faults += _missing(inherited, found, tensors, rank, ranks)
     if faults and strict:
         raise InputError(faults[0])
@@ -129,9 +107,29 @@ def load(
             f"the memory of {len(tensors) - len(loaded)} of {len(tensors)} tensors starts"
             f" empty on rank {rank}, or without a part: {'; '.join(faults[:_NAMED_FAULTS])}{more}"
         )
-    beta = float(state["filter"]) if "filter" in state else None
-    steps, layout = int(state.get("steps", 0)), _layout(state, tensors)
-    residuals.load(loaded, steps, beta, layout, flush_steps)
+    residuals.load(loaded, saved.steps, saved.filter, saved.layout, flush)
+
+
+def _sums(
+    entries: Sequence[Entry], residuals: Residuals, tensors: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """Return by name what this rank takes over: sums in the dtype of its memory, all finite."""
+    sums: dict[str, dict[str, Tensor]] = {}
+    for kind, _, name, part in entries:
+        like, parts = tensors[name], sums.setdefault(name, {})
+        part = part.to(like.device, residuals.dtype_of(like), copy=kind not in parts)
+        parts[kind] = parts[kind].add_(part) if kind in parts else part
+    for name, parts in sums.items():
+        for kind, whole in parts.items():
+            if not all_finite(whole):
+                for entry in entries:
+                    if (entry.name, entry.kind) == (name, kind) and not all_finite(entry.part):
+                        raise InputError(
+                            f"the state's {entry.key!r} must be finite, got NaN or Inf, which"
+                            " would stay in the memory; load a state that was saved before"
+                        )
+                whole.nan_to_num_()  # only their sum is too large
+    return sums
 
 
 def _common(
@@ -152,20 +150,8 @@ def _common(
         state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
     for name in tensors if owes else ():
-        state[_LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
+        state[LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
     return state
-
-
-def _layout(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the layout that a state holds; empty if the tensors of now do not fit in it.
-
-    This depends only on entries that are the same on all ranks, because ranks must not differ.
-    """
-    places = {
-        name: Place(*state[_LAYOUT + name].tolist()) for name in tensors if _LAYOUT + name in state
-    }
-    layout = {name: place for name, place in places.items() if place.vector >= 0}
-    return layout if fits(layout, tensors) else {}
 
 
 def _inherited(rank: int, ranks: int, saved_by: int) -> range:
@@ -173,41 +159,9 @@ def _inherited(rank: int, ranks: int, saved_by: int) -> range:
     return range(rank, saved_by, ranks)
 
 
-def _key(kind: str, rank: int, name: str) -> str:
-    return f"{_PREFIXES[kind]}{rank}.{name}"
-
-
-def _parsed(key: str) -> tuple[str, int, str]:
-    """Return the kind, the rank and the tensor's name of an entry."""
-    entry = _ENTRY.fullmatch(key)
-    assert entry is not None, "_fault refuses other keys"
-    return _KINDS[entry[1]], int(entry[2]), entry[3]
-
-
 def _zeros(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a rank remembers of a tensor before its first step."""
     return torch.zeros_like(tensor, dtype=dtype).flatten()
-
-
-def _fault(key: str, part: Tensor, tensors: Mapping[str, Tensor]) -> str:
-    """Say why an entry does not fit; an empty string if it does."""
-    if _ENTRY.fullmatch(key) is None:
-        return (
-            f"{key!r} is no entry of such a state, whose entries are named like 'rank0.weight';"
-            " give what state_dict() or full_state_dict() returned"
-        )
-    _, _, name = _parsed(key)
-    if name not in tensors:
-        return (
-            f"{key!r} fits no tensor that is made sparse; use the scheme and the"
-            " policy that the state was saved with"
-        )
-    if part.numel() != tensors[name].numel():
-        return (
-            f"{key!r} has {part.numel()} elements, the parameter {tensors[name].numel()}; load"
-            " the state for the tensors that it was saved from"
-        )
-    return ""
 
 
 def _missing(
@@ -218,10 +172,13 @@ def _missing(
     ranks: int,
 ) -> list[str]:
     """Say what this rank takes over and the state does not hold."""
-    nothing = [old for old in inherited if not any((old, name) in found for name in tensors)]
+    present = {old for old, _ in found}
+    nothing = list(islice((old for old in inherited if old not in present), _NAMED_FAULTS))
     if nothing and tensors:
+        more = ", …" if len(inherited) - len(present) > len(nothing) else ""
         return [
-            f"the state holds nothing of the old ranks {nothing}, which rank {rank} of now {ranks}"
+            f"the state holds nothing of the old ranks [{', '.join(map(str, nothing))}{more}],"
+            f" which rank {rank} of now {ranks}"
             " takes over; save full_state_dict(), or load with state_dict(saved_by=…), or give"
             " rank r what ranks r, r+P, … saved"
         ]

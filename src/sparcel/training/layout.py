@@ -49,15 +49,15 @@ Layout = Mapping[str, Place]
 
 
 def fits(layout: Layout, tensors: Mapping[str, Tensor]) -> bool:
-    """Tell whether tensors lie inside their vectors and do not overlap."""
+    """Tell whether tensors lie inside their vectors, which have one size each, without overlaps."""
     ranges = sorted(
         (vector, start, start + tensors[name].numel(), size)
         for name, (vector, start, size) in layout.items()
     )
     inside = all(start >= 0 and stop <= size for _, start, stop, size in ranges)
     return inside and all(
-        vector != following or stop <= start
-        for (vector, _, stop, _), (following, start, *_) in pairwise(ranges)
+        vector != following or (stop <= start and size == other)
+        for (vector, _, stop, size), (following, start, _, other) in pairwise(ranges)
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel.memory import wide_dtype
+from sparcel.memory import saturate, wide_dtype
 from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
 from sparcel.training.flush import Flush
 from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
@@ -111,9 +111,7 @@ class Residuals:
         if vector is not None and (vector.size, vector.pieces) == (size, pieces):
             return vector
         vector = Vector(size, pieces, layers_of(pieces, size), self.template.fresh())
-        vector.scheme.load_state_dict(
-            {"steps": self.steps, "memory": None, **self._join(pieces, gradient)}
-        )
+        vector.scheme.restore({"steps": self.steps, **self._join(pieces, gradient)})
         for piece in pieces:
             self._vectors[piece.name] = (vector, piece)
             self._loaded.pop(piece.name, None)
@@ -161,9 +159,10 @@ class Residuals:
         before, layout = self.filter, self.layout()
         names = {*self._vectors, *self._loaded, *self.flush.owed}
         parts = {name: self.of(name) for name in names}
+        parts = _scaled(parts, filter_of(template, self.steps) / before)
         self.flush.pending = not template.remembers and bool(self.owed_kinds)
         self.template, self._loaded_layout = template, layout
-        self._replace(parts, self.filter / before)
+        self._replace(parts)
 
     def load(
         self,
@@ -180,22 +179,18 @@ class Residuals:
         anything. ``beta`` is the filter that the residuals were saved under, None for that of now;
         ``layout`` is that of the step before.
         """
+        after = filter_of(self.template, steps)
+        factor = factor_at_switch(self.template, after if beta is None else beta, after)
+        residuals = _scaled(residuals, factor)  # may lack memory for it, and then nothing changes
         self._loaded_layout, self._layout_ends = layout, steps + _FIRST_STEPS
         self.steps = steps
         self.flush = Flush()
         if flush_steps:
             self.flush.pending, self.flush.steps = not self.kinds, flush_steps
-        before = self.filter if beta is None else beta
-        self._replace(residuals, factor_at_switch(self.template, before, self.filter))
+        self._replace(residuals)
 
-    def _replace(self, residuals: dict[str, dict[str, Tensor]], factor: float) -> None:
-        """Remember these residuals instead of all others; multiply memories by ``factor``."""
-        if factor != 1:
-            residuals = {
-                name: {**parts, "memory": parts["memory"] * factor}
-                for name, parts in residuals.items()
-                if "memory" in parts
-            }
+    def _replace(self, residuals: dict[str, dict[str, Tensor]]) -> None:
+        """Remember these residuals instead of all others."""
         self._vectors.clear()
         self._loaded, self.flush.owed = {}, {}
         for name, parts in residuals.items():
@@ -214,3 +209,14 @@ class Residuals:
                     joined[kind] = gradient.new_zeros(gradient.numel(), dtype=wide)
                 joined[kind][piece.start : piece.stop] = part
         return joined
+
+
+def _scaled(residuals: dict[str, dict[str, Tensor]], factor: float) -> dict[str, dict[str, Tensor]]:
+    """Return residuals whose memories are multiplied by ``factor``."""
+    if factor == 1:
+        return residuals
+    return {
+        name: {**parts, "memory": saturate(parts["memory"] * factor)}
+        for name, parts in residuals.items()
+        if "memory" in parts
+    }

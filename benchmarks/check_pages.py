@@ -1,0 +1,228 @@
+"""Compare the pages with the records that their figures come from: a part of ``make check``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from sparcel.cli import app
+from sparcel.plan.appendix_f import claims
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+PROSE = ("| stage |", "| what | then |")
+"""How the tables of docs/data.md begin that have no numbers."""
+
+Faults = Iterator[str]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def recorded(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def absent(page: str, lines: Iterable[str], at_least: int = 1) -> Faults:
+    """Yield the lines that a page should have and has not."""
+    lines, found = list(lines), set(text_of(page).splitlines())
+    if len(lines) < at_least:
+        yield f"{page}: only {len(lines)} lines are compared, at least {at_least} expected"
+    yield from (f"{page} does not have: {line}" for line in lines if line not in found)
+
+
+def different(page: str, found: object, expected: object) -> Faults:
+    """Yield a fault if what a page shows is not what is expected."""
+    if found != expected:
+        yield f"{page} shows\n{found}\nwhere this is expected:\n{expected}"
+
+
+def algorithms() -> Faults:
+    report: Any = importlib.import_module("algorithms_table")
+    page = "docs/algorithms.md"
+    shown = text_of(page).split(report.BEGIN)[1].split(report.END)[0].strip()
+    yield from different(
+        page, shown, report.page_table(json.loads(report.RESULTS.read_text())).strip()
+    )
+
+
+def benchmark() -> Faults:
+    page, cells = "docs/benchmark.md", recorded("bench_8_nodes_1gbit")["cells"]
+    seconds = {(c["algorithm"], c["density"], c["engine"]): c["seconds"]["median"] for c in cells}
+    gloo, mpi = (seconds["dense fp32", 1.0, engine] for engine in ("gloo", "mpi"))
+    lines = []
+    for what, row in (
+        ("`recursive_doubling`, lossless sum", "recursive_doubling"),
+        ("`oktopk`, streams in, stream out", "oktopk"),
+        ("whole step of `oktopk`", "step:oktopk"),
+    ):
+        times = [seconds[row, d, engine] for d in (1 / 128, 0.001) for engine in ("gloo", "mpi")]
+        figures = [f"{1000 * s:#.3g} ms, {min(gloo, mpi) / s:#.3g}×" for s in times]
+        lines.append(f"| {what} | {' | '.join(figures).replace('. ', ' ')} |")
+    sentence = f"{1000 * gloo:.0f} ms; MPICH's took {1000 * mpi:.0f} ms"
+    if sentence not in text_of(page):
+        yield f"{page} does not have: {sentence}"
+    (normal,) = [row for row in recorded("selection")["rows"] if row["distribution"] == "normal"]
+    for what, record in (
+        ("copying the vector", "copy"),
+        ("`sparcel.topk(x, k)`", "avx512 topk {}"),
+        ("the same with the memory's addition fused in", "avx512 accumulate {}"),
+        ("`torch.topk(x.abs(), k)`", "torch.topk {}"),
+    ):
+        times = [f"{normal['median_ms'][record.format(k)]:.1f} ms" for k in ("0.001", "0.01")]
+        lines.append(f"| {what} | {' | '.join(times)} |")
+    yield from absent(page, lines)
+
+
+def commlib() -> Faults:
+    report: Any = importlib.import_module("commlib_report")
+    page = "docs/commlib.md"
+    expected = report.page(text_of(page), report.recorded())
+    if text_of(page) != expected:
+        yield from absent(page, expected.splitlines())
+        yield f"{page} is not what benchmarks/commlib_report.py makes of it"
+
+
+def data() -> Faults:
+    report: Any = importlib.import_module("data_report")
+    made, shown = (
+        re.findall(r"(?:^\|.*\n?)+", f"{text}\n", re.MULTILINE)
+        for text in ("\n".join(report.all_tables()), text_of("docs/data.md"))
+    )
+    yield from different("docs/data.md", [one for one in shown if not one.startswith(PROSE)], made)
+
+
+def demo() -> Faults:
+    steps = recorded("demo_digits")["methods"]
+    accuracies = recorded("demo_accuracy_digits")["accuracy_mean"]
+    seconds = {step["method"]: step["step_s"] for step in steps}
+    lines = []
+    for step in steps:
+        method = step["method"]
+        speedups = [
+            f"{seconds[one] / seconds[method]:.1f}×" for one in ("dense fp32", "dense bf16")
+        ]
+        time = f"{1000 * seconds[method]:.0f} ms"
+        sent = f"{step['wire_bytes'] / 1e6:.1f} MB"
+        exchange = f"{1000 * step['exposed_s']:.0f} ms"
+        cells = [method, time, exchange, sent, *speedups, f"{100 * accuracies[method]:.1f} %"]
+        lines.append(f"| {' | '.join(cells)} |")
+    yield from absent("README.md", lines)
+
+
+def experiments() -> Faults:
+    report: Any = importlib.import_module("convergence_report")
+    gtopk_paper: Any = importlib.import_module("gtopk_paper")
+    signals_report: Any = importlib.import_module("signals_report")
+    rows = {
+        name: report.rows_of(report.RESULTS / f"{name}.json")
+        for name in ("causes", "convergence", "convergence_sweeps", "lab_training", "signals")
+    }
+    suite = rows["convergence"]
+    lines = [
+        *report.causes_table(rows["causes"]),
+        *report.put_back_table(suite),
+        *report.sweeps_table(rows["convergence_sweeps"], suite),
+        *report.lab_table(rows["lab_training"]),
+        *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
+        *signals_report.tables(rows["signals"]),
+    ]
+    for task in sorted({row["task"] for row in suite if row["method"] != "dense"}):
+        lines += report.suite_table(suite, task)
+    balancing = recorded("balancing")["rows"]
+    lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
+    yield from absent("docs/experiments.md", lines)
+
+
+def linear() -> Faults:
+    report: Any = importlib.import_module("linear_report")
+    lines = (line for line in report.all_tables() if line.startswith("|"))
+    yield from absent("docs/linear-measured.md", lines, at_least=60)
+
+
+def optimizers() -> Faults:
+    norms: Any = importlib.import_module("norms")
+    page = "docs/optimizers.md"
+    yield from absent(page, norms.all_tables())
+    shapes = {name: list(model()) for name, model in norms.MODELS.items()}
+    sizes = {name: sum(map(math.prod, of)) for name, of in shapes.items()}
+    resnet = len(shapes["ResNet-50"]), sizes["ResNet-50"]
+    yield from different("the ResNet-50 of benchmarks/norms.py", resnet, (161, 25_557_032))
+    for words in (
+        f"{round(sizes['transformer'] / 1e6)} million parameters",
+        f"{sizes['small CNN'] // 1000} thousand",
+    ):
+        if words not in text_of(page):
+            yield f"{page} does not have: {words}"
+
+
+def plan() -> Faults:
+    page = "docs/will-it-help-me.md"
+    console = r"^```console\n\$ sparcel (plan .*)\n((?:.*\n)*?)```$"
+    sessions = re.findall(console, text_of(page), re.MULTILINE)
+    answers = [shown for _, shown in sessions if shown]
+    if len(answers) != 4 or not any("Stay dense" in one for one in answers):
+        yield f"{page} has not four answers, one of them dense"
+    if not any("Use " in one for one in answers):
+        yield f"{page} has no answer that recommends a method"
+    for command, shown in sessions:
+        result = CliRunner().invoke(app, command.split(), catch_exceptions=False)
+        said = "".join(f"{line.rstrip()}\n" for line in result.output.splitlines())
+        if result.exit_code != 0 or said.count("\n") <= 10:
+            yield f"{page}: `sparcel {command}` says {said!r}"
+        elif shown:
+            yield from different(page, shown, said)
+    yield from absent(
+        page,
+        (
+            f"| {what} | {paper} | {ours:.3g}{' %' if '%' in paper else '×'} |"
+            for what, paper, ours in claims()
+        ),
+    )
+
+
+def schedule() -> Faults:
+    report: Any = importlib.import_module("flush_report")
+    lines = report.lines(report.rows_of(report.RESULTS / "flush.json"))
+    yield from absent("docs/schedule.md", lines, at_least=10)
+
+
+def two_tiers() -> Faults:
+    report: Any = importlib.import_module("two_tiers_report")
+    yield from absent("docs/two-tiers.md", report.tables())
+
+
+CHECKS: tuple[Callable[[], Faults], ...] = (
+    algorithms,
+    benchmark,
+    commlib,
+    data,
+    demo,
+    experiments,
+    linear,
+    optimizers,
+    plan,
+    schedule,
+    two_tiers,
+)
+
+
+def main() -> None:
+    faults = [fault for check in CHECKS for fault in check()]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        sys.exit(f"{len(faults)} differences between the pages and their records")
+
+
+if __name__ == "__main__":
+    main()
