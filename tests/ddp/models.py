@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -98,19 +98,19 @@ def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> d
 
 def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
     """Append the number of buckets of each step to ``counts``, at the end of the step."""
-    exchange, queued = handle._exchange, [0]
-    take_part, account = exchange.open, exchange.account
+    comm, account = handle._exchange.comm, handle._exchange.account
+    submit, jobs = comm.submit, [0]
 
-    def open_and_count(names: Iterable[str]) -> Any:
-        queued[0] += 1
-        return take_part(names)
+    def submit_and_count(job: Any) -> Any:
+        jobs[0] += 1
+        return submit(job)
 
     def account_and_count(*arguments: Any) -> None:
-        counts.append(queued[0])
-        queued[0] = 0
+        counts.append(jobs[0] - 1)  # the last job is that of small tensors
+        jobs[0] = 0
         account(*arguments)
 
-    exchange.open, exchange.account = open_and_count, account_and_count
+    comm.submit, handle._exchange.account = submit_and_count, account_and_count
 
 
 def train(

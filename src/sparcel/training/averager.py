@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate, pairwise
 from os import PathLike
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sparcel import cost
 from sparcel._checks import flag
 from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
-from sparcel.errors import InputError, known
+from sparcel.errors import CommunicationError, InputError, known
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
@@ -31,9 +31,10 @@ from sparcel.training.checks import (
 )
 from sparcel.training.exchange import Exchange
 from sparcel.training.handle import Handle
-from sparcel.training.layout import Packed, Piece
+from sparcel.training.layout import Piece, Queued
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.residuals import Residuals
+from sparcel.training.transaction import Transaction
 
 
 class Averager:
@@ -141,6 +142,8 @@ class Averager:
         self._exchange = Exchange(
             comm, owned, device, residuals, treatment, scaler, frontload, withhold_zeros
         )
+        self._step: Transaction | None = None
+        """The step that is being queued."""
         self.handle = Handle(self._exchange)
         """Tells what the steps have cost, saves and loads what is remembered, and ends it all."""
 
@@ -168,7 +171,7 @@ class Averager:
         """
         it = self._exchange
         check_gradients(gradients, it.treatment)
-        if it.step is not None:
+        if self._step is not None:
             raise InputError("tensors are queued already; finish() that step before average()")
         updates: dict[str, Tensor] = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
@@ -223,15 +226,15 @@ class Averager:
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         small = [piece for piece in pieces if piece.name in dense]
         large = [piece for piece in pieces if piece.name not in dense]
-        step = it.open(places)
+        step = self._open(places)
         step.updates.append(vector)
-        return step.queue(lambda: it.take(step, Packed(vector, small, large)))
+        return step.queue(lambda: step.take(Queued(vector, small, large)))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
         it = self._exchange
         check_gradient(name, gradient, it.treatment)
-        step = it.open([name])
+        step = self._open([name])
         step.queue(lambda: step.exchange_rows(name, gradient))
 
     def finish(self) -> dict[str, Tensor]:
@@ -250,11 +253,9 @@ class Averager:
             What the first failing exchange raised; the memory is as it was before the step.
         """
         it = self._exchange
-        step, it.step = it.step, None
+        step, self._step, it.queueing = self._step, None, False
         if step is None:
             raise InputError("the step has no tensors; call queue() before finish()")
-        if it.treatment.scope == "model":
-            step.queue(lambda: it.exchange_held(step))
         step.end()
         if step.finite:
             flushed = it.residuals.commit(step.vectors, step.left, step.will_owe)
@@ -306,6 +307,15 @@ class Averager:
     def on_close(self, end: Callable[[], None]) -> None:
         """Let `Handle.close` undo by ``end`` what a driver has done to the user's objects."""
         self._exchange.ends.append(end)
+
+    def _open(self, names: Iterable[str]) -> Transaction:
+        """Return the step that is being queued, with these tensors added to it."""
+        if self._exchange.closed:
+            raise CommunicationError("the averager was closed; make a new one to exchange more")
+        self._step = self._step or Transaction(self._exchange)
+        self._step.include(names)
+        self._exchange.queueing = True
+        return self._step
 
 
 def _communicator(group: Group) -> tuple[Communicator, TorchCommunicator | None]:

@@ -151,7 +151,7 @@ class Handle:
         it = self._exchange
         if it.closed:
             raise CommunicationError("the handle was closed; make a new one with the other scheme")
-        if it.step is not None:
+        if it.queueing:
             raise InputError("tensors are queued; finish() that step before switch()")
         scheme = chosen_scheme(scheme_or_name, settings).fresh()
         call = Call.of("switch", {"scheme": scheme, "step": it.residuals.steps})

@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Queued:
     """A flat vector and its tensors: those that stay dense, and those that are made sparse."""
 
     vector: Tensor
@@ -116,14 +116,14 @@ def layers_of(pieces: Sequence[Piece], size: int) -> list[Layer]:
     return layers
 
 
-def joined(parts: Sequence[Packed]) -> tuple[Packed, list[tuple[Tensor, Tensor]]]:
+def joined(parts: Sequence[Queued]) -> tuple[Queued, list[tuple[Tensor, Tensor]]]:
     """Join vectors to one of the widest dtype.
 
     Tensors with a density of their own go to the end, so that the others form one layer.
 
     Returns
     -------
-    Packed
+    Queued
         The vector that holds all others; one vector alone, if its other tensors are one layer.
     list
         Where its values belong: ranges of the given vectors, each with that range of the joined
@@ -140,7 +140,7 @@ def joined(parts: Sequence[Packed]) -> tuple[Packed, list[tuple[Tensor, Tensor]]
     cuts.sort(key=itemgetter(3))  # stable: otherwise they stay in the order of queueing
     ranges = [part.vector[start:stop] for part, start, stop, _ in cuts]
     vector = torch.cat(ranges)
-    whole, end = Packed(vector, [], []), 0
+    whole, end = Queued(vector, [], []), 0
     for part, start, stop, _ in cuts:
         for pieces, moved in ((part.small, whole.small), (part.large, whole.large)):
             inside = (piece for piece in pieces if start <= piece.start < stop)

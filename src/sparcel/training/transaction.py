@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,8 +16,8 @@ from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Meter, Request, profiled
 from sparcel.stream import SparseStream
-from sparcel.training.flush import Flush
-from sparcel.training.layout import Packed
+from sparcel.training.exchange import Exchange
+from sparcel.training.layout import Queued, joined, zeros_in
 from sparcel.training.residuals import Vector
 from sparcel.training.stats import Costs
 from sparcel.wire import Wire
@@ -33,9 +33,7 @@ class Transaction:
     updates may be applied.
     """
 
-    comm: Communicator
-    device: torch.device
-    flush: Flush
+    exchange: Exchange
     meter: Meter = field(default_factory=Meter)
     finite: bool = True
     """Whether the tensors of all ranks were finite so far."""
@@ -49,9 +47,9 @@ class Transaction:
     """Whether some rank may owe something of an old memory after this step."""
     updates: list[Tensor] = field(default_factory=list)
     """The flat tensors that were queued, which hold the updates at the end."""
-    held: list[Packed] = field(default_factory=list)
+    _held: list[Queued] = field(default_factory=list)
     """The vectors of which one selection will be made, when the step ends."""
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Ranges of queued vectors, each with the tensor that gets its updates."""
     _names: set[str] = field(default_factory=set)
     _jobs: list[Job[None]] = field(default_factory=list)
@@ -61,6 +59,16 @@ class Transaction:
 
     def __post_init__(self) -> None:
         self._traffic_before = replace(self.comm.traffic)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self.exchange.comm
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.exchange.device
 
     def include(self, names: Iterable[str]) -> None:
         """Add tensors to the step.
@@ -90,6 +98,8 @@ class Transaction:
         CommunicationError and others
             What the first failing job raised.
         """
+        if self.exchange.treatment.scope == "model":
+            self.queue(self._exchange_held)
         self.queue(self._finish)
         with profiled("wait"):
             for job in self._jobs:
@@ -108,11 +118,48 @@ class Transaction:
             **vars(self.meter),
         )
 
-    def take_small(self, places: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Exchange small tensors at the end, and write their averages to ``places``."""
-        self._small += zip(places, gradients, strict=True)
+    def take(self, queued: Queued) -> None:
+        """Exchange a vector, or hold it if one selection is made over all vectors."""
+        self.meter.dense_bytes += ring_bytes(queued.vector.nbytes, self.comm.size)
+        if self.exchange.treatment.scope == "model" and queued.large:
+            self._held.append(queued)
+        else:
+            self._exchange(queued)
 
-    def exchange_vector(
+    def _exchange_held(self) -> None:
+        """Exchange the vectors that were held as one."""
+        if self._held:
+            whole, self._copies = joined(self._held)
+            self._exchange(whole)
+
+    def _exchange(self, queued: Queued) -> None:
+        """Replace the tensors in a vector by their updates, except for small ones if those wait."""
+        it, vector, small, large = self.exchange, queued.vector, queued.small, tuple(queued.large)
+        places = [vector[piece.start : piece.stop] for piece in small]
+        gradients = [place.clone() for place in places]
+        sent_whole = False
+        for served, flat in it.residuals.vectors(large, vector) if large else ():
+            # A vector in another layout has no small tensors.
+            apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
+            withheld = zeros_in(flat, served.pieces) if it.withhold_zeros else []
+            request = Request(
+                served.layers, withheld, apart, front_loaded=it.frontload, meter=self.meter
+            )
+            self._exchange_vector(served, flat, request, self._scale())
+            sent_whole = flat is vector and served.scheme.sent_whole
+        if not sent_whole:
+            self._small += zip(places, gradients, strict=True)
+
+    def _scale(self) -> float:
+        """Return what a GradScaler has multiplied gradients by; 1 if it does not matter.
+
+        Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
+        """
+        it = self.exchange
+        owes = it.treatment.selects or it.residuals.flush.owed
+        return 1.0 if it.scaler is None or not owes else it.scaler.get_scale()
+
+    def _exchange_vector(
         self, vector: Vector, gradient: Tensor, request: Request, scale: float
     ) -> None:
         """Replace a gradient, which a GradScaler has scaled, by its update.
@@ -123,7 +170,9 @@ class Transaction:
         unscaled = scale != 1 and bool(vector.scheme.remembers)
         if unscaled:
             gradient.div_(scale)
-        self.left |= self.flush.add_to(gradient, vector.pieces, request.withheld, scale)
+        self.left |= self.exchange.residuals.flush.add_to(
+            gradient, vector.pieces, request.withheld, scale
+        )
         self.vectors.append(vector)
         vector.scheme.begin(gradient, self.comm, request, out=gradient)
         self.finite &= vector.scheme.finite
@@ -161,12 +210,12 @@ class Transaction:
     def _finish(self) -> None:
         if self._small:
             self._exchange_small()
-        for place, update in self.copies:
+        for place, update in self._copies:
             place.copy_(update)
             # A sum that fits the widest dtype may overflow a narrower one.
             self.finite &= place.dtype == update.dtype or all_finite(place)
         if self.finite:
-            self.will_owe = self.flush.will_owe(self.left, self.comm)
+            self.will_owe = self.exchange.residuals.flush.will_owe(self.left, self.comm)
         else:
             self._void()
         if self.device.type == "cuda":
