@@ -7,6 +7,9 @@ IN_PARALLEL := -n 2 --dist worksteal
 # Without this option pip prints notices of its own updates.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints-dev.txt
+# The network of the demo: number of machines, and the rate of their links.
+NODES := 4
+RATE := 1gbit
 
 CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
@@ -17,8 +20,9 @@ PACKAGES := $(shell find src/sparcel -name __init__.py)
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-demo: $(VENV)/built ## train on an emulated 1 Gbit/s network, dense and sparse (ARGS= is passed on)
-	$(BIN)/sparcel demo $(ARGS)
+demo: $(VENV)/built ## train on an emulated network, dense and sparse (NODES=4 RATE=1gbit ARGS=)
+	$(BIN)/sparcel lab run --nodes $(NODES) --rate $(RATE) --or-loopback -- \
+		$(BIN)/python examples/slow_network.py $(ARGS)
 
 test: $(VENV)/built ## the whole test suite (ARGS= is passed on to pytest)
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)

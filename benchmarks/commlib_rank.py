@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import sparcel
 from sparcel.data import Cached, PartSampler
+from sparcel.lab import link_bytes
 from sparcel.optim import LARS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -197,9 +198,9 @@ def request_seconds(images: Dataset[Any], count: int = 20) -> float:
 
 def node_bytes() -> dict[str, int]:
     """Return the bytes that the link of this rank's node has carried so far, headers included."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (counters,) = (line.split()[1:] for line in lines if line.strip().startswith("eth0:"))
-    return {"received": int(counters[0]), "sent": int(counters[8])}
+    carried = link_bytes()
+    assert carried is not None, "run it in the lab"
+    return carried._asdict()
 
 
 def main() -> None:

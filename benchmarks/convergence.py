@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from paper_selectors import GaussianK
 from record import RESULTS, Row, extend
 from task_training import Method, train
 from tasks import TASKS
@@ -39,7 +40,7 @@ METHODS = (
     Method("scalecom", "scalecom"),
     Method("hitopk 2×4", "hitopk", NODES),
     Method("mstopk", "mstopk"),
-    Method("gaussiank", "gaussiank"),
+    Method("gaussiank", "topk", {"selector": GaussianK(), "algorithm": "allgather"}),
     Method("dgc", "dgc", {"density": 0.01}),
     Method("gtopk put_back=own", "gtopk", {"put_back": "own"}),
     Method("oktopk put_back=own", "oktopk", {"put_back": "own"}),

@@ -1,8 +1,8 @@
-"""Accuracy of each method of ``sparcel demo``, as the mean over seeds.
+"""Accuracy of each method of ``examples/slow_network.py``, as the mean over seeds.
 
-    python benchmarks/demo_accuracy.py [--data PATH] [--seeds 5] [--steps 120]
+    python benchmarks/demo_accuracy.py [--data FILE.npz] [--seeds 5] [--steps 120]
 
-Trains as the demo does, but over loopback, because the network's speed changes no result. Writes
+Trains on four ranks over loopback, because the network's speed changes no result. Writes
 ``benchmarks/results/demo_accuracy_DATA.json``.
 """
 
@@ -10,77 +10,69 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from rich.console import Console
+from machine import machine
+from record import RESULTS
 
-from sparcel.demo.data import load
-from sparcel.demo.run import run
-from sparcel.demo.settings import BATCH_PER_RANK, DemoSettings
-from sparcel.lab import Loopback
+from sparcel.lab import Loopback, run
 
-_RESULTS = Path(__file__).parent / "results"
-_NODES = 4
+EXAMPLE = Path(__file__).parents[1] / "examples" / "slow_network.py"
+NODES = 4
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", help="as for sparcel demo; default: scikit-learn's digits")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--density", type=float, default=0.01)
-    return parser.parse_args()
+def trained(seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the example with a seed, and return what it writes."""
+    options = ["--seed", str(seed), "--steps", str(arguments.steps)]
+    options += ["--density", str(arguments.density)]
+    if arguments.data:
+        options += ["--data", str(arguments.data.resolve())]
+    with TemporaryDirectory() as folder, Loopback(NODES) as network:
+        file = Path(folder) / "results.json"
+        command = [sys.executable, str(EXAMPLE), *options, "--json", str(file)]
+        if run(network, command) != 0:
+            sys.exit("a training failed")
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
 
 def main() -> None:
-    arguments = _arguments()
-    data = arguments.data and str(Path(arguments.data).resolve())
-    schemes = ("topk", "gtopk", "oktopk")
-    settings = [
-        DemoSettings(arguments.steps, seed, arguments.density, schemes, data, counts_wire=False)
-        for seed in range(arguments.seeds)
-    ]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="as for the example; default: digits")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0 on")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--density", type=float, default=0.01)
+    arguments = parser.parse_args()
+    origin, name = machine(), arguments.data.stem if arguments.data else "digits"
+    origin["command"] = origin["command"].replace(str(arguments.data), name)
+    seeds = range(arguments.seeds)
+    runs = [trained(seed, arguments) for seed in seeds]
     accuracies: dict[str, list[float]] = {}
-    console = Console(highlight=False)
-    for one in settings:
-        console.print(f"seed {one.seed}")
-        with Loopback(_NODES) as network:
-            outcome = run(network, one, console)
-        for row in outcome.rows:
-            accuracies.setdefault(row.method, []).append(row.accuracy)
-
-    means = {method: statistics.mean(values) for method, values in accuracies.items()}
-    name = load(data).name
+    for row in (row for one in runs for row in one["methods"]):
+        accuracies.setdefault(row["method"], []).append(row["accuracy"])
+    means = {method: mean(values) for method, values in accuracies.items()}
+    above = {method: 100 * (value - means["dense fp32"]) for method, value in means.items()}
     document = {
-        "command": " ".join(["python", *sys.argv]).replace(str(arguments.data), name),
-        "versions": {package: version(package) for package in ("sparcel", "torch")},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **origin,
         "data": name,
-        "nodes": _NODES,
-        "batch_per_rank": BATCH_PER_RANK,
-        "parameters": outcome.parameters,
+        "nodes": NODES,
+        "batch_per_rank": runs[0]["batch_per_rank"],
+        "parameters": runs[0]["parameters"],
         "steps": arguments.steps,
         "density": arguments.density,
-        "seeds": [one.seed for one in settings],
+        "seeds": list(seeds),
         "accuracy_by_seed": accuracies,
         "accuracy_mean": means,
-        "points_above_dense_fp32": {
-            method: 100 * (mean - means["dense fp32"]) for method, mean in means.items()
-        },
+        "points_above_dense_fp32": above,
     }
-    path = _RESULTS / f"demo_accuracy_{name}.json"
+    path = RESULTS / f"demo_accuracy_{name}.json"
     path.write_text(json.dumps(document, indent=2) + "\n")
-    for method, mean in means.items():
-        above = document["points_above_dense_fp32"][method]
-        console.print(f"{method:<12} {100 * mean:6.2f} %  {above:+.2f} points")
-    console.print(f"Results: {path}")
+    for method, value in means.items():
+        print(f"{method:<12} {100 * value:6.2f} %  {above[method]:+.2f} points")
 
 
 if __name__ == "__main__":

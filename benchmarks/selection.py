@@ -7,8 +7,9 @@ a second thread gains, beside what it gains a read of the vector. Run it as
 
     python benchmarks/selection.py --output benchmarks/results/selection.json
 
-With ``--selectors`` it measures all selectors of `sparcel.selectors` instead: the time to select,
-and to take from memory + gradient, how many they return, and their overlap with the exact set.
+With ``--selectors`` it measures all selectors of `sparcel.selectors` and `paper_selectors` instead:
+the time to select, and to take from memory + gradient, how many they return, and their overlap with
+the exact set.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from machine import machine
+from paper_selectors import DoubleSampling, GaussianK
 from torch import Tensor
 
 from sparcel import _cpu, kernels
@@ -190,6 +192,7 @@ def measure_selectors(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
     for density in DENSITIES:
         k = round(density * x.numel())
         selectors = {each: selector(each) for each in SELECTORS}
+        selectors |= {"gaussiank": GaussianK(), "dgc": DoubleSampling()}
         selectors["reuse"].select(x * 0.99, k, 0)
         exact = topk(x, k)
         selected = {each: s.select(x, k, 1) for each, s in selectors.items()}

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+from paper_selectors import GaussianK
 from record import RESULTS, Row, extend
 from task_training import Method, Run, evaluate
 from tasks import TASKS, Task, loss_of
@@ -50,7 +51,7 @@ _METHODS = (
     Method(
         "gaussiank, as estimated",
         "topk",
-        {"selector": selector("gaussiank", factor=None), "algorithm": "allgather"},
+        {"selector": GaussianK(factor=None), "algorithm": "allgather"},
         frontload=False,
     ),
     Method("scalecom", "scalecom", frontload=False),

@@ -38,7 +38,7 @@ from sparcel.bench.engines import ENGINES, BenchEngine, connected
 from sparcel.comm import Communicator
 from sparcel.ops import MAX
 
-SCHEMES = ("oktopk", "topk", "sparcml", "gtopk", "scalecom", "mstopk", "gaussiank", "dgc")
+SCHEMES = ("oktopk", "topk", "sparcml", "gtopk", "scalecom", "mstopk", "dgc")
 APPLIED = ("none", "dense", "sparse")
 LEARNING_RATE = 0.1
 

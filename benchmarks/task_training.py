@@ -23,6 +23,7 @@ from torch.func import functional_call
 import sparcel
 from sparcel.comm import Communicator
 from sparcel.schemes import momentum_of
+from sparcel.selectors import Selector
 from sparcel.training import Averager, stays_dense
 
 
@@ -54,7 +55,10 @@ def train(
         "task": task,
         "method": method.label,
         "scheme": method.scheme,
-        "settings": dict(method.settings),
+        "settings": {
+            name: repr(value) if isinstance(value, Selector) else value
+            for name, value in method.settings.items()
+        },
         "ahead": method.ahead,
         "frontload": method.frontload,
         "seed": seed,

@@ -6,6 +6,7 @@ whose logits end in one value a class.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import lzma
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +24,6 @@ import torch
 from models import Characters, Words, intents, residual_network, small_cnn, spectrogram_cnn
 from PIL import Image
 from torch import Tensor, nn
-
-from sparcel.demo.data import load
 
 VOCABULARY = 2000
 UNKNOWN, PADDING = 0, 1
@@ -104,8 +104,24 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 @cache
 def _fashion(folder: Path, seed: int) -> Split:
-    data = load(str(folder))
-    return Split(data.x_train, data.y_train, data.x_test, data.y_test)
+    parts = [
+        _idx(folder / f"{use}-{what}-ubyte.gz")
+        for use, what in product(("train", "t10k"), ("images-idx3", "labels-idx1"))
+    ]
+    x, y, x_test, y_test = parts
+    x, x_test = x.flatten(1).float(), x_test.flatten(1).float()
+    mean, deviation = x.mean(), x.std()
+    return Split((x - mean) / deviation, y.long(), (x_test - mean) / deviation, y_test.long())
+
+
+def _idx(file: Path) -> Tensor:
+    """Read a file of MNIST's format: four bytes, the last the number of sizes; sizes; values."""
+    content = gzip.decompress(file.read_bytes())
+    values_at = 4 + 4 * content[3]
+    shape = np.frombuffer(content[4:values_at], ">i4")
+    return torch.from_numpy(
+        np.frombuffer(content, np.uint8, offset=values_at).reshape(shape).copy()
+    )
 
 
 @cache

@@ -2,7 +2,7 @@
 
     python examples/fill_in.py docs/figures/fill_in.svg
 
-Needs the extras ``analysis`` and ``demo`` (for scikit-learn's digits). Takes under a minute.
+Needs the extras ``plots`` and ``linear`` (for scikit-learn's digits). Takes under a minute.
 """
 
 import sys

@@ -30,7 +30,6 @@ EXTRAS_OF = {
     "plan": {"cli", "plots"},
     "bench": {"cli", "plots", "mpi"},
     "analysis": {"cli", "plots"},
-    "demo": {"cli", "demo"},
     "comm": {"mpi"},
     "rows": {"linear"},
     "linear": {"linear", "cli", "plots"},
@@ -72,7 +71,7 @@ def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs(
     missing = set().union(*(modules_of(extra) for extra in EXTRAS))
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-        "import sparcel.plan, sparcel.analysis, sparcel.lab, sparcel.bench, sparcel.demo\n"
+        "import sparcel.plan, sparcel.analysis, sparcel.lab, sparcel.bench\n"
         "import sparcel.__main__; sparcel.__main__.main()\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -83,7 +82,6 @@ def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs(
 @pytest.mark.parametrize(
     ("module", "command", "needs"),
     [
-        ("sklearn", "demo --rate none", "the demo needs sklearn: pip install 'sparcel[demo]'"),
         (
             "pyroute2",
             "lab run -- true",

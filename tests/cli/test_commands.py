@@ -121,9 +121,7 @@ def test_bad_gradients_are_reported_in_one_line(
     assert str(path) in lines[0]
 
 
-@pytest.mark.parametrize(
-    "command", [["demo", "--json"], [*BENCH, "--json"], ["plan", "--measure", "--save"]]
-)
+@pytest.mark.parametrize("command", [[*BENCH, "--json"], ["plan", "--measure", "--save"]])
 @pytest.mark.parametrize("where", ["a folder", "no folder"])
 def test_output_that_cannot_be_written_is_reported_before_anything_runs(
     command: list[str], where: str, tmp_path: Path, outcome_of: Callable[[list[str]], Outcome]

@@ -55,17 +55,19 @@ def test_faults_and_the_exit_status_reach_the_shell() -> None:
     ]
 
 
+@pytest.mark.parametrize("rate", ["1gbit", "none"])
 @pytest.mark.parametrize(
     ("how", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -signal.SIGKILL)]
 )
-@pytest.mark.usefixtures("emulation")
 def test_every_way_of_ending_the_command_ends_all_processes(
-    how: str, code: int, tmp_path: Path
+    how: str, code: int, rate: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if rate != "none":
+        request.getfixturevalue("emulation")
     mark = str(uuid.uuid4())
     script = f"echo ready; sleep 1000000; : {mark}"
     process = subprocess.Popen(
-        [*COMMAND, "--", "sh", "-c", script],
+        [*COMMAND, "--rate", rate, "--", "sh", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,15 +87,40 @@ def test_every_way_of_ending_the_command_ends_all_processes(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refused_namespaces_are_reported_in_one_line(tmp_path: Path) -> None:
+@pytest.fixture
+def refusing(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a system that refuses to make namespaces."""
     for tool in ("unshare", "nsenter"):
         script = tmp_path / tool
         script.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2; exit 1\n")
         script.chmod(0o755)
-    code, out, err = lab("--", "true", environment={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def test_refused_namespaces_are_reported_in_one_line(refusing: dict[str, str]) -> None:
+    code, out, err = lab("--", "true", environment=refusing)
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
     assert "Operation not permitted" in err or sys.platform != "linux"
+
+
+def test_a_program_runs_on_loopback_if_that_is_allowed(refusing: dict[str, str]) -> None:
+    script = 'echo "$RANK of $WORLD_SIZE: $SPARCEL_LAB_DESCRIPTION"; [ $RANK != 1 ] || exit 5'
+    code, out, err = lab("--or-loopback", "--", "sh", "-c", script, environment=refusing)
+    assert code == 5
+    network = "3 processes on loopback, with no rate limit (no emulated network: "
+    assert [line.partition(network)[0] for line in sorted(out.splitlines())] == [
+        f"[{rank}] {rank} of 3: " for rank in range(3)
+    ]
+    said, failed = err.splitlines()
+    assert said.startswith(f"sparcel: {network}")
+    assert "Operation not permitted" in said or sys.platform != "linux"
+    assert failed == "sparcel: rank 1 failed (exit status 5)"
+
+
+def test_loopback_that_was_asked_for_needs_no_word() -> None:
+    code, out, err = lab("--rate", "none", "--", "sh", "-c", "echo $RANK")
+    assert (code, sorted(out.splitlines()), err) == (0, ["[0] 0", "[1] 1", "[2] 2"], "")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +130,7 @@ def test_refused_namespaces_are_reported_in_one_line(tmp_path: Path) -> None:
         (["--after", "5s"], "add --kill-node or --cut-link"),
         (["--cut-link", "1", "--after", "5"], "such as 5s; got '5'"),
         (["--rate", "1gb"], "such as 1gbit; got '1gb'"),
+        (["--rate", "none", "--cut-link", "1"], "faults need an emulated network, got 3 processes"),
     ],
 )
 def test_contradictory_options_are_named(arguments: list[str], message: str) -> None:

@@ -23,6 +23,7 @@ from sparcel.schemes import (
     TopK,
     connect_nodes,
 )
+from sparcel.selectors import RandomK
 from tests.formats.toys import Deltas
 from tests.schemes.steps import integers, simulate_nodes
 from tests.workers import on_engines_in_turn
@@ -34,8 +35,8 @@ DIFFERENT: dict[str, tuple[Make, Make]] = {
     "density": (partial(TopK, 0.1), partial(TopK, 0.2)),
     "selector": (partial(TopK, 0.1), partial(TopK, 0.1, selector="bucketed")),
     "selector's seed": (
-        partial(TopK, 0.1, selector="randomk"),
-        partial(TopK, 0.1, selector="dgc"),
+        partial(TopK, 0.1, selector=RandomK(seed=0)),
+        partial(TopK, 0.1, selector=RandomK(seed=1)),
     ),
     "warm-up": (TopK, partial(TopK, warmup=[0.5], warmup_steps=2)),
     "momentum": (partial(GTopK, 0.1), partial(GTopK, 0.1, momentum=0.9)),

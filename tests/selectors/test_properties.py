@@ -8,9 +8,19 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from benchmarks.paper_selectors import DoubleSampling, GaussianK
 from sparcel import kernels
 from sparcel.kernels import Addition, reference
-from sparcel.selectors import SELECTORS, Bucketed, Chunkwise, Selector, selector
+from sparcel.selectors import (
+    SELECTORS,
+    Bucketed,
+    Chunkwise,
+    ExactTopK,
+    RandomK,
+    Selector,
+    ThresholdReuse,
+    selector,
+)
 from tests.kernels.paths import KINDS, Case
 from tests.schemes.test_cost import Allocations
 from tests.strategies import FLOATS, floats, same_bits
@@ -22,13 +32,16 @@ VARIANTS: list[Selector] = [
     selector("bucketed", bucket=100, count=3),
     selector("chunkwise", m=4),
     selector("mstopk", samplings=3),
-    selector("gaussiank", factor=0.5),
-    selector("gaussiank", factor=None),
-    selector("dgc", sample=0.3, seed=7),
     selector("reuse", period=2),
     selector("randomk", seed=-3),
+    GaussianK(),
+    GaussianK(factor=0.5),
+    GaussianK(factor=None),
+    DoubleSampling(),
+    DoubleSampling(sample=0.3, seed=7),
 ]
-TOP = ("gaussiank", "dgc", "reuse", "exact")  # selected magnitudes are at least the others
+TOP = (ExactTopK, ThresholdReuse, GaussianK, DoubleSampling)
+"""Their selected magnitudes are at least the others."""
 
 names = st.sampled_from(list(SELECTORS))
 variants = st.sampled_from(VARIANTS)
@@ -68,21 +81,16 @@ def bounds(s: Selector, x: Tensor, k: int) -> tuple[int, int]:
             each = [int((part != 0).sum()) for part in x.split(chunk)] if x.numel() else []
             exactly = sum(min(count, there) for there in each)
             return exactly, exactly
-    match name_of(s):
-        case "gaussiank" if getattr(s, "factor", 0) is None:
+        case GaussianK(factor=None):
             return 0, nnz
-        case "gaussiank":
+        case GaussianK():
             return min(nnz, 3 * k // 4 + 1), min(nnz, -(-4 * k // 3))
-        case "dgc":
+        case DoubleSampling():
             return min(nnz, -(-8 * k // 10)), min(nnz, k)
-        case "randomk":
+        case RandomK():
             return max(0, min(k, x.numel()) - (x.numel() - nnz)), min(nnz, k)
         case _:
             return min(k, nnz), min(k, nnz)
-
-
-def name_of(s: Selector) -> str:
-    return next(name for name, kind in SELECTORS.items() if type(s) is kind)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=repr)
@@ -103,7 +111,7 @@ def test_selection_is_sorted_has_the_vectors_values_and_keeps_its_bounds(
     assert (stream.values != 0).all()
     fewest, most = bounds(variant, x, k)
     assert fewest <= stream.nnz <= most <= variant.most(k, x.numel())
-    if name_of(variant) in TOP and stream.nnz:
+    if isinstance(variant, TOP) and stream.nnz:
         left = reference.magnitude_bits(x).clone()
         left[stream.indices.long()] = 0
         assert (reference.magnitude_bits(stream.values) >= left.max()).all()

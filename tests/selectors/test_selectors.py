@@ -31,8 +31,6 @@ def test_errors_suggest_the_nearest_name_or_setting() -> None:
         ("bucketed", "count", 0),
         ("chunkwise", "m", 0),
         ("mstopk", "samplings", 0),
-        ("gaussiank", "factor", 1.0),
-        ("dgc", "sample", 1.5),
         ("reuse", "period", 0),
     ],
 )
@@ -114,61 +112,6 @@ def test_mstopk_takes_its_run_across_blocks() -> None:
         assert indices.numel() == int(indices[-1] - indices[0]) + 1 == 50_000
     assert MSTopK().select(x, 99_999, 1).nnz == 99_999
     assert MSTopK().select(x, 100_000, 1).nnz == 100_000
-
-
-# Gaussian-k
-
-
-def test_gaussiank_selects_the_share_of_a_normal_distribution() -> None:
-    x = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
-    assert abs(selector("gaussiank").select(3 * x, 4000).nnz - 4000) < 200
-
-
-def test_gaussiank_lowers_its_threshold_for_heavy_tails_and_caps_light_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    heavy = torch.empty(100_000).cauchy_(generator=generator)
-    assert 750 < selector("gaussiank").select(heavy, 1000).nnz <= 1334
-    light = torch.ones(100_000)
-    assert selector("gaussiank").select(light, 1000).nnz == 1334
-    estimate = selector("gaussiank", factor=None)
-    assert estimate.select(heavy, 1000).nnz < 100
-    assert estimate.select(light, 1000).nnz == 100_000
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gaussiank_finds_the_smallest_numbers(dtype: torch.dtype) -> None:
-    """The threshold falls by hundreds of powers of ten, until a product rounds to itself."""
-    x = torch.full(
-        (1000,), torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, dtype=dtype
-    )
-    x[7] = torch.finfo(dtype).max
-    assert (x > 0).all()
-    assert selector("gaussiank").select(x, 12).nnz == 16
-
-
-# Double sampling
-
-
-@pytest.mark.parametrize("k", [20, 400])
-def test_double_sampling_does_not_starve_high_indices(k: int) -> None:
-    """Taking the first k by index of all that pass the threshold would never reach the end."""
-    x = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
-    s, exact = selector("dgc"), topk(x, k)
-    for step in range(20):
-        selected = s.select(x, k, step)
-        assert overlap(exact, selected) == 1
-        missing = exact.without(selected)
-        assert missing.nnz <= k // 5
-        if missing.nnz:  # only the smallest may be missing, at any index
-            assert missing.values.abs().max() <= selected.values.abs().min()
-    assert int(exact.indices.max()) > 30_000
-
-
-def test_double_sampling_survives_a_sample_that_misleads() -> None:
-    x = torch.zeros(100_000)
-    x[::1000] = torch.arange(1.0, 101)  # a sample of 1 % sees none or few of them
-    for step in range(10):
-        assert 8 <= selector("dgc").select(x, 10, step).nnz <= 10
 
 
 # Threshold reuse

@@ -13,7 +13,6 @@ try:
     import typer
 
     from sparcel.cli.bench import bench
-    from sparcel.cli.demo import demo
     from sparcel.cli.density import density
     from sparcel.cli.lab import lab
     from sparcel.cli.linear import linear
@@ -22,7 +21,6 @@ except ModuleNotFoundError as missing:
     sys.exit(f"the sparcel command needs {missing.name}: pip install 'sparcel[cli]'")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-app.command()(demo)
 app.command()(density)
 app.add_typer(bench, name="bench")
 app.add_typer(lab, name="lab")

@@ -13,6 +13,8 @@ from sparcel.lab import (
     Faults,
     LabUnavailableError,
     Link,
+    Network,
+    open_network,
     parse_rate,
     run,
 )
@@ -35,8 +37,19 @@ def run_command(
     ],
     nodes: Annotated[int, typer.Option(min=1, max=250, help="Number of machines to emulate.")] = 4,
     rate: Annotated[
-        str, typer.Option(help="Rate of each machine's link: 100mbit, 1gbit, 2.5gbit.")
+        str,
+        typer.Option(
+            help="Rate of each machine's link: 100mbit, 1gbit, 2.5gbit; or none for loopback "
+            "without a limit."
+        ),
     ] = "1gbit",
+    or_loopback: Annotated[
+        bool,
+        typer.Option(
+            "--or-loopback",
+            help="Where this system can emulate no network, say so and run on loopback.",
+        ),
+    ] = False,
     ranks_per_node: Annotated[
         int, typer.Option(min=1, help="Number of processes on each machine.")
     ] = 1,
@@ -61,15 +74,24 @@ def run_command(
 
         sparcel lab run --nodes 8 --rate 1gbit -- python train.py --epochs 3
     """
-    if after is not None and kill_node is None and cut_link is None:
-        raise InputError(f"--after {after} needs a fault: add --kill-node or --cut-link")
     faults = Faults(kill_node, cut_link, units.seconds(after or "0s"))
+    if after is not None and not faults.any:
+        raise InputError(f"--after {after} needs a fault: add --kill-node or --cut-link")
     faults.check(nodes)
+    link = None if rate == "none" else Link(parse_rate(rate))
+    with _network(nodes, link, or_loopback) as network:
+        if network.link != link:
+            typer.echo(f"sparcel: {network.description}", err=True)
+        status = run(network, command, ranks_per_node, mpi, faults)
+    raise typer.Exit(status)
+
+
+def _network(nodes: int, link: Link | None, or_loopback: bool) -> Network:
+    if link is None or or_loopback:
+        return open_network(nodes, link)
     try:
-        with EmulatedNetwork(nodes, Link(parse_rate(rate))) as network:
-            status = run(network, command, ranks_per_node, mpi, faults)
+        return EmulatedNetwork(nodes, link)
     except LabUnavailableError as error:
         raise LabUnavailableError(
             f"cannot emulate a cluster: {error}; the lab needs Linux, and root or user namespaces"
         ) from error
-    raise typer.Exit(status)

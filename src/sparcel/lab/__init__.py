@@ -9,6 +9,7 @@ from sparcel.lab.failures import Ended, Line, WorkerFailedError, told_by_survivo
 from sparcel.lab.launch import Workers
 from sparcel.lab.link import Link, parse_rate
 from sparcel.lab.loopback import Loopback
+from sparcel.lab.meter import LinkBytes, link_bytes
 from sparcel.lab.network import Network, open_network
 from sparcel.lab.program import Faults, run
 
@@ -19,10 +20,12 @@ __all__ = [
     "LabUnavailableError",
     "Line",
     "Link",
+    "LinkBytes",
     "Loopback",
     "Network",
     "WorkerFailedError",
     "Workers",
+    "link_bytes",
     "open_network",
     "parse_rate",
     "run",

@@ -12,6 +12,7 @@ from sparcel.errors import InputError
 from sparcel.lab.emulated import EmulatedNetwork
 from sparcel.lab.failures import Failures, Line
 from sparcel.lab.launch import Workers
+from sparcel.lab.network import Network
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Faults:
     cut_link: int | None = None
     after_s: float = 0.0
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a fault to cause."""
+        return self.kill_node is not None or self.cut_link is not None
+
     def check(self, nodes: int) -> None:
         """Raise InputError when a fault names a node outside a network of ``nodes`` nodes."""
         for what, node in (("kill", self.kill_node), ("cut", self.cut_link)):
@@ -40,7 +46,7 @@ class Faults:
 
 
 def run(
-    network: EmulatedNetwork,
+    network: Network,
     argv: Sequence[str],
     ranks_per_node: int = 1,
     mpi: bool = False,
@@ -70,10 +76,12 @@ def run(
     Raises
     ------
     InputError
-        When a fault names a node that is not on the network.
+        When a fault names a node that is not on the network, or the network is not emulated.
     """
     faults = faults or Faults()
     faults.check(network.nodes)
+    if faults.any and not isinstance(network, EmulatedNetwork):
+        raise InputError(f"faults need an emulated network, got {network.description}")
     killed: set[int] = set()
     failures = Failures()
     fault_error: str | None = None
@@ -94,7 +102,7 @@ def run(
             else:
                 fault_error = None
 
-        if faults.kill_node is not None or faults.cut_link is not None:
+        if faults.any:
             fault_error = (
                 f"the ranks had ended before the fault was due, after {faults.after_s:g} s"
             )
@@ -117,7 +125,8 @@ def run(
     return failure.status if failure.status > 0 else 128 - failure.status
 
 
-def _cause(faults: Faults, network: EmulatedNetwork) -> None:
+def _cause(faults: Faults, network: Network) -> None:
+    assert isinstance(network, EmulatedNetwork), "run refuses others"
     if faults.cut_link is not None:
         _say(f"the link of node {faults.cut_link} is cut")
         network.cut_link(faults.cut_link)

@@ -29,7 +29,6 @@ from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import steps as oktopk_steps
 from sparcel.schemes.presets import (
     dgc,
-    gaussiank,
     hitopk,
     hitopk_steps,
     mstopk,
@@ -86,7 +85,6 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
     "hitopk": hitopk,
     "torus2d": torus2d,
     "mstopk": mstopk,
-    "gaussiank": gaussiank,
     "dgc": dgc,
     "auto": Auto,
 }
@@ -135,8 +133,8 @@ def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
     ----------
     name
         ``"dense"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``, ``"scalecom"``,
-        ``"hitopk"`` or ``"torus2d"``; ``"mstopk"``, ``"gaussiank"`` or ``"dgc"`` for top-k with the
-        selectors and rules of other papers; ``"auto"`` for the method that is the fastest here.
+        ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
+        MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here.
     settings
         The scheme's parameters, some of `Settings`: see `Dense`, `TopK`, `SparCML`, `GTopK`,
         `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them

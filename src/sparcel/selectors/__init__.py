@@ -8,9 +8,7 @@ from typing import Any
 from sparcel.errors import InputError, known
 from sparcel.selectors.base import Selector
 from sparcel.selectors.chunked import Bucketed, Chunkwise
-from sparcel.selectors.dgc import DoubleSampling
 from sparcel.selectors.exact import ExactTopK, topk
-from sparcel.selectors.gaussiank import GaussianK
 from sparcel.selectors.mstopk import MSTopK
 from sparcel.selectors.overlap import overlap
 from sparcel.selectors.randomk import RandomK
@@ -20,9 +18,7 @@ __all__ = [
     "SELECTORS",
     "Bucketed",
     "Chunkwise",
-    "DoubleSampling",
     "ExactTopK",
-    "GaussianK",
     "MSTopK",
     "RandomK",
     "Selector",
@@ -37,8 +33,6 @@ SELECTORS: dict[str, type[Selector]] = {
     "bucketed": Bucketed,
     "chunkwise": Chunkwise,
     "mstopk": MSTopK,
-    "gaussiank": GaussianK,
-    "dgc": DoubleSampling,
     "reuse": ThresholdReuse,
     "randomk": RandomK,
 }

@@ -44,29 +44,13 @@ def rounded(threshold: float, x: Tensor) -> float:
 
 def mean_magnitude(x: Tensor, peak: float) -> float:
     """Return the mean magnitude of a vector; ``peak`` is its largest magnitude, above 0."""
-    return sum(_sum(part.abs_()) for part in _scaled(x, peak)) / x.numel() * peak
-
-
-def mean_and_deviation(x: Tensor, peak: float) -> tuple[float, float]:
-    """Return mean and standard deviation of a vector; ``peak`` is as for `mean_magnitude`."""
-    total = squares = 0.0
-    for part in _scaled(x, peak):
-        total += _sum(part)
-        squares += _sum(part.square_())
-    mean = total / x.numel()
-    deviation = max(0.0, squares / x.numel() - mean * mean) ** 0.5
-    return mean * peak, deviation * peak
-
-
-def _scaled(x: Tensor, peak: float) -> Iterator[Tensor]:
-    """Yield consecutive parts of ``x / peak``, whose sums and squares do not overflow.
-
-    They are float32 or wider, and share their memory.
-    """
     wide = torch.promote_types(x.dtype, torch.float32)
-    memory = torch.empty(_length(x), dtype=wide, device=x.device)
+    memory, total = torch.empty(_length(x), dtype=wide, device=x.device), 0.0
     for part in x.split(_length(x)):
-        yield torch.div(part.to(wide), peak, out=memory[: part.numel()])
+        # Sums of the magnitudes themselves might overflow.
+        scaled = torch.div(part.to(wide), peak, out=memory[: part.numel()])
+        total += _sum(scaled.abs_())
+    return total / x.numel() * peak
 
 
 def _sum(part: Tensor) -> float:

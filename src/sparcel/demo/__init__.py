@@ -1,1 +1,0 @@
-"""Real data-parallel training on an emulated network, dense and sparse."""
