@@ -162,7 +162,7 @@ def _show(made: object) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(report.assumptions(made), "", report.table(made), "", sep="\n")
-    console.print(report.verdict(made), "", report.LEGEND, sep="\n")
+    console.print(report.verdict(made), "", report.not_counted(made), "", report.LEGEND, sep="\n")
 
 
 @plan.command("appendix-f")
