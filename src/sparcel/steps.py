@@ -237,6 +237,25 @@ class Work:
     times: float = 1
 
 
+_ENTRY_BYTES = 8
+"""Of an entry of a float32 stream: its value and its index."""
+
+
+def copied(entries: float, busy: float = 1.0, times: float = 1) -> Work:
+    """Return the work of decoding, cutting or joining messages and streams of so many entries."""
+    return Work("encode", _ENTRY_BYTES * entries, busy, times)
+
+
+def chosen(entries: float, busy: float = 1.0) -> Work:
+    """Return the work of taking the largest out of so many entries, which takes 8 passes."""
+    return Work("select", 8 * entries, busy)
+
+
+def scattered(entries: float) -> Work:
+    """Return the work of adding entries to a dense vector: twice that of merging as many."""
+    return Work("merge", 2 * entries)
+
+
 Step: TypeAlias = Exchange | EngineSum | Work
 
 Steps: TypeAlias = Callable[[Problem], Iterable[Step]]
@@ -259,16 +278,19 @@ def merge_two(
 
 
 def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Step]:
-    """Yield the work of adding all ranks' streams in ``[start, stop)`` at once."""
-    yield Work("merge.many", problem.ranks * problem.stored([problem.rank], start, stop))
+    """Yield the work of adding all ranks' streams in ``[start, stop)`` at once.
+
+    It takes twice as long as merging as many entries of two streams.
+    """
+    yield Work("merge", 2 * problem.ranks * problem.stored([problem.rank], start, stop))
     yield from _made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)
 
 
 def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Step]:
     """Yield the work of making a sum dense, where it is smaller so."""
     if problem.is_dense(entries, size):
-        yield Work("fill", size)
-        yield Work("scatter", entries)
+        yield Work("add", size)
+        yield scattered(entries)
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,9 @@
 """Rates: curves, JSON, and predictions from them."""
 
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,12 @@ from sparcel import cost, simulate
 from sparcel.bench.predicted import steps_for
 from sparcel.collectives import ALGORITHMS, OTHER_STEPS
 from sparcel.cost import Curve, Problem, Rates, default_rates, measure, predict, stated_rates
+from sparcel.cost.work import KINDS
 from sparcel.errors import InputError
+from sparcel.rates import WORK
 from sparcel.schemes import PREDICTED, engine_steps, steps_of
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/planner_fit.json"
 
 amounts = st.floats(0, 1e9)
 curves = st.builds(
@@ -86,6 +92,21 @@ def test_rates_round_trip_through_json(some, crowding):
 def test_from_json_refuses_other_text(text):
     with pytest.raises(InputError, match="rates"):
         Rates.from_json(text)
+
+
+def test_every_kind_of_work_is_described():
+    assert tuple(KINDS) == WORK
+
+
+def test_rates_that_older_versions_measured_are_read():
+    recorded = json.loads(RECORD.read_text())["networks"][0]["rates"]["gloo"]
+    assert "histogram" in recorded["curves"]
+    rates = Rates.from_json(json.dumps(recorded))
+    assert "histogram" not in rates.curves
+    assert rates["merge"].points == tuple(map(tuple, recorded["curves"]["merge"]))
+    recorded["curves"]["nonsense"] = recorded["curves"]["merge"]
+    with pytest.raises(InputError, match="curve must be one of"):
+        Rates.from_json(json.dumps(recorded))
 
 
 @given(names, problems)
@@ -192,9 +213,10 @@ def test_choose_refuses_no_candidates():
 @pytest.mark.parametrize(("ranks", "here"), [(2, 1), (3, 1), (4, 2)])
 def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
     module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
-    for name in ("_MESSAGES", "_FLOATS", "_ENTRIES"):
+    for name in ("_MESSAGES", "_FLOATS"):
         monkeypatch.setattr(module, name, (64, 1024))
-    monkeypatch.setitem(module._AMOUNTS, "coordinates", (64, 1024))
+    few = {name: replace(kind, amounts=(64, 1024)) for name, kind in KINDS.items()}
+    monkeypatch.setattr(module, "KINDS", few)
     monkeypatch.setattr(module, "_LOOP_SECONDS", 0.0)
     found = simulate(ranks, measure, ranks_per_node=here).results
     assert len({rates.to_json() for rates in found}) == 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from sparcel import kernels, patterns
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.steps import Exchange, Problem, Step, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps, gather_traffic
 
@@ -181,7 +181,7 @@ def blocks_steps(
 def _gather_steps(problem: Problem, blocks: Sequence[float], entries: int) -> Iterator[Step]:
     yield Work("encode", blocks[problem.rank])
     yield from gather_steps(blocks, problem.rank, max(blocks))
-    yield Work("decode", entries / problem.ranks, times=problem.ranks)
+    yield copied(entries / problem.ranks, times=problem.ranks)
 
 
 def _moves(problem: Problem, counts: Sequence[int]) -> list[tuple[int, int, float]]:

@@ -20,7 +20,7 @@ from sparcel.collectives.recursive_doubling import steps as recursive_doubling_s
 from sparcel.comm import DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
-from sparcel.steps import Exchange, Problem, Step, UnionSize, Work
+from sparcel.steps import Exchange, Problem, Step, UnionSize, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, gather, gather_steps
 
@@ -188,7 +188,7 @@ def gather_number_steps(
     blocks = [COO.expected_bytes(None, length, itemsize) for length in lengths]
     yield Work("encode", blocks[problem.rank])
     yield from gather_steps(blocks, problem.rank, _numbers_bytes(at_most, itemsize))
-    yield Work("decode", 0, times=problem.ranks)
+    yield copied(0, times=problem.ranks)
 
 
 def _direct_steps(blocks: Sequence[int], rank: int) -> Iterator[Step]:

@@ -57,7 +57,7 @@ def winners_steps(
     ``listed`` is how many integers each rank sends in the gather of candidates.
     """
     for number, counted in enumerate(histograms):
-        yield Work("histogram", problem.k / problem.ranks if number else values)
+        yield Work("select", problem.k / problem.ranks if number else values)
         yield from sum_steps(problem, counted, problem.size)
     yield from gather_number_steps(problem, listed, max(listed), 4)
 

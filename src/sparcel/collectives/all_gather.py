@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective, gather_steps
 
@@ -28,4 +28,4 @@ def steps(problem: Problem) -> Iterator[Step]:
     at_most = problem.format.max_bytes(problem.size, problem.size, problem.itemsize)
     yield Work("encode", blocks[problem.rank])
     yield from gather_steps(blocks, problem.rank, at_most)
-    yield Work("decode", problem.k, times=problem.ranks)
+    yield copied(problem.k, times=problem.ranks)

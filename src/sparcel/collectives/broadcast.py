@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm import Call, Communicator
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.steps import Exchange, Problem, Step, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 
@@ -148,7 +148,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     for _, _, distance, _ in patterns.bruck(problem.rank, problem.ranks):
         yield Exchange("shift", (_LENGTH_BYTES,), (_LENGTH_BYTES,), distance)
     yield from message_steps(nbytes, problem.rank, problem.ranks, 0, round(nbytes))
-    yield Work("decode", problem.k)
+    yield copied(problem.k)
 
 
 def message_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.steps import EngineSum, Problem, Step, Work
+from sparcel.steps import EngineSum, Problem, Step, Work, copied, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective, gather_steps
 
@@ -46,8 +46,8 @@ def steps(problem: Problem) -> Iterator[Step]:
     if problem.is_dense(problem.k):
         yield Work("add", problem.size)  # a copy, which reads and writes as much
     else:
-        yield Work("fill", problem.size)
-        yield Work("scatter", problem.k)
+        yield Work("add", problem.size)
+        yield scattered(problem.k)
     yield EngineSum(problem.size, problem.itemsize, problem.rank, problem.ranks)
 
 
@@ -56,4 +56,4 @@ def agreement_steps(problem: Problem) -> Iterator[Step]:
     header = problem.sparse_message(0)
     at_most = problem.most_bytes(0)
     yield from gather_steps([header] * problem.ranks, problem.rank, at_most)
-    yield Work("decode", 0, times=problem.ranks)
+    yield copied(0, times=problem.ranks)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_steps, unfold, unfold_steps
 from sparcel.ops import SUM, Op
-from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
+from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, copied, merge_two
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -80,7 +80,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     halves = _Halves(problem, patterns.regions(problem.size, powers))
     yield from fold_steps(problem)
     if rank < powers:
-        yield Work("split", problem.k)
+        yield copied(problem.k)
         for peer, _, distance, _ in patterns.halving(rank, powers):
             given, coming = halves.part(rank, peer, distance), halves.part(peer, rank, distance)
             yield Work("small", ROUND_OPERATIONS, times=2)  # the halves are cut out first
@@ -92,7 +92,7 @@ def steps(problem: Problem) -> Iterator[Step]:
             held, coming = halves.joined(rank, distance), halves.joined(peer, distance)
             yield Work("small", ROUND_OPERATIONS)
             yield from _swap(problem, held, coming, distance)
-        yield Work("join", problem.entries(problem.everyone))  # two in each round
+        yield copied(problem.entries(problem.everyone))  # two in each round
     total = halves.joined(rank % powers, powers)
     yield from unfold_steps(problem, problem.message(*total))
 
@@ -109,7 +109,7 @@ def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Itera
     message, arriving = problem.message(*given), problem.message(*coming)
     yield Work("encode", message)
     yield Exchange("pair", (message,), (arriving,), distance)
-    yield Work("decode", coming.stored)
+    yield copied(coming.stored)
 
 
 class _Halves:

@@ -29,7 +29,7 @@ from sparcel.collectives.regions import (
 )
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, chosen
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -162,8 +162,8 @@ def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
     yield from boundaries_steps(problem, course.boundary_sums)
     yield from reduce_steps(problem, course.boundaries)
     yield from winners_steps(problem, reduced, course.histograms, course.listed)
-    yield Work("largest", reduced)
-    yield Work("without", reduced)
+    yield chosen(reduced)
+    yield Work("select", reduced)
     yield from blocks_steps(problem, course.winners, course.boundaries)
 
 

@@ -15,7 +15,7 @@ from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.comm import Call
 from sparcel.ops import SUM
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -105,7 +105,7 @@ def steps(problem: Problem, course: Course) -> Iterator[Step]:
     region = course.boundaries[problem.rank + 1] - course.boundaries[problem.rank]
     yield Work("small", SMALL)
     yield from reduce_steps(problem, course.boundaries)
-    yield Work("scatter", problem.entries(problem.everyone) / problem.ranks)
+    yield scattered(problem.entries(problem.everyone) / problem.ranks)
     yield from winners_steps(problem, region, course.histograms, course.listed)
     yield Work("select", region, times=2 * SELECT_ONLY)  # what may win, and what wins
     yield from blocks_steps(problem, course.winners, course.boundaries)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.steps import Exchange, Problem, Step, Work, merge_all
+from sparcel.steps import Exchange, Problem, Step, Work, copied, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -118,7 +118,7 @@ def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator
         rounds = patterns.rotation(rank, ranks)
         sends = tuple(slice_of(rank, owner) for owner, *_ in rounds)
         receives = tuple(slice_of(source, rank) for _, source, *_ in rounds)
-        yield Work("split", problem.k)
+        yield copied(problem.k)
         yield Work("encode", max(*sends, *receives), times=ranks)
         yield Exchange("rotate", sends, receives)
     yield from merge_all(problem, start, stop)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.steps import Exchange, Problem, Step, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -55,9 +55,9 @@ def steps(problem: Problem) -> Iterator[Step]:
         yield Work("encode", message)
         coming = entries(came, arriving)
         yield Exchange("shift", (message,), (problem.message(coming, size),))
-        yield Work("decode", 0 if problem.is_dense(coming, size) else coming)
+        yield copied(0 if problem.is_dense(coming, size) else coming)
 
-    yield Work("split", problem.k)
+    yield copied(problem.k)
     for step in range(ranks - 1):
         leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
         # Region i starts at rank i, and holds the sum over the ranks that it has passed.
@@ -70,7 +70,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     everyone = list(problem.everyone)
     for step in range(ranks - 1):
         yield from pass_on(everyone, (rank + 1 - step) % ranks, everyone, (rank - step) % ranks)
-    yield Work("join", problem.entries(everyone))
+    yield copied(problem.entries(everyone))
 
 
 def _around(first: int, count: int, ranks: int) -> list[int]:

@@ -13,7 +13,7 @@ from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.collectives.reduce_scatter import steps as reduce_scatter_steps
 from sparcel.formats import Qsgd
 from sparcel.ops import SUM, Op
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective, gather_steps
 
@@ -108,5 +108,5 @@ def steps(problem: Problem) -> Iterator[Step]:
     total = problem.entries(everyone)
     yield Work("encode", blocks[problem.rank])
     yield from gather_steps(blocks, problem.rank, at_most)
-    yield Work("decode", total / problem.ranks, times=problem.ranks)
-    yield Work("join", total)
+    yield copied(total / problem.ranks, times=problem.ranks)
+    yield copied(total)

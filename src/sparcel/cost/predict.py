@@ -9,28 +9,10 @@ from typing import NamedTuple
 
 from sparcel._checks import check_callable, check_type
 from sparcel.cost.defaults import default_rates
+from sparcel.cost.work import KINDS
 from sparcel.errors import InputError
 from sparcel.rates import Curve, Rates
 from sparcel.steps import EngineSum, Exchange, Problem, Step, Steps, Work
-
-PHASES = {
-    "select": "select",
-    "topk": "select",
-    "largest": "select",
-    "histogram": "select",
-    "without": "select",
-    "encode": "encode",
-    "decode": "encode",
-    "merge": "reduce",
-    "merge.many": "reduce",
-    "split": "reduce",
-    "join": "reduce",
-    "small": "reduce",
-    "scatter": "reduce",
-    "fill": "reduce",
-    "add": "reduce",
-}
-"""The phase of each kind of work."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +91,7 @@ def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Predi
         elif isinstance(step, EngineSum):
             phases["exchange"] += _engine_seconds(step, problem, rates)
         else:
-            phases[PHASES[step.kind]] += work_seconds(step, rates)
+            phases[KINDS[step.kind].phase] += work_seconds(step, rates)
     traffic = count(steps, problem)
     volume = round(max(traffic.bytes_sent, traffic.bytes_received))
     return Prediction(sum(phases.values()), **phases, bytes=volume, rounds=traffic.rounds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, chosen, scattered
 
 SMALL = 250
 """Small operations of a step, besides those on its vectors: checks, layers, the transaction."""
@@ -14,7 +14,7 @@ def select_steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps that add the gradient to the memory and take the k largest out."""
     yield Work("small", SMALL)
     yield Work("select", problem.size)
-    yield Work("largest", problem.k)
+    yield chosen(problem.k)
 
 
 def apply_steps(problem: Problem, entries: float) -> Iterator[Step]:
@@ -22,6 +22,6 @@ def apply_steps(problem: Problem, entries: float) -> Iterator[Step]:
     if problem.is_dense(entries):
         yield Work("add", problem.size)
     else:
-        yield Work("fill", problem.size)
-        yield Work("scatter", entries)
+        yield Work("add", problem.size)
+        yield scattered(entries)
     yield Work("add", problem.size)

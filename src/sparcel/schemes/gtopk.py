@@ -11,7 +11,7 @@ from sparcel.errors import known
 from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, scattered
 from sparcel.wire import Wire
 
 
@@ -51,5 +51,5 @@ def steps(problem: Problem) -> Iterator[Step]:
     """Yield the steps of a step of `GTopK`."""
     yield from select_steps(problem)
     yield from gtopk_steps(problem)
-    yield Work("scatter", problem.k)
+    yield scattered(problem.k)
     yield from apply_steps(problem, problem.k)

@@ -26,7 +26,7 @@ from sparcel.schemes._phases import apply_steps
 from sparcel.schemes.base import Scheme, averaged
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.steps import Problem, Step, Steps, Work
+from sparcel.steps import Problem, Step, Steps, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, gather_steps
 
@@ -269,6 +269,6 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
         blocks = [problem.message(size if is_dense else total, size) for size in shards]
         at_most = max(problem.most_bytes(None, size) for size in shards)
         yield from gather_steps(blocks, place, at_most, inside=True)
-        yield Work("decode", total, times=here)
+        yield copied(total, times=here)
         yield Work("encode", problem.message(total * here))
     yield from apply_steps(problem, problem.size if is_dense else total * here)

@@ -25,7 +25,7 @@ from sparcel.schemes._phases import apply_steps, select_steps
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, scattered
 from sparcel.wire import Wire
 
 
@@ -159,7 +159,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     yield from select_steps(problem)
     if gathering_is_cheaper(problem, k, k):
         yield from gathered_topk_steps(problem)
-        yield Work("scatter", k)
+        yield scattered(k)
     else:
         course = expected_course(problem)
         yield from boundaries_steps(problem, course.boundary_sums)

@@ -17,7 +17,7 @@ from sparcel.schemes._phases import SMALL, apply_steps
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector
-from sparcel.steps import Problem, Step, Work
+from sparcel.steps import Problem, Step, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 
@@ -125,13 +125,13 @@ def steps(problem: Problem) -> Iterator[Step]:
     rank, ranks, k = problem.rank, problem.ranks, problem.k
     yield Work("add", problem.size, times=3)  # fitted to measured steps
     yield Work("select", problem.size, 1 / ranks)  # by the leader
-    yield Work("largest", k, 1 / ranks)
+    yield chosen(k, 1 / ranks)
     yield Work("small", SMALL)
     indices = problem.format.expected_bytes(k, problem.size, 0)
     at_most = problem.format.max_bytes(k, problem.size, 0)
     yield Work("encode", indices, 1 / ranks)
     yield from message_steps(indices, rank, ranks, 0, at_most)
-    yield Work("decode", k)
-    yield Work("scatter", 2 * k)
+    yield copied(k)
+    yield scattered(2 * k)
     yield from halving_doubling_steps(replace(problem, size=k, spread=k, clusters=0, union=None))
     yield from apply_steps(problem, k)
