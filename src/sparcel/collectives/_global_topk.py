@@ -18,6 +18,7 @@ from sparcel.collectives._counts import (
     sum_steps,
 )
 from sparcel.comm import Communicator
+from sparcel.profiling import timed
 from sparcel.steps import Problem, Step, Work
 
 FIRST_BITS, MORE_BITS = 11, 10
@@ -81,6 +82,7 @@ class _Bin:
         return self.prefix << self.shift
 
 
+@timed("select")
 def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: bool) -> Winners:
     """Find the k largest magnitudes of all ranks' values, by a radix select over the ranks.
 

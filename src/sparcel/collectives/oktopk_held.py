@@ -15,6 +15,7 @@ from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import steps as reduce_steps
 from sparcel.comm import Call
 from sparcel.ops import SUM
+from sparcel.profiling import timed
 from sparcel.steps import Problem, Step, Work, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -92,7 +93,8 @@ def _oktopk_held(
     winners = global_topk(held, wire.comm, k, size, arrived.finite)
     if not winners.finite:
         return HeldTopk(stream.void_like(), arrived, stream.empty_like())
-    indices, values = kernels.topk(held, winners.counts[wire.rank])
+    with timed("select"):
+        indices, values = kernels.topk(held, winners.counts[wire.rank])
     kernels.scatter(held, indices, values.new_zeros(values.numel()))
     block = SparseStream.unchecked(indices, values, held.numel())
     evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)

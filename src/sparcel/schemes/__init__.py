@@ -24,7 +24,7 @@ from sparcel.schemes.hierarchical import (
     filter_of,
     momentum_of,
 )
-from sparcel.schemes.meter import Meter, profiled
+from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import steps as oktopk_steps
 from sparcel.schemes.presets import (
@@ -71,7 +71,6 @@ __all__ = [
     "filter_of",
     "front_loaded",
     "momentum_of",
-    "profiled",
     "scheme",
     "steps_of",
 ]
