@@ -2,7 +2,7 @@
 
     python benchmarks/appendix_f.py
 
-prints the table of docs/will-it-help-me.md and draws figures A8 and A9, docs/figures/scalecom_*.png.
+prints the table of docs/will-it-help-me.md and draws figures A8 and A9 for it.
 The paper's model is a framework of its authors' ([35] there). Its inputs are in the text, and so
 are some of its results; here the same is computed from the inputs alone.
 """

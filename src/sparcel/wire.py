@@ -17,7 +17,7 @@ from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import COO, Format
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
-from sparcel.steps import Exchange, most_bytes
+from sparcel.stages import Exchange, most_bytes
 from sparcel.stream import SparseStream, concatenate, reduce
 
 P = ParamSpec("P")
@@ -284,10 +284,10 @@ def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
     ]
 
 
-def gather_steps(
+def gather_stages(
     blocks: Sequence[float], rank: int, at_most: float, inside: bool = False
 ) -> Iterator[Exchange]:
-    """Yield the steps of `gather` for a rank, where rank r's message has ``blocks[r]`` bytes."""
+    """Yield the stages of `gather` for a rank, where rank r's message has ``blocks[r]`` bytes."""
     ranks = len(blocks)
     if ranks == 1:
         return

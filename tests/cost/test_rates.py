@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import cost, simulate
-from sparcel.bench.predicted import steps_for
-from sparcel.collectives import ALGORITHMS, OTHER_STEPS
+from sparcel.bench.predicted import stages_for
+from sparcel.collectives import ALGORITHMS, OTHER_STAGES
 from sparcel.cost import Curve, Problem, Rates, default_rates, measure, predict, stated_rates
 from sparcel.cost.work import KINDS
 from sparcel.errors import InputError
 from sparcel.rates import WORK
-from sparcel.schemes import PREDICTED, engine_steps, steps_of
+from sparcel.schemes import PREDICTED, engine_stages, stages_of
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/planner_fit.json"
 
@@ -34,18 +34,18 @@ problems = st.builds(
     st.integers(1, 20),
     st.sampled_from([1, 1, 2, 8]),
 )
-SUMS = (*ALGORITHMS, *OTHER_STEPS, "auto", *(f"step:{name}" for name in PREDICTED))
+SUMS = (*ALGORITHMS, *OTHER_STAGES, "auto", *(f"step:{name}" for name in PREDICTED))
 names = st.sampled_from([*SUMS, "dense fp32", "dense bf16"])
 
 
 def predicted(name, problem, rates=None):
     """Return the prediction for a name of the benchmark's rows."""
     rates = rates or default_rates()
-    return predict(steps_for(name, rates), problem, rates)
+    return predict(stages_for(name, rates), problem, rates)
 
 
 def fastest_step(schemes, problem, rates):
-    return cost.choose({name: steps_of(name, rates) for name in schemes}, problem, rates)
+    return cost.choose({name: stages_of(name, rates) for name in schemes}, problem, rates)
 
 
 @given(curves, amounts, amounts)
@@ -138,7 +138,7 @@ def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
 
 @given(problems)
 def test_the_choice_is_the_fastest_and_the_first_of_equals(problem):
-    chosen = cost.choose({name: known.steps for name, known in ALGORITHMS.items()}, problem)
+    chosen = cost.choose({name: known.stages for name, known in ALGORITHMS.items()}, problem)
     seconds = {name: predicted(name, problem).seconds for name in ALGORITHMS}
     assert chosen == min(seconds, key=seconds.__getitem__)
     assert predicted("auto", problem).seconds == seconds[chosen]
@@ -172,7 +172,7 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
     across = 2 * 3 / 4 * 4 * problem.size / 1e8  # eight rings of four nodes, an eighth each
     assert predicted("step:torus2d", problem, rates).exchange > across
     shard = Problem(problem.size // 8, problem.size // 8, 4)
-    sums = engine_steps(4)
+    sums = engine_stages(4)
     assert predict(sums, shard, rates.across_nodes()).exchange == pytest.approx(across)
     assert predict(sums, shard, rates).exchange == pytest.approx(across / 8)  # alone on the links
 

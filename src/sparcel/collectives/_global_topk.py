@@ -12,14 +12,14 @@ from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.collectives._counts import (
     Counted,
-    gather_number_steps,
+    gather_number_stages,
     gather_numbers,
     sum_counts,
-    sum_steps,
+    sum_stages,
 )
 from sparcel.comm import Communicator
 from sparcel.profiling import timed
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work
 
 FIRST_BITS, MORE_BITS = 11, 10
 """Bits of the magnitude that the first and each later histogram resolve. Three histograms resolve
@@ -50,17 +50,17 @@ class Winners:
     finite: bool
 
 
-def winners_steps(
+def winners_stages(
     problem: Problem, values: float, histograms: Sequence[Counted], listed: Sequence[int]
-) -> Iterator[Step]:
-    """Yield the steps of `global_topk` for ``values`` a rank.
+) -> Iterator[Stage]:
+    """Yield the stages of `global_topk` for ``values`` a rank.
 
     ``listed`` is how many integers each rank sends in the gather of candidates.
     """
     for number, counted in enumerate(histograms):
         yield Work("select", problem.k / problem.ranks if number else values)
-        yield from sum_steps(problem, counted, problem.size)
-    yield from gather_number_steps(problem, listed, max(listed), 4)
+        yield from sum_stages(problem, counted, problem.size)
+    yield from gather_number_stages(problem, listed, max(listed), 4)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from sparcel import patterns
 from sparcel._checks import all_finite
 from sparcel.collectives._blocks import placed
 from sparcel.collectives.allgather import allgather
-from sparcel.collectives.allgather import steps as allgather_steps
-from sparcel.collectives.broadcast import tree_broadcast, tree_steps
-from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, chosen, copied
+from sparcel.collectives.allgather import stages as allgather_stages
+from sparcel.collectives.broadcast import tree_broadcast, tree_stages
+from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, chosen, copied
 from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Due, Wire, collective
 
@@ -88,8 +88,8 @@ def gathered_topk(
     return GlobalTopk(winners, region.without(winners))
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `gtopk`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `gtopk`."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
     message = problem.message(k)
     yield chosen(0)  # mostly, all entries are selected
@@ -106,14 +106,14 @@ def steps(problem: Problem) -> Iterator[Step]:
             yield Work("merge", 2 * k, busy)
             yield chosen(problem.expected(2), busy)
     yield Work("encode", message, 1 / ranks)
-    yield from tree_steps(message, rank, ranks, 0)
+    yield from tree_stages(message, rank, ranks, 0)
     yield copied(k)
     yield Work("merge", (ranks - 1).bit_length() * k, 0.5)
 
 
-def gathered_topk_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `gathered_topk`."""
-    yield from allgather_steps(problem)
+def gathered_topk_stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `gathered_topk`."""
+    yield from allgather_stages(problem)
     total = problem.entries(problem.everyone)
     yield chosen(total)
     yield Work("select", total / problem.ranks)

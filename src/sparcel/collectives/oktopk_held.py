@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.collectives._blocks import blocks_steps, evening_pays, gather_blocks, placed
-from sparcel.collectives._global_topk import global_topk, winners_steps
+from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks, placed
+from sparcel.collectives._global_topk import global_topk, winners_stages
 from sparcel.collectives.oktopk import SMALL, Course, problem_of
 from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.collectives.reduce_scatter import steps as reduce_steps
+from sparcel.collectives.reduce_scatter import stages as reduce_stages
 from sparcel.comm import Call
 from sparcel.ops import SUM
 from sparcel.profiling import timed
-from sparcel.steps import Problem, Step, Work, scattered
+from sparcel.stages import Problem, Stage, Work, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -102,12 +102,12 @@ def _oktopk_held(
     return HeldTopk(total, arrived, placed(block, start, size))
 
 
-def steps(problem: Problem, course: Course) -> Iterator[Step]:
-    """Yield the steps of `oktopk_held` with this ``course``."""
+def stages(problem: Problem, course: Course) -> Iterator[Stage]:
+    """Yield the stages of `oktopk_held` with this ``course``."""
     region = course.boundaries[problem.rank + 1] - course.boundaries[problem.rank]
     yield Work("small", SMALL)
-    yield from reduce_steps(problem, course.boundaries)
+    yield from reduce_stages(problem, course.boundaries)
     yield scattered(problem.entries(problem.everyone) / problem.ranks)
-    yield from winners_steps(problem, region, course.histograms, course.listed)
+    yield from winners_stages(problem, region, course.histograms, course.listed)
     yield Work("select", region, times=2 * SELECT_ONLY)  # what may win, and what wins
-    yield from blocks_steps(problem, course.winners, course.boundaries)
+    yield from blocks_stages(problem, course.winners, course.boundaries)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.steps import Exchange, Problem, Step, Work, copied
+from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -41,14 +41,14 @@ def ring(
     return wire.concatenate(parts, op)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `ring`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `ring`."""
     rank, ranks, regions = problem.rank, problem.ranks, problem.regions
 
     def entries(streams: list[int], region: int) -> float:
         return problem.stored(streams, regions[region], regions[region + 1])
 
-    def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Step]:
+    def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Stage]:
         size = regions[leaving + 1] - regions[leaving]
         message = problem.message(entries(sent, leaving), size)
         size = regions[arriving + 1] - regions[arriving]

@@ -1,7 +1,7 @@
 """The kinds of work on a rank: what each is, its phase, its default rate and how it is timed.
 
 Five kinds predict as well as the fifteen that there were: whatever else ranks do takes about a
-whole number of times as long as one of these (`sparcel.steps.copied` and its siblings).
+whole number of times as long as one of these (`sparcel.stages.copied` and its siblings).
 """
 
 from __future__ import annotations

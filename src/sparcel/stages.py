@@ -1,7 +1,7 @@
-"""What an algorithm consists of, one step after the other: exchanges and work, without seconds.
+"""What an algorithm consists of, one stage after the other: exchanges and work, without seconds.
 
-The steps of an algorithm stand in its own file, as a function ``steps(problem)`` that yields them.
-They are those of one rank, `Problem.rank`. `sparcel.cost` turns them into seconds.
+The stages of an algorithm stand in its own file: a function ``stages(problem)`` yields those of one
+rank, `Problem.rank`. `sparcel.cost` turns them into seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
     format
         How streams travel.
     rank
-        Whose steps are meant. Rank 0 has as much to do as any other.
+        Whose stages are meant. Rank 0 has as much to do as any other.
     union
         What the ranks' indices have in common, where it is known; otherwise it is expected by
         ``spread`` and ``clusters``.
@@ -256,9 +256,9 @@ def scattered(entries: float) -> Work:
     return Work("merge", 2 * entries)
 
 
-Step: TypeAlias = Exchange | EngineSum | Work
+Stage: TypeAlias = Exchange | EngineSum | Work
 
-Steps: TypeAlias = Callable[[Problem], Iterable[Step]]
+Stages: TypeAlias = Callable[[Problem], Iterable[Stage]]
 
 ROUND_OPERATIONS = 12
 """Small operations of a round, beside the work on its message: `Work` of the kind "small"."""
@@ -266,7 +266,7 @@ ROUND_OPERATIONS = 12
 
 def merge_two(
     problem: Problem, one: Sequence[int], other: Sequence[int], start: int, stop: int
-) -> Iterator[Step]:
+) -> Iterator[Stage]:
     """Yield the work of adding two sums, each of some ranks' streams, in ``[start, stop)``."""
     size = stop - start
     entries = [problem.stored(ranks, start, stop) for ranks in (one, other)]
@@ -277,7 +277,7 @@ def merge_two(
     yield from _made_dense(problem, problem.entries([*one, *other], start, stop), size)
 
 
-def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Step]:
+def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Stage]:
     """Yield the work of adding all ranks' streams in ``[start, stop)`` at once.
 
     It takes twice as long as merging as many entries of two streams.
@@ -286,7 +286,7 @@ def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Step]:
     yield from _made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)
 
 
-def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Step]:
+def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Stage]:
     """Yield the work of making a sum dense, where it is smaller so."""
     if problem.is_dense(entries, size):
         yield Work("add", size)
