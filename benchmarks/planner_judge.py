@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from sparcel.bench.contenders import STEP
-from sparcel.bench.predicted import steps_for
+from sparcel.bench.predicted import stages_for
 from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, Rates, predict
 from sparcel.schemes.auto import CANDIDATES
@@ -77,9 +77,9 @@ def _repeated(seconds: Sequence[float]) -> float:
 
 def _predicted(row: Row, rates: Rates) -> float:
     """Return the predicted seconds of a row."""
-    steps = steps_for(row["row"], rates)
-    assert steps is not None, "only rows with a prediction were measured"
-    return predict(steps, Problem(**row["problem"]), rates).seconds
+    stages = stages_for(row["row"], rates)
+    assert stages is not None, "only rows with a prediction were measured"
+    return predict(stages, Problem(**row["problem"]), rates).seconds
 
 
 def _print(network: dict[str, Any], row: Row, took: float, told: float) -> None:

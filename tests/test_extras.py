@@ -92,11 +92,6 @@ def test_without_any_extra_the_package_works_and_the_command_says_what_it_needs(
             f"bench plot {ROOT / 'benchmarks/results/bench_8_nodes_1gbit.json'}",
             "sparcel bench plot needs matplotlib: pip install 'sparcel[plots]'",
         ),
-        (
-            "matplotlib",
-            "plan appendix-f",
-            "sparcel plan appendix-f needs matplotlib: pip install 'sparcel[plots]'",
-        ),
     ],
 )
 def test_a_command_says_which_extra_to_install(

@@ -9,7 +9,7 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.formats import Format
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
-from sparcel.steps import Problem, Steps
+from sparcel.stages import Problem, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -31,16 +31,16 @@ def all_reduce(
 def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:
     """Name the fastest algorithm, as predicted; the engine's own only where ``by_engine``."""
     candidates = {
-        name: algorithm.steps
+        name: algorithm.stages
         for name, algorithm in ALGORITHMS.items()
         if by_engine or name != "dense"
     }
     return cost.choose(candidates, problem, rates)
 
 
-def steps_by(rates: Rates) -> Steps:
-    """Return the steps of ``algorithm="auto"`` where these are the rates."""
-    return lambda problem: ALGORITHMS[fastest(problem.foreseen, rates)].steps(problem)
+def stages_by(rates: Rates) -> Stages:
+    """Return the stages of ``algorithm="auto"`` where these are the rates."""
+    return lambda problem: ALGORITHMS[fastest(problem.foreseen, rates)].stages(problem)
 
 
 def _choose(

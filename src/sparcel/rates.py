@@ -88,31 +88,14 @@ implement this differently.
 DENSE = ("dense.float32", "dense.bfloat16")
 """The engine's all-reduce. The amount of its curves is the bytes of the vector."""
 
-WORK = {
-    "select": "coordinates",
-    "topk": "entries",
-    "largest": "entries",
-    "merge": "entries of two messages",
-    "merge.many": "entries of all ranks' messages",
-    "split": "entries",
-    "join": "entries",
-    "scatter": "entries",
-    "fill": "coordinates",
-    "add": "coordinates",
-    "encode": "bytes",
-    "decode": "entries",
-    "without": "entries",
-    "histogram": "entries",
-    "small": "operations",
-}
-"""Kinds of work on a rank, with the unit of their amounts. All ranks do the work at the same time.
+WORK = ("select", "merge", "add", "encode", "small")
+"""Kinds of work on a rank, which `sparcel.cost.work` describes."""
 
-``select`` adds a gradient to the memory and takes the largest coordinates out. ``topk`` splits
-entries into the larger half and the rest; ``largest`` returns the larger half only. ``split`` cuts
-a stream into one part a rank; ``join`` concatenates such parts. ``fill`` sets a dense vector to
-zero; ``add`` adds two of them. ``without`` finds the entries that are not in the result. ``small``
-is a series of operations on tensors of about a thousand numbers.
-"""
+_FORMER_WORK = (
+    *("topk", "largest", "merge.many", "split", "join", "scatter", "fill"),
+    *("decode", "without", "histogram"),
+)
+"""Kinds that recorded rates hold beside those of today."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +182,7 @@ class Rates:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
+        """Read what `to_json` wrote; curves of kinds of work that are no more are left out.
 
         Raises
         ------
@@ -211,6 +194,7 @@ class Rates:
             curves = {
                 name: Curve(tuple((float(a), float(s)) for a, s in points))
                 for name, points in fields.pop("curves").items()
+                if name not in _FORMER_WORK
             }
             return cls(curves=curves, **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

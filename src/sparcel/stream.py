@@ -19,6 +19,7 @@ from sparcel._checks import (
 )
 from sparcel.errors import InputError
 from sparcel.ops import SUM, Op, resolve
+from sparcel.profiling import timed
 
 _Filter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -220,6 +221,7 @@ class SparseStream:
             for (lo, hi), part, stored in zip(ranges, indices, values, strict=True)
         ]
 
+    @timed("select")
     def topk(self, k: int) -> tuple[SparseStream, SparseStream]:
         """Split the stream into its ``k`` largest magnitudes and the rest, both sparse.
 
@@ -228,6 +230,7 @@ class SparseStream:
         largest = self.largest(k)
         return largest, self.without(largest)
 
+    @timed("select")
     def largest(self, k: int) -> SparseStream:
         """Return only the first stream of `topk`, the ``k`` largest magnitudes."""
         if self.width is not None or not self.dtype.is_floating_point:

@@ -16,7 +16,8 @@ from sparcel.comm import DIRECT_RANKS, Communicator, call_of
 from sparcel.errors import FormatError, InputError, MismatchError
 from sparcel.formats import COO, Format
 from sparcel.ops import SUM, Op
-from sparcel.steps import Exchange, most_bytes
+from sparcel.profiling import timed
+from sparcel.stages import Exchange, most_bytes
 from sparcel.stream import SparseStream, concatenate, reduce
 
 P = ParamSpec("P")
@@ -88,10 +89,12 @@ class Wire:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
         return stream.compact(op, self._dense_at(stream.size, stream))
 
+    @timed("reduce")
     def reduce(self, streams: Sequence[SparseStream], op: Op = SUM) -> SparseStream:
         """Reduce streams in the order given; the result is as `compact` returns it."""
         return reduce(streams, op, self._dense_at(streams[0].size, streams[0]))
 
+    @timed("reduce")
     def concatenate(
         self, streams: Sequence[SparseStream], op: Op = SUM, out: Tensor | None = None
     ) -> SparseStream:
@@ -166,6 +169,7 @@ class Wire:
         messages = gather(self.encode(own), self.comm, self.most_bytes(Due.like(own, max_nnz)))
         return self._reduce_messages(dict(enumerate(messages)), own, op)
 
+    @timed("encode")
     def encode(self, stream: SparseStream) -> Tensor:
         """Return the message that holds ``stream``.
 
@@ -182,6 +186,7 @@ class Wire:
             )
         return message
 
+    @timed("decode")
     def decode(self, source: int, message: Tensor, due: Due | None) -> SparseStream:
         """Return the stream that rank ``source`` sent, which may be any where ``due`` is None.
 
@@ -199,6 +204,7 @@ class Wire:
                 f"rank {source} sent rank {self.rank} a bad message: {error}"
             ) from None
 
+    @timed("reduce")
     def _reduce_messages(
         self, messages: Mapping[int, Tensor], own: SparseStream, op: Op
     ) -> SparseStream:
@@ -278,10 +284,10 @@ def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
     ]
 
 
-def gather_steps(
+def gather_stages(
     blocks: Sequence[float], rank: int, at_most: float, inside: bool = False
 ) -> Iterator[Exchange]:
-    """Yield the steps of `gather` for a rank, where rank r's message has ``blocks[r]`` bytes."""
+    """Yield the stages of `gather` for a rank, where rank r's message has ``blocks[r]`` bytes."""
     ranks = len(blocks)
     if ranks == 1:
         return

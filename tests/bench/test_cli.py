@@ -19,7 +19,7 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, predict, stated_rates
 from sparcel.errors import InputError
 from sparcel.formats import COO
-from sparcel.schemes import engine_steps
+from sparcel.schemes import engine_stages
 
 _BENCH = [sys.executable, "-m", "sparcel", "bench"]
 _SIZE, _DENSITY, _K = 4096, 0.01, 41
@@ -101,10 +101,12 @@ def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]])
 def test_predictions_are_shown_with_the_times(everything: tuple[str, dict[str, Any]]) -> None:
     output, results = everything
     cells = {cell["algorithm"]: cell for cell in results["cells"]}
-    dense = predict(engine_steps(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
+    dense = predict(engine_stages(4), Problem(size=_SIZE, k=_SIZE, ranks=2), _RATES)
     assert cells["dense fp32"]["predicted"] == dense.seconds
     problem = Problem(size=_SIZE, k=_K, ranks=2)
-    close = pytest.approx(predict(ALGORITHMS["allgather"].steps, problem, _RATES).seconds, rel=0.01)
+    close = pytest.approx(
+        predict(ALGORITHMS["allgather"].stages, problem, _RATES).seconds, rel=0.01
+    )
     assert cells["allgather"]["predicted"] == close
     assert cells["sparse_coo"]["predicted"] is None
     assert results["rates"] == {"gloo": json.loads(_RATES.to_json())}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from sparcel import units
-from sparcel.bench import draw
+from sparcel.bench import plot as drawn
 from sparcel.bench.phases import PHASES
 from sparcel.bench.plot import plot
 from sparcel.bench.results import Cell, Results, summarized
@@ -107,4 +107,4 @@ def test_half_the_values_are_below_the_median() -> None:
 
 @given(st.integers(1, 1000), st.sampled_from([1, 1 << 10, 1 << 20]))
 def test_sizes_are_written_as_the_command_line_takes_them(number: int, scale: int) -> None:
-    assert units.whole(draw._tick(number * scale)) == number * scale
+    assert units.whole(drawn._tick(number * scale)) == number * scale

@@ -63,7 +63,7 @@ def test_auto_chooses_what_the_cost_model_predicts_to_be_fastest(size, k, world)
     problem = cost.Problem(size, k, world)
     name = auto.fastest(problem, cost.default_rates())
     seconds = {
-        other: cost.predict(algorithm.steps, problem).seconds
+        other: cost.predict(algorithm.stages, problem).seconds
         for other, algorithm in ALGORITHMS.items()
     }
     assert seconds[name] == min(seconds.values())

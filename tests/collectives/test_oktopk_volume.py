@@ -19,7 +19,7 @@ from sparcel.collectives._blocks import (
 )
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.regions import balanced_boundaries
-from sparcel.steps import Problem
+from sparcel.stages import Problem
 from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
 from tests.collectives.test_traffic import evaluate, table

@@ -1,7 +1,9 @@
 """Rates: curves, JSON, and predictions from them."""
 
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparcel import cost, simulate
-from sparcel.bench.predicted import steps_for
-from sparcel.collectives import ALGORITHMS, OTHER_STEPS
+from sparcel.bench.predicted import stages_for
+from sparcel.collectives import ALGORITHMS, OTHER_STAGES
 from sparcel.cost import Curve, Problem, Rates, default_rates, measure, predict, stated_rates
+from sparcel.cost.work import KINDS
 from sparcel.errors import InputError
-from sparcel.schemes import PREDICTED, engine_steps, steps_of
+from sparcel.rates import WORK
+from sparcel.schemes import PREDICTED, engine_stages, stages_of
+
+RECORD = Path(__file__).parents[2] / "benchmarks/results/planner_fit.json"
 
 amounts = st.floats(0, 1e9)
 curves = st.builds(
@@ -28,18 +34,18 @@ problems = st.builds(
     st.integers(1, 20),
     st.sampled_from([1, 1, 2, 8]),
 )
-SUMS = (*ALGORITHMS, *OTHER_STEPS, "auto", *(f"step:{name}" for name in PREDICTED))
+SUMS = (*ALGORITHMS, *OTHER_STAGES, "auto", *(f"step:{name}" for name in PREDICTED))
 names = st.sampled_from([*SUMS, "dense fp32", "dense bf16"])
 
 
 def predicted(name, problem, rates=None):
     """Return the prediction for a name of the benchmark's rows."""
     rates = rates or default_rates()
-    return predict(steps_for(name, rates), problem, rates)
+    return predict(stages_for(name, rates), problem, rates)
 
 
 def fastest_step(schemes, problem, rates):
-    return cost.choose({name: steps_of(name, rates) for name in schemes}, problem, rates)
+    return cost.choose({name: stages_of(name, rates) for name in schemes}, problem, rates)
 
 
 @given(curves, amounts, amounts)
@@ -88,6 +94,21 @@ def test_from_json_refuses_other_text(text):
         Rates.from_json(text)
 
 
+def test_every_kind_of_work_is_described():
+    assert tuple(KINDS) == WORK
+
+
+def test_rates_that_older_versions_measured_are_read():
+    recorded = json.loads(RECORD.read_text())["networks"][0]["rates"]["gloo"]
+    assert "histogram" in recorded["curves"]
+    rates = Rates.from_json(json.dumps(recorded))
+    assert "histogram" not in rates.curves
+    assert rates["merge"].points == tuple(map(tuple, recorded["curves"]["merge"]))
+    recorded["curves"]["nonsense"] = recorded["curves"]["merge"]
+    with pytest.raises(InputError, match="curve must be one of"):
+        Rates.from_json(json.dumps(recorded))
+
+
 @given(names, problems)
 def test_seconds_are_the_sum_of_the_phases(name, problem):
     found = predicted(name, problem)
@@ -117,7 +138,7 @@ def test_more_coordinates_never_take_fewer_bytes(name, ranks, k):
 
 @given(problems)
 def test_the_choice_is_the_fastest_and_the_first_of_equals(problem):
-    chosen = cost.choose({name: known.steps for name, known in ALGORITHMS.items()}, problem)
+    chosen = cost.choose({name: known.stages for name, known in ALGORITHMS.items()}, problem)
     seconds = {name: predicted(name, problem).seconds for name in ALGORITHMS}
     assert chosen == min(seconds, key=seconds.__getitem__)
     assert predicted("auto", problem).seconds == seconds[chosen]
@@ -151,7 +172,7 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
     across = 2 * 3 / 4 * 4 * problem.size / 1e8  # eight rings of four nodes, an eighth each
     assert predicted("step:torus2d", problem, rates).exchange > across
     shard = Problem(problem.size // 8, problem.size // 8, 4)
-    sums = engine_steps(4)
+    sums = engine_stages(4)
     assert predict(sums, shard, rates.across_nodes()).exchange == pytest.approx(across)
     assert predict(sums, shard, rates).exchange == pytest.approx(across / 8)  # alone on the links
 
@@ -192,9 +213,10 @@ def test_choose_refuses_no_candidates():
 @pytest.mark.parametrize(("ranks", "here"), [(2, 1), (3, 1), (4, 2)])
 def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
     module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
-    for name in ("_MESSAGES", "_FLOATS", "_ENTRIES"):
+    for name in ("_MESSAGES", "_FLOATS"):
         monkeypatch.setattr(module, name, (64, 1024))
-    monkeypatch.setitem(module._AMOUNTS, "coordinates", (64, 1024))
+    few = {name: replace(kind, amounts=(64, 1024)) for name, kind in KINDS.items()}
+    monkeypatch.setattr(module, "KINDS", few)
     monkeypatch.setattr(module, "_LOOP_SECONDS", 0.0)
     found = simulate(ranks, measure, ranks_per_node=here).results
     assert len({rates.to_json() for rates in found}) == 1

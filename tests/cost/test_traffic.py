@@ -1,4 +1,4 @@
-"""The traffic in an algorithm's steps equals the simulated cluster's counters, on every rank."""
+"""The traffic in an algorithm's stages equals the simulated cluster's counters, on every rank."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, scheme, simulate
-from sparcel.collectives import ALGORITHMS, OTHER_STEPS, gathered_topk, gtopk, oktopk
+from sparcel.collectives import ALGORITHMS, OTHER_STAGES, gathered_topk, gtopk, oktopk
 from sparcel.collectives import _global_topk as global_topk_module
 from sparcel.collectives import regions as regions_module
 from sparcel.collectives._counts import Counted
-from sparcel.collectives.oktopk import Course, by_regions_steps, topk_by_regions
-from sparcel.collectives.regions import boundaries_steps
+from sparcel.collectives.oktopk import Course, by_regions_stages, topk_by_regions
+from sparcel.collectives.regions import boundaries_stages
 from sparcel.comm import Communicator
 from sparcel.cost import Counts, Problem, count, default_rates, predict
 from sparcel.ops import SUM
-from sparcel.schemes import steps_of
-from sparcel.steps import Exchange, Step, Steps, UnionSize
+from sparcel.schemes import stages_of
+from sparcel.stages import Exchange, Stage, Stages, UnionSize
 from sparcel.wire import Wire
 
 oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function
@@ -44,9 +44,9 @@ COLLECTIVES: dict[str, Callable] = {
     "reduce_scatter": lambda stream, comm, k: sparcel.reduce_scatter(stream, group=comm),
     "broadcast": lambda stream, comm, k: sparcel.broadcast(stream, 0, comm),
 }
-STEPS: dict[str, Steps] = {
-    **{name: algorithm.steps for name, algorithm in ALGORITHMS.items()},
-    **OTHER_STEPS,
+STAGES: dict[str, Stages] = {
+    **{name: algorithm.stages for name, algorithm in ALGORITHMS.items()},
+    **OTHER_STAGES,
 }
 WORLDS = [*range(1, 10), 12, 15, 16, 17, 24, 33]
 
@@ -95,19 +95,19 @@ def run(call: Callable, streams: Sequence[SparseStream], k: int) -> tuple[list[C
     return counted, round(report.seconds)
 
 
-def check(name: str, indices: Sequence[torch.Tensor], size: int, steps: Steps) -> None:
+def check(name: str, indices: Sequence[torch.Tensor], size: int, stages: Stages) -> None:
     """Check each rank's messages and bytes, and the rounds, of streams at these indices."""
     ranks, k = len(indices), len(indices[0])
     counted, rounds = run(COLLECTIVES[name], streams_at(indices, size), k)
     problem = Problem(size, k, ranks, union=union_of(indices, size))
     for rank in range(ranks):
-        told = count(steps, replace(problem, rank=rank))
+        told = count(stages, replace(problem, rank=rank))
         assert told[:4] == counted[rank][:4], (rank, told, counted[rank])
-    assert count(steps, problem).rounds == rounds
+    assert count(stages, problem).rounds == rounds
 
 
 def test_every_collective_is_compared() -> None:
-    assert set(STEPS) - {"oktopk"} == set(COLLECTIVES)
+    assert set(STAGES) - {"oktopk"} == set(COLLECTIVES)
 
 
 @pytest.mark.parametrize("layout", ["identical", "disjoint"])
@@ -116,7 +116,7 @@ def test_evenly_spread_indices_have_the_predicted_traffic(name: str, layout: str
     """Sizes and counts need not be divisible by P; some sums stay sparse, others become dense."""
     for ranks in WORLDS:
         size, k = (37 * ranks + 11, 13) if ranks % 2 else (7 * ranks * 29 + 3, 29)
-        check(name, evenly(layout, ranks, size, min(k, size // ranks)), size, STEPS[name])
+        check(name, evenly(layout, ranks, size, min(k, size // ranks)), size, STAGES[name])
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -126,7 +126,7 @@ def test_known_indices_have_the_predicted_traffic(
 ) -> None:
     # A single coordinate can decide whether a vector or a part of it is dense.
     k = min(k, max(1, size // 20))
-    check(name, anywhere(ranks, size, k, seed), size, STEPS[name])
+    check(name, anywhere(ranks, size, k, seed), size, STAGES[name])
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_expected_bytes_of_independent_indices_differ_by_their_spread(
     """
     found, rounds = run(COLLECTIVES[name], streams_at(anywhere(ranks, size, k), size), k)
     problem = Problem(size, k, ranks)
-    told = count(STEPS[name], problem)
-    exchanges = [step for step in STEPS[name](problem) if isinstance(step, Exchange)]
+    told = count(STAGES[name], problem)
+    exchanges = [stage for stage in STAGES[name](problem) if isinstance(stage, Exchange)]
     for way in ("sent", "received"):
         messages = [
-            nbytes for step in exchanges for nbytes in (step.sends, step.receives)[way != "sent"]
+            nbytes for stage in exchanges for nbytes in (stage.sends, stage.receives)[way != "sent"]
         ]
         spread = sum(5 * 8 * sqrt(nbytes / 8) + 16 for nbytes in messages)
         difference = getattr(told, f"bytes_{way}") - getattr(found[0], f"bytes_{way}")
@@ -165,7 +165,7 @@ def test_expected_bytes_of_oktopk_are_near(size: int, k: int, ranks: int) -> Non
     ]
     found, _ = run(lambda stream, comm, k: oktopk(stream, Wire(comm), k, k), given, k)
     volume = max(max(one.bytes_sent, one.bytes_received) for one in found)
-    told = predict(STEPS["oktopk"], Problem(size, k, ranks)).bytes
+    told = predict(STAGES["oktopk"], Problem(size, k, ranks)).bytes
     assert told == pytest.approx(volume, rel=0.04)
 
 
@@ -178,7 +178,7 @@ def test_expected_bytes_of_a_step_of_oktopk_are_near() -> None:
         scheme("oktopk", density=k / size).step(gradient, comm)
         return max(comm.traffic.bytes_sent, comm.traffic.bytes_received)
 
-    told = predict(steps_of("oktopk", default_rates()), Problem(size, k, ranks)).bytes
+    told = predict(stages_of("oktopk", default_rates()), Problem(size, k, ranks)).bytes
     assert told == pytest.approx(max(simulate(ranks, on_rank).results), rel=0.04)
 
 
@@ -211,7 +211,7 @@ def test_whole_steps_send_what_their_steps_say(name: str, dtype: torch.dtype, ra
     here = nodes if name == "torus2d" else 1
     problem = Problem(size, k, ranks, here, dtype.itemsize, spread=k)
     for rank in range(ranks):
-        told = count(steps_of(name, default_rates()), replace(problem, rank=rank))
+        told = count(stages_of(name, default_rates()), replace(problem, rank=rank))
         assert (told.bytes_sent, told.bytes_received) == results[rank]
 
 
@@ -276,8 +276,10 @@ def counted(counts: Sequence[torch.Tensor]) -> Counted:
 
 def moved_by(problem: Problem, course: Course) -> int:
     """Return how many messages the rank sends or receives to even out; 0 if no rank does."""
-    taken = list(by_regions_steps(problem, course))
-    evening = [step for step in taken if isinstance(step, Exchange) and step.pattern == "rotate"]
+    taken = list(by_regions_stages(problem, course))
+    evening = [
+        stage for stage in taken if isinstance(stage, Exchange) and stage.pattern == "rotate"
+    ]
     return evening[-1].rounds if len(evening) > 1 else 0
 
 
@@ -296,7 +298,7 @@ def test_oktopk_has_the_predicted_traffic_given_its_refinements(layout: str, k: 
             course = recorder.course()
         problem = Problem(size, k, ranks, union=union_of(indices, size))
         told = [
-            count(partial(by_regions_steps, course=course), replace(problem, rank=rank))
+            count(partial(by_regions_stages, course=course), replace(problem, rank=rank))
             for rank in range(ranks)
         ]
         assert [one[:4] for one in told] == [one[:4] for one in found]
@@ -313,9 +315,9 @@ def held(stream: SparseStream, comm: Communicator, k: int) -> None:
     held_module.oktopk_held(stream, region, boundaries, Wire(comm), k, k)
 
 
-def steps_of_held(problem: Problem, course: Course) -> Iterator[Step]:
-    yield from boundaries_steps(problem, course.boundary_sums)
-    yield from held_module.steps(problem, course)
+def steps_of_held(problem: Problem, course: Course) -> Iterator[Stage]:
+    yield from boundaries_stages(problem, course.boundary_sums)
+    yield from held_module.stages(problem, course)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 13, 32])
@@ -340,5 +342,5 @@ def test_oktopk_has_the_predicted_traffic_for_little_data(ranks: int, k: int) ->
     found, rounds = run(call, streams_at(indices, size), k)
     problem = Problem(size, k, ranks, union=union_of(indices, size))
     for rank in range(ranks):
-        assert count(STEPS["oktopk"], replace(problem, rank=rank))[:4] == found[rank][:4]
-    assert count(STEPS["oktopk"], problem).rounds == rounds
+        assert count(STAGES["oktopk"], replace(problem, rank=rank))[:4] == found[rank][:4]
+    assert count(STAGES["oktopk"], problem).rounds == rounds

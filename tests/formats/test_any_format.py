@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparcel import SparseStream, scheme, simulate
 from sparcel.collectives import (
     ALGORITHMS,
-    OTHER_STEPS,
+    OTHER_STAGES,
     Estimates,
     all_gather,
     broadcast,
@@ -31,7 +31,7 @@ from sparcel.errors import InputError
 from sparcel.formats import COO, Packed, Qsgd, decode
 from sparcel.ops import MAX, SUM
 from sparcel.schemes import ON_NODES, SCHEMES, Request
-from sparcel.steps import most_bytes
+from sparcel.stages import most_bytes
 from sparcel.wire import Wire
 from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
 from tests.formats.toys import Bytes, Deltas
@@ -61,7 +61,7 @@ OTHERS = {
     "broadcast": lambda stream, wire: broadcast(stream, wire, wire.size - 1),
 }
 COLLECTIVES = REDUCTIONS | SELECTIONS | OTHERS
-PREDICTED = {name: algorithm.steps for name, algorithm in ALGORITHMS.items()} | OTHER_STEPS
+PREDICTED = {name: algorithm.stages for name, algorithm in ALGORITHMS.items()} | OTHER_STAGES
 
 
 def run(call, given, format):
@@ -193,7 +193,7 @@ def test_quantised_bytes_are_those_that_the_format_tells(count, layout, bits) ->
         plain = run(lambda s, wire: call.reduce(s, wire, SUM, None), given, COO).traffic  # noqa: B023
         problem = Problem(SIZE, count, ranks, format=quantizer, union=union_of(indices, SIZE))
         for rank, traffic in enumerate(narrow.traffic):
-            told = count_of(call.steps, replace(problem, rank=rank))
+            told = count_of(call.stages, replace(problem, rank=rank))
             assert (told.bytes_sent, told.bytes_received) == (
                 traffic.bytes_sent,
                 traffic.bytes_received,

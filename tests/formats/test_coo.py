@@ -12,7 +12,7 @@ from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
 from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
 from sparcel.formats.parts import join_by_torch
-from sparcel.steps import most_bytes
+from sparcel.stages import most_bytes
 from tests.strategies import DTYPES, full, make_stream, ops, same_stream, sizes, streams, widths
 
 

@@ -8,7 +8,9 @@ from torch import nn
 from sparcel.cost import stated_rates
 from sparcel.errors import InputError
 from sparcel.plan import MODELS, Model, model_of, plan
-from sparcel.plan.report import assumptions, bits, table, verdict
+from sparcel.plan.recorded import RECORDED
+from sparcel.plan.report import assumptions, bits, not_counted, table, verdict
+from sparcel.schemes import front_loaded
 
 FAST = stated_rates(bandwidth=50e9, latency_s=2e-6, ranks=8, memory_bandwidth=1e12)
 SLOW = stated_rates(bandwidth=1e8, latency_s=1e-4, ranks=8, memory_bandwidth=1e12)
@@ -62,6 +64,29 @@ def test_advice_is_dense_on_fast_links_and_sparse_on_slow_ones():
     assert "The best dense method, dense bf16, takes" in verdict(sparse)
     assert "changes training" not in verdict(dense)
     assert f"{sparse.advised.method} changes training" in verdict(sparse)
+
+
+def test_a_recommended_method_s_recorded_loss_is_named():
+    made = plan("resnet50", compute_s=0.1, rates=SLOW)
+    assert made.advised.method == "scalecom"
+    assert RECORDED["scalecom"].worst == (-1.73, "images")
+    assert "lost 1.7 points of accuracy on its worst task, images" in verdict(made)
+    assert "7.5 % more perplexity on words" in verdict(made)
+    methods, *_, points = (column.cells for column in table(made).columns)
+    lost = dict(zip(methods, points, strict=True))
+    assert lost["scalecom"] == "1.7"
+    assert lost["topk"] == "0.3"
+    assert not lost["dense bf16"]
+
+
+def test_what_front_loading_adds_is_told_for_the_plan_s_own_density():
+    told = not_counted(plan("resnet50", compute_s=0.1, rates=SLOW))
+    assert "The mean density is 6.3 % in 120 steps" in told
+    assert "Not measured: any time on a GPU" in told
+    other = not_counted(plan("resnet50", compute_s=0.1, density=0.001, rates=SLOW))
+    mean = sum(front_loaded(0.001, step) for step in range(1000)) / 1000
+    assert f"{100 * mean:.3g} % in 1,000 steps" in other
+    assert "front-loading" not in not_counted(plan(1000, compute_s=0.1, density=1, rates=SLOW))
 
 
 def test_a_lead_within_the_error_of_predictions_changes_nothing():

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.collectives.reduce_scatter import sum_regions, sum_regions_steps
+from sparcel.collectives.reduce_scatter import sum_regions, sum_regions_stages
 from sparcel.cost import count
 from sparcel.errors import InputError
 from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, Request, ScaleCom, SparCML, TopK
-from sparcel.steps import Problem
+from sparcel.stages import Problem
 from sparcel.wire import Wire
 from tests.schemes.steps import INTEGERS, copy_of, integers, normal, owed_by, total
 from tests.strategies import same_bits
@@ -136,7 +136,7 @@ def test_slices_of_regions_make_the_whole_sum(ranks, monkeypatch):
         report = simulate(ranks, on_rank)
         assert torch.equal(torch.cat(report.results), total)
         for rank, traffic in enumerate(report.traffic):
-            told = count(sum_regions_steps, Problem(size, 1, ranks, rank=rank))
+            told = count(sum_regions_stages, Problem(size, 1, ranks, rank=rank))
             assert told[:2] == (traffic.messages_sent, traffic.bytes_sent)
 
 

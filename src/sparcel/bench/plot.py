@@ -4,31 +4,69 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from sparcel.bench.baselines import DENSE
-from sparcel.bench.draw import Point, Quantity, breakdown, curves
-from sparcel.bench.results import Results
+from sparcel.bench.contenders import STEP
+from sparcel.bench.phases import PHASES
+from sparcel.bench.report import digits
+from sparcel.bench.results import Cell, Results
 from sparcel.errors import InputError, optional
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_QUANTITIES = (
-    Quantity(
-        "density",
+_LINES = {"gloo": "o-", "mpi": "s--"}
+_DENSE_COLOURS = dict(zip(DENSE, ("black", "grey"), strict=True))
+_COLOURS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#994f00"),
+    *("#44bb99", "#7744aa", "#0c7bdc", "#bbcc33", "#ffaabb", "#882255", "#999933"),
+)
+_PHASE_COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#228833", "#bbbbbb")
+_KINDS = ("sums and exchanges", "whole steps")
+_BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A cell, with the number of ranks and the network on which it was measured."""
+
+    ranks: int
+    network: str
+    cell: Cell
+
+    @property
+    def ms(self) -> float:
+        return 1000 * self.cell.median
+
+    @property
+    def fixed(self) -> dict[str, str]:
+        """What a plot of the cell tells in its title, by name."""
+        return {
+            "size": f"{self.cell.size:,} coordinates",
+            "density": f"{100 * self.cell.density:.3g} %",
+            "distribution": self.cell.distribution,
+            "ranks": f"{self.ranks} ranks",
+            "network": self.network,
+        }
+
+
+_Values = Callable[[_Point], float]
+
+_QUANTITIES: dict[str, tuple[str, _Values]] = {
+    "density": (
         "density: share of the coordinates that a rank sends, %",
         lambda p: 100 * p.cell.density,
     ),
-    Quantity("ranks", "ranks", lambda p: p.ranks),
-    Quantity("size", "coordinates", lambda p: p.cell.size),
-)
-
-
-Fixed = tuple[tuple[str, str], ...]
-"""Names and texts of the properties that all cells of a plot have in common."""
+    "ranks": ("ranks", lambda p: p.ranks),
+    "size": ("coordinates", lambda p: p.cell.size),
+}
+"""What may lie on the horizontal axis: its label, and its value for a cell."""
 
 
 def plot(results: Sequence[Results], folder: Path) -> list[Path]:
@@ -53,7 +91,7 @@ def plot(results: Sequence[Results], folder: Path) -> list[Path]:
     with optional("sparcel bench plot", "plots"):
         from matplotlib.figure import Figure
     points = [
-        Point(one.world_size, one.network["description"], cell)
+        _Point(one.world_size, one.network["description"], cell)
         for one in results
         for cell in one.cells
     ]
@@ -73,62 +111,146 @@ def plot(results: Sequence[Results], folder: Path) -> list[Path]:
     return written
 
 
-def _figures(points: list[Point]) -> Iterator[tuple[str, str, Callable[[Figure], None]]]:
+def _figures(points: list[_Point]) -> Iterator[tuple[str, str, Callable[[Figure], None]]]:
     """Yield file name, title and drawing function of each figure."""
-    dense = [point for point in points if point.cell.algorithm in DENSE]
-    sparse = [point for point in points if point.cell.algorithm not in DENSE]
-    for quantity in _QUANTITIES:
-        for fixed, group in _grouped(sparse, quantity).items():
-            values = sorted({quantity.of(point) for point in group})
-            if len(values) > 1:
-                beside = [point for point in dense if _comparable(point, group, quantity)]
-                title = ", ".join(text for name, text in fixed if name != quantity.name)
-                yield (
-                    f"{quantity.name}_{_slug(fixed, quantity.name)}",
-                    title,
-                    partial(curves, group=group, dense=beside, quantity=quantity),
-                )
-    for fixed, group in _grouped(sparse, None).items():
-        beside = [point for point in dense if _comparable(point, group, None)]
-        title = ", ".join(text for _, text in fixed)
+    for free, (_, of) in _QUANTITIES.items():
+        # The network's description counts the nodes.
+        ignored = {free, "network"} if free == "ranks" else {free}
+        for fixed, group, dense in _grouped(points, ignored):
+            if len({of(point) for point in group}) > 1:
+                draw = partial(_curves, group=group, dense=dense, free=free)
+                yield f"{free}_{_slug(fixed)}", ", ".join(fixed.values()), draw
+    for fixed, group, dense in _grouped(points, set()):
+        draw = partial(_breakdown, group=group, dense=dense)
+        yield f"breakdown_{_slug(fixed)}", ", ".join(fixed.values()), draw
+
+
+def _grouped(
+    points: list[_Point], ignored: set[str]
+) -> Iterator[tuple[dict[str, str], list[_Point], list[_Point]]]:
+    """Yield what the cells of a plot have in common, the cells, and the dense ones beside them."""
+    groups: dict[tuple[tuple[str, str], ...], list[_Point]] = defaultdict(list)
+    for point in points:
+        if point.cell.algorithm not in DENSE:
+            groups[tuple((n, t) for n, t in point.fixed.items() if n not in ignored)].append(point)
+    for key, group in groups.items():
+        shared = {name: text for name, text in key if name in ("size", "ranks", "network")}
         yield (
-            f"breakdown_{_slug(fixed, None)}",
-            title,
-            partial(breakdown, group=group, dense=beside),
+            dict(key),
+            group,
+            [p for p in points if p.cell.algorithm in DENSE and shared.items() <= p.fixed.items()],
         )
 
 
-def _grouped(points: list[Point], free: Quantity | None) -> dict[Fixed, list[Point]]:
-    """Group the points by all properties except the one on the horizontal axis."""
-    groups: dict[Fixed, list[Point]] = defaultdict(list)
-    for point in points:
-        cell = point.cell
-        fixed = {
-            "size": f"{cell.size:,} coordinates",
-            "density": f"{100 * cell.density:.3g} %",
-            "distribution": cell.distribution,
-            "ranks": f"{point.ranks} ranks",
-            "network": point.network,
-        }
-        if free is not None:
-            fixed.pop(free.name)
-        if free is not None and free.name == "ranks":
-            fixed.pop("network")  # its description counts the nodes
-        groups[tuple(fixed.items())].append(point)
-    return groups
-
-
-def _slug(fixed: Fixed, free: str | None) -> str:
-    parts = [text for name, text in fixed if name not in (free, "network")]
-    plain = "_".join(parts).replace(" coordinates", "").replace(",", "").replace(" %", "pct")
+def _slug(fixed: dict[str, str]) -> str:
+    plain = "_".join(text for name, text in fixed.items() if name != "network")
+    plain = plain.replace(" coordinates", "").replace(",", "").replace(" %", "pct")
     return plain.replace(" ", "")
 
 
-def _comparable(dense: Point, group: list[Point], free: Quantity | None) -> bool:
-    """Tell whether a dense baseline can be compared with a group of cells."""
-    name = None if free is None else free.name
-    return any(
-        (name == "size" or dense.cell.size == point.cell.size)
-        and (name == "ranks" or (dense.ranks, dense.network) == (point.ranks, point.network))
-        for point in group
+def _curves(figure: Figure, group: list[_Point], dense: list[_Point], free: str) -> None:
+    """Draw time against a quantity, a line for each algorithm and engine; dense in black."""
+    label, of = _QUANTITIES[free]
+    values = sorted({of(point) for point in group})
+    names = list(dict.fromkeys(point.cell.algorithm for point in group))
+    methods = list(dict.fromkeys(name.removeprefix(STEP) for name in names))
+    kinds = [kind for kind in _KINDS if any(_kind(name) == kind for name in names)]
+    figure.set_size_inches(1.7 + 5.6 * len(kinds), 5)
+    first = None
+    for place, kind in enumerate(kinds):
+        first = axes = figure.add_subplot(1, len(kinds), place + 1, sharey=first)
+        for name in (name for name in names if _kind(name) == kind):
+            colour = _COLOURS[methods.index(name.removeprefix(STEP)) % len(_COLOURS)]
+            _lines(axes, name, group, lambda point: [of(point)], colour)
+        for name, colour in _DENSE_COLOURS.items():
+            # Dense sums send everything: against density, their lines are horizontal.
+            where = (lambda _: values) if free == "density" else (lambda point: [of(point)])
+            _lines(axes, name, dense, where, colour)
+        _finish(axes, values, label, kind if len(kinds) > 1 else "")
+    if len({point.cell.engine for point in group}) > 1:
+        figure.supxlabel("solid: Gloo, dashed: MPI", fontsize=8, x=0.99, ha="right")
+
+
+def _lines(
+    axes: Axes,
+    name: str,
+    points: list[_Point],
+    where: Callable[[_Point], list[float]],
+    colour: str,
+) -> None:
+    """Draw one algorithm, a line for each engine."""
+    points = [point for point in points if point.cell.algorithm == name]
+    label: str | None = name
+    for engine in dict.fromkeys(point.cell.engine for point in points):
+        times: dict[float, list[float]] = defaultdict(list)
+        for point in points:
+            for x in where(point) if point.cell.engine == engine else ():
+                times[x].append(point.ms)
+        xs = sorted(times)
+        ys = [median(times[x]) for x in xs]
+        axes.plot(xs, ys, _LINES[engine], markersize=4, color=colour, label=label)
+        label = None
+
+
+def _finish(axes: Axes, values: list[float], label: str, title: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set(xscale="log", yscale="log", xlabel=label, ylabel="time, ms", title=title)
+    axes.set_xticks(values, [_tick(value) for value in values])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(**_BESIDE)
+
+
+def _tick(value: float) -> str:
+    """Format a number as the command line takes it: 16Mi for 2^24."""
+    for unit, scale in (("Mi", 1 << 20), ("Ki", 1 << 10)):
+        if value >= scale and value % scale == 0:
+            return f"{value / scale:g}{unit}"
+    return f"{value:.4g}"
+
+
+def _breakdown(figure: Figure, group: list[_Point], dense: list[_Point]) -> None:
+    """Draw one bar a row: the phases, and the rest of the median time."""
+    group = sorted(
+        group, key=lambda p: (_kind(p.cell.algorithm) != _KINDS[0], p.cell.algorithm, p.cell.engine)
     )
+    figure.set_size_inches(8.5, 1.6 + 0.26 * len(group))
+    axes = figure.add_subplot()
+    left = [0.0] * len(group)
+    for phase, colour in zip((*PHASES, "other"), _PHASE_COLOURS, strict=True):
+        widths = [_phases_ms(point.cell)[phase] for point in group]
+        axes.barh(range(len(group)), widths, left=left, color=colour, label=phase)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, point in enumerate(group):
+        axes.text(left[place], place, f" {digits(point.ms)}", va="center", fontsize=7)
+    labels = [f"{p.cell.algorithm}  {p.cell.engine}" for p in group]
+    axes.set_yticks(range(len(group)), labels, fontsize=8)
+    axes.invert_yaxis()
+    most = 1.12 * max(left)
+    axes.set(xlabel="time, ms", xlim=(0, most))
+    for name, colour in _DENSE_COLOURS.items():
+        times = [point.ms for point in dense if point.cell.algorithm == name]
+        if times:
+            label = f"{name}: {digits(min(times))}"
+            if min(times) <= most:
+                axes.axvline(min(times), color=colour, linewidth=1.2, label=label)
+            else:
+                axes.plot([], [], color=colour, label=f"{label}, off the scale")
+    axes.legend(**_BESIDE)
+
+
+def _phases_ms(cell: Cell) -> dict[str, float]:
+    # Phases come from separate runs, so by noise their sum may exceed the median.
+    whole = sum(cell.phases[name] for name in PHASES)
+    scale = 1000 * min(1.0, cell.median / whole if whole else 1.0)
+    other = 1000 * max(0.0, cell.median - whole)
+    return {name: scale * cell.phases[name] for name in PHASES} | {"other": other}
+
+
+def _kind(algorithm: str) -> str:
+    return _KINDS[algorithm.startswith(STEP)]

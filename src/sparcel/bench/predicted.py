@@ -12,12 +12,12 @@ from sparcel.bench.contenders import STEP
 from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import CLUSTERS, Case
 from sparcel.bench.results import Cell
-from sparcel.collectives import ALGORITHMS, OTHER_STEPS
+from sparcel.collectives import ALGORITHMS, OTHER_STAGES
 from sparcel.cost import Problem, Rates, measure, predict, read_rates
 from sparcel.errors import known
 from sparcel.fill_in import expected_union
-from sparcel.schemes import PREDICTED, engine_steps, steps_of
-from sparcel.steps import Steps
+from sparcel.schemes import PREDICTED, engine_stages, stages_of
+from sparcel.stages import Stages
 
 NOW = "now"
 """Stands for a file of rates: measure them first."""
@@ -58,10 +58,10 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
 
 def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -> float | None:
     """Return the predicted seconds of the row ``name``, or None without a prediction."""
-    steps = None if rates is None else steps_for(name, rates)
-    if steps is None:
+    stages = None if rates is None else stages_for(name, rates)
+    if stages is None:
         return None
-    return predict(steps, problem_of(name, case, ranks_per_node), rates).seconds
+    return predict(stages, problem_of(name, case, ranks_per_node), rates).seconds
 
 
 def problem_of(name: str, case: Case, ranks_per_node: int) -> Problem:
@@ -77,18 +77,18 @@ def problem_of(name: str, case: Case, ranks_per_node: int) -> Problem:
     )
 
 
-def steps_for(name: str, rates: Rates) -> Steps | None:
-    """Return the steps of the row ``name``, or None if they are not known."""
+def stages_for(name: str, rates: Rates) -> Stages | None:
+    """Return the stages of the row ``name``, or None if they are not known."""
     if name in DENSE:
-        return engine_steps(DENSE[name].itemsize)
+        return engine_stages(DENSE[name].itemsize)
     if name == "auto":
-        return auto.steps_by(rates)
+        return auto.stages_by(rates)
     if name in ALGORITHMS:
-        return ALGORITHMS[name].steps
+        return ALGORITHMS[name].stages
     scheme = name.removeprefix(STEP)
     if scheme != name:
-        return steps_of(scheme, rates) if scheme in PREDICTED else None
-    return OTHER_STEPS.get(name)
+        return stages_of(scheme, rates) if scheme in PREDICTED else None
+    return OTHER_STAGES.get(name)
 
 
 def _spread(case: Case) -> int:

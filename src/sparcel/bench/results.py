@@ -74,6 +74,8 @@ class Results:
         ``description``, ``nodes``, ``ranks_per_node``, ``rate_bits_per_s`` (None if unknown).
     rates
         Rates behind the predictions, by engine, as `sparcel.cost.Rates` writes them.
+    note
+        What a reader must know of the results, as people add it later.
     """
 
     command: str
@@ -83,6 +85,7 @@ class Results:
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     rates: dict[str, Any] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
+    note: str = ""
 
     def save(self, path: Path) -> None:
         """Write the results as JSON."""

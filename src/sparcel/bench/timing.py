@@ -88,7 +88,7 @@ def time_contender(
 
 def _phases(contender: Contender, comm: Communicator, iterations: int) -> dict[str, float]:
     rows = []
-    with watched(comm) as watch:
+    with watched() as watch:
         for _ in range(iterations):
             _ready(contender, comm)
             watch.restart()

@@ -22,10 +22,10 @@ except ModuleNotFoundError as missing:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 app.command()(density)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 app.add_typer(lab, name="lab")
 app.add_typer(linear, name="linear")
-app.add_typer(plan, name="plan")
 
 
 def _show_version(asked: bool) -> None:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from sparcel.cost import Rates
     from sparcel.plan import Model
 
-plan = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
-
 _WIDTH = 100
 
 _DEVICES = {"cpu": (10e9, 0.2e12), "gpu": (1e12, 50e12)}
@@ -28,8 +26,7 @@ _NETWORK = ("nodes", "ranks_per_node", "bandwidth", "latency", "node_bandwidth",
 """Options that state figures of the network, which rates contain too."""
 
 
-@plan.callback()
-def answer(
+def plan(
     context: typer.Context,
     model: Annotated[
         str, typer.Option(help="resnet50, bert-base, gpt2, llama-7b …, see sparcel.plan.MODELS.")
@@ -95,8 +92,6 @@ def answer(
     Predicts the time of a training step with every method. The figures of the network are stated,
     were measured before, or are measured now. Gradients travel while the backward pass goes on.
     """
-    if context.invoked_subcommand is not None:
-        return
     from sparcel.cost import read_rates, stated_rates
     from sparcel.plan import model_of
     from sparcel.plan.planner import plan as make
@@ -162,20 +157,7 @@ def _show(made: object) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(report.assumptions(made), "", report.table(made), "", sep="\n")
-    console.print(report.verdict(made), "", report.LEGEND, sep="\n")
-
-
-@plan.command("appendix-f")
-def appendix_f(
-    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("."),
-) -> None:
-    """Draw figures A8 and A9 of ScaleCom's appendix F, from the paper's own inputs."""
-    from sparcel.plan.appendix_f import compare, draw
-
-    out.mkdir(parents=True, exist_ok=True)
-    Console(highlight=False).print(compare())
-    for path in draw(out):
-        typer.echo(path)
+    console.print(report.verdict(made), "", report.not_counted(made), "", report.LEGEND, sep="\n")
 
 
 def _measured(save: Path | None) -> Rates | None:

@@ -1,7 +1,7 @@
 """Collectives: algorithms over streams, one file each, to be read beside its paper.
 
 A collective is a plain function from a stream and a `sparcel.wire.Wire` to a stream. Its file also
-holds its ``steps``: its exchanges and its work, for the cost model.
+holds its ``stages``: its exchanges and its work, for the cost model.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from sparcel.collectives.all_gather import all_gather
-from sparcel.collectives.all_gather import steps as all_gather_steps
+from sparcel.collectives.all_gather import stages as all_gather_stages
 from sparcel.collectives.allgather import allgather
-from sparcel.collectives.allgather import steps as allgather_steps
+from sparcel.collectives.allgather import stages as allgather_stages
 from sparcel.collectives.broadcast import broadcast
-from sparcel.collectives.broadcast import steps as broadcast_steps
+from sparcel.collectives.broadcast import stages as broadcast_stages
 from sparcel.collectives.dense import dense
-from sparcel.collectives.dense import steps as dense_steps
-from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_steps, gtopk
-from sparcel.collectives.gtopk import steps as gtopk_steps
+from sparcel.collectives.dense import stages as dense_stages
+from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_stages, gtopk
+from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
+from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.collectives.oktopk import oktopk
-from sparcel.collectives.oktopk import steps as oktopk_steps
+from sparcel.collectives.oktopk import stages as oktopk_stages
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
 from sparcel.collectives.recursive_doubling import recursive_doubling
-from sparcel.collectives.recursive_doubling import steps as recursive_doubling_steps
+from sparcel.collectives.recursive_doubling import stages as recursive_doubling_stages
 from sparcel.collectives.reduce_scatter import reduce_scatter
-from sparcel.collectives.reduce_scatter import steps as reduce_scatter_steps
+from sparcel.collectives.reduce_scatter import stages as reduce_scatter_stages
 from sparcel.collectives.ring import ring
-from sparcel.collectives.ring import steps as ring_steps
+from sparcel.collectives.ring import stages as ring_stages
 from sparcel.collectives.split_allgather import (
     Quantized,
     quantized_split_allgather,
     split_allgather,
 )
-from sparcel.collectives.split_allgather import steps as split_allgather_steps
+from sparcel.collectives.split_allgather import stages as split_allgather_stages
 from sparcel.errors import InputError, known
 from sparcel.ops import SUM, Op
-from sparcel.steps import Steps
+from sparcel.stages import Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 __all__ = [
     "ALGORITHMS",
-    "OTHER_STEPS",
+    "OTHER_STAGES",
     "Algorithm",
     "Estimates",
     "GlobalTopk",
@@ -69,31 +69,31 @@ Reduction: TypeAlias = Callable[[SparseStream, Wire, Op, int | None], SparseStre
 
 
 class Algorithm(NamedTuple):
-    """An all-reduce of streams: the function, and its steps for the cost model."""
+    """An all-reduce of streams: the function, and its stages for the cost model."""
 
     reduce: Reduction
-    steps: Steps
+    stages: Stages
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "dense": Algorithm(dense, dense_steps),
-    "allgather": Algorithm(allgather, allgather_steps),
-    "recursive_doubling": Algorithm(recursive_doubling, recursive_doubling_steps),
-    "halving_doubling": Algorithm(halving_doubling, halving_doubling_steps),
-    "split_allgather": Algorithm(split_allgather, split_allgather_steps),
-    "ring": Algorithm(ring, ring_steps),
+    "dense": Algorithm(dense, dense_stages),
+    "allgather": Algorithm(allgather, allgather_stages),
+    "recursive_doubling": Algorithm(recursive_doubling, recursive_doubling_stages),
+    "halving_doubling": Algorithm(halving_doubling, halving_doubling_stages),
+    "split_allgather": Algorithm(split_allgather, split_allgather_stages),
+    "ring": Algorithm(ring, ring_stages),
 }
 """The algorithms of `sparcel.all_reduce`, by name."""
 
-OTHER_STEPS: dict[str, Steps] = {
-    "gtopk": gtopk_steps,
-    "gathered_topk": gathered_topk_steps,
-    "oktopk": oktopk_steps,
-    "all_gather": all_gather_steps,
-    "reduce_scatter": reduce_scatter_steps,
-    "broadcast": broadcast_steps,
+OTHER_STAGES: dict[str, Stages] = {
+    "gtopk": gtopk_stages,
+    "gathered_topk": gathered_topk_stages,
+    "oktopk": oktopk_stages,
+    "all_gather": all_gather_stages,
+    "reduce_scatter": reduce_scatter_stages,
+    "broadcast": broadcast_stages,
 }
-"""The steps of the collectives that are not an all-reduce, by name."""
+"""The stages of the collectives that are not an all-reduce, by name."""
 
 
 def check_algorithm(name: str, op: Op = SUM) -> None:

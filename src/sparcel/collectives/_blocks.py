@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from sparcel import kernels, patterns
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_steps, gather_traffic
+from sparcel.wire import Due, Wire, gather_stages, gather_traffic
 
 
 class Piece(NamedTuple):
@@ -150,38 +150,38 @@ def evened_volume(problem: Problem, counts: Sequence[int]) -> float:
     return max(max(sent, received) for sent, received in traffic)
 
 
-def direct_steps(
+def direct_stages(
     problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
-) -> Iterator[Step]:
-    """Yield the steps of `gather_direct`."""
-    yield from _gather_steps(problem, _direct_blocks(problem, counts, boundaries), sum(counts))
+) -> Iterator[Stage]:
+    """Yield the stages of `gather_direct`."""
+    yield from _gather_stages(problem, _direct_blocks(problem, counts, boundaries), sum(counts))
 
 
-def evened_steps(problem: Problem, counts: Sequence[int]) -> Iterator[Step]:
-    """Yield the steps of `gather_evened`."""
+def evened_stages(problem: Problem, counts: Sequence[int]) -> Iterator[Stage]:
+    """Yield the stages of `gather_evened`."""
     moves = _moves(problem, counts)
     sends = tuple(nbytes for owner, _, nbytes in moves if owner == problem.rank)
     receives = tuple(nbytes for _, target, nbytes in moves if target == problem.rank)
     if sends or receives:
         yield Work("encode", sum(sends))
         yield Exchange("rotate", sends, receives)
-    yield from _gather_steps(problem, _evened_blocks(problem, sum(counts)), sum(counts))
+    yield from _gather_stages(problem, _evened_blocks(problem, sum(counts)), sum(counts))
 
 
-def blocks_steps(
+def blocks_stages(
     problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
-) -> Iterator[Step]:
-    """Yield the steps of `gather_blocks`, with the blocks evened out if that pays."""
+) -> Iterator[Stage]:
+    """Yield the stages of `gather_blocks`, with the blocks evened out if that pays."""
     if evening_pays(problem, counts, boundaries):
-        yield from evened_steps(problem, counts)
+        yield from evened_stages(problem, counts)
     else:
-        yield from direct_steps(problem, counts, boundaries)
+        yield from direct_stages(problem, counts, boundaries)
 
 
-def _gather_steps(problem: Problem, blocks: Sequence[float], entries: int) -> Iterator[Step]:
+def _gather_stages(problem: Problem, blocks: Sequence[float], entries: int) -> Iterator[Stage]:
     yield Work("encode", blocks[problem.rank])
-    yield from gather_steps(blocks, problem.rank, max(blocks))
-    yield Work("decode", entries / problem.ranks, times=problem.ranks)
+    yield from gather_stages(blocks, problem.rank, max(blocks))
+    yield copied(entries / problem.ranks, times=problem.ranks)
 
 
 def _moves(problem: Problem, counts: Sequence[int]) -> list[tuple[int, int, float]]:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
+from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.collectives.recursive_doubling import recursive_doubling
-from sparcel.collectives.recursive_doubling import steps as recursive_doubling_steps
+from sparcel.collectives.recursive_doubling import stages as recursive_doubling_stages
 from sparcel.comm import DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import COO
-from sparcel.steps import Exchange, Problem, Step, UnionSize, Work
+from sparcel.stages import Exchange, Problem, Stage, UnionSize, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, gather, gather_steps
+from sparcel.wire import Wire, gather, gather_stages
 
 _FEW_RANKS = 16
 """The most ranks with which counts are summed by recursive doubling. It takes half the rounds of
@@ -158,12 +158,12 @@ def equally_counted(size: int, nonzero: float, ranks: int) -> Counted:
     return Counted(size, [row] * ranks, lambda _, start, stop: row * (stop - start) / size)
 
 
-def sum_steps(problem: Problem, counted: Counted, limit: int) -> Iterator[Step]:
-    """Yield the steps of `sum_counts`, in a sum over the ranks of ``problem``."""
+def sum_stages(problem: Problem, counted: Counted, limit: int) -> Iterator[Stage]:
+    """Yield the stages of `sum_counts`, in a sum over the ranks of ``problem``."""
     itemsize = 4 if limit < 1 << 31 else 8
     if problem.ranks <= DIRECT_RANKS:
         blocks = [(3 + occupied) * itemsize for occupied in counted.occupied]
-        yield from _direct_steps(blocks, problem.rank)
+        yield from _direct_stages(blocks, problem.rank)
         return
     part = Problem(
         counted.size,
@@ -174,25 +174,25 @@ def sum_steps(problem: Problem, counted: Counted, limit: int) -> Iterator[Step]:
         rank=problem.rank,
         union=counted.union,
     )
-    add = recursive_doubling_steps if problem.ranks <= _FEW_RANKS else halving_doubling_steps
+    add = recursive_doubling_stages if problem.ranks <= _FEW_RANKS else halving_doubling_stages
     yield from add(part)
 
 
-def gather_number_steps(
+def gather_number_stages(
     problem: Problem, lengths: Sequence[int], at_most: int, itemsize: int
-) -> Iterator[Step]:
-    """Yield the steps of `gather_numbers` if rank r has ``lengths[r]`` integers."""
+) -> Iterator[Stage]:
+    """Yield the stages of `gather_numbers` if rank r has ``lengths[r]`` integers."""
     if problem.ranks <= DIRECT_RANKS:
-        yield from _direct_steps([(1 + length) * itemsize for length in lengths], problem.rank)
+        yield from _direct_stages([(1 + length) * itemsize for length in lengths], problem.rank)
         return
     blocks = [COO.expected_bytes(None, length, itemsize) for length in lengths]
     yield Work("encode", blocks[problem.rank])
-    yield from gather_steps(blocks, problem.rank, _numbers_bytes(at_most, itemsize))
-    yield Work("decode", 0, times=problem.ranks)
+    yield from gather_stages(blocks, problem.rank, _numbers_bytes(at_most, itemsize))
+    yield copied(0, times=problem.ranks)
 
 
-def _direct_steps(blocks: Sequence[int], rank: int) -> Iterator[Step]:
-    """Yield the steps of a direct gather; ``blocks`` are the bytes of each rank's message."""
+def _direct_stages(blocks: Sequence[int], rank: int) -> Iterator[Stage]:
+    """Yield the stages of a direct gather; ``blocks`` are the bytes of each rank's message."""
     others = (*blocks[:rank], *blocks[rank + 1 :])
     yield Work("small", _DIRECT_OPERATIONS)
     if others:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sparcel import patterns
 from sparcel.ops import Op
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 
@@ -48,8 +48,8 @@ def group(rank: int, distance: int, ranks: int) -> list[int]:
     return [*members, *(r + powers for r in members if r + powers < ranks)]
 
 
-def fold_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `fold`."""
+def fold_stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `fold`."""
     powers, partner = patterns.fold(problem.rank, problem.ranks)
     if partner is None:
         return
@@ -63,8 +63,8 @@ def fold_steps(problem: Problem) -> Iterator[Step]:
         yield Work("merge", own + other, busy)
 
 
-def unfold_steps(problem: Problem, message: float) -> Iterator[Step]:
-    """Yield the steps of `unfold`; ``message`` is the bytes of the result's message."""
+def unfold_stages(problem: Problem, message: float) -> Iterator[Stage]:
+    """Yield the stages of `unfold`; ``message`` is the bytes of the result's message."""
     powers, partner = patterns.fold(problem.rank, problem.ranks)
     if partner is None:
         return

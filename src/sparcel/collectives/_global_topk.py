@@ -12,13 +12,14 @@ from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.collectives._counts import (
     Counted,
-    gather_number_steps,
+    gather_number_stages,
     gather_numbers,
     sum_counts,
-    sum_steps,
+    sum_stages,
 )
 from sparcel.comm import Communicator
-from sparcel.steps import Problem, Step, Work
+from sparcel.profiling import timed
+from sparcel.stages import Problem, Stage, Work
 
 FIRST_BITS, MORE_BITS = 11, 10
 """Bits of the magnitude that the first and each later histogram resolve. Three histograms resolve
@@ -49,17 +50,17 @@ class Winners:
     finite: bool
 
 
-def winners_steps(
+def winners_stages(
     problem: Problem, values: float, histograms: Sequence[Counted], listed: Sequence[int]
-) -> Iterator[Step]:
-    """Yield the steps of `global_topk` for ``values`` a rank.
+) -> Iterator[Stage]:
+    """Yield the stages of `global_topk` for ``values`` a rank.
 
     ``listed`` is how many integers each rank sends in the gather of candidates.
     """
     for number, counted in enumerate(histograms):
-        yield Work("histogram", problem.k / problem.ranks if number else values)
-        yield from sum_steps(problem, counted, problem.size)
-    yield from gather_number_steps(problem, listed, max(listed), 4)
+        yield Work("select", problem.k / problem.ranks if number else values)
+        yield from sum_stages(problem, counted, problem.size)
+    yield from gather_number_stages(problem, listed, max(listed), 4)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class _Bin:
         return self.prefix << self.shift
 
 
+@timed("select")
 def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: bool) -> Winners:
     """Find the k largest magnitudes of all ranks' values, by a radix select over the ranks.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective, gather_steps
+from sparcel.wire import Due, Wire, collective, gather_stages
 
 
 @collective
@@ -22,10 +22,10 @@ def all_gather(stream: SparseStream, wire: Wire, max_nnz: int | None = None) -> 
     return wire.gather(stream, [Due.like(stream, max_nnz, stays_sparse=True)] * wire.size)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `all_gather`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `all_gather`."""
     blocks = [problem.sparse_message(problem.entries([rank])) for rank in problem.everyone]
     at_most = problem.format.max_bytes(problem.size, problem.size, problem.itemsize)
     yield Work("encode", blocks[problem.rank])
-    yield from gather_steps(blocks, problem.rank, at_most)
-    yield Work("decode", problem.k, times=problem.ranks)
+    yield from gather_stages(blocks, problem.rank, at_most)
+    yield copied(problem.k, times=problem.ranks)

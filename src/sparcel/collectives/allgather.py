@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.steps import Problem, Step, Work, merge_all
+from sparcel.stages import Problem, Stage, Work, merge_all
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, collective, gather_steps
+from sparcel.wire import Wire, collective, gather_stages
 
 
 @collective
@@ -22,9 +22,9 @@ def allgather(
     return wire.gather_and_reduce(wire.compact(stream, op), max_nnz, op)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `allgather`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `allgather`."""
     blocks = [problem.message(problem.entries([rank])) for rank in problem.everyone]
     yield Work("encode", blocks[problem.rank])
-    yield from gather_steps(blocks, problem.rank, problem.most_bytes(problem.k))
+    yield from gather_stages(blocks, problem.rank, problem.most_bytes(problem.k))
     yield from merge_all(problem, 0, problem.size)

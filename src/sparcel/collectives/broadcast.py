@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm import Call, Communicator
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 
@@ -141,22 +141,22 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
     return torch.cat((lower, upper))
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `broadcast` from rank 0 with ``due=None``."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `broadcast` from rank 0 with ``due=None``."""
     nbytes = problem.sparse_message(problem.entries([0]))
     yield Work("encode", nbytes, 1 / problem.ranks)
     for _, _, distance, _ in patterns.bruck(problem.rank, problem.ranks):
         yield Exchange("shift", (_LENGTH_BYTES,), (_LENGTH_BYTES,), distance)
-    yield from message_steps(nbytes, problem.rank, problem.ranks, 0, round(nbytes))
-    yield Work("decode", problem.k)
+    yield from message_stages(nbytes, problem.rank, problem.ranks, 0, round(nbytes))
+    yield copied(problem.k)
 
 
-def message_steps(
+def message_stages(
     nbytes: float, rank: int, ranks: int, root: int, at_most: int
 ) -> Iterator[Exchange]:
     """Yield the exchanges of a broadcast message of ``nbytes``; all ranks know ``at_most``."""
     if _goes_whole(ranks, at_most):
-        yield from tree_steps(nbytes, rank, ranks, root)
+        yield from tree_stages(nbytes, rank, ranks, root)
         return
     cuts, place = patterns.regions(at_most, ranks), (rank - root) % ranks
 
@@ -175,7 +175,7 @@ def message_steps(
         yield Exchange("shift", (parts(place, count),), (parts(arriving, count),), distance)
 
 
-def tree_steps(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exchange]:
+def tree_stages(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exchange]:
     """Yield the exchanges of an unscattered message of ``nbytes`` that goes down a tree."""
     for to, source, distance, _ in patterns.binomial_tree(rank, ranks, root):
         if to is not None:

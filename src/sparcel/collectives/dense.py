@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.steps import EngineSum, Problem, Step, Work
+from sparcel.stages import EngineSum, Problem, Stage, Work, copied, scattered
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective, gather_steps
+from sparcel.wire import Due, Wire, collective, gather_stages
 
 
 @collective
@@ -40,20 +40,20 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool:
     return all(other.finite for other in streams)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `dense`."""
-    yield from agreement_steps(problem)
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `dense`."""
+    yield from agreement_stages(problem)
     if problem.is_dense(problem.k):
         yield Work("add", problem.size)  # a copy, which reads and writes as much
     else:
-        yield Work("fill", problem.size)
-        yield Work("scatter", problem.k)
+        yield Work("add", problem.size)
+        yield scattered(problem.k)
     yield EngineSum(problem.size, problem.itemsize, problem.rank, problem.ranks)
 
 
-def agreement_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `check_agreement`."""
+def agreement_stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `check_agreement`."""
     header = problem.sparse_message(0)
     at_most = problem.most_bytes(0)
-    yield from gather_steps([header] * problem.ranks, problem.rank, at_most)
-    yield Work("decode", 0, times=problem.ranks)
+    yield from gather_stages([header] * problem.ranks, problem.rank, at_most)
+    yield copied(0, times=problem.ranks)

@@ -9,9 +9,9 @@ from sparcel import patterns
 from sparcel._checks import all_finite
 from sparcel.collectives._blocks import placed
 from sparcel.collectives.allgather import allgather
-from sparcel.collectives.allgather import steps as allgather_steps
-from sparcel.collectives.broadcast import tree_broadcast, tree_steps
-from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work
+from sparcel.collectives.allgather import stages as allgather_stages
+from sparcel.collectives.broadcast import tree_broadcast, tree_stages
+from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, chosen, copied
 from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Due, Wire, collective
 
@@ -88,11 +88,11 @@ def gathered_topk(
     return GlobalTopk(winners, region.without(winners))
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `gtopk`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `gtopk`."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
     message = problem.message(k)
-    yield Work("topk", 0)  # mostly, all entries are selected
+    yield chosen(0)  # mostly, all entries are selected
     for parent, child, distance, _ in patterns.binomial_reduction(rank, ranks):
         busy = 0.5 / distance
         yield Work("small", ROUND_OPERATIONS)
@@ -102,18 +102,18 @@ def steps(problem: Problem) -> Iterator[Step]:
         elif child is not None:
             yield Work("encode", message, busy)
             yield Exchange("tree", (), (message,), distance)
-            yield Work("decode", k, busy)
+            yield copied(k, busy)
             yield Work("merge", 2 * k, busy)
-            yield Work("topk", problem.expected(2), busy)
+            yield chosen(problem.expected(2), busy)
     yield Work("encode", message, 1 / ranks)
-    yield from tree_steps(message, rank, ranks, 0)
-    yield Work("decode", k)
+    yield from tree_stages(message, rank, ranks, 0)
+    yield copied(k)
     yield Work("merge", (ranks - 1).bit_length() * k, 0.5)
 
 
-def gathered_topk_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `gathered_topk`."""
-    yield from allgather_steps(problem)
+def gathered_topk_stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `gathered_topk`."""
+    yield from allgather_stages(problem)
     total = problem.entries(problem.everyone)
-    yield Work("largest", total)
-    yield Work("without", total / problem.ranks)
+    yield chosen(total)
+    yield Work("select", total / problem.ranks)

@@ -7,9 +7,9 @@ from functools import cache
 from typing import NamedTuple
 
 from sparcel import patterns
-from sparcel.collectives._fold import fold, fold_steps, unfold, unfold_steps
+from sparcel.collectives._fold import fold, fold_stages, unfold, unfold_stages
 from sparcel.ops import SUM, Op
-from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
+from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, copied, merge_two
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -73,14 +73,14 @@ def _halves(rank: int, distance: int, boundaries: Sequence[int]) -> tuple[int, i
     return start, middle, stop
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `halving_doubling`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `halving_doubling`."""
     rank = problem.rank
     powers = patterns.fold(rank, problem.ranks).powers
     halves = _Halves(problem, patterns.regions(problem.size, powers))
-    yield from fold_steps(problem)
+    yield from fold_stages(problem)
     if rank < powers:
-        yield Work("split", problem.k)
+        yield copied(problem.k)
         for peer, _, distance, _ in patterns.halving(rank, powers):
             given, coming = halves.part(rank, peer, distance), halves.part(peer, rank, distance)
             yield Work("small", ROUND_OPERATIONS, times=2)  # the halves are cut out first
@@ -92,9 +92,9 @@ def steps(problem: Problem) -> Iterator[Step]:
             held, coming = halves.joined(rank, distance), halves.joined(peer, distance)
             yield Work("small", ROUND_OPERATIONS)
             yield from _swap(problem, held, coming, distance)
-        yield Work("join", problem.entries(problem.everyone))  # two in each round
+        yield copied(problem.entries(problem.everyone))  # two in each round
     total = halves.joined(rank % powers, powers)
-    yield from unfold_steps(problem, problem.message(*total))
+    yield from unfold_stages(problem, problem.message(*total))
 
 
 class _Part(NamedTuple):
@@ -104,12 +104,12 @@ class _Part(NamedTuple):
     size: int
 
 
-def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Iterator[Step]:
+def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Iterator[Stage]:
     """Yield the exchange of two partners, as in both halves of the algorithm."""
     message, arriving = problem.message(*given), problem.message(*coming)
     yield Work("encode", message)
     yield Exchange("pair", (message,), (arriving,), distance)
-    yield Work("decode", coming.stored)
+    yield copied(coming.stored)
 
 
 class _Halves:

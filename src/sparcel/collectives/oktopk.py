@@ -8,28 +8,28 @@ from itertools import pairwise
 from math import sqrt
 
 from sparcel import patterns
-from sparcel.collectives._blocks import blocks_steps, evening_pays, gather_blocks, placed
+from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks, placed
 from sparcel.collectives._counts import Counted, counting_bytes, equally_counted
 from sparcel.collectives._global_topk import (
     FEW,
     FIRST_BITS,
     MORE_BITS,
     global_topk,
-    winners_steps,
+    winners_stages,
 )
-from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_steps
+from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_stages
 from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.collectives.reduce_scatter import steps as reduce_steps
+from sparcel.collectives.reduce_scatter import stages as reduce_stages
 from sparcel.collectives.regions import (
     TOLERANCE,
     TOLERATED,
     balanced_boundaries,
-    boundaries_steps,
+    boundaries_stages,
     counters_for,
 )
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work, chosen
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -146,25 +146,25 @@ class Course:
     winners: Sequence[int]
 
 
-def steps(problem: Problem, course: Course | None = None) -> Iterator[Step]:
-    """Yield the steps of `oktopk` with this ``course``, or with the expected one."""
+def stages(problem: Problem, course: Course | None = None) -> Iterator[Stage]:
+    """Yield the stages of `oktopk` with this ``course``, or with the expected one."""
     k = problem.k
     if gathering_is_cheaper(problem, k, k):
-        yield from gathered_topk_steps(problem)
+        yield from gathered_topk_stages(problem)
     else:
-        yield from by_regions_steps(problem, course or expected_course(problem))
+        yield from by_regions_stages(problem, course or expected_course(problem))
 
 
-def by_regions_steps(problem: Problem, course: Course) -> Iterator[Step]:
-    """Yield the steps of `topk_by_regions`."""
+def by_regions_stages(problem: Problem, course: Course) -> Iterator[Stage]:
+    """Yield the stages of `topk_by_regions`."""
     reduced = problem.entries(problem.everyone) / problem.ranks
     yield Work("small", SMALL)
-    yield from boundaries_steps(problem, course.boundary_sums)
-    yield from reduce_steps(problem, course.boundaries)
-    yield from winners_steps(problem, reduced, course.histograms, course.listed)
-    yield Work("largest", reduced)
-    yield Work("without", reduced)
-    yield from blocks_steps(problem, course.winners, course.boundaries)
+    yield from boundaries_stages(problem, course.boundary_sums)
+    yield from reduce_stages(problem, course.boundaries)
+    yield from winners_stages(problem, reduced, course.histograms, course.listed)
+    yield chosen(reduced)
+    yield Work("select", reduced)
+    yield from blocks_stages(problem, course.winners, course.boundaries)
 
 
 SMALL = 1000

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.collectives._blocks import blocks_steps, evening_pays, gather_blocks, placed
-from sparcel.collectives._global_topk import global_topk, winners_steps
+from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks, placed
+from sparcel.collectives._global_topk import global_topk, winners_stages
 from sparcel.collectives.oktopk import SMALL, Course, problem_of
 from sparcel.collectives.reduce_scatter import reduce_regions
-from sparcel.collectives.reduce_scatter import steps as reduce_steps
+from sparcel.collectives.reduce_scatter import stages as reduce_stages
 from sparcel.comm import Call
 from sparcel.ops import SUM
-from sparcel.steps import Problem, Step, Work
+from sparcel.profiling import timed
+from sparcel.stages import Problem, Stage, Work, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -92,7 +93,8 @@ def _oktopk_held(
     winners = global_topk(held, wire.comm, k, size, arrived.finite)
     if not winners.finite:
         return HeldTopk(stream.void_like(), arrived, stream.empty_like())
-    indices, values = kernels.topk(held, winners.counts[wire.rank])
+    with timed("select"):
+        indices, values = kernels.topk(held, winners.counts[wire.rank])
     kernels.scatter(held, indices, values.new_zeros(values.numel()))
     block = SparseStream.unchecked(indices, values, held.numel())
     evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)
@@ -100,12 +102,12 @@ def _oktopk_held(
     return HeldTopk(total, arrived, placed(block, start, size))
 
 
-def steps(problem: Problem, course: Course) -> Iterator[Step]:
-    """Yield the steps of `oktopk_held` with this ``course``."""
+def stages(problem: Problem, course: Course) -> Iterator[Stage]:
+    """Yield the stages of `oktopk_held` with this ``course``."""
     region = course.boundaries[problem.rank + 1] - course.boundaries[problem.rank]
     yield Work("small", SMALL)
-    yield from reduce_steps(problem, course.boundaries)
-    yield Work("scatter", problem.entries(problem.everyone) / problem.ranks)
-    yield from winners_steps(problem, region, course.histograms, course.listed)
+    yield from reduce_stages(problem, course.boundaries)
+    yield scattered(problem.entries(problem.everyone) / problem.ranks)
+    yield from winners_stages(problem, region, course.histograms, course.listed)
     yield Work("select", region, times=2 * SELECT_ONLY)  # what may win, and what wins
-    yield from blocks_steps(problem, course.winners, course.boundaries)
+    yield from blocks_stages(problem, course.winners, course.boundaries)

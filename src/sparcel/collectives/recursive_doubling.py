@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel import patterns
-from sparcel.collectives._fold import fold, fold_steps, group, unfold, unfold_steps
+from sparcel.collectives._fold import fold, fold_stages, group, unfold, unfold_stages
 from sparcel.ops import SUM, Op
-from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work, merge_two
+from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, merge_two
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -36,11 +36,11 @@ def recursive_doubling(
     return unfold(total, wire, most)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `recursive_doubling`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `recursive_doubling`."""
     rank, ranks = problem.rank, problem.ranks
     powers = patterns.fold(rank, ranks).powers
-    yield from fold_steps(problem)
+    yield from fold_stages(problem)
     if rank < powers:
         for peer, _, distance, _ in patterns.doubling(rank, powers):
             held, other = group(rank, distance, ranks), group(peer, distance, ranks)
@@ -50,4 +50,4 @@ def steps(problem: Problem) -> Iterator[Step]:
             yield Work("encode", message)
             yield Exchange("pair", (message,), (arriving,), distance)
             yield from merge_two(problem, held, other, 0, problem.size)
-    yield from unfold_steps(problem, problem.message(problem.entries(problem.everyone)))
+    yield from unfold_stages(problem, problem.message(problem.entries(problem.everyone)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.steps import Exchange, Problem, Step, Work, merge_all
+from sparcel.stages import Exchange, Problem, Stage, Work, copied, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -92,8 +92,8 @@ def _slices(boundaries: Sequence[int]) -> Iterator[list[Range]]:
         ]
 
 
-def sum_regions_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `sum_regions` on ``problem.ranks`` ranks, which are on one node."""
+def sum_regions_stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `sum_regions` on ``problem.ranks`` ranks, which are on one node."""
     rank, ranks = problem.rank, problem.ranks
     for places in _slices(patterns.regions(problem.size, ranks)) if ranks > 1 else ():
         sizes = [stop - start for start, stop in places]
@@ -104,8 +104,8 @@ def sum_regions_steps(problem: Problem) -> Iterator[Step]:
         yield Work("add", sizes[rank], times=ranks - 1)
 
 
-def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Step]:
-    """Yield the steps of `reduce_regions`, or of `reduce_scatter` if ``boundaries`` is None."""
+def stages(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator[Stage]:
+    """Yield the stages of `reduce_regions`, or of `reduce_scatter` if ``boundaries`` is None."""
     boundaries = boundaries or problem.regions
     rank, ranks = problem.rank, problem.ranks
 
@@ -118,7 +118,7 @@ def steps(problem: Problem, boundaries: Sequence[int] | None = None) -> Iterator
         rounds = patterns.rotation(rank, ranks)
         sends = tuple(slice_of(rank, owner) for owner, *_ in rounds)
         receives = tuple(slice_of(source, rank) for _, source, *_ in rounds)
-        yield Work("split", problem.k)
+        yield copied(problem.k)
         yield Work("encode", max(*sends, *receives), times=ranks)
         yield Exchange("rotate", sends, receives)
     yield from merge_all(problem, start, stop)

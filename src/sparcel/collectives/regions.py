@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.collectives._counts import Counted, sum_counts, sum_steps
+from sparcel.collectives._counts import Counted, sum_counts, sum_stages
 from sparcel.comm import Communicator
-from sparcel.steps import Problem, Step
+from sparcel.stages import Problem, Stage
 from sparcel.stream import SparseStream
 
 TOLERANCE, TOLERATED = 512, 64
@@ -67,10 +67,10 @@ def balanced_boundaries(
     return [0, *edges[nearer].tolist(), size], finite
 
 
-def boundaries_steps(problem: Problem, sums: Sequence[Counted]) -> Iterator[Step]:
-    """Yield the steps of `balanced_boundaries` that sums these counts."""
+def boundaries_stages(problem: Problem, sums: Sequence[Counted]) -> Iterator[Stage]:
+    """Yield the stages of `balanced_boundaries` that sums these counts."""
     for counted in sums:
-        yield from sum_steps(problem, counted, problem.ranks * problem.k)
+        yield from sum_stages(problem, counted, problem.ranks * problem.k)
 
 
 def _cells(below: Tensor, due: Tensor) -> Tensor:

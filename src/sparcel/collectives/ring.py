@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sparcel import patterns
 from sparcel.ops import SUM, Op
-from sparcel.steps import Exchange, Problem, Step, Work
+from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire, collective
 
@@ -41,23 +41,23 @@ def ring(
     return wire.concatenate(parts, op)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `ring`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `ring`."""
     rank, ranks, regions = problem.rank, problem.ranks, problem.regions
 
     def entries(streams: list[int], region: int) -> float:
         return problem.stored(streams, regions[region], regions[region + 1])
 
-    def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Step]:
+    def pass_on(sent: list[int], leaving: int, came: list[int], arriving: int) -> Iterator[Stage]:
         size = regions[leaving + 1] - regions[leaving]
         message = problem.message(entries(sent, leaving), size)
         size = regions[arriving + 1] - regions[arriving]
         yield Work("encode", message)
         coming = entries(came, arriving)
         yield Exchange("shift", (message,), (problem.message(coming, size),))
-        yield Work("decode", 0 if problem.is_dense(coming, size) else coming)
+        yield copied(0 if problem.is_dense(coming, size) else coming)
 
-    yield Work("split", problem.k)
+    yield copied(problem.k)
     for step in range(ranks - 1):
         leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
         # Region i starts at rank i, and holds the sum over the ranks that it has passed.
@@ -70,7 +70,7 @@ def steps(problem: Problem) -> Iterator[Step]:
     everyone = list(problem.everyone)
     for step in range(ranks - 1):
         yield from pass_on(everyone, (rank + 1 - step) % ranks, everyone, (rank - step) % ranks)
-    yield Work("join", problem.entries(everyone))
+    yield copied(problem.entries(everyone))
 
 
 def _around(first: int, count: int, ranks: int) -> list[int]:

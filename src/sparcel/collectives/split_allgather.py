@@ -10,12 +10,12 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.collectives.reduce_scatter import reduce_scatter
-from sparcel.collectives.reduce_scatter import steps as reduce_scatter_steps
+from sparcel.collectives.reduce_scatter import stages as reduce_scatter_stages
 from sparcel.formats import Qsgd
 from sparcel.ops import SUM, Op
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective, gather_steps
+from sparcel.wire import Due, Wire, collective, gather_stages
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def _gather_regions(
     return wire.gather_messages(message, dues)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `split_allgather`."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of `split_allgather`."""
     everyone, ranges = problem.everyone, list(pairwise(problem.regions))
-    yield from reduce_scatter_steps(problem)
+    yield from reduce_scatter_stages(problem)
     blocks = [problem.message(problem.stored(everyone, lo, hi), hi - lo) for lo, hi in ranges]
     at_most = max(problem.most_bytes(problem.k * problem.ranks, hi - lo) for lo, hi in ranges)
     total = problem.entries(everyone)
     yield Work("encode", blocks[problem.rank])
-    yield from gather_steps(blocks, problem.rank, at_most)
-    yield Work("decode", total / problem.ranks, times=problem.ranks)
-    yield Work("join", total)
+    yield from gather_stages(blocks, problem.rank, at_most)
+    yield copied(total / problem.ranks, times=problem.ranks)
+    yield copied(total)

@@ -17,6 +17,7 @@ from sparcel.comm.rendezvous import Rendezvous
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
+from sparcel.profiling import timed
 
 T = TypeVar("T")
 
@@ -79,6 +80,7 @@ class ConnectedCommunicator(Communicator):
         """See `Communicator.exchange_parts`; messages arrive in one part."""
         return {rank: [message] for rank, message in self._exchange(sends, receives).items()}
 
+    @timed("messages")
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """See `Communicator.all_reduce`.
 
@@ -141,6 +143,7 @@ class ConnectedCommunicator(Communicator):
                     lambda: self._executor.disconnect(self.engine, self._failure)
                 ).wait()
 
+    @timed("messages")
     def _exchange(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:

@@ -5,26 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from sparcel._checks import number, whole_number
+from sparcel.cost.work import KINDS
 from sparcel.rates import TRANSFERS, Curve, Rates
-
-_WORK = {  # seconds a call, seconds a unit
-    "select": (30e-6, 0.35e-9),
-    "topk": (40e-6, 6e-9),
-    "largest": (20e-6, 3e-9),
-    "merge": (15e-6, 2e-9),
-    "merge.many": (20e-6, 4e-9),
-    "split": (100e-6, 0.5e-9),
-    "join": (60e-6, 1e-9),
-    "small": (0.0, 4e-6),
-    "scatter": (10e-6, 2e-9),
-    "fill": (5e-6, 0.1e-9),
-    "add": (5e-6, 0.3e-9),
-    "encode": (15e-6, 0.15e-9),
-    "decode": (15e-6, 0.5e-9),
-    "without": (20e-6, 5e-9),
-    "histogram": (20e-6, 1e-9),
-}
-"""Figures of one core of a server of about 2022. They are conservative, like all defaults."""
 
 _POSTING_SECONDS = 20e-6
 """Time that a rank spends on sending and receiving one of many simultaneous messages."""
@@ -80,9 +62,9 @@ def stated_rates(
     curves |= dict.fromkeys(inner, within)
     slowest = (node_latency_s, node_bandwidth) if here == ranks else (latency_s, bandwidth)
     curves |= dict.fromkeys(("dense.float32", "dense.bfloat16"), _engine(*slowest, ranks))
-    for name, (start, each) in _WORK.items():
+    for name, kind in KINDS.items():
         slower = 1.0 if name == "small" else _CORE_BYTES_PER_S / memory_bandwidth
-        curves[name] = Curve.line(start, each * slower)
+        curves[name] = Curve.line(kind.call_s, kind.unit_s * slower)
     return Rates(curves, ranks, here, measured=False, description=description)
 
 

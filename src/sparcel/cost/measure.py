@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
@@ -16,25 +17,17 @@ from sparcel._checks import whole_number
 from sparcel.comm import Communicator
 from sparcel.cost import trials
 from sparcel.cost.trials import Trial
+from sparcel.cost.work import KINDS, Kind
 from sparcel.errors import InputError
 from sparcel.ops import MAX, SUM
 from sparcel.rates import WORK, Curve, Rates
 
 _MESSAGES = (64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _FLOATS = (64, 1 << 10, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
-_ENTRIES = (16, 1 << 10, 16 << 10, 128 << 10, 1 << 20)
-_COORDINATES = (256, 16 << 10, 256 << 10, 2 << 20, 16 << 20)
 
 _PASSES = 3
 """How many times all points are timed. A temporary disturbance of the machine then affects only
 some samples of each point."""
-
-_AMOUNTS = {
-    "coordinates": _COORDINATES,
-    "bytes": (128, 8 << 10, 128 << 10, 1 << 20, 8 << 20),
-    "operations": (1, 100),
-}
-"""Amounts to time, by the unit of the work; all other work uses `_ENTRIES`."""
 
 _BUDGET_SECONDS, _MOST = 0.02, 5
 """Seconds to time a point in a pass, and the most samples; a slow point is timed once."""
@@ -174,11 +167,15 @@ def _everything(
     for name, make in trials.exchanges(comm, here):
         to_all = name.endswith(("rotate", "gather"))  # these send P−1 messages at once
         yield name, _MESSAGES[: -1 if to_all else None], make
-    for kind in (torch.float32, torch.bfloat16):
-        name, make = str(kind).replace("torch", "dense"), trials.engine_sum(comm, kind)
-        yield name, [kind.itemsize * floats for floats in _FLOATS], make
-    for name, make in trials.work(comm.size, comm.rank).items():
-        yield name, _AMOUNTS.get(WORK[name], _ENTRIES), make
+    for dtype in (torch.float32, torch.bfloat16):
+        name, make = str(dtype).replace("torch", "dense"), trials.engine_sum(comm, dtype)
+        yield name, [dtype.itemsize * floats for floats in _FLOATS], make
+    for name, kind in KINDS.items():
+        yield name, kind.amounts, partial(_work, kind, comm.rank)
+
+
+def _work(kind: Kind, seed: int, amount: int) -> Trial:
+    return Trial(kind.trial(amount, seed))
 
 
 def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
@@ -228,13 +225,13 @@ def _once(comm: Communicator, trial: Trial) -> tuple[float, float]:
 
 def _crowding(comm: Communicator, samples: int) -> float:
     """Return how many times as long as its processor time a merge takes, if all ranks merge."""
-    merge = trials.work(comm.size, 0)["merge"](_CROWD)
-    _, processor = _times(comm, merge, 2)[1]
+    merge = KINDS["merge"].trial(_CROWD, 0)
+    _, processor = _times(comm, Trial(merge), 2)[1]
     repeats = max(1, min(1000, round(_LOOP_SECONDS / max(processor, 1e-6))))
 
     def run() -> None:
         for _ in range(repeats):
-            merge.run()
+            merge()
 
     times = _times(comm, Trial(run), samples)
     return max(1.0, median(clock / max(processor, 1e-6) for clock, processor in times))

@@ -1,4 +1,4 @@
-"""The cost of an all-reduce or a training step: seconds, bytes and rounds, from its steps."""
+"""The cost of an all-reduce or a training step: seconds, bytes and rounds, from its stages."""
 
 from __future__ import annotations
 
@@ -9,28 +9,10 @@ from typing import NamedTuple
 
 from sparcel._checks import check_callable, check_type
 from sparcel.cost.defaults import default_rates
+from sparcel.cost.work import KINDS
 from sparcel.errors import InputError
 from sparcel.rates import Curve, Rates
-from sparcel.steps import EngineSum, Exchange, Problem, Step, Steps, Work
-
-PHASES = {
-    "select": "select",
-    "topk": "select",
-    "largest": "select",
-    "histogram": "select",
-    "without": "select",
-    "encode": "encode",
-    "decode": "encode",
-    "merge": "reduce",
-    "merge.many": "reduce",
-    "split": "reduce",
-    "join": "reduce",
-    "small": "reduce",
-    "scatter": "reduce",
-    "fill": "reduce",
-    "add": "reduce",
-}
-"""The phase of each kind of work."""
+from sparcel.stages import EngineSum, Exchange, Problem, Stage, Stages, Work
 
 
 @dataclass(frozen=True)
@@ -68,54 +50,54 @@ class Counts(NamedTuple):
     rounds: int
 
 
-def count(steps: Steps, problem: Problem) -> Counts:
-    """Return the messages, bytes and rounds of the problem's rank in these steps."""
+def count(stages: Stages, problem: Problem) -> Counts:
+    """Return the messages, bytes and rounds of the problem's rank in these stages."""
     counted = []
-    for step in _listed(steps, problem):
-        if isinstance(step, Exchange):
-            sends, receives = step.sends, step.receives
-            traffic = (len(sends), sum(sends), len(receives), sum(receives), step.rounds)
+    for stage in _listed(stages, problem):
+        if isinstance(stage, Exchange):
+            sends, receives = stage.sends, stage.receives
+            traffic = (len(sends), sum(sends), len(receives), sum(receives), stage.rounds)
             counted.append(Counts(*traffic))
-        elif isinstance(step, EngineSum):
-            rounds = step.rounds
-            counted.append(Counts(rounds, step.sent, rounds, step.received, rounds))
+        elif isinstance(stage, EngineSum):
+            rounds = stage.rounds
+            counted.append(Counts(rounds, stage.sent, rounds, stage.received, rounds))
     return Counts(*map(sum, zip(Counts(0, 0, 0, 0, 0), *counted, strict=True)))
 
 
 @lru_cache(maxsize=64)
-def _listed(steps: Steps, problem: Problem) -> tuple[Step, ...]:
-    """List the steps once for all rates; a plan asks again for many bandwidths."""
-    return tuple(steps(problem))
+def _listed(stages: Stages, problem: Problem) -> tuple[Stage, ...]:
+    """List the stages once for all rates; a plan asks again for many bandwidths."""
+    return tuple(stages(problem))
 
 
-def predict(steps: Steps, problem: Problem, rates: Rates | None = None) -> Prediction:
+def predict(stages: Stages, problem: Problem, rates: Rates | None = None) -> Prediction:
     """Return the predicted cost of an algorithm.
 
     Parameters
     ----------
-    steps
-        The algorithm's steps, from a table of `sparcel.collectives` or `sparcel.schemes`.
+    stages
+        The algorithm's stages, from a table of `sparcel.collectives` or `sparcel.schemes`.
     rates
         None for `default_rates`.
     """
-    check_callable(steps, "steps")
+    check_callable(stages, "stages")
     check_type(problem, Problem, "problem")
     rates = default_rates() if rates is None else rates
     check_type(rates, Rates, "rates")
     phases = dict.fromkeys(("select", "encode", "exchange", "reduce"), 0.0)
-    for step in _listed(steps, problem):
-        if isinstance(step, Exchange):
-            phases["exchange"] += step.rounds * _message_seconds(step, problem, rates)
-        elif isinstance(step, EngineSum):
-            phases["exchange"] += _engine_seconds(step, problem, rates)
+    for stage in _listed(stages, problem):
+        if isinstance(stage, Exchange):
+            phases["exchange"] += stage.rounds * _message_seconds(stage, problem, rates)
+        elif isinstance(stage, EngineSum):
+            phases["exchange"] += _engine_seconds(stage, problem, rates)
         else:
-            phases[PHASES[step.kind]] += work_seconds(step, rates)
-    traffic = count(steps, problem)
+            phases[KINDS[stage.kind].phase] += work_seconds(stage, rates)
+    traffic = count(stages, problem)
     volume = round(max(traffic.bytes_sent, traffic.bytes_received))
     return Prediction(sum(phases.values()), **phases, bytes=volume, rounds=traffic.rounds)
 
 
-def choose(candidates: Mapping[str, Steps], problem: Problem, rates: Rates | None = None) -> str:
+def choose(candidates: Mapping[str, Stages], problem: Problem, rates: Rates | None = None) -> str:
     """Return the candidate that is predicted to be the fastest; of equal ones, the first.
 
     Only the arguments decide, so ranks with equal arguments make the same choice.
@@ -125,38 +107,38 @@ def choose(candidates: Mapping[str, Steps], problem: Problem, rates: Rates | Non
     return min(candidates, key=lambda name: predict(candidates[name], problem, rates).seconds)
 
 
-def work_seconds(step: Work, rates: Rates) -> float:
+def work_seconds(stage: Work, rates: Rates) -> float:
     """Return the seconds of work; ranks slow each other less if fewer of them work at once."""
-    shared = max(1.0, rates.crowding * step.busy) / rates.crowding
-    return step.times * rates[step.kind](step.amount) * shared
+    shared = max(1.0, rates.crowding * stage.busy) / rates.crowding
+    return stage.times * rates[stage.kind](stage.amount) * shared
 
 
-def _message_seconds(step: Exchange, problem: Problem, rates: Rates) -> float:
+def _message_seconds(stage: Exchange, problem: Problem, rates: Rates) -> float:
     """Return the seconds of one message of an exchange."""
-    between = rates[step.pattern]
+    between = rates[stage.pattern]
     # A gather inside a node is not measured; a rotation sends as many messages.
-    inner_pattern = "rotate" if step.pattern == "gather" else step.pattern
+    inner_pattern = "rotate" if stage.pattern == "gather" else stage.pattern
     within: Curve = rates.curves.get(f"node.{inner_pattern}", between)
-    if step.inside:
-        return within(step.nbytes)
+    if stage.inside:
+        return within(stage.nbytes)
     here = problem.ranks_per_node
-    if step.pattern in ("rotate", "gather") or here == 1 or step.distance >= here:
-        return between(step.nbytes)
+    if stage.pattern in ("rotate", "gather") or here == 1 or stage.distance >= here:
+        return between(stage.nbytes)
     # This many of a node's ranks have a peer on another node, and share the node's link.
-    crossing = step.distance / here if step.pattern == "shift" else 0.0
-    inner = within(step.nbytes)
-    return max(inner, between(step.nbytes * crossing)) if crossing else inner
+    crossing = stage.distance / here if stage.pattern == "shift" else 0.0
+    inner = within(stage.nbytes)
+    return max(inner, between(stage.nbytes * crossing)) if crossing else inner
 
 
-def _engine_seconds(step: EngineSum, problem: Problem, rates: Rates) -> float:
+def _engine_seconds(stage: EngineSum, problem: Problem, rates: Rates) -> float:
     """Return the seconds of the engine's sum, scaled from the measured to this number of ranks.
 
     Where it is a sum of one rank of each node, the nodes' other ranks sum at the same time. The
     links then carry as much as one sum of all their bytes.
     """
-    curve = rates["dense.bfloat16" if step.itemsize == 2 else "dense.float32"]
-    sums = min(problem.ranks_per_node, problem.ranks // step.ranks)
-    measured, asked, had = curve(sums * step.nbytes), step.ranks, rates.ranks
+    curve = rates["dense.bfloat16" if stage.itemsize == 2 else "dense.float32"]
+    sums = min(problem.ranks_per_node, problem.ranks // stage.ranks)
+    measured, asked, had = curve(sums * stage.nbytes), stage.ranks, rates.ranks
     if asked == had or had == 1:
         return measured
     return measured * (asked - 1) / asked * had / (had - 1)

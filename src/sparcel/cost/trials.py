@@ -1,4 +1,4 @@
-"""The trials that `measure` times: exchanges in each pattern, and work on synthetic streams."""
+"""The exchanges that `measure` times, in each pattern."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from sparcel import formats, kernels, patterns
+from sparcel import patterns
 from sparcel.comm import Communicator
-from sparcel.formats import COO
-from sparcel.ops import SUM
-from sparcel.stream import SparseStream, concatenate
-
-Run = Callable[[], object]
+from sparcel.cost.work import Run
 
 
 @dataclass(frozen=True)
@@ -59,44 +54,6 @@ def engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]
         return Trial(lambda: comm.all_reduce(vector))
 
     return trial
-
-
-def work(ranks: int, seed: int) -> dict[str, Callable[[int], Trial]]:
-    """Return, for each kind of work, a function from an amount to a trial."""
-
-    def of_stream(task: Callable[[SparseStream], object]) -> Callable[[int], Trial]:
-        def trial(amount: int) -> Trial:
-            stream = _stream(amount, seed)
-            return Trial(lambda: task(stream))
-
-        return trial
-
-    return {
-        "select": lambda size: _select(size, seed),
-        "topk": of_stream(lambda stream: stream.topk(-(-stream.nnz // 2))),
-        "largest": of_stream(lambda stream: stream.largest(-(-stream.nnz // 2))),
-        "merge": lambda entries: _merge(entries, 2, seed),
-        "merge.many": lambda entries: _merge(entries, ranks, seed),
-        "split": lambda entries: _split(entries, ranks, seed),
-        "join": lambda entries: _join(entries, ranks, seed),
-        "small": _small,
-        "scatter": lambda entries: _scatter(entries, seed),
-        "fill": lambda size: _in_place(size, lambda vector: vector.zero_()),
-        "add": lambda size: _in_place(size, lambda vector: vector.sub_(1.0)),
-        "encode": lambda nbytes: of_stream(COO.encode)(_entries_in(nbytes)),
-        "decode": lambda entries: _decode(entries, seed),
-        "without": of_stream(lambda stream: stream.without(stream)),
-        "histogram": of_stream(
-            lambda stream: kernels.magnitude_histogram(stream.values, 20, 1 << 11, None)
-        ),
-    }
-
-
-def _entries_in(nbytes: int) -> int:
-    """Return how many float32 entries take so many bytes of a message."""
-    many, size = 1 << 16, 1 << 24
-    each = (COO.max_bytes(many, size, 4) - COO.max_bytes(0, size, 4)) / many
-    return round(nbytes / each)
 
 
 def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
@@ -156,71 +113,3 @@ def _to_all(comm: Communicator, nbytes: int, members: range) -> Trial:
 def _gather(comm: Communicator, nbytes: int) -> Trial:
     message = torch.zeros(nbytes, dtype=torch.uint8)
     return Trial(lambda: comm.gather(message, nbytes), comm.size - 1)
-
-
-def _stream(entries: int, seed: int, gap: int = 100) -> SparseStream:
-    """Return a stream that stores about one coordinate in ``gap``."""
-    generator = torch.Generator().manual_seed(seed)
-    gaps = torch.randint(1, 2 * gap, (entries,), dtype=torch.int32, generator=generator)
-    indices = gaps.cumsum(0, dtype=torch.int32)
-    values = torch.randn(entries, generator=generator)
-    return SparseStream.unchecked(indices, values, 2 * gap * entries)
-
-
-def _select(size: int, seed: int) -> Trial:
-    generator = torch.Generator().manual_seed(seed)
-    memory, scratch = torch.zeros(size), torch.empty(size)
-    gradient = torch.randn(size, generator=generator)
-    k = -(-size // 1000)
-    addition = kernels.Addition(memory, gradient, scratch)
-    return Trial(lambda: kernels.accumulate_topk(addition, k))
-
-
-def _merge(entries: int, streams: int, seed: int) -> Trial:
-    """Reduce the messages of ``streams`` streams that have ``entries`` entries in total."""
-    parts = [_stream(-(-entries // streams), seed + part) for part in range(streams)]
-    size = max(part.size for part in parts)
-    for part in parts:
-        part.size = size
-    messages = [COO.encode(part).message for part in parts]
-    return Trial(lambda: COO.reduce_messages(messages, parts[0], SUM))
-
-
-def _split(entries: int, parts: int, seed: int) -> Trial:
-    stream = _stream(entries, seed)
-    cuts = [part * stream.size // parts for part in range(parts + 1)]
-    return Trial(lambda: [part.compact() for part in stream.split(cuts)])
-
-
-def _join(entries: int, parts: int, seed: int) -> Trial:
-    whole = _stream(entries, seed)
-    pieces = whole.split([part * whole.size // parts for part in range(parts + 1)])
-    return Trial(lambda: concatenate(pieces))
-
-
-def _small(operations: int) -> Trial:
-    counts = torch.arange(1024)
-
-    def run() -> None:
-        for _ in range(operations):
-            counts.cumsum(0)
-
-    return Trial(run)
-
-
-def _scatter(entries: int, seed: int) -> Trial:
-    stream = _stream(entries, seed, gap=12)
-    dense = torch.zeros(stream.size)
-    assert stream.indices is not None, "_stream makes sparse streams"
-    indices = stream.indices
-    return Trial(lambda: kernels.scatter_reduce(dense, indices, stream.values, SUM))
-
-
-def _in_place(size: int, task: Callable[[Tensor], object]) -> Trial:
-    vector = torch.zeros(size)
-    return Trial(lambda: task(vector))
-
-
-def _decode(entries: int, seed: int) -> Trial:
-    message = COO.encode(_stream(entries, seed)).message
-    return Trial(lambda: formats.decode(message))

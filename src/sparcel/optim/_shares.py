@@ -14,8 +14,8 @@ from torch import Tensor
 from sparcel import cost, kernels
 from sparcel.comm import digest
 from sparcel.rates import Rates
-from sparcel.steps import ROUND_OPERATIONS, Exchange, Problem, Step, Work
-from sparcel.wire import gather_steps
+from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work
+from sparcel.wire import gather_stages
 
 Sizes = tuple[tuple[int, int], ...]
 """The number of elements of each tensor, and the bytes of one."""
@@ -124,10 +124,10 @@ def _seconds(divided: Division, rates: Rates | None, ranks: int | None = None) -
     return cost.predict(partial(_steps, divided), problem, rates).seconds
 
 
-def _steps(divided: Division, problem: Problem) -> Iterator[Step]:
+def _steps(divided: Division, problem: Problem) -> Iterator[Stage]:
     yield Work("add", max(divided.loads) / 4)  # its coordinates are of float32
     blocks = [float(_ROW_BYTES * count) for count in divided.counts]
-    for exchange in gather_steps(blocks, 0, max(blocks)):
+    for exchange in gather_stages(blocks, 0, max(blocks)):
         assert isinstance(exchange, Exchange)
         yield exchange
     if len(blocks) > 1:

@@ -12,14 +12,14 @@ from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.server import through_server
-from sparcel.schemes import ON_NODES, SEND_ALL, checked_density, engine_steps, steps_of
-from sparcel.steps import Steps
+from sparcel.schemes import ON_NODES, SEND_ALL, checked_density, engine_stages, stages_of
+from sparcel.stages import Stages
 
 if TYPE_CHECKING:
     from torch import nn
 
 BASELINE = "dense bf16"
-DENSE: dict[str, Steps] = {"dense fp32": engine_steps(4), BASELINE: engine_steps(2)}
+DENSE: dict[str, Stages] = {"dense fp32": engine_stages(4), BASELINE: engine_stages(2)}
 """DDP's own all-reduce."""
 
 SPARSE = ("topk", "gtopk", "oktopk", "scalecom")
@@ -195,8 +195,8 @@ Predict = Callable[[Problem], Prediction]
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:
-    steps = DENSE[method] if method in DENSE else steps_of(method, rates)
-    return lambda problem: predict(steps, problem, rates)
+    stages = DENSE[method] if method in DENSE else stages_of(method, rates)
+    return lambda problem: predict(stages, problem, rates)
 
 
 def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:

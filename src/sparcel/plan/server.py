@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sparcel.cost import Prediction, Problem, Rates, work_seconds
-from sparcel.steps import Work
+from sparcel.stages import Work, chosen, scattered
 
 
 def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]:
@@ -27,11 +27,11 @@ def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]
         work = {"select": 0.0, "reduce": 0.0}
         if method in ("topk", "scalecom"):
             busy = 1.0 if method == "topk" else 1 / ranks
-            selecting = (Work("select", problem.size, busy), Work("largest", problem.k, busy))
-            work["select"] = sum(work_seconds(step, rates) for step in selecting)
+            selecting = (Work("select", problem.size, busy), chosen(problem.k, busy))
+            work["select"] = sum(work_seconds(stage, rates) for stage in selecting)
             entries = ranks * problem.k
-            updating = (Work("fill", problem.size), Work("scatter", entries), _add(problem))
-            work["reduce"] = sum(work_seconds(step, rates) for step in updating)
+            updating = (Work("add", problem.size), scattered(entries), _add(problem))
+            work["reduce"] = sum(work_seconds(stage, rates) for stage in updating)
         else:
             work["reduce"] = 3 * work_seconds(_add(problem), rates)
         return Prediction(

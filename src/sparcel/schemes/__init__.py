@@ -10,13 +10,13 @@ from sparcel._checks import check_type
 from sparcel.errors import InputError, known, warn
 from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
-from sparcel.schemes.auto import steps_by as auto_steps_by
+from sparcel.schemes.auto import stages_by as auto_stages_by
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.dense import Dense, engine_steps
-from sparcel.schemes.dense import steps as dense_steps
+from sparcel.schemes.dense import Dense, engine_stages
+from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import checked_density, front_loaded
 from sparcel.schemes.gtopk import GTopK
-from sparcel.schemes.gtopk import steps as gtopk_steps
+from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.hierarchical import (
     Hierarchical,
     connect_nodes,
@@ -24,25 +24,25 @@ from sparcel.schemes.hierarchical import (
     filter_of,
     momentum_of,
 )
-from sparcel.schemes.meter import Meter, profiled
+from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
-from sparcel.schemes.oktopk import steps as oktopk_steps
+from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.presets import (
     dgc,
     hitopk,
-    hitopk_steps,
+    hitopk_stages,
     mstopk,
     torus2d,
-    torus2d_steps,
+    torus2d_stages,
 )
 from sparcel.schemes.request import Layer, Request
 from sparcel.schemes.scalecom import ScaleCom
-from sparcel.schemes.scalecom import steps as scalecom_steps
+from sparcel.schemes.scalecom import stages as scalecom_stages
 from sparcel.schemes.settings import Settings
 from sparcel.schemes.sparcml import SparCML
 from sparcel.schemes.topk import TopK
-from sparcel.schemes.topk import steps_by as topk_steps_by
-from sparcel.steps import Steps
+from sparcel.schemes.topk import stages_by as topk_stages_by
+from sparcel.stages import Stages
 
 __all__ = [
     "ON_NODES",
@@ -65,14 +65,13 @@ __all__ = [
     "checked_density",
     "chosen_scheme",
     "connect_nodes",
-    "engine_steps",
+    "engine_stages",
     "factor_at_switch",
     "filter_of",
     "front_loaded",
     "momentum_of",
-    "profiled",
     "scheme",
-    "steps_of",
+    "stages_of",
 ]
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
@@ -90,15 +89,15 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
 }
 
 
-STEPS: dict[str, Steps] = {
-    "dense": dense_steps,
-    "gtopk": gtopk_steps,
-    "oktopk": oktopk_steps,
-    "scalecom": scalecom_steps,
-    "hitopk": hitopk_steps,
-    "torus2d": torus2d_steps,
+STAGES: dict[str, Stages] = {
+    "dense": dense_stages,
+    "gtopk": gtopk_stages,
+    "oktopk": oktopk_stages,
+    "scalecom": scalecom_stages,
+    "hitopk": hitopk_stages,
+    "torus2d": torus2d_stages,
 }
-"""The steps of these schemes, by name."""
+"""The stages of these schemes, by name."""
 
 ON_NODES = ("hitopk", "torus2d")
 """The schemes that take ``ranks_per_node``, and have no use where every rank is a node."""
@@ -106,24 +105,24 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
-_STEPS_BY: dict[str, Callable[[Rates], Steps]] = {
-    "topk": topk_steps_by,
-    "sparcml": topk_steps_by,
-    "auto": auto_steps_by,
+_STAGES_BY: dict[str, Callable[[Rates], Stages]] = {
+    "topk": topk_stages_by,
+    "sparcml": topk_stages_by,
+    "auto": auto_stages_by,
 }
-"""The steps of schemes that choose by rates, by name."""
+"""The stages of schemes that choose by rates, by name."""
 
-PREDICTED = (*_STEPS_BY, *STEPS)
-"""The schemes whose steps the cost model knows."""
+PREDICTED = (*_STAGES_BY, *STAGES)
+"""The schemes whose stages the cost model knows."""
 
 
-def steps_of(name: str, rates: Rates) -> Steps:
-    """Return the steps of the scheme ``name``, one of `PREDICTED`.
+def stages_of(name: str, rates: Rates) -> Stages:
+    """Return the stages of the scheme ``name``, one of `PREDICTED`.
 
     With these rates ``topk`` takes the fastest algorithm, and ``auto`` the fastest method.
     ``sparcml`` is meant without ``bits``.
     """
-    return _STEPS_BY[name](rates) if name in _STEPS_BY else STEPS[name]
+    return _STAGES_BY[name](rates) if name in _STAGES_BY else STAGES[name]
 
 
 def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:

@@ -1,27 +1,27 @@
-"""The steps that schemes share: selecting, and applying the update."""
+"""The stages that schemes share: selecting, and applying the update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work, chosen, scattered
 
 SMALL = 250
 """Small operations of a step, besides those on its vectors: checks, layers, the transaction."""
 
 
-def select_steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps that add the gradient to the memory and take the k largest out."""
+def select_stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages that add the gradient to the memory and take the k largest out."""
     yield Work("small", SMALL)
     yield Work("select", problem.size)
-    yield Work("largest", problem.k)
+    yield chosen(problem.k)
 
 
-def apply_steps(problem: Problem, entries: float) -> Iterator[Step]:
-    """Yield the steps that write an average of ``entries`` coordinates and apply the update."""
+def apply_stages(problem: Problem, entries: float) -> Iterator[Stage]:
+    """Yield the stages that write an average of ``entries`` coordinates and apply the update."""
     if problem.is_dense(entries):
         yield Work("add", problem.size)
     else:
-        yield Work("fill", problem.size)
-        yield Work("scatter", entries)
+        yield Work("add", problem.size)
+        yield scattered(entries)
     yield Work("add", problem.size)

@@ -18,17 +18,17 @@ from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
 from sparcel.schemes._contest import Contest
 from sparcel.schemes.dense import Dense
-from sparcel.schemes.dense import steps as dense_steps
+from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import count_for
 from sparcel.schemes.gtopk import exchange_gtopk
-from sparcel.schemes.gtopk import steps as gtopk_steps
+from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.oktopk import exchange_oktopk
-from sparcel.schemes.oktopk import steps as oktopk_steps
+from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import exchange_topk
-from sparcel.schemes.topk import steps_by as topk_steps_by
-from sparcel.steps import Problem, Steps
+from sparcel.schemes.topk import stages_by as topk_stages_by
+from sparcel.stages import Problem, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -42,15 +42,15 @@ EXCHANGES: dict[str, Callable[[Selection, Wire], Exchanged]] = {
 CANDIDATES = ("dense", *EXCHANGES)
 
 
-def _steps_of(candidate: str, rates: Rates) -> Steps:
-    """Return the steps of a candidate's training step."""
-    steps = {"topk": topk_steps_by(rates), "gtopk": gtopk_steps, "oktopk": oktopk_steps}
-    return steps.get(candidate, dense_steps)
+def _stages_of(candidate: str, rates: Rates) -> Stages:
+    """Return the stages of a candidate's training step."""
+    stages = {"topk": topk_stages_by(rates), "gtopk": gtopk_stages, "oktopk": oktopk_stages}
+    return stages.get(candidate, dense_stages)
 
 
-def steps_by(rates: Rates) -> Steps:
-    """Return the steps of the method that `Auto` predicts to be the fastest with these rates."""
-    candidates = {name: _steps_of(name, rates) for name in CANDIDATES}
+def stages_by(rates: Rates) -> Stages:
+    """Return the stages of the method that `Auto` predicts to be the fastest with these rates."""
+    candidates = {name: _stages_of(name, rates) for name in CANDIDATES}
     return lambda problem: candidates[cost.choose(candidates, problem.foreseen, rates)](problem)
 
 
@@ -176,7 +176,7 @@ class Auto(Sparsifier):
         for name in names:
             itemsize = own if name == "dense" else wide
             problem = Problem(size, min(k, size), comm.size, here, itemsize, format=request.format)
-            predicted[name] = cost.predict(_steps_of(name, rates), problem, rates).seconds
+            predicted[name] = cost.predict(_stages_of(name, rates), problem, rates).seconds
         return predicted
 
     def _meet(self, gradient: Tensor, comm: Communicator, contest: Contest) -> bool:

@@ -14,8 +14,8 @@ from sparcel import kernels
 from sparcel._checks import FLOAT_DTYPES, all_finite, check_like, check_type
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
+from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory
-from sparcel.schemes.meter import profiled
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import all_finite
-from sparcel.collectives.dense import agreement_steps, check_agreement
+from sparcel.collectives.dense import agreement_stages, check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import known
-from sparcel.schemes._phases import apply_steps
+from sparcel.schemes._phases import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
-from sparcel.steps import EngineSum, Problem, Step, Steps, Work
+from sparcel.stages import EngineSum, Problem, Stage, Stages, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -60,21 +60,21 @@ class Dense(Scheme):
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `Dense`."""
-    yield from agreement_steps(problem)
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step of `Dense`."""
+    yield from agreement_stages(problem)
     yield Work("add", problem.size)
-    yield from engine_steps(problem.itemsize)(problem)
-    yield from apply_steps(problem, problem.size)
+    yield from engine_stages(problem.itemsize)(problem)
+    yield from apply_stages(problem, problem.size)
 
 
-def engine_steps(itemsize: int) -> Steps:
-    """Return the steps of the engine's all-reduce alone; ``itemsize`` is the bytes of a value.
+def engine_stages(itemsize: int) -> Stages:
+    """Return the stages of the engine's all-reduce alone; ``itemsize`` is the bytes of a value.
 
     DDP without sparcel does nothing else.
     """
 
-    def steps(problem: Problem) -> Iterator[Step]:
+    def stages(problem: Problem) -> Iterator[Stage]:
         yield EngineSum(problem.size, itemsize, problem.rank, problem.ranks)
 
-    return steps
+    return stages

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparcel.collectives.gtopk import gtopk
-from sparcel.collectives.gtopk import steps as gtopk_steps
+from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.errors import known
-from sparcel.schemes._phases import apply_steps, select_steps
+from sparcel.schemes._phases import apply_stages, select_stages
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, scattered
 from sparcel.wire import Wire
 
 
@@ -47,9 +47,9 @@ class GTopK(Sparsifier):
         return exchange_gtopk(selection, wire, self.put_back)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `GTopK`."""
-    yield from select_steps(problem)
-    yield from gtopk_steps(problem)
-    yield Work("scatter", problem.k)
-    yield from apply_steps(problem, problem.k)
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step of `GTopK`."""
+    yield from select_stages(problem)
+    yield from gtopk_stages(problem)
+    yield scattered(problem.k)
+    yield from apply_stages(problem, problem.k)

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel._checks import whole_number
-from sparcel.collectives.dense import agreement_steps
+from sparcel.collectives.dense import agreement_stages
 from sparcel.collectives.reduce_scatter import (
     reduce_scatter,
     sum_regions,
-    sum_regions_steps,
+    sum_regions_stages,
 )
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.memory import emptied, wide_dtype
-from sparcel.schemes._phases import apply_steps
+from sparcel.schemes._phases import apply_stages
 from sparcel.schemes.base import Scheme, averaged
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
-from sparcel.steps import Problem, Step, Steps, Work
+from sparcel.stages import Problem, Stage, Stages, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_steps
+from sparcel.wire import Due, Wire, gather_stages
 
 _SUM_BYTES = torch.float32.itemsize
 """Bytes of a value between nodes, where half precision has become a float32 sum."""
@@ -245,8 +245,8 @@ def _gather_shards(
     return wire.concatenate(wire.gather(wire.compact(average), dues), out=out)
 
 
-def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a training step on two levels.
+def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a training step on two levels.
 
     ``inner`` selects and exchanges a shard across the nodes; ``is_dense`` tells that its sum is
     dense.
@@ -256,8 +256,8 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
     shards = [stop - start for start, stop in pairwise(patterns.regions(problem.size, here))]
     own = shards[place]
     if is_dense:
-        yield from agreement_steps(problem)
-    yield from sum_regions_steps(replace(problem, rank=place, ranks=here))
+        yield from agreement_stages(problem)
+    yield from sum_regions_stages(replace(problem, rank=place, ranks=here))
     across = Problem(
         max(1, own),  # a problem needs a coordinate; an empty shard costs no more
         max(1, min(own, ceil(problem.k / here))),
@@ -271,7 +271,7 @@ def steps_on_nodes(inner: Steps, is_dense: bool, problem: Problem) -> Iterator[S
     if here > 1:
         blocks = [problem.message(size if is_dense else total, size) for size in shards]
         at_most = max(problem.most_bytes(None, size) for size in shards)
-        yield from gather_steps(blocks, place, at_most, inside=True)
-        yield Work("decode", total, times=here)
+        yield from gather_stages(blocks, place, at_most, inside=True)
+        yield copied(total, times=here)
         yield Work("encode", problem.message(total * here))
-    yield from apply_steps(problem, problem.size if is_dense else total * here)
+    yield from apply_stages(problem, problem.size if is_dense else total * here)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
-from torch.autograd import profiler
+from sparcel.profiling import profiled
 
 
 @dataclass
@@ -58,11 +58,3 @@ class Meter:
         with profiled("exchange"):
             yield
         self.communicate_seconds += perf_counter() - start
-
-
-def profiled(name: str) -> AbstractContextManager[object]:
-    """Show a block as ``sparcel::{name}`` in the profiles of torch.profiler."""
-    # Without a profiler, record_function would still cost tens of microseconds. This flag holds for
-    # all threads; torch.autograd._profiler_enabled() is true on the thread that started it alone.
-    active = profiler._is_profiler_enabled
-    return profiler.record_function(f"sparcel::{name}") if active else nullcontext()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from sparcel._checks import check_type, number, whole_number
-from sparcel.collectives.gtopk import gathered_topk, gathered_topk_steps
+from sparcel.collectives.gtopk import gathered_topk, gathered_topk_stages
 from sparcel.collectives.oktopk import (
     expected_course,
     gathering_is_cheaper,
@@ -16,18 +16,18 @@ from sparcel.collectives.oktopk import (
     problem_of,
 )
 from sparcel.collectives.oktopk_held import SELECT_ONLY, oktopk_held
-from sparcel.collectives.oktopk_held import steps as held_steps
+from sparcel.collectives.oktopk_held import stages as held_stages
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
-from sparcel.collectives.regions import balanced_boundaries, boundaries_steps
+from sparcel.collectives.regions import balanced_boundaries, boundaries_stages
 from sparcel.comm import Call
 from sparcel.errors import InputError, known
 from sparcel.schemes._elsewhere import select_elsewhere
-from sparcel.schemes._phases import apply_steps, select_steps
+from sparcel.schemes._phases import apply_stages, select_stages
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work, scattered
 from sparcel.wire import Wire
 
 
@@ -179,22 +179,22 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
     return steps
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `OkTopK`.
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step of `OkTopK`.
 
     A rank's k entries go to the other ranks alone.
     """
     size, k, ranks = problem.size, problem.k, problem.ranks
-    yield from select_steps(problem)
+    yield from select_stages(problem)
     if gathering_is_cheaper(problem, k, k):
-        yield from gathered_topk_steps(problem)
-        yield Work("scatter", k)
+        yield from gathered_topk_stages(problem)
+        yield scattered(k)
     else:
         course = expected_course(problem)
-        yield from boundaries_steps(problem, course.boundary_sums)
+        yield from boundaries_stages(problem, course.boundary_sums)
         yield Work("select", size, times=SELECT_ONLY)
         yield Work("merge", k)
         k_of_all = min(size, k * ranks // (ranks - 1))
         spread = None if problem.spread is None else max(k_of_all, problem.spread)
-        yield from held_steps(replace(problem, k=k_of_all, spread=spread), course)
-    yield from apply_steps(problem, k)
+        yield from held_stages(replace(problem, k=k_of_all, spread=spread), course)
+    yield from apply_stages(problem, k)

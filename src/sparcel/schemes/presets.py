@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from sparcel.collectives.allgather import steps as allgather_steps
-from sparcel.schemes._phases import select_steps
+from sparcel.collectives.allgather import stages as allgather_stages
+from sparcel.schemes._phases import select_stages
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.dense import Dense, engine_steps
-from sparcel.schemes.hierarchical import Hierarchical, steps_on_nodes
+from sparcel.schemes.dense import Dense, engine_stages
+from sparcel.schemes.hierarchical import Hierarchical, stages_on_nodes
 from sparcel.schemes.topk import TopK
 from sparcel.selectors import Selector
-from sparcel.steps import Problem, Step, Steps
+from sparcel.stages import Problem, Stage, Stages
 
 
 def hitopk(
@@ -65,11 +65,11 @@ def dgc(
     return TopK(density, "exact", warmup, warmup_steps, momentum, clip, algorithm="allgather")
 
 
-def _select_and_gather(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of HiTopKComm across nodes."""
-    yield from select_steps(problem)
-    yield from allgather_steps(problem)
+def _select_and_gather(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of HiTopKComm across nodes."""
+    yield from select_stages(problem)
+    yield from allgather_stages(problem)
 
 
-hitopk_steps: Steps = partial(steps_on_nodes, _select_and_gather, False)
-torus2d_steps: Steps = partial(steps_on_nodes, engine_steps(torch.float32.itemsize), True)
+hitopk_stages: Stages = partial(stages_on_nodes, _select_and_gather, False)
+torus2d_stages: Stages = partial(stages_on_nodes, engine_stages(torch.float32.itemsize), True)

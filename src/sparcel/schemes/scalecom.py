@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sparcel._checks import number, whole_number
-from sparcel.collectives.broadcast import broadcast, message_steps
+from sparcel.collectives.broadcast import broadcast, message_stages
 from sparcel.collectives.halving_doubling import halving_doubling
-from sparcel.collectives.halving_doubling import steps as halving_doubling_steps
+from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
-from sparcel.schemes._phases import SMALL, apply_steps
+from sparcel.schemes._phases import SMALL, apply_stages
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector
-from sparcel.steps import Problem, Step, Work
+from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
 from sparcel.wire import Due, Wire
 
@@ -120,18 +120,18 @@ def _indices_due(like: SparseStream, most: int) -> Due:
     return Due(like.size, like.dtype, 0, most, stays_sparse=True)
 
 
-def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step of `ScaleCom` that rank 0 leads."""
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step of `ScaleCom` that rank 0 leads."""
     rank, ranks, k = problem.rank, problem.ranks, problem.k
     yield Work("add", problem.size, times=3)  # fitted to measured steps
     yield Work("select", problem.size, 1 / ranks)  # by the leader
-    yield Work("largest", k, 1 / ranks)
+    yield chosen(k, 1 / ranks)
     yield Work("small", SMALL)
     indices = problem.format.expected_bytes(k, problem.size, 0)
     at_most = problem.format.max_bytes(k, problem.size, 0)
     yield Work("encode", indices, 1 / ranks)
-    yield from message_steps(indices, rank, ranks, 0, at_most)
-    yield Work("decode", k)
-    yield Work("scatter", 2 * k)
-    yield from halving_doubling_steps(replace(problem, size=k, spread=k, clusters=0, union=None))
-    yield from apply_steps(problem, k)
+    yield from message_stages(indices, rank, ranks, 0, at_most)
+    yield copied(k)
+    yield scattered(2 * k)
+    yield from halving_doubling_stages(replace(problem, size=k, spread=k, clusters=0, union=None))
+    yield from apply_stages(problem, k)

@@ -9,9 +9,9 @@ from functools import partial
 from sparcel import auto
 from sparcel.collectives import check_algorithm
 from sparcel.rates import Rates
-from sparcel.schemes._phases import apply_steps, select_steps
+from sparcel.schemes._phases import apply_stages, select_stages
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
-from sparcel.steps import Problem, Step, Steps
+from sparcel.stages import Problem, Stage, Stages
 from sparcel.wire import Wire
 
 
@@ -44,13 +44,13 @@ class TopK(Sparsifier):
         return exchange_topk(selection, wire, self.algorithm)
 
 
-def steps_by(rates: Rates) -> Steps:
-    """Return the steps of a step of `TopK` with ``algorithm="auto"`` and these rates."""
-    return partial(steps, auto.steps_by(rates))
+def stages_by(rates: Rates) -> Stages:
+    """Return the stages of a step of `TopK` with ``algorithm="auto"`` and these rates."""
+    return partial(stages, auto.stages_by(rates))
 
 
-def steps(exchange: Steps, problem: Problem) -> Iterator[Step]:
-    """Yield the steps of a step that sums the ranks' selections by ``exchange``."""
-    yield from select_steps(problem)
+def stages(exchange: Stages, problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step that sums the ranks' selections by ``exchange``."""
+    yield from select_stages(problem)
     yield from exchange(problem)
-    yield from apply_steps(problem, problem.entries(problem.everyone))
+    yield from apply_stages(problem, problem.entries(problem.everyone))

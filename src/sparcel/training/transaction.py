@@ -14,7 +14,8 @@ from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job, Traffic, ring_bytes
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
-from sparcel.schemes import Meter, Request, profiled
+from sparcel.profiling import profiled
+from sparcel.schemes import Meter, Request
 from sparcel.stream import SparseStream
 from sparcel.training.exchange import Exchange
 from sparcel.training.layout import Queued, joined, zeros_in

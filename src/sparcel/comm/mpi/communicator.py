@@ -12,6 +12,7 @@ from sparcel.comm.mpi.engine import MpiEngine
 from sparcel.comm.mpi.rendezvous import MpiRendezvous
 from sparcel.comm.mpi.shutdown import MpiFailure, watch_at_exit
 from sparcel.errors import InputError
+from sparcel.profiling import timed
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -50,6 +51,7 @@ class MpiCommunicator(ConnectedCommunicator):
         watch_at_exit(connected._failure, connected._executor)
         return connected
 
+    @timed("messages")
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
         """See `Communicator.gather`; MPI's own all-gather carries small messages."""
         if at_most > _PADDED_BYTES:

@@ -17,6 +17,7 @@ from sparcel.comm.jobs import Job
 from sparcel.comm.simulated.cluster import Cluster, Mailbox
 from sparcel.errors import MismatchError
 from sparcel.ops import SUM, Op
+from sparcel.profiling import timed
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class SimulatedCommunicator(Communicator):
             for rank, parts in received.items()
         }
 
+    @timed("messages")
     def exchange_parts(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, list[Tensor]]:
@@ -72,6 +74,7 @@ class SimulatedCommunicator(Communicator):
         cluster.begin_work(me)
         return received
 
+    @timed("messages")
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """Reduce by the ring algorithm: reduce-scatter, then all-gather, of P chunks."""
         cuts = patterns.regions(tensor.numel(), self.size)

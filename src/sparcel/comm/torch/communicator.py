@@ -13,6 +13,7 @@ from sparcel.comm.connected import ConnectedCommunicator
 from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.comm.torch.rendezvous import TorchRendezvous
 from sparcel.errors import InputError
+from sparcel.profiling import timed
 
 
 class TorchCommunicator(ConnectedCommunicator):
@@ -26,6 +27,7 @@ class TorchCommunicator(ConnectedCommunicator):
         """Connect the ranks of a process group, all of which call."""
         return cls(TorchRendezvous.of(group))
 
+    @timed("messages")
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:

@@ -1,20 +1,22 @@
 """ScaleCom's appendix F: what compression brings on accelerators around a parameter server.
 
+    python benchmarks/appendix_f.py
+
+prints the table of docs/will-it-help-me.md and draws figures A8 and A9 for it.
 The paper's model is a framework of its authors' ([35] there). Its inputs are in the text, and so
 are some of its results; here the same is computed from the inputs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from pages import FIGURES, table
 
-from sparcel.errors import optional
-from sparcel.plan.models import MODELS
+from sparcel.plan import MODELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,21 +112,21 @@ def claims() -> list[tuple[str, str, float]]:
     ]
 
 
-def compare() -> Table:
-    """Return the numbers in the text beside ours."""
-    shown = Table("what the text says", box=None, pad_edge=False, padding=(0, 2))
-    shown.add_column("paper", justify="right")
-    shown.add_column("here", justify="right")
-    for what, paper, ours in claims():
-        unit = " %" if "%" in paper else "×"
-        shown.add_row(what, paper, f"{ours:.3g}{unit}")
-    return shown
+def compare() -> Iterator[str]:
+    """Yield the lines of a table with the numbers in the text beside ours."""
+    return table(
+        ("what the text says", "paper", "here"),
+        (
+            (what, paper, f"{ours:.3g}{' %' if '%' in paper else '×'}")
+            for what, paper, ours in claims()
+        ),
+    )
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw figures A8 and A9, and return the files. Needs matplotlib."""
-    with optional("sparcel plan appendix-f", "plots"):
-        from matplotlib.figure import Figure
+    """Draw figures A8 and A9, and return the files."""
+    from matplotlib.figure import Figure
+
     speed = Figure(figsize=(7.5, 3.9), layout="constrained")
     panels = speed.subplots(1, 2, sharey=True)
     for axes, (title, bandwidth) in zip(panels, BANDWIDTHS.items(), strict=True):
@@ -197,3 +199,8 @@ def _bars(
 
 def _label(scheme: str) -> str:
     return "no compression" if scheme == "none" else scheme
+
+
+if __name__ == "__main__":
+    print("\n".join(compare()))
+    draw(FIGURES)

@@ -1,7 +1,7 @@
-"""What an algorithm consists of, one step after the other: exchanges and work, without seconds.
+"""What an algorithm consists of, one stage after the other: exchanges and work, without seconds.
 
-The steps of an algorithm stand in its own file, as a function ``steps(problem)`` that yields them.
-They are those of one rank, `Problem.rank`. `sparcel.cost` turns them into seconds.
+The stages of an algorithm stand in its own file: a function ``stages(problem)`` yields those of one
+rank, `Problem.rank`. `sparcel.cost` turns them into seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
     format
         How streams travel.
     rank
-        Whose steps are meant. Rank 0 has as much to do as any other.
+        Whose stages are meant. Rank 0 has as much to do as any other.
     union
         What the ranks' indices have in common, where it is known; otherwise it is expected by
         ``spread`` and ``clusters``.
@@ -237,9 +237,28 @@ class Work:
     times: float = 1
 
 
-Step: TypeAlias = Exchange | EngineSum | Work
+_ENTRY_BYTES = 8
+"""Of an entry of a float32 stream: its value and its index."""
 
-Steps: TypeAlias = Callable[[Problem], Iterable[Step]]
+
+def copied(entries: float, busy: float = 1.0, times: float = 1) -> Work:
+    """Return the work of decoding, cutting or joining messages and streams of so many entries."""
+    return Work("encode", _ENTRY_BYTES * entries, busy, times)
+
+
+def chosen(entries: float, busy: float = 1.0) -> Work:
+    """Return the work of taking the largest out of so many entries, which takes 8 passes."""
+    return Work("select", 8 * entries, busy)
+
+
+def scattered(entries: float) -> Work:
+    """Return the work of adding entries to a dense vector: twice that of merging as many."""
+    return Work("merge", 2 * entries)
+
+
+Stage: TypeAlias = Exchange | EngineSum | Work
+
+Stages: TypeAlias = Callable[[Problem], Iterable[Stage]]
 
 ROUND_OPERATIONS = 12
 """Small operations of a round, beside the work on its message: `Work` of the kind "small"."""
@@ -247,7 +266,7 @@ ROUND_OPERATIONS = 12
 
 def merge_two(
     problem: Problem, one: Sequence[int], other: Sequence[int], start: int, stop: int
-) -> Iterator[Step]:
+) -> Iterator[Stage]:
     """Yield the work of adding two sums, each of some ranks' streams, in ``[start, stop)``."""
     size = stop - start
     entries = [problem.stored(ranks, start, stop) for ranks in (one, other)]
@@ -258,17 +277,20 @@ def merge_two(
     yield from _made_dense(problem, problem.entries([*one, *other], start, stop), size)
 
 
-def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Step]:
-    """Yield the work of adding all ranks' streams in ``[start, stop)`` at once."""
-    yield Work("merge.many", problem.ranks * problem.stored([problem.rank], start, stop))
+def merge_all(problem: Problem, start: int, stop: int) -> Iterator[Stage]:
+    """Yield the work of adding all ranks' streams in ``[start, stop)`` at once.
+
+    It takes twice as long as merging as many entries of two streams.
+    """
+    yield Work("merge", 2 * problem.ranks * problem.stored([problem.rank], start, stop))
     yield from _made_dense(problem, problem.entries(problem.everyone, start, stop), stop - start)
 
 
-def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Step]:
+def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Stage]:
     """Yield the work of making a sum dense, where it is smaller so."""
     if problem.is_dense(entries, size):
-        yield Work("fill", size)
-        yield Work("scatter", entries)
+        yield Work("add", size)
+        yield scattered(entries)
 
 
 @lru_cache(maxsize=256)

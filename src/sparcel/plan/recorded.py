@@ -1,0 +1,43 @@
+"""What methods lost in recorded trainings, beside dense training: see docs/experiments.md."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TASKS = ("intents", "speech", "images", "characters", "words")
+
+DENSITY, STEPS, RANKS = 0.01, 2000, 8
+"""The setting of the recorded trainings."""
+
+
+class Recorded(NamedTuple):
+    """Trainings with one method, beside dense ones of the same seeds.
+
+    Attributes
+    ----------
+    seeds
+        How many trainings on each task.
+    points
+        Points of accuracy above dense training, by `TASKS`; means over the seeds.
+    perplexity
+        How much more perplexity the transformer of words has than with dense training, %.
+    """
+
+    seeds: int
+    points: tuple[float, ...]
+    perplexity: float
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """Points of accuracy on the task with the fewest, and its name."""
+        return min(zip(self.points, TASKS, strict=True))
+
+
+RECORDED = {
+    "topk": Recorded(3, (-0.07, -0.22, 0.21, -0.13, -0.34), 3.9),
+    "gtopk": Recorded(3, (-0.07, -0.06, 0.85, -0.36, -0.38), 5.5),
+    "oktopk": Recorded(3, (-0.04, -0.33, 0.86, -0.29, -0.26), 4.0),
+    "scalecom": Recorded(3, (-0.14, -0.28, -1.73, -0.45, -0.64), 7.5),
+    "hitopk": Recorded(1, (0.37, -0.17, 1.54, -0.13, -0.21), 3.6),
+}
+"""From benchmarks/results/convergence.json, with which a test compares them."""
