@@ -112,6 +112,15 @@ struct AdaptiveRegularised : Adaptive<Value> {
         return std::copysign(magnitude / (root + l2 * length), at.value);
     }
     Value read(const Coordinate<Value>& at) const { return settled(at); }
+
+    // By what the sum for an average grows while a coordinate settles: now · (its value then) -
+    // since · (its value before) - what it was, times the lengths of the steps in between. Without
+    // L1, and with steps so short that their sum is an integral.
+    double passed(const Coordinate<Value>& at) const {
+        const double root = this->root(at), length = double(now) - double(at.since);
+        const double sum = double(at.value) * root / l2 * std::log1p(l2 * length / root);
+        return double(now) * settled(at) - double(at.since) * at.value - sum;
+    }
 };
 
 }  // namespace sparcel

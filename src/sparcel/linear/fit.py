@@ -8,6 +8,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -106,17 +107,22 @@ def _targets(job: Job, rows: Rows, comm: Communicator | None) -> tuple[Classes |
     labels, dtype = rows.labels, rows.values.dtype
     assert labels is not None, "sources of trainings have labels"
     if job.settings.loss == "squared":
-
-        def numbers() -> Array:
-            try:
-                return labels.astype(dtype)
-            except ValueError as error:
-                raise InputError(f"regression needs labels that are numbers: {error}") from None
-
-        return None, together(comm, numbers)
+        return None, together(comm, lambda: _numbers(labels, dtype))
     together(comm, lambda: _check_classes(labels))
     classes = Classes.of(labels, comm)
     return classes, classes.targets(classes.numbers(labels), dtype)
+
+
+def _numbers(labels: Array, dtype: Any) -> Array:
+    """Return labels as finite numbers."""
+    try:
+        found = labels.astype(dtype)
+    except ValueError as error:
+        raise InputError(f"regression needs labels that are numbers: {error}") from None
+    if not np.isfinite(found).all():
+        wrong = labels[~np.isfinite(found)][0]
+        raise InputError(f"regression needs labels that are finite in {dtype}, got {wrong!s}")
+    return found
 
 
 def _check_classes(labels: Array) -> None:

@@ -106,12 +106,6 @@ class Settings:
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
         """Return the arguments of the model's `Weights`."""
         adaptive = StepSizes(self.step, self.eta0).adaptive
-        if self.average and (self.l1 > 0 or (adaptive and self.l2 > 0)):
-            raise InputError(
-                "average=True goes with l1=0, and with step='adagrad' only if l2=0 as well: the"
-                " average would miss what regularisation still owes to rarely seen coordinates;"
-                " leave one of them out"
-            )
         return {
             "dimensions": dimensions,
             "width": width,
