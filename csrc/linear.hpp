@@ -251,7 +251,7 @@ struct Step {
     }
     void pass(size_t at, const Coordinate<Value>& coordinate) const {
         if constexpr (Rule::kAdaptive && Rule::kSettles) {
-            if (sums) sums[at] += Value(rule.passed(coordinate));
+            if (sums) sums[at] += Value(rule.passed(coordinate, rate));
         }
     }
 };

@@ -72,7 +72,7 @@ def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
         rows, targets = own_rows(comm.rank, counts[comm.rank])
         sgd = prepare(rows, targets, None, 1, settings, comm)
         train(sgd, settings)
-        order = np.random.default_rng([settings.seed, comm.rank]).permutation(len(rows))
+        order = np.random.default_rng([settings.random_state, comm.rank]).permutation(len(rows))
         return -(-len(rows) // size), order, np.append(*sgd.read())
 
     found = simulate(3, run).results

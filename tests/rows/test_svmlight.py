@@ -200,9 +200,9 @@ def test_what_is_too_small_for_a_float_is_zero(text: str, tmp_path: Path) -> Non
     "text", ["1e400", "-1e400", "1e99999999999", f"0.{'0' * 400}1e900", "9" * 400]
 )
 def test_what_is_too_large_for_a_float_is_refused(text: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="rows:1: the value in '1:.* is no finite number"):
+    with pytest.raises(InputError, match=r"rows:1: the value in '1:.* is no finite number"):
         read_svmlight(written(tmp_path / "rows", f"1 1:{text}".encode()))
-    with pytest.raises(InputError, match="rows:1: the label '.* is no finite number"):
+    with pytest.raises(InputError, match=r"rows:1: the label '.* is no finite number"):
         read_svmlight(written(tmp_path / "rows", f"{text} 1:1".encode()))
 
 

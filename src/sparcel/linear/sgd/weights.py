@@ -78,10 +78,6 @@ class Weights:
         self._settings = (dimensions, width, l1, l2, adaptive, average, dtype, intercept)
         self.dimensions, self.width, self.l1, self.l2 = dimensions, width, l1, l2
         self.adaptive, self.fits_intercept = adaptive, intercept
-        if average and l1 > 0:
-            raise InputError(
-                "average=True goes with l1=0: the average of models has no zeros; leave one out"
-            )
         settles = (l1 > 0 or l2 > 0) if adaptive else l1 > 0
         self._adapts_and_settles = adaptive and settles
         self.rows = _zeros((dimensions, (2 if adaptive else 1) * width + settles), dtype)
@@ -255,7 +251,8 @@ class Weights:
         rows, sums = rows.copy(), sums.copy()
         model = _cpu.LinearModel(rows, self.width, True, self.l1, self.l2)
         model.now = self._model.now
-        model.step(None, np.ones_like(sums), 0.0, 0.0, sums, model.now, 1)
+        rate = model.now / self.steps  # AdaGrad's steps all have one size
+        model.step(None, np.ones_like(sums), 0.0, rate, sums, model.now, 1)
         return rows, sums
 
 
