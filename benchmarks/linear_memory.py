@@ -48,7 +48,7 @@ class Arm:
     estimator: bool = False
 
 
-L1, AVERAGE = ("--l1", "1e-7"), ("--l2", "0", "--average")
+L1, AVERAGE = ("--l1", "1e-7"), ("--average",)
 ARMS = [
     Arm("text"),
     Arm("cache", cache=True),

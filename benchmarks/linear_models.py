@@ -145,7 +145,7 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
         "accuracy": {},
     }
     if not arm.compact:
-        fitted = LinearModel(*sgd.read(), arm.loss, classes)
+        fitted = LinearModel(sgd.fitted()[0], arm.loss, classes)
         for part in tests if rank == 0 else ():
             test = rows_of(one, work, part)
             found = fitted.predict(fitted.margins(test)) == test.labels

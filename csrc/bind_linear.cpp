@@ -225,6 +225,7 @@ void with_step(const Model& model, double factor, double rate, const Optional& s
                const Run& run) {
     require(!sums || (sums->dtype() == model.rows.dtype() && sums->size() == values_of(model)),
             "sums must be like the model");
+    require(!sums || model.l1 == 0, "sums are for models without L1");
     with_model(model, [&]<class Value, class Rule>(const ModelRows<Value>& rows, const Rule& rule) {
         run(Step<Value, Rule>{rows, rule, factor, rate, maybe<Value>(sums), weight});
     });

@@ -38,7 +38,29 @@ bool rounds_like_exact(double nearest) {
            (nearest >= double(std::numeric_limits<float>::min()) || nearest == 0);
 }
 
-// Reads any decimal. What is too small for Float becomes zero if a double can hold it.
+// Tells whether a number that no double can hold is too small, not too large: whether its first
+// digit that is not zero stands behind the point.
+inline bool underflows(const char* at, const char* end) {
+    at += *at == '-';
+    int64_t place = 0, first = 0;  // of the digit in front of the point; of the first that counts
+    for (; is_digit(*at); ++at) place += place || *at != '0';
+    if (*at == '.') {
+        for (++at; is_digit(*at); ++at, --first) {
+            if (place || *at != '0') break;
+        }
+    }
+    while (is_digit(*at)) ++at;
+    int32_t exponent = 0;
+    if (*at == 'e' || *at == 'E') {
+        at += 1 + (at[1] == '+');
+        // An exponent that 31 bits cannot hold decides alone.
+        const bool negative = *at == '-';
+        if (std::from_chars(at, end, exponent).ec != std::errc()) return negative;
+    }
+    return (place ? place : first) + exponent < 0;
+}
+
+// Reads any decimal. What is too small for Float becomes zero.
 template <class Float>
 const char* read_any_decimal(const char* at, const char* end, Float& value) {
     if (*at == '+' && *++at == '-') return nullptr;
@@ -46,8 +68,9 @@ const char* read_any_decimal(const char* at, const char* end, Float& value) {
     if (error == std::errc::result_out_of_range) {
         double wide = 0;
         error = std::from_chars(at, end, wide).ec;
+        if (error == std::errc::result_out_of_range && underflows(at, end)) error = std::errc();
         if (std::abs(wide) >= 1) return nullptr;
-        value = Float(wide);
+        value = std::copysign(Float(wide), *at == '-' ? Float(-1) : Float(1));
     }
     return error == std::errc() && std::isfinite(value) ? stop : nullptr;
 }

@@ -112,6 +112,17 @@ struct AdaptiveRegularised : Adaptive<Value> {
         return std::copysign(magnitude / (root + l2 * length), at.value);
     }
     Value read(const Coordinate<Value>& at) const { return settled(at); }
+
+    // By what the sum for an average grows while a coordinate settles: now · (its value then) -
+    // since · (its value before) - what it was after each step, times the step's length `rate`.
+    // Without L1; the sum over steps is the integral and, as Euler and Maclaurin say, half a step's
+    // change.
+    double passed(const Coordinate<Value>& at, double rate) const {
+        const double root = this->root(at), length = double(now) - double(at.since);
+        const double integral = double(at.value) * root / l2 * std::log1p(l2 * length / root);
+        const double after = settled(at), sum = integral + rate / 2 * (after - at.value);
+        return double(now) * after - double(at.since) * at.value - sum;
+    }
 };
 
 }  // namespace sparcel

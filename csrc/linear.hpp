@@ -229,7 +229,7 @@ void gradient(const BatchView<Column, Value>& batch, const Value* derivatives, a
 
 // What a step does to coordinates: against factor · gradient, divided by AdaGrad's root, and with
 // the regularisation that they owe. With `sums`, adds to it `weight` times what the step changed,
-// for the average of all steps' models.
+// and what `passed` since the step before, for the average of all steps' models.
 template <class Value, class Rule>
 struct Step {
     using Number = Value;
@@ -248,6 +248,11 @@ struct Step {
     }
     void count(size_t at, Value by) const {
         if (sums) sums[at] += Value(weight * double(by));
+    }
+    void pass(size_t at, const Coordinate<Value>& coordinate) const {
+        if constexpr (Rule::kAdaptive && Rule::kSettles) {
+            if (sums) sums[at] += Value(rule.passed(coordinate, rate));
+        }
     }
 };
 
@@ -273,6 +278,7 @@ class Steps {
             Value* const row = step_.model.row(at);
             for (size_t k = 0; k < width; ++k) {
                 auto coordinate = load<Rule>(row, k, width);
+                step_.pass(at * width + k, coordinate);
                 step_.count(at * width + k, step_.change(coordinate, gradient[k]));
                 store<Rule>(coordinate, row, k, width);
             }
@@ -286,6 +292,7 @@ class Steps {
     void flush() {
         for (size_t lane = 0; lane < count_; ++lane) {
             lanes_.put(lane, load<Rule>(step_.model.row(places_[lane]), 0, 1));
+            step_.pass(places_[lane], lanes_.at(lane));
         }
         for (size_t lane = 0; lane < Some::kCount; ++lane) {
             Coordinate<Value> coordinate = lanes_.at(lane);

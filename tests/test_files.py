@@ -48,3 +48,11 @@ def test_links_stay_links_and_pipes_stay_pipes(tmp_path: Path) -> None:
     assert os.read(reader, 10) == b"content"
     os.close(reader)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_link_to_itself_can_not_be_written(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"), replacing(loop):
+        pass
+    assert os.listdir(tmp_path) == ["loop"]

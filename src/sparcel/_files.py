@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         with path.open("wb") as file:
             yield file
         return
-    path = path.resolve()  # a link stays one
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as file:

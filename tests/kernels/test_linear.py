@@ -191,16 +191,38 @@ def test_sums_that_do_not_fit_the_model_are_refused():
             weights.step_sum(np.array(columns, np.int32), bounds, values, buffer, tail, 0.1)
 
 
-def test_the_average_is_that_of_the_models_after_each_step():
+@pytest.mark.parametrize(("adaptive", "l2"), [(False, 0.3), (True, 1e-6), (True, 0.0)])
+def test_the_average_is_that_of_the_models_after_each_step(adaptive, l2):
     dense = random_rows(3, 20, 9, np.float64)
     batches = arrange(rows_of(dense), np.ones(20), None, 4, np.arange(20))
-    weights, single = (Weights(9, 1, 0.0, 0.3, average=a, dtype=np.float64) for a in (True, False))
+    weights, single = (
+        Weights(9, 1, 0.0, l2, adaptive, average=a, dtype=np.float64) for a in (True, False)
+    )
     models = []
     for batch in batches:
         for one in (weights, single):
             step(one, batch, "logistic", 0.5)
         models.append(np.append(*single.read()))
     assert np.append(*weights.read()) == pytest.approx(np.mean(models, axis=0))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_average_holds_what_regularisation_did_between_two_gradients(width):
+    """A coordinate that is not seen again shrinks, and so does its part of the average."""
+    weights = Weights(70, width, 0.0, 0.2, True, True, np.float64)
+    once, others = np.arange(0, 70, 2, dtype=np.int32), np.arange(1, 70, 2, dtype=np.int32)
+    tail, models = np.ones((TAIL, width)), []
+    random = np.random.default_rng(0)
+    values = random.uniform(0.5, 2, (35, width)) * random.choice([-1, 1], (35, width))
+    for step in range(400):
+        columns = others if step % 200 else once
+        weights.step(columns, values, tail, 0.01)
+        now = np.empty_like(weights.read()[0])
+        weights._model.read(now)
+        models.append(now)
+    shrunk = np.abs(models[-1][once]) / np.abs(models[200][once])
+    assert shrunk.max() < 0.95
+    assert weights.read()[0] == pytest.approx(np.mean(models, axis=0), rel=1e-3)
 
 
 def test_a_scale_that_becomes_small_is_multiplied_into_the_coordinates():

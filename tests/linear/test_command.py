@@ -10,47 +10,14 @@ import time
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from sparcel import simulate
-from sparcel.cli import app
 from sparcel.errors import InputError
+from sparcel.linear.coordinates import Coordinates
 from sparcel.linear.model import LinearModel
 from sparcel.linear.reading import read
 from sparcel.rows import SvmLight
-
-
-def sparcel(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["linear", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-@pytest.fixture
-def svmlight(tmp_path):
-    """A file of 300 rows, whose label is the sign of its first features."""
-    random, file = np.random.default_rng(0), tmp_path / "train.svm"
-    with file.open("w") as lines:
-        for _ in range(300):
-            columns = np.sort(random.choice(40, 8, replace=False)) + 1
-            label = 1 if (columns <= 12).sum() > 2 else -1
-            lines.write(f"{label} {' '.join(f'{column}:1' for column in columns)}\n")
-    return file
-
-
-@pytest.fixture
-def tsv(tmp_path):
-    file = tmp_path / "train.tsv"
-    words = {"ham": ["lunch", "noon", "meeting"], "spam": ["cheap", "pills", "now"], "tea": ["cup"]}
-    rows = [(label, word) for label, own in words.items() for word in own] * 20
-    file.write_text("text\tlabel\n" + "".join(f"{word} word\t{label}\n" for label, word in rows))
-    return file
-
-
-def measures(output: str) -> dict[str, float]:
-    return {name: float(value) for name, value in map(str.split, output.splitlines())}
+from tests.linear.command import measures, sparcel
 
 
 @pytest.mark.parametrize("loss", ["logistic", "hinge", "squared_hinge"])
@@ -78,7 +45,11 @@ def test_text_with_names_for_labels(tmp_path, tsv):
     assert measures(sparcel("evaluate", model, tsv))["accuracy"] == 1
     plain.write_text("cheap\na cup\nlunch\n")
     sparcel("predict", model, plain, "--probabilities", "--out", out)
-    rows = [line.split("\t") for line in out.read_text().splitlines()]
+    header, *rows = [line.split("\t") for line in out.read_text().splitlines()]
+    assert header == ["label", "ham", "spam", "tea"]
+    assert [header[1 + np.argmax([float(share) for share in row[1:]])] for row in rows] == [
+        row[0] for row in rows
+    ]
     assert [row[0] for row in rows] == ["spam", "tea", "ham"]
     assert [sum(map(float, row[1:])) for row in rows] == pytest.approx([1, 1, 1], abs=1e-4)
 
@@ -123,6 +94,18 @@ def test_coordinate_descent_fits_several_classes_and_numbers(tmp_path, svmlight,
         ("1 1:1\n-1 2:x\n", (), r"train.svm:2: .*x"),
         ("1 0:1\n-1 2:1\n", (), r"train.svm:1: .*index_from=0"),
         ("1 1:nan\n-1 2:1\n", (), r"train.svm:1: "),
+        ("1 1:1\nnan 2:1\n", (), r"train.svm:2: the label 'nan' is no finite number"),
+        ("inf 1:1\n1 2:1\n", (), r"train.svm:1: the label 'inf' is no finite number"),
+        (
+            "1e39 1:1\n1 2:1\n",
+            ("--loss", "squared"),
+            r"labels that are finite in float32, got 1e\+39",
+        ),
+        (
+            "label\ttext\nnan\ta\n",
+            ("--loss", "squared", "--layout", "tsv"),
+            "finite in float32, got nan",
+        ),
         ("1 1:1\n-1 9:1\n", ("--dimensions", 5), r"train.svm:2: "),
         ("", (), "there are no rows"),
         ("1 1:1\n1 2:1\n", (), "at least two classes"),
@@ -134,7 +117,8 @@ def test_coordinate_descent_fits_several_classes_and_numbers(tmp_path, svmlight,
         ("1 1:1\n-1 2:1\n", ("--bits", 3), "bits must be 8, 4 or None for all, got 3"),
         ("1 1:1\n-1 2:1\n", ("--resume",), "--resume needs --checkpoint"),
         ("1 1:1\n-1 2:1\n", ("--solver", "scdd"), "did you mean 'scd'"),
-        ("1 1:1\n-1 2:1\n", ("--solver", "scd", "--gather", "spars"), "did you mean 'sparse'"),
+        ("1 1:1\n-1 2:1\n", ("--ngrams", "word:1"), "--ngrams is for files of text, such as .tsv"),
+        ("a b\n", ("--layout", "tsv", "--index-from", 0), "--index-from is for files of svmlight"),
         ("1 1:1\n-1 2:1\n", ("--solver", "scd", "--loss", "hinge"), "take 'squared_hinge'"),
         (
             "1 1:1\n-1 2:1\n",
@@ -303,9 +287,11 @@ def test_a_model_keeps_what_it_is(tmp_path):
     for dense in (False, True):
         coefficients = np.zeros((100, 2), np.float32)
         coefficients[: 100 if dense else 3] = 1.5
-        model = LinearModel(coefficients, np.ones(2), "hinge", np.array(["a", "b"]), {"x": [1]})
-        model.save(tmp_path / "model.npz")
+        coordinates = Coordinates(None, coefficients, np.ones(2), 100)
+        LinearModel(coordinates, "hinge", np.array(["a", "b"]), {"x": [1]}).save(
+            tmp_path / "model.npz"
+        )
         found = LinearModel.load(tmp_path / "model.npz")
-        assert (found.coefficients == coefficients).all()
+        assert (found.coordinates.dense() == coefficients).all()
         assert list(found.classes) == ["a", "b"]
         assert json.dumps(found.about) == '{"x": [1]}'

@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import ElasticNet, Lasso, LogisticRegression, Ridge
@@ -13,16 +12,14 @@ from sklearn.svm import LinearSVC
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.formats import COO
 from sparcel.linear.scd import Scd
 from sparcel.linear.scd import solver as scd_module
 from sparcel.linear.scd.coordinates import draws
+from sparcel.linear.settings import Settings
 from sparcel.patterns import regions
-from sparcel.stream import SparseStream
 from tests.linear.reference import loss_at, random_rows, rows_of
 
 ROWS, DIMENSIONS = 60, 14
-GATHERS = ("nothing", "sparse")
 
 
 def problem(loss: str, seed: int = 0, dtype=np.float64):
@@ -39,7 +36,8 @@ def trainer(comm: Communicator | None, loss: str, dtype=np.float64, **more) -> S
     dense, targets = problem(loss, dtype=dtype)
     ranks, rank = (comm.size, comm.rank) if comm else (1, 0)
     own = np.arange(ROWS) % max(ranks - 1, 1) == rank
-    return Scd(rows_of(dense[own]), targets[own], None, loss, comm=comm, **more)
+    settings = Settings(solver="scd", loss=loss, **more)
+    return Scd(rows_of(dense[own]), targets[own], None, 1, settings, comm)
 
 
 def objective(loss: str, coefficients, intercept: float, l1: float, l2: float) -> float:
@@ -85,7 +83,9 @@ def test_training_reaches_the_optimum_of_scikit_learn(loss, l1, l2, ranks):
     least = best(loss, l1, l2)
 
     def run(comm):
-        scd = trainer(comm, loss, l1=l1, l2=l2, block=3, asynchronous=comm and comm.size == 5)
+        scd = trainer(
+            comm, loss, l1=l1, l2=l2, block=3, asynchronous=comm is not None and comm.size == 5
+        )
         while scd.objective() > least * (1 + 1e-6) and scd.epochs < 300:
             scd.epoch()
         coefficients, intercept = scd.read()
@@ -110,7 +110,7 @@ def test_training_reaches_the_optimum_of_scikit_learn(loss, l1, l2, ranks):
 @settings(max_examples=20)
 def test_the_objective_never_rises(seed, loss, block, l1, ranks):
     def run(comm):
-        scd = trainer(comm, loss, l1=l1, l2=0.01, block=block, seed=seed)
+        scd = trainer(comm, loss, l1=l1, l2=0.01, block=block, random_state=seed)
         found = [scd.objective()]
         for _ in range(2):
             scd.epoch(lambda _: found.append(scd.objective()))
@@ -132,7 +132,7 @@ def test_asynchronous_steps_never_raise_the_objective_and_what_is_owed(seed, los
     matrix = np.column_stack([dense[:, dense.any(axis=0)], np.ones(ROWS)])
     largest = {"logistic": 0.25, "squared_hinge": 2.0, "squared": 1.0}[loss]
     with patch.object(scd_module, "_LEAST_STEPS", 3):  # so that several coordinates meet
-        scd = trainer(None, loss, l2=0.01, block=block, seed=seed, asynchronous=True)
+        scd = trainer(None, loss, l2=0.01, block=block, random_state=seed, asynchronous=True)
     slices = np.array([0, len(scd.values)])
     for epoch in range(2):
         drawn, seen = draws(seed, epoch, slices, scd.steps), [(scd.objective(), scd.values.copy())]
@@ -147,36 +147,33 @@ def test_asynchronous_steps_never_raise_the_objective_and_what_is_owed(seed, los
 
 @given(seed=st.integers(0, 1000), asynchronous=st.booleans(), ranks=st.integers(1, 6))
 @settings(max_examples=10)
-def test_all_gathers_give_the_same_bits(seed, asynchronous, ranks):
-    def run(comm, gather):
-        more = {"gather": gather, "asynchronous": asynchronous, "seed": seed, "l1": 0.02}
+def test_all_ranks_hold_the_same_bits(seed, asynchronous, ranks):
+    def run(comm):
+        more = {"asynchronous": asynchronous, "random_state": seed, "l1": 0.02}
         scd = trainer(comm, "logistic", np.float32, block=2, **more)
         losses = [scd.epoch().loss for _ in range(2)]
         return scd.values.tobytes(), losses
 
-    found = [simulate(ranks, lambda comm, g=g: run(comm, g)).results for g in GATHERS]
-    assert found == [[found[0][0]] * ranks] * 2
+    found = simulate(ranks, run).results
+    assert found == [found[0]] * ranks
 
 
 @given(
     seed=st.integers(0, 1000),
     loss=st.sampled_from(["logistic", "squared_hinge"]),
     asynchronous=st.booleans(),
-    gather=st.sampled_from(GATHERS),
     ranks=st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=10)
-def test_several_classes_are_fitted_as_each_alone(seed, loss, asynchronous, gather, ranks):
+def test_several_classes_are_fitted_as_each_alone(seed, loss, asynchronous, ranks):
     dense, _ = problem(loss, dtype=np.float32)
     classes = np.random.default_rng(seed).integers(0, 3, ROWS)
 
     def fitted(comm, targets, width):
         own = np.arange(ROWS) % ranks == comm.rank
-        more = {"l1": 0.01, "block": 2, "seed": seed, "asynchronous": asynchronous}
-        scd = Scd(
-            *(rows_of(dense[own]), targets[own].astype(np.float32), None, loss),
-            **{"comm": comm, "gather": gather, "width": width, **more},
-        )
+        more = {"l1": 0.01, "block": 2, "random_state": seed, "asynchronous": asynchronous}
+        chosen = Settings(solver="scd", loss=loss, **more)
+        scd = Scd(rows_of(dense[own]), targets[own].astype(np.float32), None, width, chosen, comm)
         before = comm.traffic.messages_sent
         losses = [scd.epoch().loss for _ in range(2)]
         coordinates, intercepts = scd.read()
@@ -240,15 +237,11 @@ def test_training_goes_on_from_a_state_bit_for_bit(asynchronous):
 
 
 def test_bytes_are_those_of_the_messages():
-    """Each rank sends its sums in each round, then what it changed, and at the end its loss."""
+    """Each rank sends its sums in each round, and at the end its loss."""
     ranks, block, rounds = 4, 2, 2
 
-    def message(count: int, dtype, size: int) -> int:
-        values, indices = torch.zeros(count, dtype=dtype), torch.arange(count, dtype=torch.int32)
-        return COO.encode(SparseStream.unchecked(indices, values, size)).message.numel()
-
-    def run(comm, gather):
-        scd = trainer(comm, "squared", np.float32, block=block, gather=gather, l2=0.5)
+    def run(comm):
+        scd = trainer(comm, "squared", np.float32, block=block, l2=0.5)
         before = comm.traffic.bytes_sent
         epoch = scd.epoch()
         sent = comm.traffic.bytes_sent - before
@@ -256,18 +249,9 @@ def test_bytes_are_those_of_the_messages():
         slices = np.array(regions(len(scd.values), ranks))
         return sent, slices, draws(0, 0, slices, scd.steps)
 
-    for gather in GATHERS:
-        found = simulate(ranks, lambda comm, g=gather: run(comm, g)).results
-        for rank, (sent, slices, drawn) in enumerate(found):
-            longest = np.diff(slices).max()
-            assert len(drawn) == longest  # few coordinates change one by one
-            expected = rounds * 8
-            for chosen in drawn:
-                expected += rounds * len(chosen) * 2 * 8
-                if gather == "sparse":
-                    count = np.diff(np.searchsorted(chosen, slices))[rank]
-                    expected += (ranks - 1) * message(count, torch.float32, slices[-1])
-            assert sent == expected
+    for sent, slices, drawn in simulate(ranks, run).results:
+        assert len(drawn) == np.diff(slices).max()  # few coordinates change one by one
+        assert sent == rounds * 8 + sum(rounds * len(chosen) * 2 * 8 for chosen in drawn)
 
 
 def test_every_coordinate_is_drawn_once_an_epoch_and_evenly():
@@ -285,12 +269,13 @@ def test_every_coordinate_is_drawn_once_an_epoch_and_evenly():
 def test_rows_without_entries_and_models_without_coordinates():
     rows = rows_of(np.zeros((4, 3), np.float32))
     targets = np.array([1, 1, 1, -1], np.float32)
-    scd = Scd(rows, targets, None, "squared")
+    scd = Scd(rows, targets, None, 1, Settings(solver="scd", loss="squared"))
     scd.epoch()
     coordinates, intercept = scd.read()
     assert not coordinates.any()
     assert intercept[0] == pytest.approx(0.5)
-    nothing = simulate(3, lambda comm: Scd(rows, targets, comm=comm, fit_intercept=False).epoch())
+    bare = Settings(solver="scd", fit_intercept=False)
+    nothing = simulate(3, lambda comm: Scd(rows, targets, None, 1, bare, comm).epoch())
     assert [epoch.loss for epoch in nothing.results] == pytest.approx([np.log(2)] * 3)
 
 
@@ -298,7 +283,7 @@ def test_rows_of_no_weight_do_not_count():
     dense, targets = problem("logistic")
     times = np.arange(ROWS) % 3
     one, two = (
-        Scd(rows_of(x), y, w, l2=0.1)
+        Scd(rows_of(x), y, w, 1, Settings(solver="scd", l2=0.1))
         for x, y, w in [
             (dense, targets, times * 1.0),
             (
@@ -317,7 +302,5 @@ def test_rows_of_no_weight_do_not_count():
 def test_settings_are_refused_in_words():
     with pytest.raises(InputError, match="'hinge' is not; take 'squared_hinge'"):
         trainer(None, "hinge")
-    with pytest.raises(InputError, match="gather must be one of nothing, sparse"):
-        trainer(None, "logistic", gather="sparce")
     with pytest.raises(InputError, match="block must be"):
         trainer(None, "logistic", block=0)

@@ -72,7 +72,7 @@ def test_ranks_take_the_steps_of_a_dense_model(algorithm, step, asynchronous):
         rows, targets = own_rows(comm.rank, counts[comm.rank])
         sgd = prepare(rows, targets, None, 1, settings, comm)
         train(sgd, settings)
-        order = np.random.default_rng([settings.seed, comm.rank]).permutation(len(rows))
+        order = np.random.default_rng([settings.random_state, comm.rank]).permutation(len(rows))
         return -(-len(rows) // size), order, np.append(*sgd.read())
 
     found = simulate(3, run).results
@@ -135,10 +135,28 @@ def test_no_rows_and_unlike_rows_are_told_to_all_ranks():
 
 
 def test_averages_that_would_be_wrong_are_refused():
-    with pytest.raises(InputError, match="average=True goes with l1=0"):
-        Settings(average=True, step="constant", l1=0.1).weights(3, 1, np.float32)
-    with pytest.raises(InputError, match="only if l2=0"):
-        Settings(average=True, l2=0.1).weights(3, 1, np.float32)
+    for step in ("constant", "adagrad"):
+        with pytest.raises(InputError, match="average=True goes with l1=0"):
+            Settings(average=True, step=step, l1=0.1)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "sharded"])
+def test_an_average_at_the_defaults_is_that_of_the_models_after_each_step(algorithm):
+    settings = Settings(batch_size=3, epochs=3, tol=None, algorithm=algorithm)
+
+    def run(comm):
+        averaged, single = (
+            prepare(*own_rows(comm.rank, 10), None, 1, replace(settings, average=a), comm)
+            for a in (True, False)
+        )
+        models = []
+        for _ in range(3):
+            averaged.epoch()
+            single.epoch(lambda _: models.append(np.append(*single.read())))
+        return np.append(*averaged.read()), np.mean(models, axis=0)
+
+    for found, expected in simulate(3, run).results:
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_training_ends_when_the_loss_no_longer_falls():
@@ -166,6 +184,7 @@ def test_real_processes_agree_with_the_simulated_cluster(run_on, world_size):
         {"step": "adagrad"},
         {"step": "inverse"},
         {"step": "constant", "average": True},
+        {"average": True},
         {"step": "bold_driver", "eta0": 8.0},  # the loss rises and falls
     ],
     ids=str,

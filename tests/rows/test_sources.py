@@ -87,6 +87,25 @@ def test_a_cache_is_made_anew_when_what_it_is_made_of_changes(tmp_path):
     assert found is not None and len(found) == 1
 
 
+@pytest.mark.parametrize("length", [0, 5, 30, -1])
+def test_a_truncated_cache_is_made_anew(tmp_path, length):
+    file, source = written(tmp_path, "tsv")
+    cache = tmp_path / "cache"
+    make_cache(cache, file, source)
+    whole = cache.read_bytes()
+    cache.write_bytes(whole[:length])
+    make_cache(cache, file, source)
+    assert cache.read_bytes() == whole
+
+
+def test_a_file_that_is_no_cache_is_left_alone(tmp_path):
+    file, source = written(tmp_path, "tsv")
+    before = file.read_bytes()
+    with pytest.raises(InputError, match="is no cache of rows; give the cache another path"):
+        make_cache(file, file, source)
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("labels", [["1", "-1", "1"], ["spam", "ham", "spam"]])
 def test_labels_of_svmlight_files_are_numbers_if_all_are(tmp_path, labels):
     file, source = tmp_path / "data", SvmLight(dimensions=9)

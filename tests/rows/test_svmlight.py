@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_svmlight_file
 
 from sparcel.errors import InputError, MissingDependencyError
-from sparcel.rows import Rows, concatenate, files, read_svmlight, svmlight_blocks
+from sparcel.rows import (
+    Rows,
+    SvmLight,
+    concatenate,
+    files,
+    make_cache,
+    read_svmlight,
+    svmlight_blocks,
+)
 from tests.rows.made import NUMBERS, TEXTS, folder, made, same, texts_of
 
 PACKED = {
@@ -142,6 +150,7 @@ WRONG = {
     "3:1.5.2": "the value in '3:1.5.2' is no finite number in float32",
     "3:nan": "the value in '3:nan' is no finite number in float32",
     "3:-inf": "the value in '3:-inf' is no finite number in float32",
+    "3:1e400": "the value in '3:1e400' is no finite number in float32",
     "3:1e39": "the value in '3:1e39' is no finite number in float32",
     "3:0x10": "the value in '3:0x10' is no finite number in float32",
     "0:1": "indices begin with 1, got '0:1': pass index_from=0",
@@ -176,9 +185,48 @@ def test_an_error_names_the_file_and_the_line(token: str, suffix: str, tmp_path:
         assert said == [f"{path}:{bad}: {WRONG[token]}"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["1e-400", "-1e-400", "1e-99999999999", f"0.{'0' * 400}1", f"{'9' * 400}e-900", "-0.0e-999"],
+)
+def test_what_is_too_small_for_a_float_is_zero(text: str, tmp_path: Path) -> None:
+    read = read_svmlight(written(tmp_path / "rows", f"{text} 1:{text}".encode()))
+    assert read.labels is not None
+    for found in (read.labels[0], read.values[0]):
+        assert found == 0 and np.signbit(found) == text.startswith("-")
+
+
+@pytest.mark.parametrize(
+    "text", ["1e400", "-1e400", "1e99999999999", f"0.{'0' * 400}1e900", "9" * 400]
+)
+def test_what_is_too_large_for_a_float_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rows:1: the value in '1:.* is no finite number"):
+        read_svmlight(written(tmp_path / "rows", f"1 1:{text}".encode()))
+    with pytest.raises(InputError, match=r"rows:1: the label '.* is no finite number"):
+        read_svmlight(written(tmp_path / "rows", f"{text} 1:1".encode()))
+
+
+@pytest.mark.parametrize("label", ["nan", "NaN", "inf", "-Infinity"])
+def test_labels_that_are_not_finite_are_no_classes(label: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "rows", f"1 1:1\n{label} 2:1\n".encode())
+    for read in (read_svmlight, lambda path: make_cache(tmp_path / "cache", path, SvmLight())):
+        with pytest.raises(InputError, match=f"rows:2: the label '{label}' is no finite number"):
+            read(path)
+
+
+def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(InputError, match="loop is a link that leads to no file"):
+        read_svmlight(loop)
+    path = written(tmp_path / "rows", b"1 1:1\n")
+    with pytest.raises(InputError, match="loop can't be read: Too many levels of symbolic links"):
+        make_cache(loop, path, SvmLight())
+
+
 def test_labels_that_are_no_numbers_are_texts_or_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows", b"# a\n1 1:1\n+1 2:1\nnan 1:2\n2:3 1:1")
-    with pytest.raises(InputError, match=r"rows:4: the label 'nan' is no finite number; labels="):
+    path = written(tmp_path / "rows", b"# a\n1 1:1\n+1 2:1\nn/a 1:2\n2:3 1:1")
+    with pytest.raises(InputError, match=r"rows:4: the label 'n/a' is no finite number; labels="):
         read_svmlight(path, labels="numbers")
     with pytest.raises(InputError, match="rows:5: the line begins with '2:3', not with a label"):
         read_svmlight(path)
@@ -188,7 +236,7 @@ def test_labels_that_are_no_numbers_are_texts_or_refused(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-6])
     for labels in (None, "texts"):
         read = read_svmlight(path, labels=labels)
-        assert read.labels is not None and read.labels.tolist() == ["1", "+1", "nan"]
+        assert read.labels is not None and read.labels.tolist() == ["1", "+1", "n/a"]
     with pytest.raises(InputError, match="did you mean 'texts'"):
         read_svmlight(path, labels="text")  # type: ignore[arg-type]
 

@@ -30,19 +30,22 @@ def check_output(file: Path | None) -> None:
         raise InputError(f"can't write {file}: there is no folder {file.parent}")
     if file.is_dir():
         raise InputError(f"can't write {file}: it is a folder")
+    if os.path.islink(os.path.realpath(file)):
+        raise InputError(f"can't write {file}: it is a link that leads back to itself")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise InputError(f"can't write {file}: permission denied")
 
 
 def check_apart(outputs: Mapping[str, Path | None], inputs: Sequence[Path]) -> None:
     """Refuse an output that would take the place of another one or of an input."""
-    taken = {path.resolve(): "is read from" for path in inputs}
+    taken = {os.path.realpath(path): "is read from" for path in inputs}
     for option, path in outputs.items():
         if path is None or (path.exists() and not path.is_file()):  # such as /dev/null
             continue
-        if path.resolve() in taken:
-            raise InputError(f"{option} {path} {taken[path.resolve()]} too; give another file")
-        taken[path.resolve()] = f"is given to {option}"
+        real = os.path.realpath(path)
+        if real in taken:
+            raise InputError(f"{option} {path} {taken[real]} too; give another file")
+        taken[real] = f"is given to {option}"
 
 
 def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]]) -> None:

@@ -13,6 +13,7 @@ from sparcel.errors import optional
 from sparcel.linear.base import LinearBase, takes_steps
 from sparcel.linear.classes import Classes, labels, probabilities
 from sparcel.linear.inputs import sample_weights
+from sparcel.linear.parameters import Parameters
 from sparcel.linear.ranks import ranks_of, together
 from sparcel.rows.rows import Array
 
@@ -26,9 +27,8 @@ E = TypeVar("E")
 
 def _documented(estimator: type[E]) -> type[E]:
     """Add what an estimator inherits to its docstring."""
-    inherited = [
-        base.__doc__ or "" for base in (LinearBase, _Classifier) if issubclass(estimator, base)
-    ]
+    bases = (Parameters, LinearBase, _Classifier)
+    inherited = [base.__doc__ or "" for base in bases if issubclass(estimator, base)]
     bodies = [text.partition("\n")[2] for text in inherited]
     estimator.__doc__ = (estimator.__doc__ or "") + "".join(bodies)
     return estimator

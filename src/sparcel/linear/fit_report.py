@@ -13,8 +13,6 @@ import torch
 from sparcel.comm import Communicator, ring_bytes
 from sparcel.errors import optional
 from sparcel.linear.epoch import Epoch
-from sparcel.linear.scd import Scd
-from sparcel.linear.sgd import Sgd
 
 _MOST_TIMED = 1 << 20
 """The most values of the dense exchange that is timed for comparison; more take proportionally."""
@@ -28,15 +26,15 @@ class Log:
     curve: list[tuple[float, float]] = field(default_factory=list)
 
 
-def summarise(log: Log, trainer: Sgd | Scd, values: int, comm: Communicator) -> str:
+def summarise(log: Log, steps: int, solver: str, values: int, comm: Communicator) -> str:
     """Say what the exchange cost, and what a dense one of ``values`` numbers would have.
 
-    All ranks call. With SGD a dense exchange sums gradients, with SCD each rank sends its part of
-    the model to all others.
+    All ranks call. An epoch has so many ``steps``. With SGD a dense exchange sums gradients, with
+    SCD each rank sends its part of the model to all others.
     """
-    steps = trainer.steps * len(log.epochs)
+    steps *= len(log.epochs)
     own = torch.zeros(min(values, _MOST_TIMED))
-    if isinstance(trainer, Sgd):
+    if solver == "sgd":
         what, dense = "gradients", float(ring_bytes(4 * values, comm.size))
         seconds = _timed(lambda: comm.all_reduce(own), comm)
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,9 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.ranks import gathered, together
 from sparcel.rows import Rows, Source, cached, make_cache, map_rows
-from sparcel.rows.pieces import Paths
+from sparcel.rows.files import blocks
+from sparcel.rows.pieces import Paths, Piece, files_of, is_compressed
+from sparcel.rows.rows import Array
 from sparcel.rows.svmlight import Labels, TextLabelError
 
 
@@ -46,6 +50,55 @@ def read(
     if not len(rows):
         rows = replace(rows, labels=np.empty(0, np.str_ if kinds == {"U"} else np.float64))
     return replace(rows, dimensions=max(gathered(comm, rows.dimensions, "dimensions")))
+
+
+def read_weights(
+    file: Path, rows: Rows, paths: Sequence[Path], cache: Path | None, comm: Communicator | None
+) -> Array:
+    """Return the weights of this rank's rows, which `read` returned; all ranks call.
+
+    Parameters
+    ----------
+    file
+        A number on each line, for each row of all files in turn.
+
+    Raises
+    ------
+    InputError
+        On all ranks, when the file cannot be read, has a line that is no number of at least 0, or
+        not as many as there are rows.
+    """
+    counts = gathered(comm, len(rows), "number of rows")
+    rank, dtype = 0 if comm is None else comm.rank, rows.values.dtype
+
+    def own() -> Array:
+        if comm is not None and cache is None and any(map(is_compressed, paths)):
+            raise InputError(
+                "several processes do not read compressed files in turn, so weights would go to"
+                " other rows; give --cache, or files that are not compressed"
+            )
+        weights = _numbers(file, dtype)
+        if len(weights) != sum(counts):
+            raise InputError(f"{file} has {len(weights)} weights, and there are {sum(counts)} rows")
+        start = sum(counts[:rank])
+        return weights[start : start + len(rows)]
+
+    return together(comm, own)
+
+
+def _numbers(file: Path, dtype: np.dtype[Any]) -> Array:
+    """Read the numbers of a file, one a line, that are finite and not negative."""
+    found = []
+    for block in blocks(Piece(files_of(file)[0], 0, file.stat().st_size)):
+        for line, text in enumerate(block.lines.split(b"\n")[:-1]):
+            try:
+                found.append(float(text))
+            except ValueError:
+                found.append(float("nan"))
+            if not 0 <= found[-1] <= np.finfo(dtype).max:
+                shown = text.decode(errors="backslashreplace")
+                raise block.error(line, f"a weight must be a number of at least 0, got {shown!r}")
+    return np.array(found, dtype)
 
 
 def _parsed(source: Source, paths: Paths, comm: Communicator | None) -> Rows:

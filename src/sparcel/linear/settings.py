@@ -1,4 +1,4 @@
-"""How a model is trained."""
+"""The settings of a training, checked."""
 
 from __future__ import annotations
 
@@ -9,47 +9,25 @@ from sparcel._checks import flag, number, whole_number
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError, known
 from sparcel.formats import FORMATS_BY_NAME, Qsgd
-from sparcel.linear.scd.updates import GATHERS
+from sparcel.linear.parameters import LOSSES, SOLVERS, Parameters
 from sparcel.linear.sgd.batches import MOST_ROWS
-from sparcel.linear.sgd.step_sizes import Rule, StepSizes
+from sparcel.linear.sgd.step_sizes import StepSizes
 from sparcel.schemes.density import checked_density
-
-LOSSES = ("logistic", "hinge", "squared_hinge", "squared")
 
 _BITS = (8, 4)
 _BUCKET = 64
 """Values that share a scale. Columns are as different as their frequencies, so a scale for few is
 worth its half a bit a value."""
 
-SOLVERS = ("sgd", "scd")
-
 SHARDED = "sharded"
 """The name of what `Sharded` does, beside those of the algorithms of `sparcel.all_reduce`."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a model is trained; the estimators and the command describe each."""
+@dataclass(kw_only=True)
+class Settings(Parameters):
+    """How a model is trained, and what it minimises: the mean ``loss`` of the rows."""
 
-    loss: str = "logistic"
-    solver: str = "sgd"
-    l1: float = 0.0
-    l2: float = 1e-6
-    epochs: int = 100
-    tol: float | None = 1e-3
-    batch_size: int = 1000
-    step: Rule = "adagrad"
-    eta0: float = 0.5
-    average: bool = False
-    block: int = 100
-    gather: str = "nothing"
-    fit_intercept: bool = True
-    asynchronous: bool = False
-    algorithm: str = "sharded"
-    format: str = "packed"
-    density: float | None = None
-    bits: int | None = None
-    seed: int = 0
+    loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         known(self.loss, LOSSES, "loss")
@@ -62,16 +40,17 @@ class Settings:
         whole_number(self.batch_size, "batch_size", at_least=1, at_most=MOST_ROWS)
         StepSizes(self.step, number(self.eta0, "eta0", above=0))
         whole_number(self.block, "block", at_least=1)
-        known(self.gather, GATHERS, "gather")
         for name in ("average", "fit_intercept", "asynchronous"):
             flag(getattr(self, name), name)
+        if self.solver == "sgd" and self.average and self.l1 > 0:
+            raise InputError(
+                f"average=True goes with l1=0, got {self.l1}: the average of models is not sparse;"
+                " leave one of them out"
+            )
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
         known(self.format, FORMATS_BY_NAME, "format")
-        if self.solver == "scd" and (self.density, self.bits) != (None, None):
-            raise InputError(
-                f"density={self.density} and bits={self.bits} go with solver='sgd', got 'scd',"
-                " which exchanges without loss; leave them out"
-            )
+        if self.solver == "scd":
+            self._check_descent()
         if self.density is not None:
             checked_density(self.density)
             self._goes_with("density", "auto", *ALGORITHMS.keys() - {"dense"})
@@ -79,7 +58,19 @@ class Settings:
             if self.bits not in _BITS:
                 raise InputError(f"bits must be 8, 4 or None for all, got {self.bits!r}")
             self._goes_with("bits", SHARDED, "auto", "split_allgather")
-        whole_number(self.seed, "the seed", at_least=0)
+        whole_number(self.random_state, "random_state", at_least=0)
+
+    def _check_descent(self) -> None:
+        if self.loss == "hinge":
+            raise InputError(
+                "coordinate descent needs a loss with a derivative everywhere, which 'hinge' is"
+                " not; take 'squared_hinge', or solver='sgd'"
+            )
+        if (self.density, self.bits) != (None, None):
+            raise InputError(
+                f"density={self.density} and bits={self.bits} go with solver='sgd', got 'scd',"
+                " which exchanges without loss; leave them out"
+            )
 
     def _goes_with(self, name: str, *algorithms: str) -> None:
         """Refuse an algorithm that has no use for a setting."""
@@ -94,7 +85,7 @@ class Settings:
         """Return what rounds the values of gradients; None where they travel as they are."""
         if self.bits is None:
             return None
-        return Qsgd(self.bits, _BUCKET, self.seed, packed=self.format == "packed")
+        return Qsgd(self.bits, _BUCKET, self.random_state, packed=self.format == "packed")
 
     def described(self) -> str:
         """Return a text that is the same for the same settings, in any process."""
@@ -106,12 +97,6 @@ class Settings:
     def weights(self, dimensions: int, width: int, dtype: Any) -> dict[str, Any]:
         """Return the arguments of the model's `Weights`."""
         adaptive = StepSizes(self.step, self.eta0).adaptive
-        if self.average and (self.l1 > 0 or (adaptive and self.l2 > 0)):
-            raise InputError(
-                "average=True goes with l1=0, and with step='adagrad' only if l2=0 as well: the"
-                " average would miss what regularisation still owes to rarely seen coordinates;"
-                " leave one of them out"
-            )
         return {
             "dimensions": dimensions,
             "width": width,

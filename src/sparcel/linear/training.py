@@ -8,8 +8,8 @@ from sparcel.comm import Communicator
 from sparcel.linear.epoch import Epoch
 from sparcel.linear.scd import Scd
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd import Sgd
 from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.trainer import Trainer
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -24,24 +24,14 @@ def trainer_of(
     width: int,
     settings: Settings,
     comm: Communicator | None = None,
-) -> Sgd | Scd:
+) -> Trainer:
     """Return what trains a new model by the solver that was chosen; otherwise as `prepare`."""
-    if settings.solver == "sgd":
-        return prepare(rows, targets, row_weights, width, settings, comm)
-    return Scd(
-        *(rows, targets, row_weights, settings.loss, settings.l1, settings.l2),
-        block=settings.block,
-        gather=settings.gather,
-        comm=comm,
-        seed=settings.seed,
-        asynchronous=settings.asynchronous,
-        fit_intercept=settings.fit_intercept,
-        width=width,
-    )
+    make = prepare if settings.solver == "sgd" else Scd
+    return make(rows, targets, row_weights, width, settings, comm)
 
 
 def train(
-    trainer: Sgd | Scd,
+    trainer: Trainer,
     settings: Settings,
     after_epoch: Callable[[Epoch], None] = lambda epoch: None,
     after_step: Callable[[int], None] = lambda step: None,
@@ -52,7 +42,7 @@ def train(
         after_epoch(trainer.epoch(after_step))
 
 
-def still_falls(trainer: Sgd | Scd, settings: Settings) -> bool:
+def still_falls(trainer: Trainer, settings: Settings) -> bool:
     """Tell whether all epochs were used and the loss was still falling by more than ``tol``."""
     stalls = _stalls(trainer.losses, _PATIENT_EPOCHS, settings.tol)
     return settings.tol is not None and trainer.epochs >= settings.epochs and not stalls

@@ -1,6 +1,6 @@
 """Labelled sparse rows, from text and SVMlight files, from matrices and from a cache on disk."""
 
-from sparcel.rows.cache import fingerprint, load, shard, verify
+from sparcel.rows.cache import fingerprint, load, shard
 from sparcel.rows.cache_writer import CacheWriter, save
 from sparcel.rows.documents import read_json_lines, read_lines, read_tsv
 from sparcel.rows.rows import Rows, check, concatenate
@@ -40,5 +40,4 @@ __all__ = [
     "save",
     "shard",
     "svmlight_blocks",
-    "verify",
 ]

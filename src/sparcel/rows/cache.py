@@ -7,7 +7,8 @@ The file consists of
 - arrays, each at a multiple of 64 bytes, in the byte order of the machine: columns, values,
   offsets, and labels, or for labels that are texts their codes: places in a list of classes;
 - the header, in JSON, which comes last because lengths are known last. It has the byte order,
-  dimensions, fingerprint, classes, and dtype, length, place and checksum of each array.
+  dimensions, fingerprint, classes, and of each array its dtype, length, place, and the CRC-32 of
+  every `CHECKED_BYTES` of it. So a rank that maps its share checks its share alone.
 """
 
 from __future__ import annotations
@@ -30,9 +31,14 @@ from sparcel.errors import InputError
 from sparcel.rows.pieces import Paths, files_of
 from sparcel.rows.rows import Array, Rows
 
-MAGIC, VERSION = b"\x93SPARCEL", 1
+MAGIC, VERSION = b"\x93SPARCEL", 2
 START = struct.Struct("<8sIIQQ")
 ALIGNMENT = 64
+CHECKED_BYTES = 1 << 20
+
+
+class BrokenCacheError(InputError):
+    """A file is a cache of rows, and not whole."""
 
 
 def fingerprint(paths: Paths, **settings: object) -> str:
@@ -51,15 +57,18 @@ def fingerprint(paths: Paths, **settings: object) -> str:
 
 
 def holds(path: str | os.PathLike[str], fingerprint: str) -> bool:
-    """Tell whether `load` finds rows that are made of this."""
-    found = _open(Path(path))
+    """Tell whether a file is a cache of this, and as long as it should be."""
+    try:
+        found = _open(Path(path))
+    except BrokenCacheError:
+        return False
     return found is not None and found[0]["fingerprint"] == fingerprint
 
 
 def load(
     path: str | os.PathLike[str], fingerprint: str | None = None, rank: int = 0, ranks: int = 1
 ) -> Rows | None:
-    """Map a cache into memory, or a rank's share of it.
+    """Map a cache into memory, or a rank's share of it, and compare checksums.
 
     Parameters
     ----------
@@ -79,30 +88,27 @@ def load(
     Raises
     ------
     InputError
-        When the file is broken, as far as its header tells; `verify` looks at everything.
+        When the file is broken: in its length, its header, its offsets or the share that is mapped.
     """
     found = _open(Path(path))
     if found is None or fingerprint not in (None, found[0]["fingerprint"]):
         return None
-    return _rows(Path(path), *found, rank, ranks)
+    header, content = found
+    rows = _rows(header, content)
+    _check(Path(path), content, header, "offsets", 0, len(rows) + 1)
+    start, stop = _run(rows, rank, ranks)
+    entries = int(rows.offsets[start]), int(rows.offsets[stop])
+    for name in header["arrays"].keys() - {"offsets"}:
+        places = entries if name in ("columns", "values") else (start, stop)
+        _check(Path(path), content, header, name, *places)
+    return _with_texts(rows if ranks == 1 else rows.slice(start, stop), header)
 
 
 def mapped(file: IO[bytes]) -> Rows:
-    """Map what a `CacheWriter` wrote to an open file, which may be closed then."""
-    path = Path(str(file.name))
-    found = _content(path, file)
+    """Map what a `CacheWriter` of this process wrote to an open file, which may be closed then."""
+    found = _content(Path(str(file.name)), file)
     assert found is not None, "written by this process"
-    return _rows(path, *found, 0, 1)
-
-
-def verify(path: str | os.PathLike[str]) -> None:
-    """Read a cache completely, and raise an `InputError` if a checksum is wrong."""
-    found = _open(Path(path))
-    if found is None:
-        raise InputError(f"{path} is no cache that this version on this machine can read")
-    header, content = found
-    for name in header["arrays"]:
-        _check(Path(path), content, header, name)
+    return _with_texts(_rows(*found), found[0])
 
 
 def shard(rows: Rows, rank: int, ranks: int) -> Rows:
@@ -110,6 +116,11 @@ def shard(rows: Rows, rank: int, ranks: int) -> Rows:
 
     A row counts as one more than its entries. Of the offsets only few are read to find the runs.
     """
+    return rows.slice(*_run(rows, rank, ranks))
+
+
+def _run(rows: Rows, rank: int, ranks: int) -> tuple[int, int]:
+    """Return where a rank's run of rows begins and ends."""
     whole_number(ranks, "ranks", at_least=1)
     whole_number(rank, "rank", at_least=0, at_most=ranks - 1)
     total = rows.nnz + len(rows)
@@ -118,7 +129,7 @@ def shard(rows: Rows, rank: int, ranks: int) -> Rows:
         places = range(len(rows) + 1)
         return bisect_left(places, total * part, key=lambda i: (int(rows.offsets[i]) + i) * ranks)
 
-    return rows.slice(first(rank), first(rank + 1))
+    return first(rank), first(rank + 1)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], mmap.mmap] | None:
@@ -136,8 +147,10 @@ def _open(path: Path) -> tuple[dict[str, Any], mmap.mmap] | None:
 def _content(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], mmap.mmap] | None:
     file.seek(0)
     start = file.read(START.size)
-    if len(start) < START.size or not start.startswith(MAGIC):
+    if start[: len(MAGIC)] != MAGIC[: len(start)]:
         raise InputError(f"{path} is no cache of rows; give the cache another path")
+    if len(start) < START.size:
+        raise _broken(path, "its length is not what it says")
     _, version, crc32, place, length = START.unpack(start)
     if version != VERSION:
         return None
@@ -153,15 +166,19 @@ def _content(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], mmap.mmap] | 
     return header, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _rows(path: Path, header: dict[str, Any], content: mmap.mmap, rank: int, ranks: int) -> Rows:
+def _rows(header: dict[str, Any], content: mmap.mmap) -> Rows:
+    """Return all rows; labels that are texts by their codes."""
     arrays = {name: _array(content, entry) for name, entry in header["arrays"].items()}
     labels = arrays.get("labels", arrays.get("codes"))
-    dimensions = header["dimensions"]
-    rows = Rows(arrays["offsets"], arrays["columns"], arrays["values"], dimensions, labels)
-    rows = rows if ranks == 1 else shard(rows, rank, ranks)
-    if "codes" not in arrays:
+    return Rows(
+        arrays["offsets"], arrays["columns"], arrays["values"], header["dimensions"], labels
+    )
+
+
+def _with_texts(rows: Rows, header: dict[str, Any]) -> Rows:
+    """Return rows with the texts of labels for their codes."""
+    if "codes" not in header["arrays"]:
         return rows
-    _check(path, content, header, "codes")
     return replace(rows, labels=np.array(header["classes"], np.str_)[rows.labels])
 
 
@@ -169,11 +186,18 @@ def _array(content: mmap.mmap, entry: dict[str, Any]) -> Array:
     return np.frombuffer(content, np.dtype(entry["dtype"]), entry["length"], entry["place"])
 
 
-def _check(path: Path, content: mmap.mmap, header: dict[str, Any], name: str) -> None:
+def _check(
+    path: Path, content: mmap.mmap, header: dict[str, Any], name: str, start: int, stop: int
+) -> None:
+    """Compare the checksums of an array's bytes around its elements ``[start, stop)``."""
     entry = header["arrays"][name]
-    if zlib.crc32(_array(content, entry).data) != entry["crc32"]:
-        raise _broken(path, f"the checksum of its {name} is wrong")
+    array = _array(content, entry)
+    data, size = array.view(np.uint8), array.itemsize
+    for block in range(start * size // CHECKED_BYTES, -(-stop * size // CHECKED_BYTES)):
+        part = data[block * CHECKED_BYTES : (block + 1) * CHECKED_BYTES]
+        if zlib.crc32(part.data) != entry["crc32"][block]:
+            raise _broken(path, f"the checksum of its {name} is wrong")
 
 
-def _broken(path: Path, why: str) -> InputError:
-    return InputError(f"{path} is broken: {why}; remove it, so that it is made anew")
+def _broken(path: Path, why: str) -> BrokenCacheError:
+    return BrokenCacheError(f"{path} is broken: {why}; remove it, so that it is made anew")

@@ -9,7 +9,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -19,7 +19,7 @@ import numpy as np
 
 from sparcel._files import replacing
 from sparcel.errors import InputError
-from sparcel.rows.cache import ALIGNMENT, MAGIC, START, VERSION
+from sparcel.rows.cache import ALIGNMENT, CHECKED_BYTES, MAGIC, START, VERSION
 from sparcel.rows.rows import Array, Rows
 
 
@@ -36,13 +36,18 @@ class _Section:
     file: IO[bytes]
     dtype: np.dtype[Any]
     length: int = 0
-    crc32: int = 0
+    crc32: list[int] = field(default_factory=list)
 
     def write(self, part: Array) -> None:
-        part = np.ascontiguousarray(part)
-        self.file.write(part.data)
+        data = np.ascontiguousarray(part).view(np.uint8)
+        self.file.write(data.data)
+        done = self.length * self.dtype.itemsize % CHECKED_BYTES
         self.length += len(part)
-        self.crc32 = zlib.crc32(part.data, self.crc32)
+        while len(data):
+            now, data = data[: CHECKED_BYTES - done], data[CHECKED_BYTES - done :]
+            before = self.crc32.pop() if done else 0
+            self.crc32.append(zlib.crc32(now.data, before))
+            done = 0
 
 
 class CacheWriter:

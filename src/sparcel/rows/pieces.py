@@ -46,6 +46,8 @@ def files_of(paths: Paths) -> list[Path]:
     if not files:
         raise InputError("paths must name at least one file, got none")
     for path in files:
+        if path.is_symlink() and not path.exists():
+            raise InputError(f"{path} is a link that leads to no file")
         if not path.is_file():
             raise InputError(f"{path} is no file" if path.exists() else f"there is no file {path}")
     return files

@@ -26,7 +26,7 @@ _MOST_LABEL_BYTES = 1000  # an array of texts is as wide as the longest
 
 
 class TextLabelError(InputError):
-    """A label is no number."""
+    """A label is no number, not even one that is not finite."""
 
 
 def read_svmlight(
@@ -60,8 +60,8 @@ def read_svmlight(
         How many threads parse; None for as many as torch uses. The result is the same.
     labels
         ``"numbers"`` for float64, ``"texts"`` for strings, or None for numbers if all labels of
-        this rank are finite numbers, and strings otherwise. Ranks that find different kinds have
-        to agree on one and read again.
+        this rank are numbers, and strings otherwise. Ranks that find different kinds have to agree
+        on one and read again.
 
     Returns
     -------
@@ -71,7 +71,8 @@ def read_svmlight(
     Raises
     ------
     InputError
-        When a file cannot be read, or a line is malformed, with the file and the line. Queries
+        When a file cannot be read, or a line is malformed, with the file and the line. Labels that
+        are NaN or infinite are texts only where these are asked for. Queries
         (``qid:``) are refused: without them ranking data would silently become something else.
     """
     settings = (dimensions, index_from, rank, ranks, threads)
@@ -121,13 +122,17 @@ def _parse(block: Block, dimensions: int | None, index_from: int, labels: Labels
 
 
 def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
-    if np.isnan(numbers).any():
-        start, stop = spans[np.isnan(numbers)][0]
-        text = block.lines[start:stop].decode(errors="backslashreplace")
-        line = block.lines.count(b"\n", 0, start)
-        message = f"the label {text!r} is no finite number; labels='texts' takes any"
-        raise TextLabelError(*block.error(line, message).args)
-    return numbers
+    if not np.isnan(numbers).any():
+        return numbers
+    start, stop = spans[np.isnan(numbers)][0]
+    text = block.lines[start:stop].decode(errors="backslashreplace")
+    line = block.lines.count(b"\n", 0, start)
+    error = block.error(line, f"the label {text!r} is no finite number; labels='texts' takes any")
+    try:
+        float(text)
+    except ValueError:
+        raise TextLabelError(*error.args) from None
+    raise error  # NaN or Inf, which stand for a label that is missing or wrong, and name no class
 
 
 def _texts(block: Block, spans: Array) -> Array:

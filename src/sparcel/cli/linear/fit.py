@@ -3,59 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from sparcel.cli.linear.files import Data, Label, Layout, TextName, layout_of
+from sparcel.cli.linear.settings import is_typed, with_parameters
 from sparcel.cli.options import check_apart, check_output
-from sparcel.errors import InputError, known
+from sparcel.errors import InputError
+from sparcel.linear.parameters import LOSSES
 
 if TYPE_CHECKING:
     from sparcel.rows import HashedNGrams, SvmLight, Text
 
 
+@with_parameters
 def fit(
     context: typer.Context,
     data: Data,
     out: Annotated[Path, typer.Option(help="File for the model.")] = Path("model.npz"),
     loss: Annotated[
         str, typer.Option(help="logistic, hinge, squared_hinge, or squared for regression.")
-    ] = "logistic",
-    solver: Annotated[
-        str,
-        typer.Option(
-            help="sgd, mini-batch stochastic gradient descent; or scd, block coordinate descent:"
-            " more exact and slower, for losses other than hinge."
-        ),
-    ] = "sgd",
-    l2: Annotated[float, typer.Option(min=0, help="Weight of half the squared norm.")] = 1e-6,
-    l1: Annotated[float, typer.Option(min=0, help="Weight of the sum of magnitudes.")] = 0.0,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 5,
-    batch_size: Annotated[
-        int, typer.Option(min=1, max=32768, help="Rows that each process takes a step with.")
-    ] = 1000,
-    step: Annotated[
-        str,
-        typer.Option(help="Size of steps: adagrad, constant, inverse, inverse_sqrt, bold_driver."),
-    ] = "adagrad",
-    eta0: Annotated[float, typer.Option(min=0, help="Size of the first step.")] = 0.5,
-    average: Annotated[
-        bool,
-        typer.Option("--average", help="Average the models after all steps; adagrad needs --l2 0."),
-    ] = False,
-    block: Annotated[
-        int, typer.Option(min=1, help="With scd, coordinates of each process that a step changes.")
-    ] = 100,
-    gather: Annotated[
-        str,
-        typer.Option(
-            help="With scd, what processes send of new values: nothing, as each computes all; or"
-            " sparse, those that changed."
-        ),
-    ] = "nothing",
+    ] = LOSSES[0],
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="File with the weight of each row, not negative: a number a line."),
+    ] = None,
     layout: Layout = None,
     label: Label = "label",
     text: TextName = "text",
@@ -90,36 +66,9 @@ def fit(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the checkpoint, if it is there.")
     ] = False,
-    algorithm: Annotated[
-        str,
-        typer.Option(
-            help="How processes share gradients: sharded gives each coordinate one owner; auto,"
-            " dense, split_allgather and their like sum them on all."
-        ),
-    ] = "sharded",
-    format: Annotated[
-        str, typer.Option(help="How summed gradients are laid out in messages: packed or coo.")
-    ] = "packed",
-    density: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the coordinates, such as 0.001, that a process sends in a step: the"
-            " largest; it keeps the rest for later steps. For algorithms that sum. By default all."
-        ),
-    ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(
-            help="Send the values of gradients in 8 or 4 bits, rounded without bias. For"
-            " sharded, auto and split_allgather. By default as they are."
-        ),
-    ] = None,
-    asynchronous: Annotated[
-        bool,
-        typer.Option("--asynchronous", help="Sum a gradient while the next one is computed."),
-    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Picture of the loss against time.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides the order of the rows.")] = 0,
+    *,
+    parameters: Mapping[str, Any],
 ) -> None:
     """Fit a model to labelled rows.
 
@@ -127,66 +76,39 @@ def fit(
     the first epoch is the loss on rows not seen yet; with scd, at the epoch's end. Several
     processes share the rows; start them with torchrun, mpiexec or `sparcel lab run`.
     """
-    from sparcel.linear.fit import Job, run
+    from sparcel.linear.fit import Task, run
     from sparcel.linear.settings import Settings
 
     outputs = {"--out": out, "--cache": cache, "--checkpoint": checkpoint, "--plot": plot}
     for file in outputs.values():
         check_output(file)
-    check_apart(outputs, data)
+    check_apart(outputs, [*data, *([] if weights is None else [weights])])
     if plot is not None and plot.suffix not in (".pdf", ".png", ".svg"):
         raise InputError(f"--plot must end in .pdf, .png or .svg, got {plot}")
     if resume and checkpoint is None:
         raise InputError("--resume needs --checkpoint FILE, the state to go on from")
-    _check_solver(solver, context)
-    settings = Settings(
-        loss=loss,
-        solver=solver,
-        l1=l1,
-        l2=l2,
-        epochs=epochs,
-        tol=None,
-        batch_size=batch_size,
-        step=step,
-        eta0=eta0,
-        average=average,
-        block=block,
-        gather=gather,
-        asynchronous=asynchronous,
-        algorithm=algorithm,
-        format=format,
-        density=density,
-        bits=bits,
-        seed=seed,
-    )
-    source = _source(data, layout, label, text, ngrams, dimensions, index_from)
-    job = Job(data, source, settings, out, cache, checkpoint, resume, plot)
-    run(job, Console(highlight=False))
+    settings = Settings(loss=loss, **parameters)
+    found = layout_of(data, layout)
+    _check_layout(found, context)
+    source = _source(found, label, text, ngrams, dimensions, index_from)
+    task = Task(data, source, settings, out, weights, cache, checkpoint, resume, plot)
+    run(task, Console(highlight=False))
 
 
-_OWN_OPTIONS = {
-    "sgd": ("batch_size", "step", "eta0", "average", "algorithm", "format", "density", "bits"),
-    "scd": ("block", "gather"),
-}
-"""The options of each solver that the other has not."""
-
-
-def _check_solver(solver: str, context: typer.Context) -> None:
-    """Refuse options that were given and that the solver would not use."""
-    known(solver, _OWN_OPTIONS, "--solver")
-    for other in _OWN_OPTIONS.keys() - {solver}:
-        for name in _OWN_OPTIONS[other]:
-            source = context.get_parameter_source(name)
-            if source is not None and source.name != "DEFAULT":
-                raise InputError(
-                    f"--{name.replace('_', '-')} is a setting of --solver {other}, and the solver"
-                    f" is {solver}; leave it out, or give --solver {other}"
-                )
+def _check_layout(layout: str, context: typer.Context) -> None:
+    """Refuse options that were given and that files of this layout have no use for."""
+    is_svmlight = layout == "svmlight"
+    for name in ("label", "text", "ngrams") if is_svmlight else ("index_from",):
+        if is_typed(context, name):
+            others = "text, such as .tsv or .jsonl" if is_svmlight else "svmlight"
+            raise InputError(
+                f"--{name.replace('_', '-')} is for files of {others}, and these are {layout};"
+                " leave it out, or tell with --layout what the files hold"
+            )
 
 
 def _source(
-    data: list[Path],
-    layout: str | None,
+    layout: str,
     label: str,
     text: str,
     ngrams: str,
@@ -195,12 +117,11 @@ def _source(
 ) -> SvmLight | Text:
     from sparcel.rows import SvmLight, Text
 
-    found = layout_of(data, layout)
-    if found == "svmlight":
+    if layout == "svmlight":
         return SvmLight(dimensions, index_from)
-    if found == "lines":
+    if layout == "lines":
         raise InputError("a document a line has no label to fit to; use .tsv or .jsonl files")
-    return Text(found, _ngrams(ngrams, dimensions), label, text)  # type: ignore[arg-type]
+    return Text(layout, _ngrams(ngrams, dimensions), label, text)  # type: ignore[arg-type]
 
 
 def _ngrams(text: str, dimensions: int | None) -> HashedNGrams:

@@ -22,7 +22,11 @@ def predict(
     data: Data,
     out: Annotated[Path | None, typer.Option(help="File for the labels; else the output.")] = None,
     probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Add the probability of each class.")
+        bool,
+        typer.Option(
+            "--probabilities",
+            help="Add the probability of each class, under a first line that names the classes.",
+        ),
     ] = False,
     layout: Layout = None,
     text: TextName = "text",
@@ -59,6 +63,9 @@ def evaluate(
 
 
 def _predicted(model: Any, blocks: Iterator[Rows], probabilities: bool) -> Iterator[str]:
+    if probabilities:
+        model.check_probabilities()
+        yield "\t".join(["label", *map(str, model.classes)])
     for rows in blocks:
         margins = model.margins(rows)
         shares = model.probabilities(margins) if probabilities else [()] * len(rows)

@@ -56,7 +56,7 @@ def prepare(
     together(comm, lambda: check(rows))
     rank, dimensions = 0 if comm is None else comm.rank, rows.dimensions
     numbering = by_frequency(rows) if comm is None and weights is None else None
-    order = np.random.default_rng([settings.seed, rank]).permutation(len(rows))
+    order = np.random.default_rng([settings.random_state, rank]).permutation(len(rows))
     batches = together(
         comm,
         lambda: arrange(rows, targets, row_weights, settings.batch_size, order, numbering),
@@ -88,7 +88,8 @@ def prepare(
             model = Replicated(whole, batches, comm, exchange, columns, dimensions)
     sizes = StepSizes(settings.step, settings.eta0)
     return Sgd(
-        model, batches, counts, settings.loss, sizes, comm, settings.asynchronous, settings.seed
+        *(model, batches, counts, settings.loss, sizes),
+        *(comm, settings.asynchronous, settings.random_state),
     )
 
 

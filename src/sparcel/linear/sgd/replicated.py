@@ -16,7 +16,7 @@ from sparcel.kernels import index_dtype
 from sparcel.linear.ranks import broadcast
 from sparcel.linear.sgd.batches import TAIL, Batch
 from sparcel.linear.sgd.weights import Weights
-from sparcel.linear.sgd.whole import Whole
+from sparcel.linear.sgd.whole import WholeModel
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -112,9 +112,9 @@ class Replicated:
         job: Job[SparseStream] = comm.submit(lambda: comm.call(STEP, lambda: self._sum(stream)))
         return lambda: self._finish(self._timed(job.wait), rate, wanted)
 
-    def whole(self, everywhere: bool = True) -> Whole:
+    def whole(self, everywhere: bool = True) -> WholeModel:
         """Return the whole model, which is this one."""
-        return Whole(self.weights, self._columns, self._dimensions)
+        return WholeModel(self.weights, self._columns, self._dimensions)
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here; all ranks call."""

@@ -24,7 +24,7 @@ from sparcel.linear.sgd.owners import Asked, owners, tell_owners
 from sparcel.linear.sgd.pushes import Exact, Rounded
 from sparcel.linear.sgd.replicated import STEP, Numbers, Pending, Point, Stepped
 from sparcel.linear.sgd.weights import BY_COLUMN, Weights
-from sparcel.linear.sgd.whole import Whole
+from sparcel.linear.sgd.whole import WholeModel
 from sparcel.rows.rows import Array
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Sharded:
 
         return wait
 
-    def whole(self, everywhere: bool = True) -> Whole:
+    def whole(self, everywhere: bool = True) -> WholeModel:
         """Put the whole model together, or, on other ranks than 0, so much of it; all ranks call.
 
         ``everywhere`` tells whether all ranks get the whole, or rank 0 alone.
@@ -108,7 +108,7 @@ class Sharded:
             collect(array, own.by_column()[name], lengths, everywhere, self._comm)
         state = self.weights.state()
         own.restore({name: a for name, a in state.items() if name not in BY_COLUMN})
-        return Whole(own, columns, dimensions)
+        return WholeModel(own, columns, dimensions)
 
     def state(self) -> dict[str, Array]:
         """Return what a later training needs to go on from here; all ranks call."""

@@ -10,6 +10,7 @@ import numpy as np
 from sparcel import _cpu
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
+from sparcel.linear.coordinates import Coordinates
 from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import gathered
 from sparcel.linear.sgd.batches import TAIL, Batch, most_entries
@@ -17,10 +18,12 @@ from sparcel.linear.sgd.replicated import Numbers, Pending, Point, Replicated, S
 from sparcel.linear.sgd.sharded import Sharded
 from sparcel.linear.sgd.step_sizes import StepSizes
 from sparcel.linear.sgd.weights import ONCE
+from sparcel.linear.sgd.whole import WholeModel
+from sparcel.linear.trainer import Trainer
 from sparcel.rows.rows import Array
 
 
-class Sgd:
+class Sgd(Trainer):
     """Takes steps, each with the sum of all ranks' gradients.
 
     Parameters
@@ -46,12 +49,8 @@ class Sgd:
 
     Attributes
     ----------
-    steps
-        Steps an epoch.
-    epochs
-        Epochs so far.
-    losses
-        Mean losses of the epochs that this object took.
+    model, batches
+        As given.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Sgd:
         self._loss_sum = self._weight_sum = 0.0
 
     def epoch(self, after_step: Callable[[int], None] = lambda step: None) -> Epoch:
-        """Take the steps of one pass over the rows; all ranks call."""
+        """Take the steps of one pass over the rows."""
         start, waited, sent = time.perf_counter(), self.model.seconds, self._volume
         self._loss_sum = self._weight_sum = 0.0
         numbers = self._numbers()
@@ -110,27 +109,21 @@ class Sgd:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of this epoch's rows so far, alike on all ranks."""
+        """Mean loss of this epoch's rows so far."""
         return self._loss_sum / self._weight_sum if self._weight_sum else float("nan")
 
-    def read(self) -> tuple[Array, Array]:
-        """Return the model's coordinates ``[dimensions, width]`` and intercepts; all ranks call."""
-        return self.model.whole().read()
-
-    def coordinates(self) -> tuple[Array | None, Array, Array]:
-        """Return, on rank 0, what `Whole.coordinates` does; all ranks call."""
-        return self.model.whole(everywhere=False).coordinates()
+    def fitted(self, everywhere: bool = True) -> tuple[Coordinates, WholeModel]:
+        """See `Trainer.fitted`."""
+        whole = self.model.whole(everywhere)
+        return whole.coordinates(), whole
 
     def forget_rows(self) -> None:
-        """Give the batches' memory back; the model remains, and no epoch can follow."""
+        """See `Trainer.forget_rows`."""
         self.batches.clear()  # the model has the same list
         _cpu.drop_kept()  # also what messages of steps took
 
     def state(self) -> dict[str, Array]:
-        """Return what a later training needs to go on from here, bit by bit; all ranks call.
-
-        What rank 0 gets is complete. The next step may change it.
-        """
+        """See `Trainer.state`."""
         return {
             **self.model.state(),
             "progress": np.array([self.epochs, self._sizes.size, self._sizes.last_loss]),
@@ -138,10 +131,7 @@ class Sgd:
         }
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        """Go on from where another training with the same rows and settings was; all ranks call.
-
-        The state is that which rank 0 gives.
-        """
+        """See `Trainer.restore`."""
         given = {
             name: state[name].tolist() for name in (*ONCE, "progress", "losses") if name in state
         }

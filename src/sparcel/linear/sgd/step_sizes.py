@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 from sparcel.errors import InputError, known
-
-Rule: TypeAlias = str | Callable[[float], float]
-"""The name of a rule, or a function from the epochs done, 1.5 after one and a half, to a size."""
+from sparcel.linear.parameters import Rule
 
 RULES: dict[str, Callable[[float], float]] = {
     "adagrad": lambda _: 1.0,

@@ -28,6 +28,9 @@ MOST_HELD = 2**31 - 1
 _VISIT_NS = 8
 """How long a visit to a coordinate takes, about."""
 
+_CHUNK = 1 << 18
+"""Coordinates whose average is read at a time."""
+
 _LEAST_SCALE = 1e-6
 """Below this the scale is multiplied into the coordinates, before precision suffers."""
 
@@ -76,6 +79,7 @@ class Weights:
         self.dimensions, self.width, self.l1, self.l2 = dimensions, width, l1, l2
         self.adaptive, self.fits_intercept = adaptive, intercept
         settles = (l1 > 0 or l2 > 0) if adaptive else l1 > 0
+        self._adapts_and_settles = adaptive and settles
         self.rows = _zeros((dimensions, (2 if adaptive else 1) * width + settles), dtype)
         self.sums = _zeros((dimensions, width), dtype) if average else None
         self.intercept = np.zeros(width)
@@ -110,7 +114,7 @@ class Weights:
             The size of the step.
         """
         factor, threads = self._factor(tail), threads_for(_VISIT_NS * values.size)
-        self._model.step(columns, values, factor, rate, self.sums, self.scales, threads)
+        self._model.step(columns, values, factor, rate, self.sums, self._past, threads)
         self._finish(tail[0] * factor, rate)
 
     def step_sum(
@@ -140,9 +144,17 @@ class Weights:
         factor, threads = self._factor(tail), threads_for(_VISIT_NS * values.size)
         self._model.step_sum(
             *(columns, bounds, values, len(tail), total),
-            *(factor, rate, self.sums, self.scales, threads),
+            *(factor, rate, self.sums, self._past, threads),
         )
         self._finish(tail[0] * factor, rate)
+
+    @property
+    def _past(self) -> float:
+        """What a change counts in the sums for the average: all that was before it.
+
+        AdaGrad's coordinates settle along a curve, whose average is one over the lengths of steps.
+        """
+        return self._model.now if self._adapts_and_settles else self.scales
 
     def _factor(self, tail: Array) -> float:
         weight = float(tail[1, 0])
@@ -224,10 +236,24 @@ class Weights:
         if self.sums is None or self.steps == 0:
             self._model.read(out)
             return out, self.intercept.copy()
-        np.multiply(self.rows[:, : self.width], self.scales, out=out)
-        out -= self.sums
-        out /= self.steps
+        for start in range(0, self.dimensions, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            rows, sums = self._settled(self.rows[part], self.sums[part])
+            np.multiply(rows[:, : self.width], self._past, out=out[part])
+            out[part] -= sums
+        out /= self._model.now if self._adapts_and_settles else self.steps
         return out, self.intercept_sums / self.steps
+
+    def _settled(self, rows: Array, sums: Array) -> tuple[Array, Array]:
+        """Return some rows and their sums as a step would find them that changes nothing more."""
+        if not self._adapts_and_settles:
+            return rows, sums
+        rows, sums = rows.copy(), sums.copy()
+        model = _cpu.LinearModel(rows, self.width, True, self.l1, self.l2)
+        model.now = self._model.now
+        rate = model.now / self.steps  # AdaGrad's steps all have one size
+        model.step(None, np.ones_like(sums), 0.0, rate, sums, model.now, 1)
+        return rows, sums
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

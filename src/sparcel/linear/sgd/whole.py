@@ -1,4 +1,4 @@
-"""A whole model: the coordinates that can be other than zero, wherever they were trained."""
+"""A whole model of SGD, put together from wherever its coordinates are."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from sparcel.errors import optional
+from sparcel.linear.coordinates import Coordinates, spread
 from sparcel.linear.sgd.weights import BY_COLUMN, Weights
 from sparcel.rows.rows import Array
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A whole model, by the columns that occur.
+class WholeModel:
+    """A whole model in training, by the columns that occur.
 
     Attributes
     ----------
@@ -31,28 +31,13 @@ class Whole:
     columns: Array | None
     dimensions: int
 
-    def coordinates(self) -> tuple[Array | None, Array, Array]:
-        """Return the columns, increasing, their coordinates ``[count, width]``, and intercepts."""
-        values, intercepts = self.weights.read()
-        if self.columns is None or (self.columns[1:] > self.columns[:-1]).all():
-            return self.columns, values, intercepts
-        order = np.argsort(self.columns)
-        return self.columns[order], values[order], intercepts
-
-    def read(self) -> tuple[Array, Array]:
-        """Return all coordinates ``[dimensions, width]`` and the intercepts ``[width]``."""
-        values, intercepts = self.weights.read()
-        return self._spread(values), intercepts
-
-    def read_sparse(self) -> tuple[Any, Array]:
-        """Return the coordinates as a sparse matrix ``[width, dimensions]``, and the intercepts."""
-        with optional("sparcel.linear", "linear"):
-            import scipy.sparse as sp
-        columns, values, intercepts = self.coordinates()
-        assert columns is not None
-        width, starts = values.shape[1], np.arange(values.shape[1] + 1) * len(values)
-        entries = np.ravel(values.T), np.tile(columns, width), starts
-        return sp.csr_matrix(entries, (width, self.dimensions)), intercepts
+    def coordinates(self) -> Coordinates:
+        """Return its coordinates, with all regularisation applied."""
+        columns, (values, intercepts) = self.columns, self.weights.read()
+        if columns is not None and (columns[1:] < columns[:-1]).any():
+            order = np.argsort(columns)
+            columns, values = columns[order], values[order]
+        return Coordinates(columns, values, intercepts, self.dimensions)
 
     def is_like(self, arguments: Mapping[str, Any]) -> bool:
         """Tell whether `Weights` of these arguments have the same shape, dtype and settings."""
@@ -65,13 +50,9 @@ class Whole:
         state: Mapping[str, Array] = self.weights.state()
         weights = Weights(**{**self.weights.settings, "dimensions": self.dimensions})
         weights.restore(
-            {name: self._spread(a) if name in BY_COLUMN else a for name, a in state.items()}
+            {
+                name: spread(array, self.columns, self.dimensions) if name in BY_COLUMN else array
+                for name, array in state.items()
+            }
         )
         return weights
-
-    def _spread(self, values: Array) -> Array:
-        if self.columns is None:
-            return values
-        found = np.zeros((self.dimensions, *values.shape[1:]), values.dtype)
-        found[self.columns] = values
-        return found

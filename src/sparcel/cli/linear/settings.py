@@ -1,0 +1,83 @@
+"""Options of the command for the parameters of a training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from sparcel.errors import InputError, known
+from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, Rule, descriptions
+
+_NAMES = {"random_state": "--seed"}
+"""Options that are not called as the parameter is."""
+
+
+def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each of `Parameters`; it gets these in ``parameters``."""
+    own = inspect.signature(command, eval_str=True).parameters
+    kept = [one for name, one in own.items() if name != "parameters"]
+    options = _options()
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        _check_solver(given["solver"], given["context"])
+        parameters = {one.name: given.pop(one.name) for one in options}
+        command(**given, parameters=parameters)
+
+    signature = inspect.Signature([*kept, *options])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+    return run
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Tell whether an option was given."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _options() -> list[inspect.Parameter]:
+    texts, hints = descriptions(), get_type_hints(Parameters)
+    return [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=_annotation(one.name, hints[one.name], one.default, texts[one.name]),
+        )
+        for one in fields(Parameters)
+    ]
+
+
+def _annotation(name: str, hint: Any, default: Any, text: str) -> Any:
+    """Return the type and the option of a parameter, as Typer reads them."""
+    names = [_NAMES[name]] if name in _NAMES else []
+    if default is False:
+        names = [f"--{name}"]  # and none to say no
+    if hint == Rule or get_origin(hint) is Literal:
+        hint = str
+    more: dict[str, Any] = {}
+    if default is not None and type(None) in get_args(hint):
+        more = {"parser": _number_or_none, "metavar": "FLOAT|none"}
+    return Annotated[hint, typer.Option(*names, help=text, **more)]
+
+
+def _number_or_none(text: str | float) -> float | None:
+    return None if str(text).lower() == "none" else float(text)
+
+
+def _check_solver(solver: str, context: typer.Context) -> None:
+    """Refuse options that were given and that the solver would not use."""
+    known(solver, OF_ONE_SOLVER, "--solver")
+    for other in OF_ONE_SOLVER.keys() - {solver}:
+        for name in OF_ONE_SOLVER[other]:
+            if is_typed(context, name):
+                raise InputError(
+                    f"--{name.replace('_', '-')} is a setting of --solver {other}, and the solver"
+                    f" is {solver}; leave it out, or give --solver {other}"
+                )

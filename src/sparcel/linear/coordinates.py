@@ -1,0 +1,56 @@
+"""The coordinates of a linear model, wherever they were trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparcel.errors import optional
+from sparcel.rows.rows import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinates:
+    """Coordinates and intercepts of a model, by the columns that can be other than zero.
+
+    Attributes
+    ----------
+    columns
+        ``[count]``, increasing; None for all columns. All other coordinates are zero.
+    values
+        ``[count, width]``, width 1 for two classes and for regression.
+    intercepts
+        ``[width]``.
+    dimensions
+        Number of columns of the data.
+    """
+
+    columns: Array | None
+    values: Array
+    intercepts: Array
+    dimensions: int
+
+    def dense(self) -> Array:
+        """Return all coordinates, ``[dimensions, width]``."""
+        return spread(self.values, self.columns, self.dimensions)
+
+    def sparse(self) -> Any:
+        """Return a sparse matrix ``[width, dimensions]``; the columns are known."""
+        with optional("sparcel.linear", "linear"):
+            import scipy.sparse as sp
+        assert self.columns is not None
+        count, width = self.values.shape
+        starts = np.arange(width + 1) * count
+        entries = np.ravel(self.values.T), np.tile(self.columns, width), starts
+        return sp.csr_matrix(entries, (width, self.dimensions))
+
+
+def spread(values: Array, columns: Array | None, dimensions: int) -> Array:
+    """Return the rows of all columns: ``values`` at some, zero at all others."""
+    if columns is None:
+        return values
+    found = np.zeros((dimensions, *values.shape[1:]), values.dtype)
+    found[columns] = values
+    return found
