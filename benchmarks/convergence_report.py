@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from statistics import mean, stdev
+from statistics import mean
 
-from pages import save, table
+from pages import apart, over_seeds, save, table
 from record import RESULTS, Row, rows_of
-from scipy.stats import t as student
 
 CAUSES = "variant", "seeds", "accuracy", "loss", "dead units", "early update", "wait", "density"
 SUITE = "method", "seeds", "accuracy", "over dense", "loss", "over dense", "sent", "bytes"
@@ -67,9 +66,12 @@ def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> 
     points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
     losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
     volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
-    beside = _differences(points, 2), _differences(losses, 4) if len(losses) == len(pairs) else ""
+    beside = over_seeds(points, 2), over_seeds(losses, 4) if len(losses) == len(pairs) else ""
     if method == "dense":
-        beside = _spread(runs, "accuracy", 100, 2), _spread(runs, "loss", 1, 4)
+        beside = (
+            apart([100 * run["accuracy"] for run in runs], 2),
+            apart([run["loss"] for run in runs], 4),
+        )
     return (
         method,
         str(len(runs)),
@@ -80,12 +82,6 @@ def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> 
         _mean(runs, "density_before", "{:.1%}"),
         f"{volume:.1%}",
     )
-
-
-def _spread(runs: Sequence[Row], key: str, unit: float, digits: int) -> str:
-    """Return how far the runs of all seeds lie apart."""
-    values = [run[key] for run in runs]
-    return f"(seeds: {unit * (max(values) - min(values)):.{digits}f} apart)"
 
 
 def put_back_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -217,15 +213,6 @@ def _grouped(rows: Iterable[Row], key: str) -> Iterator[tuple[str, list[Row]]]:
 def _mean(rows: Sequence[Row], key: str, form: str) -> str:
     values = [row[key] for row in rows]
     return "diverged" if None in values else form.format(mean(values))
-
-
-def _differences(values: Sequence[float], digits: int) -> str:
-    """Return paired differences; of three and more, the mean with its 95 % interval."""
-    count = len(values)
-    if count < 3:
-        return ", ".join(f"{value:+.{digits}f}" for value in values)
-    half = float(student.ppf(0.975, count - 1)) * stdev(values) / count**0.5
-    return f"{mean(values):+.{digits}f} ± {half:.{digits}f}"
 
 
 def main() -> None:
