@@ -26,6 +26,10 @@ SWEEPS = (
     *("task", "method", "ranks", "batch", "steps", "asked", "sent"),
     *("accuracy", "over dense", "loss", "over dense"),
 )
+RECIPES = (
+    *("recipe", "batch", "steps", "seeds", "dense accuracy", "accuracy", "seeds' differences"),
+    *("mean", "dense loss", "loss", "seeds' differences", "mean", "sent"),
+)
 LAB = (
     *("task", "network", "method", "ms a step", "minutes", "seconds to DDP's loss at a quarter"),
     *("accuracy", "over DDP", "loss", "over DDP", "fewer bytes"),
@@ -123,6 +127,32 @@ def sweeps_table(sweeps: Sequence[Row], suite: Sequence[Row]) -> Iterator[str]:
 
 def _setting(row: Row) -> tuple[str, int, int, int]:
     return row["task"], row["ranks"], row["batch"], row["seed"]
+
+
+def recipes_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of the papers' recipes, each beside dense training with the same seeds."""
+    dense = {_training(row): row for row in rows if row["method"] == "dense"}
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        if row["method"] != "dense":
+            found.setdefault((row["recipe"], row["steps"]), []).append(row)
+
+    def cells(recipe: str, runs: Sequence[Row]) -> Iterator[str]:
+        pairs = [(run, dense[_training(run)]) for run in runs]
+        yield from (recipe, str(runs[0]["batch"]), str(runs[0]["steps"]), str(len(runs)))
+        for key, unit, digits, form in (("accuracy", 100, 2, "{:.2%}"), ("loss", 1, 4, "{:.4f}")):
+            values = [unit * (run[key] - base[key]) for run, base in pairs]
+            yield _mean([base for _, base in pairs], key, form)
+            yield _mean(runs, key, form)
+            yield ", ".join(f"{value:+.{digits}f}" for value in values)
+            yield over_seeds(values, digits) if len(values) > 2 else ""
+        yield _mean(runs, "density_before", "{:.1%}")
+
+    yield from table(RECIPES, (cells(recipe, runs) for (recipe, _), runs in sorted(found.items())))
+
+
+def _training(row: Row) -> tuple[int, int, int]:
+    return row["batch"], row["steps"], row["seed"]
 
 
 def lab_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -224,6 +254,7 @@ def main() -> None:
         print("\n".join(suite_table(rows, task)), end="\n\n")
         draw(rows, task)
     print("\n".join(sweeps_table(rows_of(RESULTS / "convergence_sweeps.json"), rows)), end="\n\n")
+    print("\n".join(recipes_table(rows_of(RESULTS / "papers_recipes.json"))), end="\n\n")
     lab = rows_of(RESULTS / "lab_training.json")
     print("\n".join(lab_table(lab)))
     for task in {row["task"] for row in lab}:

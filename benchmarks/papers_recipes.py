@@ -5,7 +5,8 @@
 ``DATA`` is as for ``convergence.py``. Eight ranks of a simulated cluster train on ``images``, as
 many samples with every batch. Nothing moves ahead and nothing is front-loaded. Each recipe is
 paired with dense training of the same batch, learning rate, steps and seed. Runs that the record
-has are not repeated. ``--steps 2000 --recipes scalecom`` trains longer.
+has are not repeated. ``--steps 2000 --recipes scalecom`` trains longer; recipes such as
+``"oktopk, ahead"`` change one thing, with ``--methods recipe``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Recipe:
     """A paper's method for training with batches of ``batch`` samples.
 
     The first ``dense_share`` of the steps are uncompressed. Of the tensors, only ``whole`` are
-    never compressed.
+    never compressed. ``ahead`` is not of the papers: it tells what a recipe lacks.
     """
 
     name: str
@@ -46,15 +47,24 @@ class Recipe:
     settings: dict[str, object]
     dense_share: float
     whole: Collection[str] = ()
+    ahead: bool = False
 
     def method(self, steps: int) -> Method:
         """Return the method for a training of so many steps."""
         settings = {"warmup": [1], "warmup_steps": round(self.dense_share * steps)}
         return Method(
-            self.name, self.scheme, self.settings | settings, ahead=False, frontload=False
+            self.name, self.scheme, self.settings | settings, ahead=self.ahead, frontload=False
         )
 
 
+OKTOPK = Recipe(
+    "oktopk",
+    batch=64,
+    lr=0.05,
+    scheme="oktopk",
+    settings={"density": 0.02, "threshold": "reuse", "put_back": "own"},
+    dense_share=512 / (160 * 50_000 / 256),
+)
 SCALECOM = Recipe(
     "scalecom",
     batch=256,
@@ -67,26 +77,29 @@ SCALECOM = Recipe(
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe(
-            "oktopk",
-            batch=64,
-            lr=0.05,
-            scheme="oktopk",
-            settings={"density": 0.02, "threshold": "reuse", "put_back": "own"},
-            dense_share=512 / (160 * 50_000 / 256),
+        OKTOPK,
+        replace(
+            OKTOPK, name="oktopk, exact thresholds", settings={"density": 0.02, "put_back": "own"}
         ),
+        replace(
+            OKTOPK,
+            name="oktopk, owners keep what loses",
+            settings={"density": 0.02, "threshold": "reuse"},
+        ),
+        replace(OKTOPK, name="oktopk, ahead", ahead=True),
         SCALECOM,
         replace(
             SCALECOM,
             name="scalecom without its filter",
             settings={"density": 0.01, "selector": "chunkwise"},
         ),
+        replace(SCALECOM, name="scalecom without chunks", settings={"density": 0.01, "beta": 0.1}),
     )
 }
 """Ok-Topk's for VGG-16 on CIFAR-10: a density of 2 %, τ′ = 32, τ = 64, and the 512 dense iterations
 of its published code, of 31,250. ScaleCom's for a large batch on ImageNet: 32 samples a rank,
 chunks of 100, β = 0.1, a tenth of the training dense (10 of ResNet-50's 100 epochs), its first
-layer too."""
+layer too. The others change one thing, and are compared with the same dense training."""
 
 
 class RecipeRun(Run):
