@@ -124,13 +124,17 @@ def experiments() -> Faults:
     signals_report: Any = importlib.import_module("signals_report")
     rows = {
         name: report.rows_of(report.RESULTS / f"{name}.json")
-        for name in ("causes", "convergence", "convergence_sweeps", "lab_training", "signals")
+        for name in (
+            *("causes", "convergence", "convergence_sweeps"),
+            *("lab_training", "papers_recipes", "signals"),
+        )
     }
     suite = rows["convergence"]
     lines = [
         *report.causes_table(rows["causes"]),
         *report.put_back_table(suite),
         *report.sweeps_table(rows["convergence_sweeps"], suite),
+        *report.recipes_table(rows["papers_recipes"]),
         *report.lab_table(rows["lab_training"]),
         *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
         *signals_report.tables(rows["signals"]),

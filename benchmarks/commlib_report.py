@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 from commlib import PARTS
-from pages import save, table
+from pages import over_seeds, save, table
 from record import RESULTS, Row
 
 Lines = Callable[[Sequence[Row]], Iterator[str]]
@@ -175,8 +175,7 @@ def convergence_table(rows: Sequence[Row]) -> Iterator[str]:
         runs = [row for row in found if row["label"] == name]
         beside = [100 * (last(row) - base[row["seed"]]) for row in runs]
         yield from (name, str(len(runs)), f"{mean(map(last, runs)):.2%}")
-        spread = f" ± {stdev(beside) / len(beside) ** 0.5:.2f}" if len(beside) > 1 else ""
-        yield f"{mean(beside):+.2f}{spread}" if any(beside) else ""
+        yield over_seeds(beside, 2) if any(beside) else ""
         theirs = PAPER_TABLE_2[name]
         yield f"{theirs:.2f} % ({theirs - PAPER_TABLE_2['2DTAR-SGD']:+.2f})"
 
@@ -228,8 +227,12 @@ def origin(record: Row) -> Iterator[str]:
 
 
 def recorded() -> Row:
-    """Return the record, empty if there is none."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    """Return the record, with the latest row of each job; empty if there is none."""
+    if not RECORD.exists():
+        return {}
+    record: Row = json.loads(RECORD.read_text())
+    latest = {(row["kind"], row["label"], row["seed"]): row for row in record["rows"]}
+    return {**record, "rows": [*latest.values()]}
 
 
 REGIONS = {

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from statistics import mean, stdev
+from statistics import mean
 
-from pages import save, table
+from pages import apart, over_seeds, save, table
 from record import RESULTS, Row, rows_of
-from scipy.stats import t as student
 
 CAUSES = "variant", "seeds", "accuracy", "loss", "dead units", "early update", "wait", "density"
 SUITE = "method", "seeds", "accuracy", "over dense", "loss", "over dense", "sent", "bytes"
@@ -26,6 +25,10 @@ PUT_BACK = (
 SWEEPS = (
     *("task", "method", "ranks", "batch", "steps", "asked", "sent"),
     *("accuracy", "over dense", "loss", "over dense"),
+)
+RECIPES = (
+    *("recipe", "batch", "steps", "seeds", "dense accuracy", "accuracy", "seeds' differences"),
+    *("mean", "dense loss", "loss", "seeds' differences", "mean", "sent"),
 )
 LAB = (
     *("task", "network", "method", "ms a step", "minutes", "seconds to DDP's loss at a quarter"),
@@ -67,9 +70,12 @@ def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> 
     points = [100 * (run["accuracy"] - base["accuracy"]) for run, base in pairs]
     losses = [run["loss"] - base["loss"] for run, base in pairs if run["loss"] is not None]
     volume = mean(run["bytes_a_step"] / base["bytes_a_step"] for run, base in pairs)
-    beside = _differences(points, 2), _differences(losses, 4) if len(losses) == len(pairs) else ""
+    beside = over_seeds(points, 2), over_seeds(losses, 4) if len(losses) == len(pairs) else ""
     if method == "dense":
-        beside = _spread(runs, "accuracy", 100, 2), _spread(runs, "loss", 1, 4)
+        beside = (
+            apart([100 * run["accuracy"] for run in runs], 2),
+            apart([run["loss"] for run in runs], 4),
+        )
     return (
         method,
         str(len(runs)),
@@ -80,12 +86,6 @@ def _suite_cells(method: str, runs: Sequence[Row], dense: Mapping[int, Row]) -> 
         _mean(runs, "density_before", "{:.1%}"),
         f"{volume:.1%}",
     )
-
-
-def _spread(runs: Sequence[Row], key: str, unit: float, digits: int) -> str:
-    """Return how far the runs of all seeds lie apart."""
-    values = [run[key] for run in runs]
-    return f"(seeds: {unit * (max(values) - min(values)):.{digits}f} apart)"
 
 
 def put_back_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -127,6 +127,32 @@ def sweeps_table(sweeps: Sequence[Row], suite: Sequence[Row]) -> Iterator[str]:
 
 def _setting(row: Row) -> tuple[str, int, int, int]:
     return row["task"], row["ranks"], row["batch"], row["seed"]
+
+
+def recipes_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of the papers' recipes, each beside dense training with the same seeds."""
+    dense = {_training(row): row for row in rows if row["method"] == "dense"}
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        if row["method"] != "dense":
+            found.setdefault((row["recipe"], row["steps"]), []).append(row)
+
+    def cells(recipe: str, runs: Sequence[Row]) -> Iterator[str]:
+        pairs = [(run, dense[_training(run)]) for run in runs]
+        yield from (recipe, str(runs[0]["batch"]), str(runs[0]["steps"]), str(len(runs)))
+        for key, unit, digits, form in (("accuracy", 100, 2, "{:.2%}"), ("loss", 1, 4, "{:.4f}")):
+            values = [unit * (run[key] - base[key]) for run, base in pairs]
+            yield _mean([base for _, base in pairs], key, form)
+            yield _mean(runs, key, form)
+            yield ", ".join(f"{value:+.{digits}f}" for value in values)
+            yield over_seeds(values, digits) if len(values) > 2 else ""
+        yield _mean(runs, "density_before", "{:.1%}")
+
+    yield from table(RECIPES, (cells(recipe, runs) for (recipe, _), runs in sorted(found.items())))
+
+
+def _training(row: Row) -> tuple[int, int, int]:
+    return row["batch"], row["steps"], row["seed"]
 
 
 def lab_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -219,15 +245,6 @@ def _mean(rows: Sequence[Row], key: str, form: str) -> str:
     return "diverged" if None in values else form.format(mean(values))
 
 
-def _differences(values: Sequence[float], digits: int) -> str:
-    """Return paired differences; of three and more, the mean with its 95 % interval."""
-    count = len(values)
-    if count < 3:
-        return ", ".join(f"{value:+.{digits}f}" for value in values)
-    half = float(student.ppf(0.975, count - 1)) * stdev(values) / count**0.5
-    return f"{mean(values):+.{digits}f} ± {half:.{digits}f}"
-
-
 def main() -> None:
     print("\n".join(causes_table(rows_of(RESULTS / "causes.json"))), end="\n\n")
     rows = rows_of(RESULTS / "convergence.json")
@@ -237,6 +254,7 @@ def main() -> None:
         print("\n".join(suite_table(rows, task)), end="\n\n")
         draw(rows, task)
     print("\n".join(sweeps_table(rows_of(RESULTS / "convergence_sweeps.json"), rows)), end="\n\n")
+    print("\n".join(recipes_table(rows_of(RESULTS / "papers_recipes.json"))), end="\n\n")
     lab = rows_of(RESULTS / "lab_training.json")
     print("\n".join(lab_table(lab)))
     for task in {row["task"] for row in lab}:

@@ -6,16 +6,16 @@ python benchmarks/data_report.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import mean, stdev
+from statistics import mean
 
-from pages import table
+from pages import apart, over_seeds, table
 from record import RESULTS, Row, rows_of
 
 COLUMNS = (
     *("network", "set", "work", "loader", "threads", "no cache", "first epoch"),
     *("second epoch", "× no cache", "second run, first epoch"),
 )
-PARTS_COLUMNS = ("task", "parts", "accuracy", "seeds")
+PARTS_COLUMNS = ("task", "parts", "seeds", "accuracy", "over full")
 
 
 def cache_table(rows: list[Row]) -> Iterator[str]:
@@ -50,20 +50,22 @@ def stored_table(rows: list[Row]) -> Iterator[str]:
 
 
 def parts_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the table of accuracies, as means and standard deviations over seeds."""
-    found: dict[tuple[str, str], list[float]] = {}
+    """Yield the table of accuracies beside those of the whole set with the same seed."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault((row["task"], row["parts"]), []).append(row["accuracy"])
+        found.setdefault((row["task"], row["parts"]), {})[row["seed"]] = 100 * row["accuracy"]
+
+    def beside(task: str, parts: str, own: dict[int, float]) -> str:
+        if parts == "full":
+            return apart([*own.values()], 2)
+        full = found[task, "full"]
+        return over_seeds([points - full[seed] for seed, points in own.items()], 2)
+
     yield from table(
         PARTS_COLUMNS,
         (
-            (
-                task,
-                parts,
-                f"{mean(of):.1%}" + (f" ± {stdev(of):.1%}" if len(of) > 1 else ""),
-                f"{len(of)}",
-            )
-            for (task, parts), of in found.items()
+            (task, parts, f"{len(own)}", f"{mean(own.values()):.1f}%", beside(task, parts, own))
+            for (task, parts), own in found.items()
         ),
     )
 

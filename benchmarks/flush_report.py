@@ -6,9 +6,9 @@ python benchmarks/flush_report.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from statistics import mean, stdev
+from statistics import mean
 
-from pages import table
+from pages import over_seeds, table
 from record import RESULTS, Row, rows_of
 
 from sparcel.training.flush import FLUSH_STEPS
@@ -49,8 +49,7 @@ def _cells(runs: list[Row], usual: list[Row]) -> Iterator[str]:
         for part in (slice(10), slice(10, 20))
     )
     yield f"{mean(row['loss'] for row in runs):.4f}"
-    error = f" ± {stdev(over) / len(over) ** 0.5:.4f}" if len(over) > 1 else ""
-    yield "" if runs == usual else f"{mean(over):+.4f}{error}"
+    yield "" if runs == usual else over_seeds(over, 4)
     yield f"{mean(row['accuracy'] for row in runs):.1%}"
 
 

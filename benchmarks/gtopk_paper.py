@@ -18,8 +18,9 @@ from sparcel.cost import stated_rates
 from sparcel.plan import Model, plan
 
 RANKS, DENSITY = 32, 0.001
-GIGABIT = 125e6
-LATENCY_S = 100e-6
+LATENCY_S, BANDWIDTH = 436e-6, 4 / 3.6e-8
+"""The paper's α and β, measured between two machines (its Figure 8): seconds a message, and bytes a
+second, from 3.6·10⁻⁵ ms an element of four bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ COLUMNS = (
 
 def rows() -> Iterator[Sequence[str]]:
     """Yield the cells of each row: seconds, and efficiency by equation (4)."""
-    rates = stated_rates(bandwidth=GIGABIT, latency_s=LATENCY_S, ranks=RANKS)
+    rates = stated_rates(bandwidth=BANDWIDTH, latency_s=LATENCY_S, ranks=RANKS)
     for case in CASES:
         steps = [case.step(one) for one in (case.dense, case.topk, case.gtopk)]
         compute = steps[-1]

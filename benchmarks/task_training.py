@@ -97,7 +97,7 @@ class Run:
 
     def rank(self, comm: Communicator) -> sparcel.training.Stats:
         method = self.method
-        averager = Averager(self.named, self.scheme, group=comm, frontload=method.frontload)
+        averager = self.averager(comm)
         ahead = averager.ahead(self.named, self.optimizer) if method.ahead else None
         samples, task = len(self.split.y_train), self.task
         for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
@@ -121,6 +121,10 @@ class Run:
                 self._apply(updates, step)
             comm.gather_numbers(0)  # the model has changed
         return averager.handle.stats()
+
+    def averager(self, comm: Communicator) -> Averager:
+        """Return what averages a rank's gradients, as `sparcel.attach` makes it."""
+        return Averager(self.named, self.scheme, group=comm, frontload=self.method.frontload)
 
     def observe(
         self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +26,8 @@ from sparcel.optim import parallel
 from sparcel.optim._shares import divide
 from tests.strategies import DTYPES, FLOATS, same_bits, worlds
 from tests.workers import on_engines_in_turn
+
+ROOT = Path(__file__).parents[2]
 
 SLOW_WORK = stated_rates(bandwidth=1e12, latency_s=0, ranks=8, memory_bandwidth=1.0)
 """Rates by which it always pays to share work."""
@@ -131,6 +137,52 @@ def test_work_is_shared_where_the_cost_model_says_so(
 ) -> None:
     divided = divide(((size // 2, 4), (size - size // 2, 4)) * 2, ranks, True, rates)
     assert divided.pays == pays
+
+
+def test_ranks_share_in_all_recorded_settings_that_gain_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    norms: Any = importlib.import_module("norms")
+    rows = [
+        row for name in norms.RECORDS for row in norms.rows_of(norms.RESULTS / f"norms_{name}.json")
+    ]
+    for row in rows:
+        shapes, rates = norms.MODELS[row["model"]](), None
+        if "network" in row:
+            network = norms.NETWORKS[row["network"]]
+            here = norms.NODES[row["ranks"]]
+            rates = stated_rates(ranks=row["ranks"], ranks_per_node=here, **network)
+        sizes = tuple((math.prod(shape), 4) for shape in shapes) * 2
+        assert divide(sizes, row["ranks"], True, rates).pays == row["chosen"]
+        assert row["chosen"] or row["speedup"] < 1
+    assert {row["chosen"] for row in rows} == {True, False}
+
+
+def test_ranks_do_not_share_in_the_recorded_training_that_lost_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder in ("benchmarks", "examples"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+    report: Any = importlib.import_module("commlib_report")
+    example: Any = importlib.import_module("growing_images")
+    rows = report.recorded()["rows"]
+    alone, shared = (
+        report.step_parts(report.warm(report.of_kind(rows, kind)["Dense-SGD"], 12))["LARS"]
+        for kind in ("existing", "throughput")
+    )
+    assert alone < shared / 2
+    parameters = list(example.network(10).parameters())
+    adapted = [parameter for parameter in parameters if parameter.ndim > 1]
+    sizes = tuple((one.numel(), 4) for one in [*parameters, *adapted])
+    assert not divide(sizes, 8, True, None).pays
+
+
+@pytest.mark.parametrize(("crowding", "pays"), [(1.0, True), (4.0, True), (8.0, False)])
+def test_ranks_that_share_cores_wait_longer(crowding: float, pays: bool) -> None:
+    stated = stated_rates(bandwidth=1e9, latency_s=1e-4, ranks=8)
+    rates = replace(stated, measured=True, crowding=crowding)
+    assert divide(((25_000_000, 4), (25_000_000, 4)), 8, True, rates).pays == pays
 
 
 def test_where_it_does_not_pay_ranks_compare_their_sizes_and_send_nothing_after_that() -> None:

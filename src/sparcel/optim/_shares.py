@@ -23,6 +23,9 @@ Sizes = tuple[tuple[int, int], ...]
 _ROW_BYTES = 8
 """Of a result, as the cost model takes it: a number."""
 
+_TURN_SECONDS = 3e-3
+"""How long a process runs before Linux lets another one have its core."""
+
 
 @dataclass(frozen=True, eq=False)
 class Division:
@@ -121,7 +124,18 @@ def _seconds(divided: Division, rates: Rates | None, ranks: int | None = None) -
     ranks = len(divided.loads) if ranks is None else ranks
     rates = cost.default_rates() if rates is None else rates
     problem = Problem(1, 1, ranks, min(ranks, rates.ranks_per_node))
-    return cost.predict(partial(_steps, divided), problem, rates).seconds
+    waiting = 0.0 if len(divided.loads) == 1 else _waiting(rates)
+    return waiting + cost.predict(partial(_steps, divided), problem, rates).seconds
+
+
+def _waiting(rates: Rates) -> float:
+    """Return the seconds that ranks wait for the last one, beside the exchange's own.
+
+    A rank that waits for messages gives up its core. Where ranks share cores, or loaders run beside
+    them, it gets the core back after a turn of each process in front of it, and all ranks wait for
+    the last. Crowding tells how many share a core; where it was not measured, one other is assumed.
+    """
+    return _TURN_SECONDS * (rates.crowding - 1 if rates.measured else 1)
 
 
 def _steps(divided: Division, problem: Problem) -> Iterator[Stage]:

@@ -35,8 +35,9 @@ def parallel(
     Each rank applies ``op`` to its share of the tensors, r[p] = OP(g[p]), and all ranks gather all
     rows. Shares are balanced by bytes. Where the cost model predicts that this takes longer than
     computing everything, each rank does that; the result has the same bits. The model takes ``op``
-    for one pass over its tensors, and decides by their sizes, the number of ranks and the
-    communicator's ``rates``, or the default rates. All ranks call.
+    for one pass over its tensors, counts that ranks wait for each other, and decides by the
+    tensors' sizes, the number of ranks and the communicator's ``rates``, or the default rates. All
+    ranks call.
 
     Parameters
     ----------
