@@ -205,4 +205,8 @@ def test_repr_tells_what_is_exchanged_and_what_it_has_cost() -> None:
         assert at_first == f"{attached} 0>"
         megabytes, times = stats.bytes_sent / 1e6, stats.compression
         sent = f"{megabytes:.3g} MB sent in each, {times:.3g} times less than dense"
-        assert later == f"{attached} 1, {sent}; in the last step {times:.3g} times; closed>"
+        share = f"{100 * stats.asked / stats.coordinates:.3g} %"
+        assert later == (
+            f"{attached} 1, {sent}; in the last step {times:.3g} times; asked for {share} of the"
+            f" coordinates, {share} in the last step; closed>"
+        )
