@@ -56,20 +56,13 @@ def attach(
     group
         The ranks that the model was wrapped for: a torch process group, an MPI communicator of
         mpi4py, a sparcel communicator, or None for the model's process group.
-    scaler
-        The GradScaler in use, if any: memory must not change when its scale does.
+    scaler, policy, densities, rates, frontload
+        As for `sparcel.training.Averager`, by the names of the parameters in the model before it
+        was compiled or wrapped, here as in checkpoints.
     optimizer
         The optimiser in use. Pass it to resume bit by bit with ``ahead``: otherwise the first pass
         after a checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
         ``"dgc"`` without being asked), it must have none for the parameters in ``handle.sparse``.
-    policy
-        ``(name, parameter) -> bool``: True for a gradient that stays dense.
-    densities
-        Densities of single parameters, by pattern of their name, the first that fits:
-        ``{"conv1.*": 1, "*.embedding.weight": 0.001}``; 1 leaves the gradient dense. Names are
-        those of the model before it was compiled or wrapped, here as in checkpoints.
-    rates
-        What the cluster is good for, which ``"auto"`` chooses by: see `sparcel.training.Averager`.
     scope
         Over what one selection is made: ``"bucket"``, each bucket of DDP, with k by its size and
         density; ``"model"``, all gradients, with one k. See docs/training.md for what this costs.
@@ -80,9 +73,6 @@ def attach(
         The model computes with moved values while it is called in training mode, and where a
         checkpoint calls a part of it again; the parameters themselves stay as they are.
         ``optimizer`` is found at its first step if it is not given.
-    frontload
-        Whether more is sent in the first steps of a training than the density asks for, unless the
-        scheme has a ``warmup``: see `sparcel.schemes.front_loaded`.
     settings
         Settings of a scheme that is given by name: ``density=0.01``.
 

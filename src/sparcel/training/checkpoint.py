@@ -122,13 +122,11 @@ def _sums(
     for name, parts in sums.items():
         for kind, whole in parts.items():
             if not all_finite(whole):
-                for entry in entries:
-                    if (entry.name, entry.kind) == (name, kind) and not all_finite(entry.part):
-                        raise InputError(
-                            f"the state's {entry.key!r} must be finite, got NaN or Inf, which"
-                            " would stay in the memory; load a state that was saved before"
-                        )
-                whole.nan_to_num_()  # only their sum is too large
+                keys = [one.key for one in entries if (one.name, one.kind) == (name, kind)]
+                raise InputError(
+                    f"the state's {' + '.join(keys)} must be finite, got NaN or Inf, which would"
+                    " stay in the memory; load a state that was saved before"
+                )
     return sums
 
 

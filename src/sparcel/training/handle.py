@@ -36,10 +36,8 @@ class Handle:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
             sent += f"; in the last step {it.last.compression:.3g} times"
-            shares = (100 * one.asked / one.coordinates for one in (costs, it.last))
-            sent += "; asked for {:.3g} % of the coordinates, {:.3g} % in the last step".format(
-                *shares
-            )
+            mean, last = (100 * one.asked / one.coordinates for one in (costs, it.last))
+            sent += f"; asked for {mean:.3g} % of the coordinates, {last:.3g} % in the last step"
         method = f"{self.scheme}"
         if it.treatment.scope == "model":
             method += " over the whole model"
