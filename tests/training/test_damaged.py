@@ -190,16 +190,16 @@ def test_memory_of_a_rank_that_did_not_save_is_refused(key: str) -> None:
     simulate(1, on_rank)
 
 
-def test_finite_parts_whose_sum_is_not_finite_leave_finite_memory() -> None:
+def test_finite_parts_whose_sum_is_not_finite_are_refused() -> None:
     state = saved_by(MAKES["topk"])
-    largest = torch.finfo(torch.float32).max
     for rank in range(2):
-        state[f"rank{rank}.first"][:2] = torch.tensor([largest, -largest])
+        state[f"rank{rank}.first"][0] = torch.finfo(torch.float32).max
 
     def on_rank(comm: Communicator) -> None:
         averager = Averager(TENSORS, TopK(0.05), group=comm)
-        averager.handle.load_state_dict(state)
-        assert averager.handle.state_dict()["rank0.first"][:2].tolist() == [largest, -largest]
+        with pytest.raises(InputError, match=r"'rank0\.first' \+ 'rank1\.first' must be finite"):
+            averager.handle.load_state_dict(state)
+        assert averager.handle.memory_norm() == 0
 
     simulate(1, on_rank)
 
