@@ -5,15 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import sparcel
 from sparcel.bench import results
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, the commit and the date."""
+    """Describe the machine, the commit of the package that is measured, and the date."""
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(sparcel.__file__).parent,  # not the script's, which may be of another checkout
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return {
         **results.machine(),
