@@ -127,7 +127,7 @@ def measure(arm: Arm, name: str, work: Path, tests: list[str], step: float) -> R
         cpu = time.process_time()
         epoch = sgd.epoch()
         own = [epoch.seconds, epoch.communication_seconds, time.process_time() - cpu, epoch.volume]
-        worst = np.max(gathered(comm, own), axis=0).tolist()
+        worst = np.max(gathered(comm, own, "times"), axis=0).tolist()
         epochs.append([*worst, epoch.loss])
     seconds, waited, cpu_seconds, volume, loss = np.array(epochs).T.tolist()
     row = {
@@ -165,7 +165,7 @@ def worker(arguments: argparse.Namespace) -> None:
         comm.size if comm else 1,
         os.environ.get("SPARCEL_LAB_RATE_BITS_PER_S", ""),
     )
-    gathered(comm, None)  # all have read what rank 0 will write
+    gathered(comm, None, "start")  # all have read what rank 0 will write
     for arm in ARMS:
         wanted = arguments.arms is None or arm.label in arguments.arms
         if not wanted or (*place, arm.label, arm.loss) in known:

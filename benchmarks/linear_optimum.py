@@ -84,7 +84,7 @@ def objective(
 ) -> float:
     """Return what is minimised, over the rows of all ranks; all ranks call."""
     losses = np.logaddexp(0, -(matrix @ coordinates) * targets)
-    total, count = np.sum(gathered(comm, [float(losses.sum()), len(losses)]), axis=0)
+    total, count = np.sum(gathered(comm, [float(losses.sum()), len(losses)], "losses"), axis=0)
     return float(total / count + L2 / 2 * (coordinates**2).sum())
 
 
@@ -120,7 +120,7 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
         epochs.append((one.seconds, one.communication_seconds, cpu, one.volume))
         coordinates = trainer.read()[0][:, 0].astype(np.float64)
         objectives.append(objective(coordinates, matrix, targets, comm))
-    worst = np.max(gathered(comm, np.sum(epochs, axis=0).tolist()), axis=0).tolist()
+    worst = np.max(gathered(comm, np.sum(epochs, axis=0).tolist(), "times"), axis=0).tolist()
     names = ("seconds", "communication_seconds", "cpu_seconds", "bytes")
     return {
         **dict(zip(names, worst, strict=True)),
@@ -145,7 +145,7 @@ def main() -> None:
     comm = world()
     rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
     whole, rows = rows_of(SETS["urls"], arguments.work, "train-compact"), recorded(arguments.output)
-    gathered(comm, None)  # all have read what rank 0 will write
+    gathered(comm, None, "start")  # all have read what rank 0 will write
     known, origin = {(row["nodes"], row["arm"]): row for row in rows}, machine()
 
     def run(label: str, measure: Any) -> None:

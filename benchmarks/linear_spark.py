@@ -201,7 +201,7 @@ def sparcel(work: Path) -> Row:
     settings = Settings(l2=0.0, batch_size=ROWS_A_STEP // ranks)
     trainer = prepare(rows, targets, None, 1, settings, comm)
     epochs = [trainer.epoch() for _ in range(EPOCHS)]
-    seconds = np.max(gathered(comm, [epoch.seconds for epoch in epochs]), axis=0)
+    seconds = np.max(gathered(comm, [epoch.seconds for epoch in epochs], "times"), axis=0)
     coordinates, intercepts = trainer.model.whole().read()
     return {
         "solver": "sparcel, SGD",

@@ -23,7 +23,6 @@ from sparcel.rows import (
     files,
     make_cache,
     read_svmlight,
-    svmlight_blocks,
 )
 from tests.rows.made import NUMBERS, TEXTS, folder, made, same, texts_of
 
@@ -253,7 +252,7 @@ def test_more_dimensions_than_int32_has_give_wide_columns(tmp_path: Path) -> Non
 def test_blocks_hold_the_rows_in_turn(tmp_path: Path) -> None:
     path = written(tmp_path / "rows", b"".join(b"%d 1:1\n" % n for n in range(50)))
     with blocks_of(64):
-        found = [rows.labels for rows in svmlight_blocks(path, 1)]
+        found = [rows.labels for rows in SvmLight(1).blocks(path)]
     assert len(found) > 5
     assert np.concatenate([labels for labels in found if labels is not None]).tolist() == list(
         range(50)

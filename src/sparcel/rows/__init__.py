@@ -6,7 +6,6 @@ from sparcel.rows.documents import read_json_lines, read_lines, read_tsv
 from sparcel.rows.rows import Rows, check, concatenate
 from sparcel.rows.sources import (
     Source,
-    SvmLight,
     Text,
     cached,
     describe,
@@ -14,7 +13,7 @@ from sparcel.rows.sources import (
     make_cache,
     map_rows,
 )
-from sparcel.rows.svmlight import read_svmlight, svmlight_blocks
+from sparcel.rows.svmlight import SvmLight, read_svmlight
 from sparcel.rows.text import HashedNGrams
 
 __all__ = [
@@ -39,5 +38,4 @@ __all__ = [
     "read_tsv",
     "save",
     "shard",
-    "svmlight_blocks",
 ]

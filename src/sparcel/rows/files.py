@@ -7,18 +7,22 @@ import codecs
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from sparcel.errors import InputError, optional
 from sparcel.rows.pieces import Piece, is_compressed
 
 BLOCK_BYTES = 2 << 20
 """How much is read at a time: so much that a call costs little, and that it stays in the cache."""
+
+
+_OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""What decompresses an open file, by the end of its name."""
 
 
 @dataclass(frozen=True)
@@ -91,23 +95,16 @@ def _line_start(file: BinaryIO, at: int) -> int:
 def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
     """Read the bytes in ``[begin, end)`` of a plain file, or all that a compressed file holds."""
     with _readable(path), path.open("rb") as file:
-        match path.suffix:
-            case ".gz":
-                with gzip.GzipFile(fileobj=file) as text:
-                    yield from iter(partial(text.read, BLOCK_BYTES), b"")
-            case ".bz2":
-                with bz2.BZ2File(file) as text:
-                    yield from iter(partial(text.read, BLOCK_BYTES), b"")
-            case ".xz":
-                with lzma.LZMAFile(file) as text:
-                    yield from iter(partial(text.read, BLOCK_BYTES), b"")
-            case ".zst":
-                yield from _zstd_chunks(file)
-            case _:
-                file.seek(begin)
-                while chunk := file.read(min(BLOCK_BYTES, end - begin)):
-                    begin += len(chunk)
-                    yield chunk
+        if path.suffix in _OPENED:
+            with _OPENED[path.suffix](file) as text:
+                yield from iter(partial(text.read, BLOCK_BYTES), b"")
+        elif path.suffix == ".zst":
+            yield from _zstd_chunks(file)
+        else:
+            file.seek(begin)
+            while chunk := file.read(min(BLOCK_BYTES, end - begin)):
+                begin += len(chunk)
+                yield chunk
 
 
 def _zstd_chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from sparcel.errors import InputError
 
 Array = NDArray[Any]
+
+MOST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,24 @@ class Rows:
         kept = np.append(columns, -1)[places] == self.columns
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])[self.offsets]
         return type(self)(offsets, places[kept], self.values[kept], len(columns), self.labels)
+
+
+def join(blocks: Iterable[Rows], dimensions: int | None, none: Array | None) -> Rows:
+    """Join blocks that were read, of float32 values.
+
+    Parameters
+    ----------
+    dimensions
+        Of the result; None for the most of any block.
+    none
+        The labels of no rows at all.
+    """
+    parts = list(blocks)
+    highest = dimensions or max((part.dimensions for part in parts), default=0)
+    if parts:
+        return concatenate([replace(part, dimensions=highest) for part in parts])
+    columns = np.zeros(0, np.int32 if highest <= MOST_INT32 else np.int64)
+    return Rows(np.zeros(1, np.int64), columns, np.zeros(0, np.float32), highest, none)
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:

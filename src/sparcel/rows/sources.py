@@ -15,53 +15,17 @@ import numpy as np
 import torch
 
 from sparcel import _cpu
-from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
 from sparcel.rows import cache, cache_writer
-from sparcel.rows._growing import join
 from sparcel.rows._threads import in_order
 from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines, read_tsv
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, Piece, pieces
-from sparcel.rows.rows import Rows
-from sparcel.rows.svmlight import Labels, TextLabelError, read_svmlight, svmlight_blocks
+from sparcel.rows.rows import Rows, join
+from sparcel.rows.svmlight import Labels, SvmLight, TextLabelError
 from sparcel.rows.text import HashedNGrams
 
 LAYOUTS = ("lines", "tsv", "jsonl")
-
-
-@dataclass(frozen=True)
-class SvmLight:
-    """Files with ``label index:value ...`` on each line; see `read_svmlight`.
-
-    Attributes
-    ----------
-    dimensions
-        Number of columns; None for what the highest index needs.
-    index_from
-        The index of the first column: 1, or 0.
-    """
-
-    dimensions: int | None = None
-    index_from: int = 1
-
-    def __post_init__(self) -> None:
-        if self.dimensions is not None:
-            given = whole_number(self.dimensions, "dimensions", at_least=1, at_most=2**62)
-            object.__setattr__(self, "dimensions", given)
-        index_from = whole_number(self.index_from, "index_from", at_least=0, at_most=1)
-        object.__setattr__(self, "index_from", index_from)
-
-    def read(self, paths: Paths, rank: int = 0, ranks: int = 1) -> Rows:
-        """Return a rank's part of the rows."""
-        return read_svmlight(paths, self.dimensions, self.index_from, rank, ranks)
-
-    def blocks(
-        self, paths: Paths, labels: Labels = "numbers", rank: int = 0, ranks: int = 1
-    ) -> Iterator[Rows]:
-        """Yield a rank's part of the rows, block by block; see `svmlight_blocks`."""
-        settings = self.dimensions, self.index_from, rank, ranks
-        return svmlight_blocks(paths, *settings, labels=labels)
 
 
 @dataclass(frozen=True)

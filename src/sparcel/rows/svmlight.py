@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Literal
@@ -13,11 +14,10 @@ import torch
 from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
-from sparcel.rows._growing import MOST_INT32, join
 from sparcel.rows._threads import in_order
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, pieces
-from sparcel.rows.rows import Array, Rows
+from sparcel.rows.rows import MOST_INT32, Array, Rows, join
 
 Labels = Literal["numbers", "texts"]
 
@@ -29,6 +29,100 @@ class TextLabelError(InputError):
     """A label is no number, not even one that is not finite."""
 
 
+@dataclass(frozen=True)
+class SvmLight:
+    """Files with ``label index:value index:value ... # comment`` on each line.
+
+    Indices increase within a line. Blank lines and comments are skipped. Files whose names end in
+    ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` are decompressed.
+
+    Attributes
+    ----------
+    dimensions
+        Number of columns. If None, it is what the highest index of this rank needs. Ranks then
+        have to agree on the highest: ``dataclasses.replace(rows, dimensions=highest)``.
+    index_from
+        The index of the first column: 1, or 0.
+    """
+
+    dimensions: int | None = None
+    index_from: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None:
+            given = whole_number(self.dimensions, "dimensions", at_least=1, at_most=2**62)
+            object.__setattr__(self, "dimensions", given)
+        index_from = whole_number(self.index_from, "index_from", at_least=0, at_most=1)
+        object.__setattr__(self, "index_from", index_from)
+
+    def read(
+        self,
+        paths: Paths,
+        rank: int = 0,
+        ranks: int = 1,
+        labels: Labels | None = None,
+        threads: int | None = None,
+    ) -> Rows:
+        """Return the rows of files, or a rank's part of them.
+
+        Parameters
+        ----------
+        paths
+            A file, or several, whose rows follow one another.
+        rank, ranks
+            Read only this rank's part of the files, about one of ``ranks`` equal parts: of plain
+            files a range of lines, of compressed ones whole files. With plain files alone, the rows
+            of all ranks in turn are the rows of the files.
+        labels
+            ``"numbers"`` for float64, ``"texts"`` for strings, or None for numbers if all labels of
+            this rank are numbers, and strings otherwise. Ranks that find different kinds have to
+            agree on one and read again.
+        threads
+            How many threads parse; None for as many as torch uses. The result is the same.
+
+        Returns
+        -------
+        Rows
+            Columns are int32, or int64 for more than 2^31 - 1 dimensions; values are float32.
+
+        Raises
+        ------
+        InputError
+            When a file cannot be read, or a line is malformed, with the file and the line. Labels
+            that are NaN or infinite are texts only where these are asked for. Queries (``qid:``)
+            are refused: without them ranking data would silently become something else.
+        """
+        if labels is None:
+            try:
+                return self.read(paths, rank, ranks, "numbers", threads)
+            except TextLabelError:
+                return self.read(paths, rank, ranks, "texts", threads)
+        blocks = self.blocks(paths, labels, rank, ranks, threads)
+        return join(blocks, self.dimensions, _NONE[labels])
+
+    def blocks(
+        self,
+        paths: Paths,
+        labels: Labels = "numbers",
+        rank: int = 0,
+        ranks: int = 1,
+        threads: int | None = None,
+    ) -> Iterator[Rows]:
+        """Yield the rows of `read` block by block, for sets that do not fit in memory.
+
+        Without ``dimensions``, a block has those that its own highest index needs.
+        """
+        known(labels, ("numbers", "texts"), "labels")
+        if threads is None:
+            threads = torch.get_num_threads()
+        whole_number(threads, "threads", at_least=1)
+        parse = partial(
+            _parse, dimensions=self.dimensions, index_from=self.index_from, labels=labels
+        )
+        read = chain.from_iterable(blocks(piece) for piece in pieces(paths, rank, ranks))
+        return in_order(parse, read, threads)
+
+
 def read_svmlight(
     paths: Paths,
     dimensions: int | None = None,
@@ -38,75 +132,8 @@ def read_svmlight(
     threads: int | None = None,
     labels: Labels | None = None,
 ) -> Rows:
-    """Read rows that are written as ``label index:value index:value ... # comment``.
-
-    Indices increase within a line. Blank lines and comments are skipped. Files whose names end in
-    ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` are decompressed.
-
-    Parameters
-    ----------
-    paths
-        A file, or several, whose rows follow one another.
-    dimensions
-        Number of columns. If None, it is what the highest index of this rank needs. Ranks then
-        have to agree on the highest: ``dataclasses.replace(rows, dimensions=highest)``.
-    index_from
-        The index of the first column: 1, or 0.
-    rank, ranks
-        Read only this rank's part of the files, about one of ``ranks`` equal parts: of plain files
-        a range of lines, of compressed ones whole files. With plain files alone, the rows of all
-        ranks in turn are the rows of the files.
-    threads
-        How many threads parse; None for as many as torch uses. The result is the same.
-    labels
-        ``"numbers"`` for float64, ``"texts"`` for strings, or None for numbers if all labels of
-        this rank are numbers, and strings otherwise. Ranks that find different kinds have to agree
-        on one and read again.
-
-    Returns
-    -------
-    Rows
-        Columns are int32, or int64 for more than 2^31 - 1 dimensions; values are float32.
-
-    Raises
-    ------
-    InputError
-        When a file cannot be read, or a line is malformed, with the file and the line. Labels that
-        are NaN or infinite are texts only where these are asked for. Queries
-        (``qid:``) are refused: without them ranking data would silently become something else.
-    """
-    settings = (dimensions, index_from, rank, ranks, threads)
-    if labels is not None:
-        return join(svmlight_blocks(paths, *settings, labels), dimensions, _NONE[labels])
-    try:
-        return join(svmlight_blocks(paths, *settings, "numbers"), dimensions, _NONE["numbers"])
-    except TextLabelError:
-        return join(svmlight_blocks(paths, *settings, "texts"), dimensions, _NONE["texts"])
-
-
-def svmlight_blocks(
-    paths: Paths,
-    dimensions: int | None = None,
-    index_from: int = 1,
-    rank: int = 0,
-    ranks: int = 1,
-    threads: int | None = None,
-    labels: Labels = "numbers",
-) -> Iterator[Rows]:
-    """Yield the rows of `read_svmlight` block by block, for sets that do not fit in memory.
-
-    Without ``dimensions``, a block has those that its own highest index needs.
-    """
-    if dimensions is not None:
-        whole_number(dimensions, "dimensions", at_least=1, at_most=2**62)
-    whole_number(index_from, "index_from", at_least=0, at_most=1)
-    known(labels, ("numbers", "texts"), "labels")
-    if threads is None:
-        threads = torch.get_num_threads()
-    whole_number(threads, "threads", at_least=1)
-    parse = partial(_parse, dimensions=dimensions, index_from=index_from, labels=labels)
-    read = chain.from_iterable(blocks(piece) for piece in pieces(paths, rank, ranks))
-    return in_order(parse, read, threads)
+    """Read rows of SVMlight files; see `SvmLight` and `SvmLight.read`."""
+    return SvmLight(dimensions, index_from).read(paths, rank, ranks, labels, threads)
 
 
 def _parse(block: Block, dimensions: int | None, index_from: int, labels: Labels) -> Rows:
