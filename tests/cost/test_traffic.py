@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from math import sqrt
 
 import numpy as np
@@ -29,6 +30,7 @@ from sparcel.ops import SUM
 from sparcel.schemes import stages_of
 from sparcel.stages import Exchange, Stage, Stages, UnionSize
 from sparcel.wire import Wire
+from tests.sampling import meeting
 
 oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function
 held_module = sys.modules["sparcel.collectives.oktopk_held"]
@@ -110,13 +112,16 @@ def test_every_collective_is_compared() -> None:
     assert set(STAGES) - {"oktopk"} == set(COLLECTIVES)
 
 
-@pytest.mark.parametrize("layout", ["identical", "disjoint"])
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_evenly_spread_indices_have_the_predicted_traffic(name: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "place"), meeting(COLLECTIVES, product(WORLDS, ["identical", "disjoint"]), each=10)
+)
+def test_evenly_spread_indices_have_the_predicted_traffic(
+    name: str, place: tuple[int, str]
+) -> None:
     """Sizes and counts need not be divisible by P; some sums stay sparse, others become dense."""
-    for ranks in WORLDS:
-        size, k = (37 * ranks + 11, 13) if ranks % 2 else (7 * ranks * 29 + 3, 29)
-        check(name, evenly(layout, ranks, size, min(k, size // ranks)), size, STAGES[name])
+    ranks, layout = place
+    size, k = (37 * ranks + 11, 13) if ranks % 2 else (7 * ranks * 29 + 3, 29)
+    check(name, evenly(layout, ranks, size, min(k, size // ranks)), size, STAGES[name])
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -130,18 +135,22 @@ def test_known_indices_have_the_predicted_traffic(
 
 
 @pytest.mark.parametrize(
-    ("size", "k", "ranks"),
-    [(100_000, 6_000, 3), (400_000, 4_000, 8), (300_000, 60_000, 8), (400_000, 8_000, 13)],
+    ("name", "given"),
+    meeting(
+        COLLECTIVES,
+        [(100_000, 6_000, 3), (400_000, 4_000, 8), (300_000, 60_000, 8), (400_000, 8_000, 13)],
+        each=2,
+    ),
 )
-@pytest.mark.parametrize("name", COLLECTIVES)
 def test_expected_bytes_of_independent_indices_differ_by_their_spread(
-    name: str, size: int, k: int, ranks: int
+    name: str, given: tuple[int, int, int]
 ) -> None:
     """A message holds a count of coordinates that somebody drew, whose variance is below its mean.
 
     So the bytes of messages with m₁, m₂, … entries deviate by at most Σ√mᵢ entries, at 8 bytes, or
     by their padding. Five deviations are allowed.
     """
+    size, k, ranks = given
     found, rounds = run(COLLECTIVES[name], streams_at(anywhere(ranks, size, k), size), k)
     problem = Problem(size, k, ranks)
     told = count(STAGES[name], problem)
@@ -283,29 +292,31 @@ def moved_by(problem: Problem, course: Course) -> int:
     return evening[-1].rounds if len(evening) > 1 else 0
 
 
-@pytest.mark.parametrize("layout", ["identical", "disjoint", "anywhere"])
-@pytest.mark.parametrize("k", [3, 300])
-def test_oktopk_has_the_predicted_traffic_given_its_refinements(layout: str, k: int) -> None:
-    for ranks in WORLDS[::2] if layout != "anywhere" else WORLDS[::4]:
-        size = 40 * ranks * k // 7 + 5
-        indices = (
-            anywhere(ranks, size, k) if layout == "anywhere" else evenly(layout, ranks, size, k)
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            recorder = Recorder(patch, ranks)
-            call = lambda stream, comm, k: topk_by_regions(stream, Wire(comm), k, k)  # noqa: E731
-            found, rounds = run(call, streams_at(indices, size), k)
-            course = recorder.course()
-        problem = Problem(size, k, ranks, union=union_of(indices, size))
-        told = [
-            count(partial(by_regions_stages, course=course), replace(problem, rank=rank))
-            for rank in range(ranks)
-        ]
-        assert [one[:4] for one in told] == [one[:4] for one in found]
-        # If a rank moves several pieces to even out the winners, other ranks wait for it.
-        waiting = max(moved_by(replace(problem, rank=rank), course) for rank in range(ranks))
-        longest = max(one.rounds for one in told)
-        assert longest <= rounds <= longest + waiting
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    meeting(WORLDS, product([3, 300], ["identical", "disjoint", "anywhere"]), each=2),
+)
+def test_oktopk_has_the_predicted_traffic_given_its_refinements(
+    ranks: int, kind: tuple[int, str]
+) -> None:
+    k, layout = kind
+    size = 40 * ranks * k // 7 + 5
+    indices = anywhere(ranks, size, k) if layout == "anywhere" else evenly(layout, ranks, size, k)
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch, ranks)
+        call = lambda stream, comm, k: topk_by_regions(stream, Wire(comm), k, k)  # noqa: E731
+        found, rounds = run(call, streams_at(indices, size), k)
+        course = recorder.course()
+    problem = Problem(size, k, ranks, union=union_of(indices, size))
+    told = [
+        count(partial(by_regions_stages, course=course), replace(problem, rank=rank))
+        for rank in range(ranks)
+    ]
+    assert [one[:4] for one in told] == [one[:4] for one in found]
+    # If a rank moves several pieces to even out the winners, other ranks wait for it.
+    waiting = max(moved_by(replace(problem, rank=rank), course) for rank in range(ranks))
+    longest = max(one.rounds for one in told)
+    assert longest <= rounds <= longest + waiting
 
 
 def held(stream: SparseStream, comm: Communicator, k: int) -> None:

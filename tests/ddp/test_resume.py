@@ -25,6 +25,7 @@ from tests.ddp.models import (
     observe,
     residuals_of,
 )
+from tests.sampling import meeting
 
 pytestmark = pytest.mark.processes
 
@@ -86,11 +87,11 @@ def gradients(ranks: int, name: str, step: int) -> Tensor:
 MOVES = [(4, 2, 2, 2), (4, 2, 4, 4), (4, 4, 4, 1), (2, 2, 4, 2), (2, 1, 4, 4), (1, 1, 2, 2)]
 
 
-@pytest.mark.parametrize(("old", "old_node", "new", "new_node"), MOVES)
-@pytest.mark.parametrize("double", [False, True], ids=["float", "double"])
+@pytest.mark.parametrize(("move", "double"), meeting(MOVES, [False, True], each=1))
 def test_other_ranks_and_other_nodes_inherit_all_that_is_owed(
-    run_on: Any, tmp_path: Path, old: int, old_node: int, new: int, new_node: int, double: bool
+    run_on: Any, tmp_path: Path, move: tuple[int, int, int, int], double: bool
 ) -> None:
+    old, old_node, new, new_node = move
     inner = OkTopK(momentum=0.5)
     owed = run_on(old, owe, Hierarchical(inner, old_node), tmp_path, double)
     scheme = Hierarchical(inner, new_node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from math import sqrt
 
 import pytest
@@ -35,6 +36,7 @@ from sparcel.stages import most_bytes
 from sparcel.wire import Wire
 from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
 from tests.formats.toys import Bytes, Deltas
+from tests.sampling import meeting
 from tests.strategies import same_stream, streams
 
 TOYS = [Deltas(), Bytes(), Packed()]
@@ -68,14 +70,13 @@ def run(call, given, format):
     return simulate(len(given), lambda comm: call(given[comm.rank], Wire(comm, format)))
 
 
-@pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_every_collective_has_the_same_bits_as_with_coo(name, format) -> None:
-    for ranks in WORLDS:
-        given = streams_at(anywhere(ranks, SIZE, K), SIZE)
-        plain, other = (run(COLLECTIVES[name], given, f).results for f in (COO, format))
-        for one, two in zip(plain, other, strict=True):
-            assert torch.equal(one.to_dense(), two.to_dense())
+@pytest.mark.parametrize(("name", "kind"), meeting(COLLECTIVES, product(TOYS, WORLDS), each=9))
+def test_every_collective_has_the_same_bits_as_with_coo(name, kind) -> None:
+    format, ranks = kind
+    given = streams_at(anywhere(ranks, SIZE, K), SIZE)
+    plain, other = (run(COLLECTIVES[name], given, f).results for f in (COO, format))
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(one.to_dense(), two.to_dense())
 
 
 @pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
@@ -92,50 +93,54 @@ def test_other_operations_rows_and_integers_work_with_any_format(format) -> None
             assert torch.equal(plain.to_dense(fill), other.to_dense(fill)), name
 
 
-@pytest.mark.parametrize("format", FIXED_LENGTH, ids=lambda toy: type(toy).__name__)
-@pytest.mark.parametrize("layout", ["identical", "disjoint"])
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name in PREDICTED])
-def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, layout, format) -> None:
-    for ranks in WORLDS:
-        indices = evenly(layout, ranks, SIZE, K)
-        call = (
-            COLLECTIVES[name]
-            if name != "broadcast"
-            else lambda stream, wire: broadcast(stream, wire, 0)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    meeting(
+        [name for name in COLLECTIVES if name in PREDICTED],
+        product(FIXED_LENGTH, WORLDS, ["identical", "disjoint"]),
+        each=12,
+    ),
+)
+def test_bytes_of_a_fixed_length_format_are_predicted_exactly(name, kind) -> None:
+    format, ranks, layout = kind
+    indices = evenly(layout, ranks, SIZE, K)
+    call = (
+        COLLECTIVES[name]
+        if name != "broadcast"
+        else lambda stream, wire: broadcast(stream, wire, 0)
+    )
+    if name == "oktopk" and ranks > 2:
+        return  # its bytes do not depend on the indices alone: see tests/cost
+    traffic = run(call, streams_at(indices, SIZE), format).traffic
+    problem = Problem(SIZE, K, ranks, format=format, union=union_of(indices, SIZE))
+    for rank in range(ranks):
+        told = count_of(PREDICTED[name], replace(problem, rank=rank))
+        assert (told.bytes_sent, told.bytes_received) == (
+            traffic[rank].bytes_sent,
+            traffic[rank].bytes_received,
         )
-        if name == "oktopk" and ranks > 2:
-            continue  # its bytes do not depend on the indices alone: see tests/cost
-        traffic = run(call, streams_at(indices, SIZE), format).traffic
-        problem = Problem(SIZE, K, ranks, format=format, union=union_of(indices, SIZE))
-        for rank in range(ranks):
-            told = count_of(PREDICTED[name], replace(problem, rank=rank))
-            assert (told.bytes_sent, told.bytes_received) == (
-                traffic[rank].bytes_sent,
-                traffic[rank].bytes_received,
-            )
 
 
-@pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
-@pytest.mark.parametrize("name", SCHEMES)
-def test_every_scheme_has_the_same_updates_as_with_coo(name, format) -> None:
-    for ranks in WORLDS:
-        here = next(count for count in (2, 3, 1) if ranks % count == 0)
-        settings = {"corrected": False} if name == "auto" else {}
-        if name in ON_NODES:
-            settings = {"ranks_per_node": here}
-        draw = torch.Generator().manual_seed(ranks)
-        gradients = torch.randint(-8, 9, (ranks, 2, 2500), generator=draw).float()
+@pytest.mark.parametrize(("name", "kind"), meeting(SCHEMES, product(TOYS, WORLDS), each=6))
+def test_every_scheme_has_the_same_updates_as_with_coo(name, kind) -> None:
+    format, ranks = kind
+    here = next(count for count in (2, 3, 1) if ranks % count == 0)
+    settings = {"corrected": False} if name == "auto" else {}
+    if name in ON_NODES:
+        settings = {"ranks_per_node": here}
+    draw = torch.Generator().manual_seed(ranks)
+    gradients = torch.randint(-8, 9, (ranks, 2, 2500), generator=draw).float()
 
-        def two_steps(comm, format):
-            made = scheme(name, **settings)  # noqa: B023
-            request = Request(format=format)
-            return [made.step(own, comm, request=request) for own in gradients[comm.rank]]  # noqa: B023
+    def two_steps(comm, format):
+        made = scheme(name, **settings)
+        request = Request(format=format)
+        return [made.step(own, comm, request=request) for own in gradients[comm.rank]]
 
-        plain, other = (
-            simulate(ranks, lambda comm, f=f: two_steps(comm, f)).results for f in (COO, format)
-        )
-        for one, two in zip(plain, other, strict=True):
-            assert torch.equal(torch.stack(one), torch.stack(two))
+    plain, other = (
+        simulate(ranks, lambda comm, f=f: two_steps(comm, f)).results for f in (COO, format)
+    )
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(torch.stack(one), torch.stack(two))
 
 
 @pytest.mark.parametrize("format", TOYS, ids=lambda toy: type(toy).__name__)
@@ -180,22 +185,23 @@ def test_lossy_format_returns_its_error() -> None:
     assert Qsgd(bits=4).encode(stream.largest(3)).error is None  # it saves nothing
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("layout", ["identical", "disjoint"])
-@pytest.mark.parametrize("count", [30, K, 3000])
-def test_quantised_bytes_are_those_that_the_format_tells(count, layout, bits) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    meeting(WORLDS, product([30, K, 3000], ["identical", "disjoint"], [2, 4, 8]), each=6),
+)
+def test_quantised_bytes_are_those_that_the_format_tells(ranks, kind) -> None:
     """Of both phases, on every rank, sparse or dense; none is longer than an exact message."""
-    for ranks in WORLDS:
-        count = min(count, SIZE // ranks)
-        indices, quantizer = evenly(layout, ranks, SIZE, count), Qsgd(bits)
-        given, call = streams_at(indices, SIZE), ALGORITHMS["split_allgather"]
-        narrow = run(lambda s, wire: quantized_split_allgather(s, wire, quantizer), given, COO)  # noqa: B023
-        plain = run(lambda s, wire: call.reduce(s, wire, SUM, None), given, COO).traffic  # noqa: B023
-        problem = Problem(SIZE, count, ranks, format=quantizer, union=union_of(indices, SIZE))
-        for rank, traffic in enumerate(narrow.traffic):
-            told = count_of(call.stages, replace(problem, rank=rank))
-            assert (told.bytes_sent, told.bytes_received) == (
-                traffic.bytes_sent,
-                traffic.bytes_received,
-            )
-            assert traffic.volume < plain[rank].volume or count // ranks <= 3 or ranks == 1
+    count, layout, bits = kind
+    count = min(count, SIZE // ranks)
+    indices, quantizer = evenly(layout, ranks, SIZE, count), Qsgd(bits)
+    given, call = streams_at(indices, SIZE), ALGORITHMS["split_allgather"]
+    narrow = run(lambda s, wire: quantized_split_allgather(s, wire, quantizer), given, COO)
+    plain = run(lambda s, wire: call.reduce(s, wire, SUM, None), given, COO).traffic
+    problem = Problem(SIZE, count, ranks, format=quantizer, union=union_of(indices, SIZE))
+    for rank, traffic in enumerate(narrow.traffic):
+        told = count_of(call.stages, replace(problem, rank=rank))
+        assert (told.bytes_sent, told.bytes_received) == (
+            traffic.bytes_sent,
+            traffic.bytes_received,
+        )
+        assert traffic.volume < plain[rank].volume or count // ranks <= 3 or ranks == 1

@@ -16,7 +16,7 @@ from sparcel.errors import InputError
 from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, Request, ScaleCom, SparCML, TopK
 from sparcel.stages import Problem
 from sparcel.wire import Wire
-from tests.schemes.steps import INTEGERS, copy_of, integers, normal, owed_by, total
+from tests.schemes.steps import INTEGERS, copy_of, few_examples, integers, normal, owed_by, total
 from tests.strategies import same_bits
 
 # The package has the function of this name.
@@ -44,6 +44,7 @@ def shards(size, per_node):
 
 @inners
 @given(grid=grids, size=st.integers(0, 300), gradient=st.sampled_from(INTEGERS))
+@few_examples
 def test_any_scheme_between_nodes_loses_nothing(make, grid, size, gradient):
     nodes, per_node = grid
 
@@ -64,6 +65,7 @@ def test_any_scheme_between_nodes_loses_nothing(make, grid, size, gradient):
 
 @inners
 @given(grid=grids, size=st.integers(1, 300))
+@few_examples
 def test_shard_update_equals_the_inner_scheme_on_the_nodes_sums(make, grid, size):
     """A shard's update equals that of the inner scheme with one rank for each node."""
     nodes, per_node = grid

@@ -13,6 +13,7 @@ from tests.schemes.steps import (
     SCHEMES,
     SPARSE,
     copy_of,
+    few_examples,
     integers,
     normal,
     owed_by,
@@ -31,6 +32,7 @@ schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
     dtype=st.sampled_from(FLOATS),
     gradient=st.sampled_from([normal, *INTEGERS]),
 )
+@few_examples
 def test_step_stream_equals_step(make, world, size, dtype, gradient):
     def on_rank(comm):
         dense, sparse = make(), make()
