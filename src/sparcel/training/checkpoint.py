@@ -122,9 +122,9 @@ def _sums(
     for name, parts in sums.items():
         for kind, whole in parts.items():
             if not all_finite(whole):
-                keys = [one.key for one in entries if (one.name, one.kind) == (name, kind)]
+                keys = [repr(one.key) for one in entries if (one.name, one.kind) == (name, kind)]
                 raise InputError(
-                    f"the state's {' + '.join(map(repr, keys))} must be finite, got NaN or Inf, which would"
+                    f"the state's {' + '.join(keys)} must be finite, got NaN or Inf, which would"
                     " stay in the memory; load a state that was saved before"
                 )
     return sums
