@@ -34,7 +34,7 @@ from sklearn.linear_model import LogisticRegression
 from sparcel.comm import Communicator, world
 from sparcel.linear.ranks import gathered
 from sparcel.linear.settings import Settings
-from sparcel.linear.training import trainer_of
+from sparcel.linear.training import make_trainer
 from sparcel.rows import Rows, shard
 
 L2 = 1e-6
@@ -109,7 +109,7 @@ def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> R
     start = time.perf_counter()
     settings = Settings(**{"l2": L2, "tol": None, "fit_intercept": False, **arm.settings})
     targets = targets_of(rows)
-    trainer = trainer_of(rows, targets, None, 1, settings, comm)
+    trainer = make_trainer(rows, targets, None, 1, settings, comm)
     before, matrix = time.perf_counter() - start, matrix_of(rows)
     epochs: list[tuple[float, float, float, float]] = []
     objectives: list[float] = []

@@ -121,6 +121,39 @@ def single_table(rows: list[Row]) -> Iterator[str]:
     )
 
 
+def fit_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of whole fits, in seconds of the processor."""
+    columns = ("contender", "fit, seconds of the processor", "most", "accuracy")
+    cells = (
+        (
+            name,
+            f"{min(own['cpu_seconds'] for own in turns):.2f} s",
+            f"{max(own['cpu_seconds'] for own in turns):.2f} s",
+            f"{100 * turns[0]['accuracy']:.2f} %",
+        )
+        for name, turns in _by_contender(rows)
+    )
+    yield from table(columns, cells)
+
+
+def reading_table(rows: list[Row]) -> Iterator[str]:
+    """Yield a table of ways to read rows, in seconds of the processor."""
+    columns = ("reading", "file", "seconds of the processor", "most", "of the file", "an entry")
+    cells = []
+    for name, turns in _by_contender(rows):
+        least, most = (pick(own["cpu_seconds"] for own in turns) for pick in (min, max))
+        size, entries = turns[0]["bytes"], turns[0]["entries"]
+        rate, each = size / least / 1e6, least / entries * 1e9
+        times = (f"{least:.2f} s", f"{most:.2f} s")
+        cells.append((name, f"{size / 1e6:.0f} MB", *times, f"{rate:,.0f} MB/s", f"{each:.0f} ns"))
+    yield from table(columns, cells)
+
+
+def _by_contender(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        yield name, [row for row in rows if row["contender"] == name]
+
+
 def gathers_table(rows: list[Row]) -> Iterator[str]:
     """Yield a table of an iteration of coordinate descent with each gather."""
     names = ("seconds", "communication_seconds", "bytes")
@@ -246,6 +279,8 @@ TABLES: dict[str, Callable[[list[Row]], Iterator[str]]] = {
     "linear_rates": rates_table,
     "linear_memory": memory_table,
     "linear_single": single_table,
+    "linear_fit": fit_table,
+    "linear_reading": reading_table,
 }
 """The tables of the records that have one each."""
 

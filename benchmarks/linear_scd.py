@@ -35,7 +35,7 @@ from sparcel import collectives
 from sparcel.comm import Communicator, world
 from sparcel.kernels import index_dtype
 from sparcel.linear.ranks import gathered
-from sparcel.linear.scd import Scd
+from sparcel.linear.scd.solver import Scd
 from sparcel.linear.scd.sums import summed
 from sparcel.linear.settings import Settings
 from sparcel.rows import shard

@@ -23,8 +23,8 @@ from record import Row, write
 from sklearn.linear_model import SGDClassifier
 
 from sparcel.linear.settings import Settings
-from sparcel.linear.sgd import Sgd
 from sparcel.linear.sgd.prepare import prepare
+from sparcel.linear.sgd.solver import Sgd
 from sparcel.rows import HashedNGrams, Rows
 
 EPOCHS = 5

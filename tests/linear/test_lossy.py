@@ -15,9 +15,9 @@ from sparcel.formats import Qsgd
 from sparcel.linear import SparseLogisticRegression, checkpoint
 from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.batches import TAIL
+from sparcel.linear.sgd.encodings import RoundedEncoding
 from sparcel.linear.sgd.owed import Owed
 from sparcel.linear.sgd.prepare import prepare
-from sparcel.linear.sgd.pushes import Rounded
 from sparcel.linear.sgd.weights import Weights
 from sparcel.linear.training import train
 from sparcel.stream import SparseStream
@@ -51,7 +51,7 @@ def trained(comm, epochs=1, rows=40, classes=2, state=None, **more):
 
 
 def model_of(sgd):
-    coordinates, intercepts = sgd.model.whole().read()
+    coordinates, intercepts = sgd.read()
     return coordinates.tobytes(), intercepts.tolist(), sgd.losses
 
 
@@ -98,7 +98,7 @@ def test_a_step_is_within_the_bound_of_rounding(algorithm, ranks, bits, density)
 
     def run(comm, **more):
         sgd, states = trained(comm, algorithm=algorithm, **one, **more)
-        coordinates, intercept = sgd.model.whole().read()
+        coordinates, intercept = sgd.read()
         columns, owed = (states[-1].get(name, np.zeros(0)) for name in ("owed_columns", "owed"))
         due = np.bincount(columns.astype(int), owed, DIMENSIONS)
         own = np.abs(random_rows(comm.rank, 40, DIMENSIONS)).sum(axis=0).max()
@@ -161,25 +161,25 @@ def test_pushed_values_are_rounded_and_tails_are_not(dtype, bits, counts, width,
         [random.standard_normal((length, width)).astype(dtype) for length in lengths]
         for lengths in (counts, [TAIL] * len(counts))
     )
-    pushes = Rounded(width, np.dtype(dtype), Qsgd(bits, seed=seed))
-    parts = [pushes.pack(one, tail, 3, 7) for one, tail in zip(values, tails, strict=True)]
-    assert list(map(len, parts)) == list(map(pushes.length, counts))
-    found = pushes.unpack(np.concatenate(parts), counts)
+    encoding = RoundedEncoding(width, np.dtype(dtype), Qsgd(bits, seed=seed))
+    parts = [encoding.pack(one, tail, 3, 7) for one, tail in zip(values, tails, strict=True)]
+    assert list(map(len, parts)) == list(map(encoding.length, counts))
+    found = encoding.unpack(np.concatenate(parts), counts)
     ends = np.cumsum([length for count in counts for length in (count, TAIL)])
     assert ends[-1] == len(found)
     for i, part in enumerate(np.split(found, ends[:-1])):
         exact = (values, tails)[i % 2][i // 2]
         step = np.abs(exact).max(initial=0) / (2 ** (bits - 1) - 1)
         assert np.abs(part - exact).max(initial=0) <= (0 if i % 2 else step * 1.001)
-    assert (parts[0] == pushes.pack(values[0], tails[0], 3, 7)).all()
+    assert (parts[0] == encoding.pack(values[0], tails[0], 3, 7)).all()
 
 
 def test_pushes_are_rounded_otherwise_at_each_step_and_place_and_right_on_average():
     values, tail = np.linspace(-1, 1, 64, dtype=np.float32)[:, None], np.zeros((TAIL, 1), "f4")
-    pushes = Rounded(1, values.dtype, Qsgd(4, seed=1))
+    encoding = RoundedEncoding(1, values.dtype, Qsgd(4, seed=1))
 
     def rounded(step, place):
-        return pushes.unpack(pushes.pack(values, tail, step, place), [64])[:-TAIL, 0]
+        return encoding.unpack(encoding.pack(values, tail, step, place), [64])[:-TAIL, 0]
 
     found = np.array([[rounded(step, place) for place in (0, 64, 128)] for step in range(200)])
     assert len(np.unique(found.reshape(-1, 64), axis=0)) == 600

@@ -12,9 +12,9 @@ from sklearn.svm import LinearSVC
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.scd import Scd
 from sparcel.linear.scd import solver as scd_module
 from sparcel.linear.scd.coordinates import draws
+from sparcel.linear.scd.solver import Scd
 from sparcel.linear.settings import Settings
 from sparcel.patterns import regions
 from tests.linear.reference import loss_at, random_rows, rows_of

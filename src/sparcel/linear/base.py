@@ -13,13 +13,13 @@ from sparcel.errors import InputError, known, optional
 from sparcel.linear.epoch import Epoch
 from sparcel.linear.inputs import as_matrix, as_rows, opened, product
 from sparcel.linear.parameters import SOLVERS, Parameters
-from sparcel.linear.ranks import together
+from sparcel.linear.ranks import run_or_fail_everywhere
 from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.prepare import prepare
 from sparcel.linear.sgd.weights import MOST_HELD, Weights
 from sparcel.linear.sgd.whole import WholeModel
 from sparcel.linear.trainer import Trainer
-from sparcel.linear.training import still_falls, train, trainer_of
+from sparcel.linear.training import make_trainer, still_falls, train
 from sparcel.rows import Rows
 from sparcel.rows.rows import Array
 
@@ -87,7 +87,7 @@ class LinearBase(Parameters, BaseEstimator):  # type: ignore[misc]
         once: bool,
     ) -> None:
         """Fit the model, or pass ``once`` over more rows; all ranks call."""
-        settings, rows = together(comm, lambda: self._settings(loss)), as_rows(X)
+        settings, rows = run_or_fail_everywhere(comm, lambda: self._settings(loss)), as_rows(X)
         epochs: list[Epoch] = []
         trainer: Trainer
         if once:
@@ -96,7 +96,7 @@ class LinearBase(Parameters, BaseEstimator):  # type: ignore[misc]
             trainer.epochs = getattr(self, "n_iter_", 0)
             epochs.append(trainer.epoch())
         else:
-            trainer = trainer_of(rows, targets, row_weights, width, settings, comm)
+            trainer = make_trainer(rows, targets, row_weights, width, settings, comm)
             train(trainer, settings, epochs.append)
             trainer.forget_rows()
             if still_falls(trainer, settings):
@@ -144,7 +144,7 @@ class LinearBase(Parameters, BaseEstimator):  # type: ignore[misc]
             checked: tuple[Any, Array] = validate_data(self, matrix, labels, **settings)
             return checked
 
-        return together(comm, check)
+        return run_or_fail_everywhere(comm, check)
 
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self, "coef_")

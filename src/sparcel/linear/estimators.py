@@ -14,7 +14,7 @@ from sparcel.linear.base import LinearBase, takes_steps
 from sparcel.linear.classes import Classes, labels, probabilities
 from sparcel.linear.inputs import sample_weights
 from sparcel.linear.parameters import Parameters
-from sparcel.linear.ranks import ranks_of, together
+from sparcel.linear.ranks import ranks_of, run_or_fail_everywhere
 from sparcel.rows.rows import Array
 
 with optional("sparcel.linear", "linear"):
@@ -103,12 +103,12 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
         fresh = not (once and hasattr(self, "coef_"))
         comm = ranks_of(group)
         X, y = self._checked(X, y, comm, fresh)
-        together(comm, lambda: check_classification_targets(y))
+        run_or_fail_everywhere(comm, lambda: check_classification_targets(y))
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
         classes_known = Classes(self.classes_)
-        numbers = together(comm, lambda: classes_known.numbers(y))
-        given = together(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
+        numbers = run_or_fail_everywhere(comm, lambda: classes_known.numbers(y))
+        given = run_or_fail_everywhere(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
         row_weights = classes_known.row_weights(numbers, self.class_weight, given, X.dtype, comm)
         targets = classes_known.targets(numbers, X.dtype)
         self._train(X, targets, row_weights, classes_known.width, self._loss(), comm, once)
@@ -185,7 +185,9 @@ class SparseLinearRegression(RegressorMixin, LinearBase):  # type: ignore[misc]
         fresh = not (once and hasattr(self, "coef_"))
         comm = ranks_of(group)
         X, y = self._checked(X, y, comm, fresh, y_numeric=True)
-        row_weights = together(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
+        row_weights = run_or_fail_everywhere(
+            comm, lambda: sample_weights(sample_weight, len(y), X.dtype)
+        )
         targets = np.ascontiguousarray(y, dtype=X.dtype)
         self._train(X, targets, row_weights, 1, "squared", comm, once)
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])

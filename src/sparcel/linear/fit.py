@@ -21,11 +21,11 @@ from sparcel.linear.classes import Classes
 from sparcel.linear.epoch import Epoch
 from sparcel.linear.fit_report import Log, draw, summarise
 from sparcel.linear.model import LinearModel
-from sparcel.linear.ranks import gathered, together
+from sparcel.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.linear.reading import read, read_weights
 from sparcel.linear.settings import Settings
 from sparcel.linear.trainer import Trainer
-from sparcel.linear.training import train, trainer_of
+from sparcel.linear.training import make_trainer, train
 from sparcel.rows import Rows, Source, describe
 from sparcel.rows.rows import Array
 
@@ -104,7 +104,7 @@ def _prepared(
     weights = None
     if task.weights is not None:
         weights = read_weights(task.weights, rows, task.data, task.cache, comm)
-    trainer = trainer_of(rows, targets, weights, width, task.settings, comm)
+    trainer = make_trainer(rows, targets, weights, width, task.settings, comm)
     about = task.about(rows, targets, weights, classes, comm)
     return trainer, (rows.dimensions, width), classes, about
 
@@ -114,8 +114,8 @@ def _targets(task: Task, rows: Rows, comm: Communicator | None) -> tuple[Classes
     labels, dtype = rows.labels, rows.values.dtype
     assert labels is not None, "sources of trainings have labels"
     if task.settings.loss == "squared":
-        return None, together(comm, lambda: _numbers(labels, dtype))
-    together(comm, lambda: _check_classes(labels))
+        return None, run_or_fail_everywhere(comm, lambda: _numbers(labels, dtype))
+    run_or_fail_everywhere(comm, lambda: _check_classes(labels))
     classes = Classes.of(labels, comm)
     return classes, classes.targets(classes.numbers(labels), dtype)
 
@@ -171,7 +171,7 @@ def _resume(
             )
         return state
 
-    state = together(comm, own)
+    state = run_or_fail_everywhere(comm, own)
     if any(gathered(comm, state is not None, "who has a checkpoint")):
         trainer.restore(state or {})
         console.print(f"Going on after epoch {trainer.epochs}")

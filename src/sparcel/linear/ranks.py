@@ -153,7 +153,7 @@ def check_alike(
     return float(sum(weights))
 
 
-def together(comm: Communicator | None, own: Callable[[], T]) -> T:
+def run_or_fail_everywhere(comm: Communicator | None, own: Callable[[], T]) -> T:
     """Run what concerns this rank alone; where it fails on one rank, it fails on all.
 
     Raises

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.ranks import gathered, together
+from sparcel.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.rows import Rows, Source, cached, make_cache, map_rows
 from sparcel.rows.files import blocks
 from sparcel.rows.pieces import Paths, Piece, files_of, is_compressed
@@ -83,7 +83,7 @@ def read_weights(
         start = sum(counts[:rank])
         return weights[start : start + len(rows)]
 
-    return together(comm, own)
+    return run_or_fail_everywhere(comm, own)
 
 
 def _numbers(file: Path, dtype: np.dtype[Any]) -> Array:
@@ -113,17 +113,17 @@ def _parsed(source: Source, paths: Paths, comm: Communicator | None) -> Rows:
         except TextLabelError:
             return None
 
-    rows = together(comm, with_numbers)
+    rows = run_or_fail_everywhere(comm, with_numbers)
     if all(gathered(comm, rows is not None, "whether labels are numbers")):
         assert rows is not None
         return rows
     # Where one rank's labels are texts, all are, as they would be for one rank alone.
-    return together(comm, lambda: parse("texts"))
+    return run_or_fail_everywhere(comm, lambda: parse("texts"))
 
 
 def _cached(source: Source, paths: Paths, comm: Communicator | None, cache: Path) -> Rows:
     rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
     nodes = [0] if comm is None else comm.run(comm.nodes)
     is_first = nodes.index(nodes[rank]) == rank  # of its machine
-    together(comm, lambda: make_cache(cache, paths, source) if is_first else None)
-    return together(comm, lambda: cached(cache, paths, source, rank, ranks))
+    run_or_fail_everywhere(comm, lambda: make_cache(cache, paths, source) if is_first else None)
+    return run_or_fail_everywhere(comm, lambda: cached(cache, paths, source, rank, ranks))

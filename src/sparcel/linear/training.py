@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sparcel.comm import Communicator
 from sparcel.linear.epoch import Epoch
-from sparcel.linear.scd import Scd
+from sparcel.linear.scd.solver import Scd
 from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.prepare import prepare
 from sparcel.linear.trainer import Trainer
@@ -17,7 +17,7 @@ _PATIENT_EPOCHS, _PATIENT_STEPS = 5, 100
 """Training ends early when so many epochs, and so many steps, lowered the loss too little."""
 
 
-def trainer_of(
+def make_trainer(
     rows: Rows,
     targets: Array,
     row_weights: Array | None,

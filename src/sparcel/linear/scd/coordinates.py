@@ -15,7 +15,7 @@ from sparcel.stream import SparseStream
 
 
 @dataclass(frozen=True)
-class Shard:
+class RowsByColumn:
     """A rank's rows, by the columns that occur on any rank; the coordinates of all others stay 0.
 
     Coordinate i of the model is that of ``columns[i]``. An intercept is one more coordinate, the
@@ -45,7 +45,7 @@ def by_coordinates(
     width: int,
     fit_intercept: bool,
     comm: Communicator | None,
-) -> Shard:
+) -> RowsByColumn:
     """Arrange a rank's rows by columns; all ranks call, and learn which columns occur on any."""
     ones = len(rows) if fit_intercept else 0
     starts = np.empty(rows.dimensions + 1, np.int64)
@@ -61,7 +61,7 @@ def by_coordinates(
     # No entries lie between the starts of columns that occur.
     offsets = np.concatenate([starts[columns], ends])
     entries = _cpu.LinearShard(offsets, places, values, targets, weights, width)
-    return Shard(columns, entries, len(offsets) - 1, len(places))
+    return RowsByColumn(columns, entries, len(offsets) - 1, len(places))
 
 
 def _on_any_rank(own: Array, dimensions: int, comm: Communicator | None) -> Array:

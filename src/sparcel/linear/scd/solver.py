@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.linear.coordinates import Coordinates
 from sparcel.linear.epoch import Epoch
-from sparcel.linear.ranks import broadcast, check_alike, together
+from sparcel.linear.ranks import broadcast, check_alike, run_or_fail_everywhere
 from sparcel.linear.scd.coordinates import by_coordinates, draws
 from sparcel.linear.scd.sums import summed
 from sparcel.linear.settings import Settings
@@ -98,21 +99,19 @@ class Scd(Trainer):
         settings: Settings,
         comm: Communicator | None = None,
     ) -> None:
-        together(comm, lambda: _check(rows, targets))
+        run_or_fail_everywhere(comm, lambda: _check(rows, targets))
         own = len(rows) if row_weights is None else row_weights.sum(dtype=np.float64)
         self._weight = check_alike(
             *(comm, len(rows), float(own), rows.dimensions, rows.values.dtype),
             f"{settings.described()}, width={width}",
         )
         self._settings, self._comm, self._dimensions = settings, comm, rows.dimensions
-        self._shard = by_coordinates(
-            rows, targets, row_weights, width, settings.fit_intercept, comm
-        )
-        self.columns = self._shard.columns
-        self.values = np.zeros((self._shard.size, width), rows.values.dtype)
+        self._rows = by_coordinates(rows, targets, row_weights, width, settings.fit_intercept, comm)
+        self.columns = self._rows.columns
+        self.values = np.zeros((self._rows.size, width), rows.values.dtype)
         self._margins = np.zeros((len(rows), width))
         # Rank r owns the coordinates from slices[r] on.
-        self.slices = np.array(regions(self._shard.size, comm.size if comm else 1))
+        self.slices = np.array(regions(self._rows.size, comm.size if comm else 1))
         longest = int(np.diff(self.slices).max())
         block = min(settings.block, max(longest // _LEAST_STEPS, 1))
         self.steps, self.epochs, self.waited = max(-(-longest // block), 1), 0, 0.0
@@ -126,12 +125,12 @@ class Scd(Trainer):
         pending: Callable[[], Array] | None = None
         for step, chosen in enumerate(drawn):
             sums = self._differentiate(drawn, step)
+            if pending is not None:
+                self._change(drawn[step - 1], pending())
+            pending = self._start(chosen, sums)
             if not self._settings.asynchronous:
-                self._change(chosen, self._made(chosen, sums))
-            else:
-                if pending is not None:
-                    self._change(drawn[step - 1], pending())
-                pending = self._start(chosen, sums)
+                self._change(chosen, pending())
+                pending = None
             after_step(step)
         if pending is not None:
             self._change(drawn[-1], pending())
@@ -148,7 +147,7 @@ class Scd(Trainer):
     def loss(self) -> float:
         """Return the mean loss of all ranks' rows; all ranks call."""
         threads = threads_for(_VISIT_NS * self._margins.size)
-        own = self._shard.entries.loss(self._settings.loss, self._margins, threads)
+        own = self._rows.entries.loss(self._settings.loss, self._margins, threads)
         comm = self._comm
         if comm is not None:
             sums = self._timed(lambda: comm.run(lambda: summed(np.array([own]), comm)))
@@ -171,7 +170,7 @@ class Scd(Trainer):
 
     def forget_rows(self) -> None:
         """See `Trainer.forget_rows`."""
-        del self._shard
+        del self._rows
         _cpu.drop_kept()  # also what messages of steps took
 
     def state(self) -> dict[str, Array]:
@@ -195,24 +194,19 @@ class Scd(Trainer):
     def _volume(self) -> int:
         return 0 if self._comm is None else self._comm.traffic.volume
 
-    def _made(self, chosen: Array, sums: Array) -> Array:
-        """Return the new values of the coordinates ``chosen``.
+    def _start(self, chosen: Array, sums: Array) -> Callable[[], Array]:
+        """Begin to make new values of the coordinates ``chosen``; return what waits for them.
 
         ``sums`` are this rank's derivatives and curvatures, ``[chosen, width, 2]``.
         """
         comm = self._comm
         if comm is None:
-            return self._step(chosen, sums)
-        return self._timed(lambda: comm.run(lambda: self._exchange(chosen, sums, comm)))
-
-    def _start(self, chosen: Array, sums: Array) -> Callable[[], Array]:
-        """Begin what `_made` does, and return what waits for it."""
-        comm = self._comm
-        if comm is None:
             made = self._step(chosen, sums)
             return lambda: made
-        wait = comm.submit(lambda: self._exchange(chosen, sums, comm)).wait
-        return lambda: self._timed(wait)
+        exchange = partial(self._exchange, chosen, sums, comm)
+        if self._settings.asynchronous:
+            return partial(self._timed, comm.submit(exchange).wait)
+        return partial(self._timed, partial(comm.run, exchange))
 
     def _exchange(self, chosen: Array, sums: Array, comm: Communicator) -> Array:
         """Return new values of the coordinates ``chosen``, inside a job of the communicator."""
@@ -236,7 +230,7 @@ class Scd(Trainer):
         before = drawn[step - 1] if late and step > 0 else _NONE
         after = drawn[step + 1] if late and step + 1 < self.steps else _NONE
         sums = np.empty((len(drawn[step]), self.values.shape[1], 2))
-        self._shard.entries.differentiate(
+        self._rows.entries.differentiate(
             *(self._settings.loss, self._margins, drawn[step], before, after, sums),
             threads=self._threads(len(drawn[step])),
         )
@@ -262,10 +256,10 @@ class Scd(Trainer):
         self._add_to_margins(chosen[changed], changes[changed])
 
     def _threads(self, coordinates: int) -> int:
-        return threads_for(_VISIT_NS * coordinates * self._shard.nnz / max(self._shard.size, 1))
+        return threads_for(_VISIT_NS * coordinates * self._rows.nnz / max(self._rows.size, 1))
 
     def _add_to_margins(self, columns: Array, changes: Array) -> None:
-        self._shard.entries.change(columns, changes, self._margins, self._threads(len(columns)))
+        self._rows.entries.change(columns, changes, self._margins, self._threads(len(columns)))
 
 
 def _check(rows: Rows, targets: Array) -> None:

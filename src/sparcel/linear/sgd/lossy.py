@@ -13,7 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.formats import Qsgd
 from sparcel.linear.sgd.batches import TAIL, Batch
 from sparcel.linear.sgd.owed import Owed
-from sparcel.linear.sgd.replicated import Numbers, Replicated
+from sparcel.linear.sgd.replicated import BatchNumbers, Replicated
 from sparcel.linear.sgd.weights import Weights
 from sparcel.rows.rows import Array
 from sparcel.stream import SparseStream, concatenate
@@ -61,7 +61,7 @@ class Lossy(Replicated):
         if self._owed is not None:
             self._owed.restore(arrays, self._ranks)
 
-    def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:
+    def _stream(self, numbers: BatchNumbers, gradient: Array) -> SparseStream:
         """Return what is sent of a gradient, with its tail; the rest is owed."""
         whole = super()._stream(numbers, gradient)
         if self._owed is None or whole.nnz == 0:

@@ -20,7 +20,7 @@ _BINS = 4096
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedColumns:
     """Which of this owner's columns the batches of one rank have.
 
     Attributes
@@ -34,9 +34,11 @@ class Asked:
     columns: Array
     bounds: Sequence[int]
 
-    def numbered(self, columns: Array) -> Asked:
+    def numbered(self, columns: Array) -> RequestedColumns:
         """Return the same with the places of these among ``columns``, which are sorted."""
-        return Asked(np.searchsorted(columns, self.columns).astype(np.int32), self.bounds)
+        return RequestedColumns(
+            np.searchsorted(columns, self.columns).astype(np.int32), self.bounds
+        )
 
     def of(self, number: int | None) -> Array:
         """Return the columns of a batch; none if there is no batch."""
@@ -58,7 +60,7 @@ def owners(own: Sequence[Array], dimensions: int, comm: Communicator) -> list[in
 
 def tell_owners(
     own: Sequence[Array], cuts: Sequence[Sequence[int]], dimensions: int, comm: Communicator
-) -> list[Asked]:
+) -> list[RequestedColumns]:
     """Tell each owner which of its columns each batch has; all ranks call.
 
     Parameters
@@ -81,14 +83,14 @@ def tell_owners(
     batches = gathered(comm, len(own), "number of batches")
     none = np.zeros(0, column_dtype(dimensions))
 
-    def tell() -> list[Asked]:
+    def tell() -> list[RequestedColumns]:
         told = exchanged(counts.reshape(-1), [len(own)] * comm.size, batches, comm)
         counts_of = np.split(told, np.cumsum(batches)[:-1])
         columns = np.concatenate([none, *chain.from_iterable(pieces)])
         leaving, arriving = ([int(one.sum()) for one in each] for each in (counts, counts_of))
         arrived = np.split(exchanged(columns, leaving, arriving, comm), np.cumsum(arriving)[:-1])
         return [
-            Asked(part, [0, *accumulate(numbers.tolist())])
+            RequestedColumns(part, [0, *accumulate(numbers.tolist())])
             for part, numbers in zip(arrived, counts_of, strict=True)
         ]
 

@@ -10,15 +10,14 @@ import numpy as np
 from sparcel import _cpu
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.ranks import check_alike, gathered, together
+from sparcel.linear.ranks import check_alike, gathered, run_or_fail_everywhere
 from sparcel.linear.settings import SHARDED, Settings
-from sparcel.linear.sgd import Sgd
 from sparcel.linear.sgd.batches import TAIL, Batch, arrange, most_entries
 from sparcel.linear.sgd.lossy import Lossy
 from sparcel.linear.sgd.numbering import by_frequency
 from sparcel.linear.sgd.replicated import Replicated
 from sparcel.linear.sgd.sharded import Sharded
-from sparcel.linear.sgd.step_sizes import StepSizes
+from sparcel.linear.sgd.solver import Sgd
 from sparcel.linear.sgd.weights import Weights
 from sparcel.rows import Rows, check
 from sparcel.rows.rows import Array
@@ -53,11 +52,11 @@ def prepare(
     InputError
         On all ranks, when no rank has rows or the ranks' models differ in shape.
     """
-    together(comm, lambda: check(rows))
+    run_or_fail_everywhere(comm, lambda: check(rows))
     rank, dimensions = 0 if comm is None else comm.rank, rows.dimensions
     numbering = by_frequency(rows) if comm is None and weights is None else None
     order = np.random.default_rng([settings.random_state, rank]).permutation(len(rows))
-    batches = together(
+    batches = run_or_fail_everywhere(
         comm,
         lambda: arrange(rows, targets, row_weights, settings.batch_size, order, numbering),
     )
@@ -86,11 +85,7 @@ def prepare(
         else:
             columns = None if numbering is None else numbering.columns
             model = Replicated(whole, batches, comm, exchange, columns, dimensions)
-    sizes = StepSizes(settings.step, settings.eta0)
-    return Sgd(
-        *(model, batches, counts, settings.loss, sizes),
-        *(comm, settings.asynchronous, settings.random_state),
-    )
+    return Sgd(model, batches, counts, settings, comm)
 
 
 def _lossy(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparcel import auto
-from sparcel.comm import Call, Communicator, Job
+from sparcel.comm import Call, Communicator
 from sparcel.formats import FORMATS_BY_NAME
 from sparcel.kernels import index_dtype
 from sparcel.linear.ranks import broadcast
@@ -25,24 +25,24 @@ STEP = Call.of("step", {})
 """What messages of a step say that they belong to."""
 
 
-class Point(NamedTuple):
+class BatchView(NamedTuple):
     """The model as a batch sees it: the coordinates at its columns, and the intercepts."""
 
     coordinates: Array
     intercept: Array
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """What a step gives back: the tail of the summed gradient, and the model for a later batch."""
 
     tail: Array
-    point: Point | None
+    point: BatchView | None
 
 
-Pending: TypeAlias = Callable[[], Stepped]
+Pending: TypeAlias = Callable[[], StepResult]
 """Waits for a step and returns what it gives back."""
 
-Numbers: TypeAlias = Sequence[int | None]
+BatchNumbers: TypeAlias = Sequence[int | None]
 """The number of the batch that each rank takes, by rank; None where it has none left."""
 
 
@@ -87,30 +87,31 @@ class Replicated:
         self._rank = 0 if comm is None else comm.rank
         self.seconds = 0.0
 
-    def read(self, numbers: Numbers) -> Point | None:
+    def read(self, numbers: BatchNumbers) -> BatchView | None:
         """Return the model as this rank's batch sees it."""
         number = numbers[self._rank]
         if number is None:
             return None
         coordinates = self.weights.read_at(self._batches[number].columns[:-TAIL])
-        return Point(coordinates, self.weights.intercept.copy())
+        return BatchView(coordinates, self.weights.intercept.copy())
 
-    def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
-        """Take a step with the gradients of these batches, and read those wanted next."""
+    def start(
+        self, numbers: BatchNumbers, gradient: Array, rate: float, wanted: BatchNumbers, later: bool
+    ) -> Pending:
+        """Begin a step with the gradients of these batches, which then reads those wanted next.
+
+        The model changes when the result is waited for. With ``later``, gradients are summed
+        meanwhile, otherwise then.
+        """
         comm, stream = self._comm, self._stream(numbers, gradient)
         if comm is None:
-            return self._finish(stream, rate, wanted)
-        total = self._timed(lambda: comm.call(STEP, lambda: self._sum(stream)))
-        return self._finish(total, rate, wanted)
+            return lambda: self._finish(stream, rate, wanted)
 
-    def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
-        """Begin what `step` does; the model changes when the result is waited for."""
-        comm = self._comm
-        if comm is None:
-            return lambda: self.step(numbers, gradient, rate, wanted)
-        stream = self._stream(numbers, gradient)
-        job: Job[SparseStream] = comm.submit(lambda: comm.call(STEP, lambda: self._sum(stream)))
-        return lambda: self._finish(self._timed(job.wait), rate, wanted)
+        def run() -> SparseStream:
+            return comm.call(STEP, lambda: self._sum(stream))
+
+        wait = comm.submit(run).wait if later else run
+        return lambda: self._finish(self._timed(wait), rate, wanted)
 
     def whole(self, everywhere: bool = True) -> WholeModel:
         """Return the whole model, which is this one."""
@@ -131,7 +132,7 @@ class Replicated:
         by = dict(self._exchange)
         return auto.all_reduce(stream, Wire(self._comm, FORMATS_BY_NAME[by.pop("format")]), **by)
 
-    def _stream(self, numbers: Numbers, gradient: Array) -> SparseStream:
+    def _stream(self, numbers: BatchNumbers, gradient: Array) -> SparseStream:
         """Return a gradient with its tail as a stream; one without entries if there is no batch."""
         number, weights = numbers[self._rank], self.weights
         size = weights.dimensions + TAIL
@@ -142,12 +143,12 @@ class Replicated:
         values = torch.from_numpy(gradient[: len(columns)]).view(shape)
         return SparseStream.unchecked(columns, values, size)
 
-    def _finish(self, total: SparseStream, rate: float, wanted: Numbers) -> Stepped:
+    def _finish(self, total: SparseStream, rate: float, wanted: BatchNumbers) -> StepResult:
         values = total.values.numpy().reshape(-1, self.weights.width)
         columns = None if total.indices is None else total.indices.numpy()[:-TAIL]
         tail = values[-TAIL:].astype(np.float64)
         self.weights.step(columns, values[:-TAIL], tail, rate)
-        return Stepped(tail, self.read(wanted))
+        return StepResult(tail, self.read(wanted))
 
     def _timed(self, wait: Callable[[], SparseStream]) -> SparseStream:
         start = time.perf_counter()

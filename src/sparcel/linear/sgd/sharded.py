@@ -20,9 +20,9 @@ from sparcel.comm import Call, Communicator
 from sparcel.formats import Qsgd
 from sparcel.linear.ranks import collect, exchanged, gathered, scattered
 from sparcel.linear.sgd.batches import TAIL, Batch
-from sparcel.linear.sgd.owners import Asked, owners, tell_owners
-from sparcel.linear.sgd.pushes import Exact, Rounded
-from sparcel.linear.sgd.replicated import STEP, Numbers, Pending, Point, Stepped
+from sparcel.linear.sgd.encodings import ExactEncoding, RoundedEncoding
+from sparcel.linear.sgd.owners import RequestedColumns, owners, tell_owners
+from sparcel.linear.sgd.replicated import STEP, BatchNumbers, BatchView, Pending, StepResult
 from sparcel.linear.sgd.weights import BY_COLUMN, Weights
 from sparcel.linear.sgd.whole import WholeModel
 from sparcel.rows.rows import Array
@@ -53,39 +53,42 @@ class Sharded:
         starts = owners(own, dimensions, comm)
         # Where the columns of each owner begin in each batch.
         self._cuts = [np.searchsorted(columns, starts).tolist() for columns in own]
-        asked = tell_owners(own, self._cuts, dimensions, comm)
+        requested = tell_owners(own, self._cuts, dimensions, comm)
         self._cuts.append([0] * (comm.size + 1))  # for want of a batch
         # Columns of its own that no batch has are zero and stay zero: the owner does without them.
-        self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in asked]))
-        self._asked: list[Asked] = []
-        while asked:  # frees what is numbered
-            self._asked.append(asked.pop(0).numbered(self._columns))
+        self._columns = np.unique(np.concatenate([np.unique(one.columns) for one in requested]))
+        self._requested: list[RequestedColumns] = []
+        while requested:  # frees what is numbered
+            self._requested.append(requested.pop(0).numbered(self._columns))
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
         width = self.weights.width
-        self._pushes: Exact | Rounded = Exact()
+        self._encoding: ExactEncoding | RoundedEncoding = ExactEncoding()
         if quantizer is not None:
-            self._pushes = Rounded(width, self.weights.dtype, quantizer)
+            self._encoding = RoundedEncoding(width, self.weights.dtype, quantizer)
         # Where gradients are added up; zero between steps.
         self._total = np.zeros((len(self._columns), self.weights.width), self.weights.dtype)
         # A push has the batches of one of the last pulls.
-        self._meeting = lru_cache(maxsize=3)(self._meet)
+        self._whose_columns = lru_cache(maxsize=3)(self._find_whose_columns)
 
-    def read(self, numbers: Numbers) -> Point | None:
+    def read(self, numbers: BatchNumbers) -> BatchView | None:
         """Pull the model as this rank's batch sees it; all ranks call."""
         return self._counted(_READ, lambda: self._pull(numbers))
 
-    def step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
-        """Take a step with the gradients of these batches, and read those wanted next."""
-        return self._counted(STEP, lambda: self._step(numbers, gradient, rate, wanted))
-
-    def start(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Pending:
-        """Begin what `step` does, on the communicator's thread."""
+    def start(
+        self, numbers: BatchNumbers, gradient: Array, rate: float, wanted: BatchNumbers, later: bool
+    ) -> Pending:
+        """See `Replicated.start`; with ``later``, all of a step is done meanwhile."""
         comm = self._comm
-        job = comm.submit(
-            lambda: comm.call(STEP, lambda: self._step(numbers, gradient, rate, wanted))
-        )
 
-        def wait() -> Stepped:
+        def run() -> StepResult:
+            tail = self._push(numbers, gradient, rate)
+            return StepResult(tail, self._pull(wanted))
+
+        if not later:
+            return lambda: self._counted(STEP, run)
+        job = comm.submit(lambda: comm.call(STEP, run))
+
+        def wait() -> StepResult:
             start = time.perf_counter()
             stepped = job.wait()
             self.seconds += time.perf_counter() - start
@@ -128,38 +131,34 @@ class Sharded:
         self.seconds += self._exchanging - before
         return result
 
-    def _step(self, numbers: Numbers, gradient: Array, rate: float, wanted: Numbers) -> Stepped:
-        tail = self._push(numbers, gradient, rate)
-        return Stepped(tail, self._pull(wanted))
-
-    def _push(self, numbers: Numbers, gradient: Array, rate: float) -> Array:
+    def _push(self, numbers: BatchNumbers, gradient: Array, rate: float) -> Array:
         """Send each owner its part of the gradient, with the tail; step with what comes, by ranks.
 
         Returns the sum of the tails.
         """
-        cuts, columns, bounds = self._meeting(tuple(numbers))
+        cuts, columns, bounds = self._whose_columns(tuple(numbers))
         tail = gradient[cuts[-1] :][:TAIL]
         if numbers[self._comm.rank] is None:
             tail = np.zeros_like(tail)
-        pushes, place = self._pushes, self._comm.rank * self._settings["dimensions"]
+        encoding, place = self._encoding, self._comm.rank * self._settings["dimensions"]
         parts = [
-            pushes.pack(gradient[first:last], tail, self.weights.steps, place + first)
+            encoding.pack(gradient[first:last], tail, self.weights.steps, place + first)
             for first, last in pairwise(cuts)
         ]
         counts = [last - first for first, last in pairwise(bounds)]
         arrived = self._exchange(
-            np.concatenate(parts), list(map(len, parts)), list(map(pushes.length, counts))
+            np.concatenate(parts), list(map(len, parts)), list(map(encoding.length, counts))
         )
-        values = pushes.unpack(arrived, counts)
+        values = encoding.unpack(arrived, counts)
         total = np.zeros((TAIL, self.weights.width))
         for rank, end in enumerate(bounds[1:]):
             total += values[end + rank * TAIL :][:TAIL]
         self.weights.step_sum(columns, bounds, values, self._total, total, rate)
         return total
 
-    def _pull(self, numbers: Numbers) -> Point | None:
+    def _pull(self, numbers: BatchNumbers) -> BatchView | None:
         """Send each rank the coordinates that it asks for; return those at this rank's columns."""
-        cuts, columns, bounds = self._meeting(tuple(numbers))
+        cuts, columns, bounds = self._whose_columns(tuple(numbers))
         coordinates = self._exchange(
             self.weights.read_at(columns),
             [last - first for first, last in pairwise(bounds)],
@@ -167,9 +166,9 @@ class Sharded:
         )
         if numbers[self._comm.rank] is None:
             return None
-        return Point(coordinates, self.weights.intercept.copy())
+        return BatchView(coordinates, self.weights.intercept.copy())
 
-    def _meet(self, numbers: Numbers) -> tuple[list[int], Array, list[int]]:
+    def _find_whose_columns(self, numbers: BatchNumbers) -> tuple[list[int], Array, list[int]]:
         """Return who has what of these batches.
 
         That is where each owner's columns begin in this rank's batch, and the end; the columns of
@@ -177,7 +176,7 @@ class Sharded:
         end.
         """
         number = numbers[self._comm.rank]
-        parts = [asked.of(n) for asked, n in zip(self._asked, numbers, strict=True)]
+        parts = [requested.of(n) for requested, n in zip(self._requested, numbers, strict=True)]
         bounds = [0, *accumulate(map(len, parts))]
         return self._cuts[-1 if number is None else number], np.concatenate(parts), bounds
 

@@ -13,8 +13,9 @@ from sparcel.errors import InputError
 from sparcel.linear.coordinates import Coordinates
 from sparcel.linear.epoch import Epoch
 from sparcel.linear.ranks import gathered
+from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.batches import TAIL, Batch, most_entries
-from sparcel.linear.sgd.replicated import Numbers, Pending, Point, Replicated, Stepped
+from sparcel.linear.sgd.replicated import BatchNumbers, BatchView, Pending, Replicated, StepResult
 from sparcel.linear.sgd.sharded import Sharded
 from sparcel.linear.sgd.step_sizes import StepSizes
 from sparcel.linear.sgd.weights import ONCE
@@ -35,17 +36,11 @@ class Sgd(Trainer):
     counts
         How many batches each rank has. An epoch has as many steps as the most; a rank that has
         fewer keeps taking part.
-    loss
-        ``"logistic"``, ``"hinge"``, ``"squared_hinge"`` or ``"squared"``.
-    sizes
-        Of the steps.
+    settings
+        With ``asynchronous``, a gradient is computed while the step before is under way. It is then
+        one of the model before that step, except in an epoch's first step.
     comm
         The ranks; None for one alone.
-    asynchronous
-        Whether a gradient is computed while the step before is under way. It is then one of the
-        model before that step, except in an epoch's first step.
-    seed
-        Decides the order of the batches in each epoch.
 
     Attributes
     ----------
@@ -58,15 +53,12 @@ class Sgd(Trainer):
         model: Replicated | Sharded,
         batches: list[Batch],
         counts: Sequence[int],
-        loss: str,
-        sizes: StepSizes,
+        settings: Settings,
         comm: Communicator | None = None,
-        asynchronous: bool = False,
-        seed: int = 0,
     ) -> None:
         self.model, self.batches, self._counts, self._comm = model, batches, counts, comm
-        self._loss, self._sizes, self._lag = loss, sizes, int(asynchronous)
-        self._seed, self._rank = seed, 0 if comm is None else comm.rank
+        self._settings, self._sizes = settings, StepSizes(settings.step, settings.eta0)
+        self._rank = 0 if comm is None else comm.rank
         self.steps, self.epochs = max(counts), 0
         self.losses: list[float] = []
         weights = model.weights
@@ -80,18 +72,19 @@ class Sgd(Trainer):
         start, waited, sent = time.perf_counter(), self.model.seconds, self._volume
         self._loss_sum = self._weight_sum = 0.0
         numbers = self._numbers()
-        read = [self.model.read(numbers[step]) for step in range(1 + self._lag)]
+        later = self._settings.asynchronous
+        read = [self.model.read(numbers[step]) for step in range(1 + later)]
         pending: Pending | None = None
         for step in range(self.steps):
             gradient = self._gradient(numbers[step], read.pop(0), step)
             rate = self._sizes.at(self.epochs + step / self.steps)
-            args = (numbers[step], gradient, rate, numbers[step + 1 + self._lag])
-            if not self._lag:
-                read.append(self._count(self.model.step(*args)))
-            else:
-                if pending is not None:
-                    read.append(self._count(pending()))
-                pending = self.model.start(*args)
+            if pending is not None:
+                read.append(self._count(pending()))
+            wanted = numbers[step + 1 + later]
+            pending = self.model.start(numbers[step], gradient, rate, wanted, later)
+            if not later:
+                read.append(self._count(pending()))
+                pending = None
             after_step(step)
         if pending is not None:
             self._count(pending())
@@ -145,30 +138,28 @@ class Sgd(Trainer):
     def _volume(self) -> int:
         return 0 if self._comm is None else self._comm.traffic.volume
 
-    def _numbers(self) -> list[Numbers]:
+    def _numbers(self) -> list[BatchNumbers]:
         """Return the batches of all ranks in each step of this epoch, and none for two steps more.
 
         Every rank draws the order of every rank, because owners answer what others need next.
         """
-        orders = [
-            np.random.default_rng([self._seed, self.epochs]).permutation(count).tolist()
-            for count in self._counts
-        ]
+        seed = [self._settings.random_state, self.epochs]
+        orders = [np.random.default_rng(seed).permutation(count).tolist() for count in self._counts]
         return [
             [order[step] if step < len(order) else None for order in orders]
             for step in range(self.steps + 2)
         ]
 
-    def _gradient(self, numbers: Numbers, point: Point | None, step: int) -> Array:
+    def _gradient(self, numbers: BatchNumbers, point: BatchView | None, step: int) -> Array:
         """Return the gradient of this rank's batch, with its tail."""
         out, number = self._buffers[step % 2], numbers[self._rank]
         if number is not None and point is not None:
             batch = self.batches[number]
             out = out[: len(batch.columns)]
-            batch.gradient(*point, self._loss, out)
+            batch.gradient(*point, self._settings.loss, out)
         return out
 
-    def _count(self, stepped: Stepped) -> Point | None:
+    def _count(self, stepped: StepResult) -> BatchView | None:
         self._loss_sum += float(stepped.tail[2].sum())
         self._weight_sum += float(stepped.tail[1, 0])
         return stepped.point

@@ -15,7 +15,7 @@ from sparcel.linear.sgd.batches import TAIL
 from sparcel.rows.rows import Array
 
 
-class Exact:
+class ExactEncoding:
     """Values as they are."""
 
     def pack(self, values: Array, tail: Array, step: int, place: int) -> Array:
@@ -34,7 +34,7 @@ class Exact:
         return parts
 
 
-class Rounded:
+class RoundedEncoding:
     """Values in few bits, without bias, and the tail as it is.
 
     Both ends know how many values travel, so a message has no header.
@@ -71,7 +71,7 @@ class Rounded:
         return self._scales_end(size) + -(-size * by.bits // 8)
 
     def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
-        """Return what was packed, as `Exact.unpack` does."""
+        """Return what was packed, as `ExactEncoding.unpack` does."""
         ends = np.cumsum([0, *map(self.length, counts)])
         packed = [parts[first:last] for first, last in pairwise(ends)]
         return np.concatenate(
