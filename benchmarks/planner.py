@@ -194,7 +194,7 @@ def _rows(
         seconds, wrong = _timed(made, comm)
         problem = problem_of(name, case, here)
         asked = {"size": problem.size, "k": problem.k, "ranks": problem.ranks}
-        asked |= {"ranks_per_node": here, "spread": problem.spread, "clusters": problem.clusters}
+        asked |= {"ranks_per_node": here, "spread": problem.spread}
         rows.append({**drawn, "row": name, "seconds": seconds, "wrong": wrong, "problem": asked})
     return rows
 

@@ -76,10 +76,11 @@ def _repeated(seconds: Sequence[float]) -> float:
 
 
 def _predicted(row: Row, rates: Rates) -> float:
-    """Return the predicted seconds of a row."""
+    """Return the predicted seconds of a row; the model knows no clusters any more."""
     stages = stages_for(row["row"], rates)
     assert stages is not None, "only rows with a prediction were measured"
-    return predict(stages, Problem(**row["problem"]), rates).seconds
+    known = {name: value for name, value in row["problem"].items() if name != "clusters"}
+    return predict(stages, Problem(**known), rates).seconds
 
 
 def _print(network: dict[str, Any], row: Row, took: float, told: float) -> None:

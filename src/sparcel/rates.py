@@ -75,14 +75,13 @@ def _rising(times: list[float]) -> list[float]:
     return [mean for mean, length in blocks for _ in range(length)]
 
 
-TRANSFERS = ("pair", "shift", "tree", "rotate", "gather")
+TRANSFERS = ("shift", "tree", "rotate", "gather")
 """Patterns of exchange. The amount of their curves is the bytes of a message.
 
-``pair``: two ranks exchange messages. ``shift``: each rank sends to one rank and receives from
-another, as around a ring. ``tree``: half of the ranks send to the other half. ``rotate``: each rank
-sends a message to every other rank, all at once; the time is that of all P−1 messages divided by
-P−1. ``gather``: like ``rotate``, but with the same message to all ranks; the communicator may
-implement this differently.
+``shift``: each rank sends to one rank and receives from another or the same one. ``tree``: half of
+the ranks send to the other half. ``rotate``: each rank sends a message to every other rank, all at
+once; the time is that of all P−1 messages divided by P−1. ``gather``: like ``rotate``, but with the
+same message to all ranks; the communicator may implement this differently.
 """
 
 DENSE = ("dense.float32", "dense.bfloat16")
@@ -91,11 +90,11 @@ DENSE = ("dense.float32", "dense.bfloat16")
 WORK = ("select", "merge", "add", "encode", "small")
 """Kinds of work on a rank, which `sparcel.cost.work` describes."""
 
-_FORMER_WORK = (
+_FORMER = (
     *("topk", "largest", "merge.many", "split", "join", "scatter", "fill"),
-    *("decode", "without", "histogram"),
+    *("decode", "without", "histogram", "pair", "node.pair"),
 )
-"""Kinds that recorded rates hold beside those of today."""
+"""Curves that recorded rates hold beside those of today."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +181,7 @@ class Rates:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote; curves of kinds of work that are no more are left out.
+        """Read what `to_json` wrote; curves that are no more are left out.
 
         Raises
         ------
@@ -194,7 +193,7 @@ class Rates:
             curves = {
                 name: Curve(tuple((float(a), float(s)) for a, s in points))
                 for name, points in fields.pop("curves").items()
-                if name not in _FORMER_WORK
+                if name not in _FORMER
             }
             return cls(curves=curves, **fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -6,10 +6,8 @@ rank, `Problem.rank`. `sparcel.cost` turns them into seconds.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TypeAlias
 
 from sparcel import patterns
@@ -37,16 +35,13 @@ class Problem:
     spread
         Coordinates among which the ranks' indices lie, evenly and independently: the whole vector
         where it is None, ``k`` where all ranks have the same indices.
-    clusters
-        Into how many windows these coordinates fall, at random places; 0 where they lie evenly
-        over the vector. The region of rank 0 is then the fullest.
     format
         How streams travel.
     rank
         Whose stages are meant. Rank 0 has as much to do as any other.
     union
         What the ranks' indices have in common, where it is known; otherwise it is expected by
-        ``spread`` and ``clusters``.
+        ``spread``.
     """
 
     size: int
@@ -55,7 +50,6 @@ class Problem:
     ranks_per_node: int = 1
     itemsize: int = 4
     spread: int | None = None
-    clusters: int = 0
     format: Format = COO
     rank: int = 0
     union: UnionSize | None = None
@@ -76,7 +70,7 @@ class Problem:
     @property
     def foreseen(self) -> Problem:
         """The problem as the ranks know it before they exchange anything."""
-        return replace(self, spread=None, clusters=0, union=None)
+        return replace(self, spread=None, union=None)
 
     @property
     def regions(self) -> list[int]:
@@ -88,7 +82,7 @@ class Problem:
         stop = self.size if stop is None else stop
         if self.union is not None:
             return self.union(ranks, start, stop)
-        return self.expected(len(ranks)) * self._share(start, stop)
+        return self.expected(len(ranks)) * (stop - start) / self.size
 
     def stored(self, ranks: Sequence[int], start: int, stop: int) -> float:
         """Return `entries`, or all of ``[start, stop)`` if one of the ranks' streams is dense."""
@@ -118,16 +112,6 @@ class Problem:
     def is_dense(self, nnz: float, size: int | None = None) -> bool:
         """Tell whether so many coordinates travel dense."""
         return nnz >= self.format.dense_from(self.size if size is None else size, self.itemsize)
-
-    def _share(self, start: int, stop: int) -> float:
-        """Return the share of all indices that is expected in ``[start, stop)``."""
-        if not self.clusters or (start, stop) == (0, self.size):
-            return (stop - start) / self.size
-        fullest = _fullest(self.clusters, self.ranks)
-        first = self.size / self.ranks  # where the fullest region ends
-        inside = max(0.0, min(stop, first) - start) / first
-        outside = max(0.0, stop - max(start, first)) / max(1.0, self.size - first)
-        return fullest * inside + (1 - fullest) * outside
 
 
 def most_bytes(format: Format, nnz: int | None, size: int, value_bytes: int) -> int:
@@ -291,16 +275,3 @@ def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Stage]:
     if problem.is_dense(entries, size):
         yield Work("add", size)
         yield scattered(entries)
-
-
-@lru_cache(maxsize=256)
-def _fullest(clusters: int, regions: int) -> float:
-    """Return the expected share of the fullest region, for clusters at random places."""
-    draws, generator = 200, random.Random(0)
-    fullest = 0
-    for _ in range(draws):
-        counts = [0] * regions
-        for _ in range(clusters):
-            counts[generator.randrange(regions)] += 1
-        fullest += max(counts)
-    return fullest / (draws * clusters)

@@ -147,7 +147,7 @@ def test_the_choice_is_the_fastest_and_the_first_of_equals(problem):
 @pytest.mark.parametrize("name", ["auto", "step:auto", "step:topk"])
 def test_auto_chooses_without_knowing_the_indices(name):
     blind = Problem(10**6, 10**5, 8)
-    same = replace(blind, spread=blind.k, clusters=4)  # all ranks send the same coordinates
+    same = replace(blind, spread=blind.k)  # all ranks send the same coordinates
     assert predicted(name, same).rounds == predicted(name, blind).rounds
 
 
@@ -180,7 +180,7 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
 def test_short_work_takes_turns_on_crowded_cores():
     module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
     samples = [(2e-3, 1e-3)]
-    work, message = (module._Point(name, 1, None, samples) for name in ("merge", "pair"))
+    work, message = (module._Point(name, 1, None, samples) for name in ("merge", "shift"))
     assert (work.seconds(3.5), work.seconds(1.0)) == (3.5e-3, 2e-3)
     assert message.seconds(3.5) == 2e-3
 

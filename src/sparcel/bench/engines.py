@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,63 +18,55 @@ from sparcel.errors import InputError, optional
 ENGINES = ("gloo", "mpi")
 
 
-class BenchEngine(ABC):
-    """An engine: sparcel's communicator on it, and its own all-reduce."""
+@dataclass(frozen=True)
+class BenchEngine:
+    """An engine: sparcel's communicator on it, and its own all-reduce.
+
+    Attributes
+    ----------
+    all_reduce
+        Sums a dense tensor over all ranks, in place, by the engine's own call alone; Gloo's also
+        sums sparse COO tensors.
+    dtypes
+        Dtypes that it sums.
+    """
 
     name: str
     comm: Communicator
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    """Dtypes that `all_reduce` sums."""
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a dense tensor over all ranks, in place, by the engine's own call alone."""
-
-    def close(self) -> None:
-        """Disconnect; all ranks call."""
-        self.comm.close()
+    all_reduce: Callable[[Tensor], object]
+    dtypes: tuple[torch.dtype, ...]
 
 
-class Gloo(BenchEngine):
-    """torch.distributed's default process group."""
-
-    name = "gloo"
-
-    def __init__(self) -> None:
-        self.comm = resolve(None)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See `BenchEngine.all_reduce`; also sums sparse COO tensors."""
-        dist.all_reduce(tensor)
-
-    def close(self) -> None:
-        """See `BenchEngine.close`."""
-        super().close()
+@contextmanager
+def _gloo() -> Iterator[BenchEngine]:
+    """Connect the ranks by torch.distributed's default process group."""
+    _join_gloo()
+    comm = resolve(None)
+    try:
+        yield BenchEngine("gloo", comm, dist.all_reduce, (torch.float32, torch.bfloat16))
+    finally:
+        comm.close()
         dist.destroy_process_group()
 
 
-class Mpi(BenchEngine):
-    """MPI's world."""
+@contextmanager
+def _mpi() -> Iterator[BenchEngine]:
+    """Connect the ranks by MPI's world."""
+    with optional("MPI", "mpi"):
+        from mpi4py import MPI
+    from sparcel.comm.mpi import exit_after_failure
 
-    name = "mpi"
-    dtypes = (torch.float32,)  # MPI has no bfloat16
+    def all_reduce(tensor: Tensor) -> None:
+        world.Allreduce(MPI.IN_PLACE, tensor.numpy())
 
-    def __init__(self) -> None:
-        with optional("MPI", "mpi"):
-            from mpi4py import MPI
-
-        self.comm = resolve(MPI.COMM_WORLD)
-        self._world = MPI.COMM_WORLD.Dup()
-        self._in_place = MPI.IN_PLACE
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """See `BenchEngine.all_reduce`."""
-        self._world.Allreduce(self._in_place, tensor.numpy())
-
-    def close(self) -> None:
-        """See `BenchEngine.close`."""
-        super().close()
-        self._world.Free()
+    # After a failure, ranks that already died must not leave the others in MPI_Finalize.
+    with exit_after_failure():
+        comm, world = resolve(MPI.COMM_WORLD), MPI.COMM_WORLD.Dup()
+        try:
+            yield BenchEngine("mpi", comm, all_reduce, (torch.float32,))  # MPI has no bfloat16
+        finally:
+            comm.close()
+            world.Free()
 
 
 @contextmanager
@@ -95,17 +87,13 @@ def connected(names: tuple[str, ...]) -> Iterator[list[BenchEngine]]:
                 " `sparcel lab run --mpi`"
             )
     with ExitStack() as stack:
-        engines: list[BenchEngine] = []
-        if "mpi" in names:
-            from sparcel.comm.mpi import exit_after_failure
-
-            # After a failure, ranks that already died must not leave the others in MPI_Finalize.
-            stack.enter_context(exit_after_failure())
-            engines.append(stack.enter_context(closing(Mpi())))
-        if "gloo" in names:
-            _join_gloo()
-            engines.insert(0, stack.enter_context(closing(Gloo())))
-        yield engines
+        # MPI first: it tells the ranks how to join Gloo's group.
+        engines = [
+            stack.enter_context(connect())
+            for name, connect in (("mpi", _mpi), ("gloo", _gloo))
+            if name in names
+        ]
+        yield engines[::-1]
 
 
 def _join_gloo() -> None:

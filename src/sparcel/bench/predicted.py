@@ -10,7 +10,7 @@ from sparcel import auto
 from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import STEP
 from sparcel.bench.engines import BenchEngine
-from sparcel.bench.inputs import CLUSTERS, Case
+from sparcel.bench.inputs import Case
 from sparcel.bench.results import Cell
 from sparcel.collectives import ALGORITHMS, OTHER_STAGES
 from sparcel.cost import Problem, Rates, measure, predict, read_rates
@@ -73,7 +73,6 @@ def problem_of(name: str, case: Case, ranks_per_node: int) -> Problem:
         ranks=case.ranks,
         ranks_per_node=ranks_per_node,
         spread=None if dense else _spread(case),
-        clusters=CLUSTERS if case.distribution == "clustered" else 0,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel.bench.baselines import Contender
 from sparcel.bench.phases import PHASES, watched
-from sparcel.comm import Communicator, Traffic
+from sparcel.comm import Communicator
 from sparcel.ops import MAX, SUM, Op
 
 _WATCHED_ITERATIONS = 5
@@ -66,13 +66,15 @@ def time_contender(
     del result
     seconds, nbytes = [], 0
     for left in reversed(range(iterations)):
-        before = _ready(contender, comm)
+        _prepare(contender, comm)
+        sent, received = comm.traffic.bytes_sent, comm.traffic.bytes_received
         start = perf_counter()
         result = contender.run()
         if left:
             del result  # on the clock, because callers free results too
         seconds.append(perf_counter() - start)
-        nbytes += _since(before, comm.traffic).volume
+        now = comm.traffic
+        nbytes += max(now.bytes_sent - sent, now.bytes_received - received)
     wrong += contender.wrong(result)
     if contender.bytes is not None:
         nbytes = contender.bytes * iterations
@@ -90,7 +92,7 @@ def _phases(contender: Contender, comm: Communicator, iterations: int) -> dict[s
     rows = []
     with watched() as watch:
         for _ in range(iterations):
-            _ready(contender, comm)
+            _prepare(contender, comm)
             watch.restart()
             contender.run()
             rows.append([watch.seconds[phase] for phase in PHASES])
@@ -98,18 +100,10 @@ def _phases(contender: Contender, comm: Communicator, iterations: int) -> dict[s
     return dict(zip(PHASES, mean.median(dim=0).values.tolist(), strict=True))
 
 
-def _ready(contender: Contender, comm: Communicator) -> Traffic:
-    """Prepare an iteration, wait for all ranks, and return the traffic so far."""
+def _prepare(contender: Contender, comm: Communicator) -> None:
+    """Prepare an iteration, and wait for all ranks."""
     contender.reset()
     comm.run(lambda: comm.gather_numbers(0))
-    return replace(comm.traffic)
-
-
-def _since(before: Traffic, now: Traffic) -> Traffic:
-    return Traffic(
-        bytes_sent=now.bytes_sent - before.bytes_sent,
-        bytes_received=now.bytes_received - before.bytes_received,
-    )
 
 
 def _reduced(tensor: Tensor, comm: Communicator, op: Op) -> Tensor:

@@ -14,7 +14,7 @@ from sparcel.errors import InputError
 
 if TYPE_CHECKING:
     from sparcel.cost import Rates
-    from sparcel.plan import Model
+    from sparcel.plan import Model, Plan
 
 _WIDTH = 100
 
@@ -148,11 +148,9 @@ def _refuse_ignored(context: typer.Context, computes_known: bool) -> None:
     )
 
 
-def _show(made: object) -> None:
+def _show(made: Plan) -> None:
     from sparcel.plan import report
-    from sparcel.plan.planner import Plan
 
-    assert isinstance(made, Plan), "the planner makes plans"
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH

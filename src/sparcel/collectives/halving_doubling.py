@@ -108,7 +108,8 @@ def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Itera
     """Yield the exchange of two partners, as in both halves of the algorithm."""
     message, arriving = problem.message(*given), problem.message(*coming)
     yield Work("encode", message)
-    yield Exchange("pair", (message,), (arriving,), distance)
+    inside = distance < problem.ranks_per_node
+    yield Exchange("shift", (message,), (arriving,), distance, inside)
     yield copied(coming.stored)
 
 

@@ -48,6 +48,7 @@ def stages(problem: Problem) -> Iterator[Stage]:
             arriving = problem.message(problem.entries(other))
             yield Work("small", ROUND_OPERATIONS)
             yield Work("encode", message)
-            yield Exchange("pair", (message,), (arriving,), distance)
+            inside = distance < problem.ranks_per_node
+            yield Exchange("shift", (message,), (arriving,), distance, inside)
             yield from merge_two(problem, held, other, 0, problem.size)
     yield from unfold_stages(problem, problem.message(problem.entries(problem.everyone)))

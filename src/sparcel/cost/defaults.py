@@ -54,7 +54,7 @@ def stated_rates(
     here = min(ranks_per_node, ranks)
     within = Curve.line(node_latency_s, 1 / node_bandwidth)
     between = within if here == ranks else Curve.line(latency_s, here / bandwidth)
-    curves = dict.fromkeys(("pair", "shift"), between)
+    curves = {"shift": between}
     # In a tree, one rank of each node has a peer on another node.
     curves["tree"] = within if here == ranks else Curve.line(latency_s, 1 / bandwidth)
     curves |= dict.fromkeys(("rotate", "gather"), _to_all(within, between, ranks, here))

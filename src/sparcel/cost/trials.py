@@ -26,7 +26,6 @@ def exchanges(
     """Yield each pattern's name, and a function from a message's bytes to a trial."""
     everybody = comm.size
     here = ranks_per_node if ranks_per_node < everybody else 1
-    yield "pair", lambda nbytes: _in_turn(comm, _partners(comm.rank, here, everybody), nbytes)
     yield "shift", lambda nbytes: _in_turn(comm, _neighbours(comm.rank, here, everybody), nbytes)
     yield "tree", lambda nbytes: _broadcast(comm, nbytes, here)
     yield "rotate", lambda nbytes: _to_all(comm, nbytes, range(everybody))
@@ -34,15 +33,8 @@ def exchanges(
     if here > 1:
         first = comm.rank // here * here
         place, members = comm.rank - first, range(first, first + here)
-
-        def inside(peers: list[tuple[int, int]]) -> list[tuple[int, int]]:
-            return [(first + to, first + source) for to, source in peers]
-
-        yield "node.pair", lambda nbytes: _in_turn(comm, inside(_partners(place, 1, here)), nbytes)
-        yield (
-            "node.shift",
-            lambda nbytes: _in_turn(comm, inside(_neighbours(place, 1, here)), nbytes),
-        )
+        around = [(first + to, first + source) for to, source in _neighbours(place, 1, here)]
+        yield "node.shift", lambda nbytes: _in_turn(comm, around, nbytes)
         yield "node.rotate", lambda nbytes: _to_all(comm, nbytes, members)
 
 
@@ -54,18 +46,6 @@ def engine_sum(comm: Communicator, dtype: torch.dtype) -> Callable[[int], Trial]
         return Trial(lambda: comm.all_reduce(vector))
 
     return trial
-
-
-def _partners(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:
-    """Return a rank's partner in each round, at doubling distances, as (to, from).
-
-    Ranks beyond a power of two are their own partners.
-    """
-    places, place = ranks // nearest, rank // nearest
-    powers = patterns.fold(place, places).powers
-    own = rank % nearest
-    peers = [peer * nearest + own for peer, *_ in patterns.doubling(place, powers)]
-    return [(peer, peer) if place < powers else (rank, rank) for peer in peers]
 
 
 def _neighbours(rank: int, nearest: int, ranks: int) -> list[tuple[int, int]]:

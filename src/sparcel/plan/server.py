@@ -20,26 +20,23 @@ def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]
 
     def predicted(problem: Problem) -> Prediction:
         up, down = messages(method, problem)
-        ranks = problem.ranks
-        link = rates["shift"]
+        ranks, size, link = problem.ranks, problem.size, rates["shift"]
         # The server's link carries the messages of all ranks, one after the other.
         exchange = ranks * (link(up) + link(down))
-        work = {"select": 0.0, "reduce": 0.0}
+        selecting, reducing = [], [Work("add", size, times=3)]
         if method in ("topk", "scalecom"):
             busy = 1.0 if method == "topk" else 1 / ranks
-            selecting = (Work("select", problem.size, busy), chosen(problem.k, busy))
-            work["select"] = sum(work_seconds(stage, rates) for stage in selecting)
-            entries = ranks * problem.k
-            updating = (Work("add", problem.size), scattered(entries), _add(problem))
-            work["reduce"] = sum(work_seconds(stage, rates) for stage in updating)
-        else:
-            work["reduce"] = 3 * work_seconds(_add(problem), rates)
+            selecting = [Work("select", size, busy), chosen(problem.k, busy)]
+            reducing = [Work("add", size, times=2), scattered(ranks * problem.k)]
+        select, reduce = (
+            sum(work_seconds(work, rates) for work in works) for works in (selecting, reducing)
+        )
         return Prediction(
-            exchange + sum(work.values()),
-            select=work["select"],
+            exchange + select + reduce,
+            select=select,
             encode=0.0,
             exchange=exchange,
-            reduce=work["reduce"],
+            reduce=reduce,
             bytes=round(max(up, down)),
             rounds=2 * ranks,
         )
@@ -58,7 +55,3 @@ def messages(method: str, problem: Problem) -> tuple[float, float]:
     indices = problem.format.expected_bytes(problem.k, problem.size, 0)
     values = problem.format.expected_bytes(None, problem.k, problem.itemsize)
     return values + indices / problem.ranks, indices + values
-
-
-def _add(problem: Problem) -> Work:
-    return Work("add", problem.size)

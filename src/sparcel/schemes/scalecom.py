@@ -133,5 +133,5 @@ def stages(problem: Problem) -> Iterator[Stage]:
     yield from message_stages(indices, rank, ranks, 0, at_most)
     yield copied(k)
     yield scattered(2 * k)
-    yield from halving_doubling_stages(replace(problem, size=k, spread=k, clusters=0, union=None))
+    yield from halving_doubling_stages(replace(problem, size=k, spread=k, union=None))
     yield from apply_stages(problem, k)
