@@ -69,7 +69,8 @@ def number(
 
 def checked_filter(value: object, name: str, hint: str) -> float:
     """Return a filter β that a state holds, or raise `InputError`; memory is divided by it."""
-    return number(value, name, at_least=torch.finfo().tiny, at_most=1, hint=hint)
+    found = number(value, name, above=0, at_most=1, hint=hint)
+    return number(found, name, at_least=torch.finfo(torch.float32).tiny, hint=hint)
 
 
 def flag(value: object, name: str) -> bool:
@@ -164,8 +165,8 @@ def check_part(part: object, name: str, size: int | None, hint: str) -> None:
     check_type(part, Tensor, name, hint)
     assert isinstance(part, Tensor)
     if part.dtype not in FLOAT_DTYPES or part.layout != torch.strided or part.is_meta:
-        kind = f"{part.dtype} and layout {part.layout} on {part.device}"
-        raise InputError(f"{name} must hold floats, one after the other, got {kind}; {hint}")
+        kind = f"{part.dtype}, {part.layout} on {part.device}"
+        raise InputError(f"{name} must be a dense tensor of floats, got {kind}; {hint}")
     if part.ndim != 1 or size not in (None, part.numel()):
         expected = "one dimension" if size is None else f"shape ({size},)"
         raise InputError(f"{name} must have {expected}, got shape {tuple(part.shape)}; {hint}")

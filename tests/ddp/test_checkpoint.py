@@ -181,11 +181,14 @@ def total(ranks: list[Residuals], name: str) -> Tensor:
     return torch.stack([residuals[name] for residuals in ranks]).sum(0)
 
 
-@pytest.mark.parametrize("kind", ["dcp", "gathered"])
-@pytest.mark.parametrize(("old", "new"), [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("move", "kind"),
+    meeting([(2, 2), (2, 4), (4, 2), (3, 2), (2, 3), (3, 1)], ["dcp", "gathered"], each=1),
+)
 def test_another_world_size_inherits_all_that_is_owed(
-    run_on: Any, tmp_path: Path, kind: str, old: int, new: int
+    run_on: Any, tmp_path: Path, move: tuple[int, int], kind: str
 ) -> None:
+    old, new = move
     owed = run_on(old, owe, 3, tmp_path)
     loaded, after = zip(*run_on(new, inherit, old, tmp_path, kind), strict=True)
     for name in LARGE:

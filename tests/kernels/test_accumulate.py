@@ -1,7 +1,7 @@
 """The fused accumulate, select and clear."""
 
 from dataclasses import replace
-from itertools import cycle
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.kernels import Addition, reference
 from tests.kernels.paths import ISAS, KINDS, Case, cases, counts, isas, using
+from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits
 
 WIDE = (torch.float32, torch.float64)
@@ -86,9 +87,9 @@ def test_accumulate_topk_is_the_reference(
         check(addition, k, chunk)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("kind", "threads"), zip(KINDS, cycle([1, 3]), strict=False))
-def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> None:
+@pytest.mark.parametrize(("kind", "place"), meeting(KINDS, product(ISAS, [1, 3]), each=1))
+def test_many_entries_on_several_threads(kind: str, place: tuple[str, int]) -> None:
+    isa, threads = place
     # Long enough for streaming stores, with an offset that they must align first.
     memory = Case(kind, 2_100_003, torch.float32, 1, misaligned=True).vector()
     gradient = Case("normal", 2_100_003, torch.float32, seed=2).vector()

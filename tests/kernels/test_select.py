@@ -1,6 +1,6 @@
 """Selection: every compiled path against the definition."""
 
-from itertools import cycle
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +12,7 @@ from sparcel import kernels
 from sparcel.errors import InputError
 from sparcel.kernels import reference
 from tests.kernels.paths import ISAS, KINDS, LENGTHS, Case, cases, counts, isas, using
+from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits
 
 
@@ -88,9 +89,9 @@ def test_every_length_at_every_alignment(isa: str, dtype: torch.dtype) -> None:
                 assert_same(kernels.topk(x, length // 2), reference.topk(x, length // 2))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("kind", "threads"), zip(KINDS, cycle([1, 3]), strict=False))
-def test_many_entries_on_several_threads(kind: str, isa: str, threads: int) -> None:
+@pytest.mark.parametrize(("kind", "place"), meeting(KINDS, product(ISAS, [1, 3]), each=1))
+def test_many_entries_on_several_threads(kind: str, place: tuple[str, int]) -> None:
+    isa, threads = place
     x = Case(kind, 800_007, torch.float32, seed=1).vector()
     with using(isa, threads):
         for k in (1, 800, 8000):
