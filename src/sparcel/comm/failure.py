@@ -68,7 +68,10 @@ class Failure(Protocol):
         """Give the others this rank's call; return the calls that came within ``patience`` s."""
 
     def finish(self, patience: float) -> bool:
-        """Announce that this rank is done; return whether all ranks are within ``patience`` s."""
+        """Announce that this rank is done; return whether all ranks are within ``patience`` s.
+
+        May be called again to ask again.
+        """
 
 
 class StoreFailure:
@@ -86,6 +89,7 @@ class StoreFailure:
         self._store, self._size = store, size
         self.cause: Cause | None = None
         self._position = ""  # the last one given to `compare`
+        self._announced = False
 
     def publish(self, cause: Cause, patience: float = 0.0) -> Cause:
         """See `Failure.publish`."""
@@ -141,7 +145,9 @@ class StoreFailure:
         return {int(rank): texts for rank, texts in pairs}
 
     def _finish(self, patience: float) -> bool:
-        self._store.add("done", 1)
+        if not self._announced:
+            self._announced = True
+            self._store.add("done", 1)
         return wait_until(self._all_done, patience)
 
     def _all_done(self) -> bool:
