@@ -9,7 +9,8 @@ from hypothesis import given
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.kernels import Addition, reference
+from sparcel.kernels import Addition
+from sparcel.kernels.definitions import select as reference
 from sparcel.selectors import SELECTORS, Bucketed, Chunkwise, Selector, selector
 from tests.kernels.paths import KINDS, Case
 from tests.schemes.test_cost import Allocations
