@@ -249,17 +249,17 @@ def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
     """
     if _goes_direct(comm.size, at_most):
         return comm.gather(message, at_most)
-    held = [message]
-    for below, above, _, count in patterns.bruck(comm.rank, comm.size):
-        arrived = comm.exchange_parts({below: held[:count]}, {above: count * at_most})[above]
-        messages = [message for part in arrived for message in formats.decode_all(part)]
-        if len(messages) != count:
+
+    def cut(parts: list[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+        messages = [message for part in parts for message in formats.decode_all(part)]
+        if len(messages) != len(ranks):
             raise FormatError(
-                f"rank {above} sent rank {comm.rank} {len(messages)} messages in one, where"
-                f" {count} were due; every rank must call the same collective"
+                f"rank {ranks[0]} sent rank {comm.rank} {len(messages)} messages in one, where"
+                f" {len(ranks)} were expected; every rank must call the same collective"
             )
-        held += messages
-    return [held[(rank - comm.rank) % comm.size] for rank in range(comm.size)]
+        return messages
+
+    return comm.gather_in_rounds(message, [at_most] * comm.size, cut)
 
 
 def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -114,31 +115,21 @@ def _scatter(message: Tensor | None, comm: Communicator, root: int, cuts: Sequen
 
 
 def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
-    """Gather and join the parts of all ranks, by Bruck's pattern.
+    """Gather and join the parts of all ranks; see `_scatter`."""
+    sizes = [stop - start for start, stop in pairwise(cuts)]
 
-    A rank first collects the parts after its own in ``upper``. Once it has the last part, it
-    collects the parts from the first one on in ``lower``.
-    """
-    ranks = comm.size
-    place = (comm.rank - root) % ranks
-    upper, lower = own, own[:0]
-    for below, above, distance, count in patterns.bruck(comm.rank, ranks):
-        leaving = [
-            upper[: cuts[min(place + count, ranks)] - cuts[place]],
-            lower[: cuts[max(place + count - ranks, 0)]],
-        ]
-        arriving = (place + distance) % ranks
-        at_most = _span(arriving, count, cuts)
-        parts = comm.exchange_parts({below: leaving}, {above: at_most})[above]
-        arrived = torch.cat(parts)
-        # The parts are cyclic: the first part follows the last.
-        wrapped = min(arrived.numel(), cuts[max(arriving + count - ranks, 0)])
-        first, second = arrived.split([arrived.numel() - wrapped, wrapped])
-        if place + distance < ranks:
-            upper, lower = torch.cat((upper, first)), second
-        else:
-            lower = torch.cat((lower, first))
-    return torch.cat((lower, upper))
+    def cut(parts: list[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
+        places, arrived = [(rank - root) % comm.size for rank in ranks], torch.cat(parts)
+        left, lengths = arrived.numel(), dict.fromkeys(places, 0)
+        for place in sorted(places):  # the message's last parts are the ones that may be short
+            lengths[place] = min(sizes[place], left)
+            left -= lengths[place]
+        messages: tuple[Tensor, ...] = arrived.split([lengths[place] for place in places])
+        return messages
+
+    bounds = [sizes[(rank - root) % comm.size] for rank in range(comm.size)]
+    gathered = comm.gather_in_rounds(own, bounds, cut)
+    return torch.cat([*gathered[root:], *gathered[:root]])
 
 
 def steps(problem: Problem) -> Iterator[Step]:
@@ -186,10 +177,3 @@ def tree_steps(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exch
 
 def _goes_whole(ranks: int, at_most: int) -> bool:
     return ranks <= 2 or at_most <= TREE_BYTES
-
-
-def _span(first: int, count: int, cuts: Sequence[int]) -> int:
-    """Return the most bytes of ``count`` consecutive parts; part 0 follows the last."""
-    ranks = len(cuts) - 1
-    upper = cuts[min(first + count, ranks)] - cuts[first]
-    return upper + cuts[max(first + count - ranks, 0)]

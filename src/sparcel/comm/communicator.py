@@ -212,21 +212,44 @@ class Communicator(ABC):
         """
         if self.size <= DIRECT_RANKS:
             blocks = self.gather(block, max(nbytes))
-            for rank, (one, due) in enumerate(zip(blocks, nbytes, strict=True)):
-                if one.numel() != due:
-                    raise other_length(rank, one.numel(), self.rank, due)
+            for rank, (one, expected) in enumerate(zip(blocks, nbytes, strict=True)):
+                if one.numel() != expected:
+                    raise other_length(rank, one.numel(), self.rank, expected)
             return torch.cat(blocks)
-        lengths = [*nbytes[self.rank :], *nbytes[: self.rank]]
-        # From here on, held has the blocks of this rank and of those that follow it.
-        held = block
-        for below, above, distance, count in patterns.bruck(self.rank, self.size):
-            due = sum(lengths[distance : distance + count])
-            leaving = held[: sum(lengths[:count])]
-            arrived = self.exchange({below: leaving}, {above: due})[above]
-            if arrived.numel() != due:
-                raise other_length(above, arrived.numel(), self.rank, due)
-            held = torch.cat((held, arrived))
-        return held.roll(sum(nbytes[: self.rank]))
+
+        def cut(parts: list[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
+            arrived, lengths = torch.cat(parts), [nbytes[rank] for rank in ranks]
+            if arrived.numel() != sum(lengths):
+                raise other_length(ranks[0], arrived.numel(), self.rank, sum(lengths))
+            messages: tuple[Tensor, ...] = arrived.split(lengths)
+            return messages
+
+        return torch.cat(self.gather_in_rounds(block, nbytes, cut))
+
+    def gather_in_rounds(
+        self,
+        own: Tensor,
+        at_most: Sequence[int],
+        cut: Callable[[list[Tensor], Sequence[int]], Sequence[Tensor]],
+    ) -> list[Tensor]:
+        """Return the messages of all ranks, by rank, in ⌈log₂P⌉ rounds by Bruck's pattern.
+
+        Parameters
+        ----------
+        own
+            This rank's message.
+        at_most
+            The most bytes of each rank's message; the same on all ranks.
+        cut
+            Given what came, in any parts, and the ranks whose messages it holds end to end, returns
+            these messages.
+        """
+        held = [own]  # the messages of this rank and of those that follow it
+        for below, above, _, count in patterns.bruck(self.rank, self.size):
+            ranks = [(above + place) % self.size for place in range(count)]
+            bound = sum([at_most[rank] for rank in ranks])
+            held += cut(self.exchange_parts({below: held[:count]}, {above: bound})[above], ranks)
+        return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node, by rank; all ranks call, in a job.
