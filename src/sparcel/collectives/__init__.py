@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 
 from sparcel.collectives.all_gather import all_gather
 from sparcel.collectives.all_gather import steps as all_gather_steps
-from sparcel.collectives.allgather import allgather
-from sparcel.collectives.allgather import steps as allgather_steps
+from sparcel.collectives.allgather_reduce import allgather
+from sparcel.collectives.allgather_reduce import steps as allgather_steps
 from sparcel.collectives.broadcast import broadcast
 from sparcel.collectives.broadcast import steps as broadcast_steps
 from sparcel.collectives.dense import dense

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm import Call, Communicator
+from sparcel.formats import Expected
 from sparcel.steps import Exchange, Problem, Step, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Wire
 
 TREE_BYTES = 4 << 10
 """Messages up to this length go down a tree unscattered, because rounds cost more than bytes."""
@@ -21,39 +22,41 @@ _LENGTH_BYTES = 8
 
 
 def broadcast(
-    stream: SparseStream | None, wire: Wire, root: int, due: Due | None = None
+    stream: SparseStream | None, wire: Wire, root: int, expected: Expected | None = None
 ) -> SparseStream:
     """Return the root's stream on every rank.
 
     The root scatters its message in P parts down a binomial tree; then all ranks gather the parts.
-    Short messages go down the tree unscattered. If ``due`` is None, all ranks first agree on the
-    message's length. In doing so they also learn if they disagree, for example on the root.
+    Short messages go down the tree unscattered. If ``expected`` is None, all ranks first agree on
+    the message's length. In doing so they also learn if they disagree, for example on the root.
 
     Parameters
     ----------
     stream
         The root's stream; other ranks may pass None.
-    due
+    expected
         What all ranks know about the stream, or None. If it is given, the root hears from no rank,
         and may return although others made another call; what it exchanges next tells.
 
-    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``due`` is None. Words of a
+    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``expected`` is None. Words of a
     long message of k entries: the root sends at most 4k, each other rank sends at most 2k and
     receives at most 3k.
     Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
     4.3.
     """
-    call = Call.of("broadcast", {"root": root, "due": due, "format": wire.format})
-    return wire.comm.call(call, lambda: _broadcast(stream, wire, root, due))
+    call = Call.of("broadcast", {"root": root, "expected": expected, "format": wire.format})
+    return wire.comm.call(call, lambda: _broadcast(stream, wire, root, expected))
 
 
-def _broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due | None) -> SparseStream:
+def _broadcast(
+    stream: SparseStream | None, wire: Wire, root: int, expected: Expected | None
+) -> SparseStream:
     comm, message = wire.comm, None
     if wire.rank == root:
         assert stream is not None, "the root passes a stream"
         message = wire.encode(stream)
-    if due is not None:
-        at_most = wire.most_bytes(due)
+    if expected is not None:
+        at_most = wire.most_bytes(expected)
     else:
         at_most = _largest(0 if message is None else message.numel(), comm)
     if _goes_whole(wire.size, at_most):
@@ -61,14 +64,16 @@ def _broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due | No
     else:
         cuts = patterns.regions(at_most, wire.size)
         message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
-    return wire.decode(root, message, due)
+    return wire.decode(root, message, expected)
 
 
-def tree_broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due) -> SparseStream:
+def tree_broadcast(
+    stream: SparseStream | None, wire: Wire, root: int, expected: Expected
+) -> SparseStream:
     """Return the root's stream on every rank, sent down a binomial tree: ⌈log₂P⌉ rounds."""
     message = None if stream is None else wire.encode(stream)
-    message = _down_tree(message, wire.comm, root, wire.most_bytes(due))
-    return wire.decode(root, message, due)
+    message = _down_tree(message, wire.comm, root, wire.most_bytes(expected))
+    return wire.decode(root, message, expected)
 
 
 def _largest(number: int, comm: Communicator) -> int:
@@ -133,7 +138,7 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
 
 
 def steps(problem: Problem) -> Iterator[Step]:
-    """Yield the steps of `broadcast` from rank 0 with ``due=None``."""
+    """Yield the steps of `broadcast` from rank 0 with ``expected=None``."""
     nbytes = problem.sparse_message(problem.entries([0]))
     yield Work("encode", nbytes, 1 / problem.ranks)
     for _, _, distance, _ in patterns.bruck(problem.rank, problem.ranks):

@@ -158,19 +158,19 @@ class Executor:
 
         Ranks that wait for one another in different calls get no message that tells them so.
         """
-        place = self.calls.place
-        if place is None:
+        latest = self.calls.latest
+        if latest is None:
             return None
-        other = self.failure.compare(place.position, self.me, place.history)
+        other = self.failure.compare(latest.position, self.me, latest.history)
         if other is None:
             return None
         return Cause(f"ranks {other} and {self.me} wait in different calls; {SAME_CALLS}", True)
 
     def _explained(self, cause: Cause) -> Cause:
         """Return a cause that also says what the ranks called, where that differs."""
-        if not cause.disagreed or self.calls.place is None:
+        if not cause.disagreed or self.calls.latest is None:
             return cause
-        calls = self.failure.gather_calls(self.me, self.calls.place.texts, _CALL_SECONDS)
+        calls = self.failure.gather_calls(self.me, self.calls.latest.texts, _CALL_SECONDS)
         return Cause("; ".join(filter(None, (cause.text, differences(calls)))), disagreed=True)
 
     def _drop_released(self) -> None:

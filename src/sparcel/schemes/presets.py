@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from sparcel.collectives.allgather import steps as allgather_steps
+from sparcel.collectives.allgather_reduce import steps as allgather_steps
 from sparcel.schemes._phases import select_steps
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_steps
