@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Self, TypeVar
@@ -15,9 +14,8 @@ from sparcel import patterns
 from sparcel.comm.calls import Call, Calls
 from sparcel.comm.engine import other_length
 from sparcel.comm.jobs import Job
-from sparcel.comm.nodes import Grid, nodes_of, own_location
+from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
-from sparcel.errors import InputError, MismatchError
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
 
@@ -65,6 +63,16 @@ class Communicator(ABC):
     _divided_rates: tuple[Rates | None, Rates | None] = None, None
 
     @abstractmethod
+    def exchange_parts(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+    ) -> dict[int, list[Tensor]]:
+        """Exchange messages that are given in parts; return those received in parts, by source.
+
+        A message is the bytes of its parts in order. The boundaries of parts are not transmitted:
+        the communicator is free to return a message in any number of parts. Otherwise as
+        `exchange`.
+        """
+
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
@@ -88,21 +96,11 @@ class Communicator(ABC):
             When a message belongs to another call than the one under way here, or is longer than
             its bound; or when another rank found this. The communicator cannot be used after that.
         """
-
-    def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
-    ) -> dict[int, list[Tensor]]:
-        """Exchange messages that are given in parts; return those received in parts, by source.
-
-        A message is the bytes of its parts in order. The boundaries of parts are not transmitted:
-        the communicator is free to return a message in any number of parts. Otherwise as
-        `exchange`.
-        """
-        joined = {
-            rank: parts[0] if len(parts) == 1 else torch.cat(list(parts))
-            for rank, parts in sends.items()
+        received = self.exchange_parts({rank: [sent] for rank, sent in sends.items()}, receives)
+        return {
+            rank: parts[0] if len(parts) == 1 else torch.cat(parts)
+            for rank, parts in received.items()
         }
-        return {rank: [message] for rank, message in self.exchange(joined, receives).items()}
 
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
         """Send a message to every other rank; return the messages of all ranks, by rank.
@@ -293,7 +291,7 @@ class Communicator(ABC):
                 if ranks_per_node is None
                 else [rank // ranks_per_node for rank in range(self.size)]
             )
-            self._grids[ranks_per_node] = self._split_in_grid(nodes)
+            self._grids[ranks_per_node] = split_in_grid(self, nodes)
         grid = self._grids[ranks_per_node]
         grid.across.rates = self._rates_across()
         return grid
@@ -310,22 +308,3 @@ class Communicator(ABC):
     @cached_property
     def _grids(self) -> dict[int | None, Grid]:
         return {}
-
-    def _split_in_grid(self, nodes: list[int]) -> Grid:
-        sizes = Counter(nodes)
-        if len(set(sizes.values())) > 1:
-            raise InputError(
-                f"nodes must have equally many ranks, got {list(sizes.values())}; give another"
-                " ranks_per_node, or start as many processes on each"
-            )
-        own = nodes[self.rank]
-        place = nodes[: self.rank].count(own)
-        made = Grid(self.split(own), self.split(place))
-        expected = sizes[own], len(sizes)
-        if (made.node.size, made.across.size) != expected:
-            raise MismatchError(
-                f"ranks divide into nodes differently: rank {self.rank} has {expected[1]} nodes of"
-                f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
-                " ranks_per_node"
-            )
-        return made

@@ -85,17 +85,20 @@ class ConnectedCommunicator(Communicator):
     def _executor(self) -> Executor:
         return self._family.executor
 
-    def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        """See `Communicator.exchange`."""
-        return self._exchange({rank: [message] for rank, message in sends.items()}, receives)
-
     def exchange_parts(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, list[Tensor]]:
         """See `Communicator.exchange_parts`; messages arrive in one part."""
-        return {rank: [message] for rank, message in self._exchange(sends, receives).items()}
+
+        def job() -> dict[int, list[Tensor]]:
+            received = self.engine.exchange(sends, receives, self.calls.fingerprint)
+            self.traffic.count(
+                [sum([part.numel() for part in parts]) for parts in sends.values()],
+                [message.numel() for message in received.values()],
+            )
+            return {rank: [message] for rank, message in received.items()}
+
+        return self.run(job)
 
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
         """See `Communicator.all_reduce`.
@@ -159,16 +162,6 @@ class ConnectedCommunicator(Communicator):
                 self._executor.queue.submit(
                     lambda: self._executor.disconnect(self.engine, self._failure)
                 ).wait()
-
-    def _exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        def job() -> dict[int, Tensor]:
-            received = self.engine.exchange(sends, receives, self.calls.fingerprint)
-            self.traffic.count(sends, received)
-            return received
-
-        return self.run(job)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -17,19 +17,19 @@ from mpi4py import MPI
 from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm.executor import Executor, at_exit
-from sparcel.comm.failure import STORE_SECONDS, StoreFailure, bounded, wait_until
+from sparcel.comm.failure import STORE_SECONDS, Failure, bounded, wait_until
 
 _LINGER_SECONDS = 1.0
 """How long a process that exits after a failure stays, since others may read its store."""
 
 
-class MpiFailure(StoreFailure):
+class MpiFailure(Failure):
     """The failure state of MPI ranks.
 
     Parameters
     ----------
     store, size
-        As for `StoreFailure`.
+        As for `Failure`.
     comms
         MPI communicators to free once all ranks have finished. After a failure they are never
         freed: MPI would reuse their context number, for which unreceived messages may be waiting.
