@@ -36,13 +36,13 @@ class Wire:
 
     Attributes
     ----------
-    rank, size, device
+    rank, size
         Those of the communicator.
     """
 
     def __init__(self, comm: Communicator, format: Format = COO) -> None:
         self.comm, self.format = comm, format
-        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self.rank, self.size = comm.rank, comm.size
 
     def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""

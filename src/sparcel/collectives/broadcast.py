@@ -44,27 +44,26 @@ def broadcast(
     Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
     4.3.
     """
-    call = Call.of("broadcast", {"root": root, "expected": expected, "format": wire.format})
-    return wire.comm.call(call, lambda: _broadcast(stream, wire, root, expected))
+    comm = wire.comm
 
+    def job() -> SparseStream:
+        message = None
+        if wire.rank == root:
+            assert stream is not None, "the root passes a stream"
+            message = wire.encode(stream)
+        if expected is not None:
+            at_most = wire.most_bytes(expected)
+        else:
+            at_most = _largest(0 if message is None else message.numel(), comm)
+        if _goes_whole(wire.size, at_most):
+            message = _down_tree(message, comm, root, at_most)
+        else:
+            cuts = patterns.regions(at_most, wire.size)
+            message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
+        return wire.decode(root, message, expected)
 
-def _broadcast(
-    stream: SparseStream | None, wire: Wire, root: int, expected: Expected | None
-) -> SparseStream:
-    comm, message = wire.comm, None
-    if wire.rank == root:
-        assert stream is not None, "the root passes a stream"
-        message = wire.encode(stream)
-    if expected is not None:
-        at_most = wire.most_bytes(expected)
-    else:
-        at_most = _largest(0 if message is None else message.numel(), comm)
-    if _goes_whole(wire.size, at_most):
-        message = _down_tree(message, comm, root, at_most)
-    else:
-        cuts = patterns.regions(at_most, wire.size)
-        message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
-    return wire.decode(root, message, expected)
+    facts = {"root": root, "expected": expected, "format": wire.format}
+    return comm.call(Call.of("broadcast", facts), job)
 
 
 def tree_broadcast(

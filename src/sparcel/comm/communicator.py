@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self, TypeVar
 
 import torch
@@ -60,7 +60,6 @@ class Communicator(ABC):
     calls: Calls
     label: str
     rates: Rates | None = None
-    _divided_rates: tuple[Rates | None, Rates | None] = None, None
 
     @abstractmethod
     def exchange_parts(
@@ -293,18 +292,13 @@ class Communicator(ABC):
             )
             self._grids[ranks_per_node] = split_in_grid(self, nodes)
         grid = self._grids[ranks_per_node]
-        grid.across.rates = self._rates_across()
+        grid.across.rates = None if self.rates is None else _across_nodes(self.rates)
         return grid
-
-    def _rates_across(self) -> Rates | None:
-        """Return the rates between nodes, no two ranks on one: one object as long as `rates` is."""
-        given, across = self._divided_rates
-        if given is not self.rates:
-            given = self.rates
-            across = None if given is None else given.across_nodes()
-            self._divided_rates = given, across
-        return across
 
     @cached_property
     def _grids(self) -> dict[int | None, Grid]:
         return {}
+
+
+_across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)
+"""Return one object for one object of rates, since choices are remembered by it."""

@@ -14,40 +14,14 @@ from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.kernels import cpu
-from sparcel.kernels.addition import Addition
+from sparcel.kernels.addition import Addition as Addition
 from sparcel.kernels.definitions import packing, qsgd, reduce, select, sets, squares
-from sparcel.kernels.definitions.common import index_dtype, magnitude_bits, widen
-from sparcel.kernels.definitions.packing import packed_words
-from sparcel.kernels.definitions.squares import CHUNK
+from sparcel.kernels.definitions.common import index_dtype as index_dtype
+from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
+from sparcel.kernels.definitions.common import widen as widen
+from sparcel.kernels.definitions.packing import packed_words as packed_words
+from sparcel.kernels.definitions.squares import CHUNK as CHUNK
 from sparcel.kernels.dispatch import by_device
-
-__all__ = [
-    "CHUNK",
-    "Addition",
-    "accumulate_topk",
-    "add_saturated",
-    "check_indices",
-    "dequantize",
-    "expand",
-    "index_dtype",
-    "magnitude_bits",
-    "magnitude_histogram",
-    "merge",
-    "norm",
-    "pack_indices",
-    "packed_words",
-    "quantize",
-    "scatter",
-    "scatter_reduce",
-    "sums_of_squares",
-    "threshold_select",
-    "topk",
-    "topk_chunked",
-    "unpack_indices",
-    "widen",
-    "within",
-    "without",
-]
 
 # One line a kernel, one column a type of device; callers choose nothing.
 topk = by_device(select.topk, cpu=cpu.topk)
