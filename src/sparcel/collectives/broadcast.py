@@ -36,7 +36,7 @@ def broadcast(
         The root's stream; other ranks may pass None.
     expected
         What all ranks know about the stream, or None. If it is given, the root hears from no rank,
-        and may return although others made another call; what it exchanges next tells.
+        and may return although others made another call; its next exchange then fails.
 
     Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``expected`` is None. Words of a
     long message of k entries: the root sends at most 4k, each other rank sends at most 2k and

@@ -1,4 +1,4 @@
-"""Ok-Topk into the owners' memory: what does not win stays where its parts meet."""
+"""Ok-Topk that sums into the owners' memory, where what does not win stays."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ it is 3.0 of 5.8 ms in docs/benchmark.md."""
 class HeldTopk:
     """The largest coordinates of all regions, and what came to this rank's region and left it.
 
-    ``total`` is sparse and the same on all ranks, and not ``finite`` if a region is not; the others
-    are then meaningless. ``arrived`` is numbered from the region's start, and may be dense;
+    ``total`` is sparse and the same on all ranks, and not ``finite`` if a region is not; the other
+    two are then meaningless. ``arrived`` is numbered from the region's start, and may be dense;
     ``released`` is a sparse stream of the whole vector.
     """
 

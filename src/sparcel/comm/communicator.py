@@ -38,7 +38,7 @@ class Communicator(ABC):
     device
         The device that holds messages: the CPU, or the engine's device.
     carrier
-        What carries the messages, as people call it: Gloo, NCCL, MPI, a simulated cluster.
+        The name of what carries the messages: Gloo, NCCL, MPI, a simulated cluster.
     traffic
         Messages and bytes that this rank sent and received so far, including those of communicators
         that were split from this one.
@@ -130,10 +130,8 @@ class Communicator(ABC):
 
         Raises
         ------
-        CommunicationError
-            As `exchange`.
-        MismatchError
-            As `exchange`, and when a part is shorter than ``arriving`` says.
+        CommunicationError, MismatchError
+            As `exchange`; also `MismatchError` when a part is shorter than ``arriving`` says.
         """
         parts = message.split(list(leaving))
         rounds = patterns.rotation(self.rank, self.size)
@@ -263,8 +261,7 @@ class Communicator(ABC):
         """
         nodes = self.nodes()
         count = nodes.count(nodes[0])
-        regular = nodes == [rank // count for rank in range(self.size)]
-        return count if regular else 1
+        return count if nodes == [rank // count for rank in range(self.size)] else 1
 
     def grid(self, ranks_per_node: int | None = None) -> Grid:
         """Return the communicators of this rank's node and of its place on all nodes.
@@ -285,11 +282,10 @@ class Communicator(ABC):
             When other ranks gave another ``ranks_per_node``.
         """
         if ranks_per_node not in self._grids:
-            nodes = (
-                self.nodes()
-                if ranks_per_node is None
-                else [rank // ranks_per_node for rank in range(self.size)]
-            )
+            if ranks_per_node is None:
+                nodes = self.nodes()
+            else:
+                nodes = [rank // ranks_per_node for rank in range(self.size)]
             self._grids[ranks_per_node] = split_in_grid(self, nodes)
         grid = self._grids[ranks_per_node]
         grid.across.rates = None if self.rates is None else _across_nodes(self.rates)

@@ -23,7 +23,7 @@ class Engine(Protocol):
 
     @property
     def carrier(self) -> str:
-        """What carries the messages, as people call it."""
+        """The name of what carries the messages."""
 
     @property
     def waiting(self) -> bool:

@@ -66,24 +66,24 @@ class Failure:
         many seconds for another rank's cause.
         """
         if self.cause is None:
-            first = bounded(lambda: self._publish(cause, patience), patience + STORE_SECONDS)
+            first = answer_within(lambda: self._publish(cause, patience), patience + STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
     def read(self) -> Cause | None:
         """Return the cause that a rank has published, or None."""
-        return self.cause or bounded(self._read, STORE_SECONDS)
+        return self.cause or answer_within(self._read, STORE_SECONDS)
 
     def compare(self, position: str, rank: int, history: str) -> int | None:
         """Return a rank that made other calls at this position in the program, or None.
 
         A history is one line for each call. Ranks may be at different lines of the same history.
         """
-        return bounded(lambda: self._compare(position, rank, history), STORE_SECONDS)
+        return answer_within(lambda: self._compare(position, rank, history), STORE_SECONDS)
 
     def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
         """Give the others this rank's call; return the calls that came within ``patience`` s."""
-        calls = bounded(lambda: self._gather(rank, texts, patience), patience + STORE_SECONDS)
+        calls = answer_within(lambda: self._gather(rank, texts, patience), patience + STORE_SECONDS)
         return calls or {rank: texts}
 
     def finish(self, patience: float) -> bool:
@@ -91,7 +91,7 @@ class Failure:
 
         May be called again to ask again.
         """
-        return bool(bounded(lambda: self._finish(patience), patience + STORE_SECONDS))
+        return bool(answer_within(lambda: self._finish(patience), patience + STORE_SECONDS))
 
     def _publish(self, cause: Cause, patience: float) -> Cause:
         wait_until(lambda: self._store.check(["cause"]), patience)
@@ -145,7 +145,7 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
     return answer
 
 
-def bounded(ask: Callable[[], T], seconds: float) -> T | None:
+def answer_within(ask: Callable[[], T], seconds: float) -> T | None:
     """Return the result of ``ask``, a request to a store; None when it fails or takes too long."""
     answers: list[T] = []
 

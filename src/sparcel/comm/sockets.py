@@ -177,7 +177,7 @@ def _near_name(key: bytes, address: Address) -> str:
 
 
 def _listen_near(name: str, backlog: int) -> socket.socket | None:
-    """Listen at a name, or return None where that does not work."""
+    """Listen at a Unix socket of this name, or return None if that does not work."""
 
     def listen(listener: socket.socket) -> None:
         listener.bind(name)
@@ -187,7 +187,7 @@ def _listen_near(name: str, backlog: int) -> socket.socket | None:
 
 
 def _dial_near(name: str) -> socket.socket | None:
-    """Connect to a rank with this rank's address, or return None where that does not work."""
+    """Connect to a rank of this machine by its name, or return None if that does not work."""
 
     def dial(connection: socket.socket) -> None:
         connection.setblocking(False)  # there is nothing to wait for but a place in a full queue
@@ -197,7 +197,7 @@ def _dial_near(name: str) -> socket.socket | None:
 
 
 def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
-    """Return a Unix socket once ``begin`` has bound or connected it; None where TCP has to do.
+    """Return a Unix socket once ``begin`` has bound or connected it; None if only TCP works.
 
     Namespaces may have equal addresses, so that the name is not there; the other end's queue may be
     full; sandboxes forbid such sockets, or some of their calls.
