@@ -25,9 +25,10 @@ from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.comm import Communicator, Network
+from sparcel.formats import Expected
 from sparcel.ops import SUM
 from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
-from sparcel.wire import Due, Wire
+from sparcel.wire import Wire
 
 # With a second of latency and unlimited bandwidth, the seconds are the rounds.
 ROUNDS = Network(latency_s=1)
@@ -41,7 +42,9 @@ def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
     """Exchange as a step of ScaleCom does: rank 0's indices, then all ranks' values there."""
     wire, rows = Wire(comm), stream.values.new_empty(stream.nnz, 0)
     indices = SparseStream.unchecked(stream.indices, rows, stream.size)
-    chosen = broadcast(indices, wire, 0, Due(stream.size, stream.dtype, 0, k, stays_sparse=True))
+    chosen = broadcast(
+        indices, wire, 0, Expected(stream.size, stream.dtype, 0, k, stays_sparse=True)
+    )
     ones = SparseStream(None, torch.ones(chosen.nnz), chosen.nnz)
     sums = halving_doubling(ones, wire)
     return SparseStream.unchecked(chosen.indices, sums.values, stream.size)

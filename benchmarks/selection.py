@@ -29,7 +29,7 @@ from paper_selectors import DoubleSampling, GaussianK
 from torch import Tensor
 
 from sparcel import _cpu, kernels
-from sparcel.kernels import reference
+from sparcel.kernels.definitions import select as reference
 from sparcel.selectors import SELECTORS, overlap, selector, topk
 
 DENSITIES = (0.001, 0.01)

@@ -23,8 +23,6 @@ from sparcel.profiling import timed
 
 _Filter = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-_WIDE_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
 
 class SparseStream:
     """A vector of known size, stored as sorted indices with values, or densely.
@@ -97,14 +95,10 @@ class SparseStream:
             return cls.unchecked(None, vector, size)
         return cls.unchecked(indices, vector[indices], size)
 
-    def empty_like(self, size: int | None = None) -> SparseStream:
-        """Return a sparse stream without entries, of the same dtype and width.
-
-        Its size is ``size``, or this stream's size if that is None.
-        """
-        size = self.size if size is None else size
-        indices = torch.empty(0, dtype=kernels.index_dtype(size), device=self.device)
-        return SparseStream.unchecked(indices, self.values[:0], size, self.finite)
+    def empty_like(self) -> SparseStream:
+        """Return a sparse stream without entries, of the same size, dtype and width."""
+        indices = torch.empty(0, dtype=kernels.index_dtype(self.size), device=self.device)
+        return SparseStream.unchecked(indices, self.values[:0], self.size, self.finite)
 
     def void_like(self) -> SparseStream:
         """Return what stands for a sum that is not finite: `empty_like`, and not ``finite``."""
@@ -242,15 +236,14 @@ class SparseStream:
 
     def within(self, other: SparseStream) -> SparseStream:
         """Return the stored coordinates that ``other`` stores too, as a sparse stream."""
-        check_type(other, SparseStream, "other")
         return self._filtered(kernels.within, other)
 
     def without(self, other: SparseStream) -> SparseStream:
         """Return the stored coordinates that ``other`` does not store, as a sparse stream."""
-        check_type(other, SparseStream, "other")
         return self._filtered(kernels.without, other)
 
     def _filtered(self, keep: _Filter, other: SparseStream) -> SparseStream:
+        check_type(other, SparseStream, "other")
         indices, values = keep(_stored_indices(self), self.values, _stored_indices(other))
         return SparseStream.unchecked(indices, values, self.size, self.finite)
 
@@ -296,11 +289,11 @@ def reduce(
         indices, values = kernels.merge(pairs, op)
         return SparseStream.unchecked(indices, values, first.size, finite).compact(op, dense_at)
     # Half precision is summed in float32 and rounded once, at the end, as `kernels.merge` does.
-    wide = _WIDE_DTYPE.get(first.dtype, first.dtype)
-    total = first.to_dense(op.neutral_for(first.dtype)).to(wide, copy=first.is_dense)
+    total = first.to_dense(op.neutral_for(first.dtype))
+    total = total.to(kernels.widen(total[:0]).dtype, copy=first.is_dense)
     for other in streams[1:]:
         if other.indices is None:
-            total = op.apply(total, other.values.to(wide))
+            total = op.apply(total, kernels.widen(other.values))
         else:
             kernels.scatter_reduce(total, other.indices, other.values, op)
     return SparseStream.unchecked(None, total.to(first.dtype), first.size, finite)

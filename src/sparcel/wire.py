@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from itertools import accumulate
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from sparcel import formats, patterns
 from sparcel.comm import DIRECT_RANKS, Communicator, call_of
 from sparcel.errors import FormatError, InputError, MismatchError
-from sparcel.formats import COO, Format
+from sparcel.formats import COO, Expected, Format
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
 from sparcel.stages import Exchange, most_bytes
@@ -25,44 +23,6 @@ T = TypeVar("T")
 
 DIRECT_BYTES = 256 << 10
 """Messages of up to so many bytes count as short: see `DIRECT_RANKS`."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """What a rank knows of a stream before it arrives.
-
-    Attributes
-    ----------
-    size, dtype, width
-        As of the stream.
-    max_nnz
-        The most entries that it can have; None where nothing bounds them.
-    stays_sparse
-        Whether the sender keeps it sparse even where the dense form takes fewer bytes.
-    """
-
-    size: int
-    dtype: torch.dtype
-    width: int | None
-    max_nnz: int | None = None
-    stays_sparse: bool = False
-
-    @classmethod
-    def like(
-        cls,
-        stream: SparseStream,
-        max_nnz: int | None = None,
-        size: int | None = None,
-        stays_sparse: bool = False,
-    ) -> Self:
-        """Expect a stream like ``stream``, of its size or of ``size``."""
-        size = stream.size if size is None else size
-        return cls(size, stream.dtype, stream.width, max_nnz, stays_sparse)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of one coordinate's value, or of its row of values."""
-        return self.dtype.itemsize * (1 if self.width is None else self.width)
 
 
 class Wire:
@@ -77,13 +37,13 @@ class Wire:
 
     Attributes
     ----------
-    rank, size, device
+    rank, size
         Those of the communicator.
     """
 
     def __init__(self, comm: Communicator, format: Format = COO) -> None:
         self.comm, self.format = comm, format
-        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self.rank, self.size = comm.rank, comm.size
 
     def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
@@ -105,22 +65,22 @@ class Wire:
         size = sum(stream.size for stream in streams)
         return concatenate(streams, op, self._dense_at(size, streams[0]), out)
 
-    def most_bytes(self, due: Due) -> int:
-        """Return the most bytes of a message that holds what is due."""
-        if due.stays_sparse:
-            nnz = due.size if due.max_nnz is None else min(due.max_nnz, due.size)
-            return self.format.max_bytes(nnz, due.size, due.value_bytes)
-        return most_bytes(self.format, due.max_nnz, due.size, due.value_bytes)
+    def most_bytes(self, expected: Expected) -> int:
+        """Return the most bytes of a message that holds what is expected."""
+        size, nnz, value_bytes = expected.size, expected.max_nnz, expected.value_bytes
+        if expected.stays_sparse:
+            return self.format.max_bytes(size if nnz is None else min(nnz, size), size, value_bytes)
+        return most_bytes(self.format, nnz, size, value_bytes)
 
     def exchange(
-        self, sends: Mapping[int, SparseStream], receives: Mapping[int, Due]
+        self, sends: Mapping[int, SparseStream], receives: Mapping[int, Expected]
     ) -> dict[int, SparseStream]:
         """Send and receive streams, all outstanding at once; return what came, by source.
 
         Raises
         ------
         MismatchError
-            When a stream is not what was due.
+            When a stream is not what was expected.
         FormatError
             When a message holds no stream.
         CommunicationError
@@ -128,7 +88,7 @@ class Wire:
         """
         messages = self.comm.exchange(
             {rank: self.encode(stream) for rank, stream in sends.items()},
-            {rank: self.most_bytes(due) for rank, due in receives.items()},
+            {rank: self.most_bytes(one) for rank, one in receives.items()},
         )
         return {rank: self.decode(rank, m, receives[rank]) for rank, m in messages.items()}
 
@@ -148,25 +108,25 @@ class Wire:
         message = self.encode(own)
         messages = self.comm.exchange(
             {to: message if s is own else self.encode(s) for to, s in sends.items()},
-            dict.fromkeys(sources, self.most_bytes(Due.like(own, max_nnz))),
+            dict.fromkeys(sources, self.most_bytes(Expected.like(own, max_nnz))),
         )
         return self._reduce_messages({**messages, self.rank: message}, own, op)
 
-    def gather(self, stream: SparseStream, dues: Sequence[Due]) -> list[SparseStream]:
-        """Give every rank the stream of every rank, by rank; ``dues[r]`` is what rank r sends."""
-        return self.gather_messages(self.encode(stream), dues)
+    def gather(self, stream: SparseStream, expected: Sequence[Expected]) -> list[SparseStream]:
+        """Give every rank the stream of every rank, by rank; rank r sends ``expected[r]``."""
+        return self.gather_messages(self.encode(stream), expected)
 
-    def gather_messages(self, message: Tensor, dues: Sequence[Due]) -> list[SparseStream]:
+    def gather_messages(self, message: Tensor, expected: Sequence[Expected]) -> list[SparseStream]:
         """Do what `gather` does, with this rank's stream already encoded."""
-        at_most = max(self.most_bytes(due) for due in dues)
+        at_most = max(self.most_bytes(one) for one in expected)
         messages = gather(message, self.comm, at_most)
-        return [self.decode(r, m, dues[r]) for r, m in enumerate(messages)]
+        return [self.decode(r, m, expected[r]) for r, m in enumerate(messages)]
 
     def gather_and_reduce(
         self, own: SparseStream, max_nnz: int | None, op: Op = SUM
     ) -> SparseStream:
         """Give every rank the stream of every rank, reduced in the order of the ranks."""
-        messages = gather(self.encode(own), self.comm, self.most_bytes(Due.like(own, max_nnz)))
+        messages = gather(self.encode(own), self.comm, self.most_bytes(Expected.like(own, max_nnz)))
         return self._reduce_messages(dict(enumerate(messages)), own, op)
 
     @timed("encode")
@@ -187,13 +147,13 @@ class Wire:
         return message
 
     @timed("decode")
-    def decode(self, source: int, message: Tensor, due: Due | None) -> SparseStream:
-        """Return the stream that rank ``source`` sent, which may be any where ``due`` is None.
+    def decode(self, source: int, message: Tensor, expected: Expected | None) -> SparseStream:
+        """Return the stream that rank ``source`` sent, which may be any if ``expected`` is None.
 
         Errors name both ranks.
         """
         try:
-            return formats.decode(message, due, self.format)
+            return formats.decode(message, expected, self.format)
         except MismatchError as error:
             raise MismatchError(
                 f"rank {source} sent rank {self.rank} {error}; every rank must call with the same"
@@ -213,7 +173,7 @@ class Wire:
         total = self.format.reduce_messages([messages[rank] for rank in ranks], own, op)
         if total is not None:
             return self.compact(total, op)
-        like = Due.like(own)
+        like = Expected.like(own)
         return self.reduce(
             [
                 own if rank == self.rank else self.decode(rank, messages[rank], like)
@@ -255,17 +215,17 @@ def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
     """
     if _goes_direct(comm.size, at_most):
         return comm.gather(message, at_most)
-    held = [message]
-    for below, above, _, count in patterns.bruck(comm.rank, comm.size):
-        arrived = comm.exchange_parts({below: held[:count]}, {above: count * at_most})[above]
-        messages = [message for part in arrived for message in formats.decode_all(part)]
-        if len(messages) != count:
+
+    def cut(parts: list[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+        messages = [message for part in parts for message in formats.decode_all(part)]
+        if len(messages) != len(ranks):
             raise FormatError(
-                f"rank {above} sent rank {comm.rank} {len(messages)} messages in one, where"
-                f" {count} were due; every rank must call the same collective"
+                f"rank {ranks[0]} sent rank {comm.rank} {len(messages)} messages in one, where"
+                f" {len(ranks)} were expected; every rank must call the same collective"
             )
-        held += messages
-    return [held[(rank - comm.rank) % comm.size] for rank in range(comm.size)]
+        return messages
+
+    return comm.gather_in_rounds(message, [at_most] * comm.size, cut)
 
 
 def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:

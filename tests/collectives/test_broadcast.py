@@ -15,7 +15,8 @@ from sparcel.collectives.broadcast import TREE_BYTES
 from sparcel.comm import Communicator
 from sparcel.comm.simulated import Report
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.wire import Due, Wire
+from sparcel.formats import Expected
+from sparcel.wire import Wire
 from tests.collectives.test_traffic import evaluate
 from tests.strategies import make_stream, same_stream
 from tests.workers import WORLD_SIZES
@@ -33,19 +34,19 @@ def indices_alone(
     return SparseStream(torch.tensor(indices, dtype=index_dtype), rows, size)
 
 
-def due_of(stream: SparseStream, max_nnz: int) -> Due:
-    return Due(stream.size, stream.dtype, stream.width, max_nnz, stays_sparse=True)
+def expected_of(stream: SparseStream, max_nnz: int) -> Expected:
+    return Expected(stream.size, stream.dtype, stream.width, max_nnz, stays_sparse=True)
 
 
 def from_root(
     stream: SparseStream, root: int, max_nnz: int | None
 ) -> Callable[[Communicator], SparseStream]:
     """Return a function that broadcasts on a rank, without a bound if ``max_nnz`` is None."""
-    due = None if max_nnz is None else due_of(stream, max_nnz)
+    expected = None if max_nnz is None else expected_of(stream, max_nnz)
 
     def on_rank(comm: Communicator) -> SparseStream:
         others = (None, SparseStream(None, torch.ones(3), 3))[comm.rank % 2]  # ignored
-        return broadcast(stream if comm.rank == root else others, Wire(comm), root, due)
+        return broadcast(stream if comm.rank == root else others, Wire(comm), root, expected)
 
     return on_rank
 
@@ -143,7 +144,7 @@ def test_rounds(nnz: int, trees: int) -> None:
 def test_error_names_the_rank_with_another_size(nnz: int) -> None:
     def on_rank(comm: Communicator) -> SparseStream:
         stream = indices_alone(spread(nnz), SIZE + (comm.rank == 3))
-        return broadcast(stream, Wire(comm), 0, due_of(stream, nnz))
+        return broadcast(stream, Wire(comm), 0, expected_of(stream, nnz))
 
     with pytest.raises(MismatchError, match=r"rank 3 called broadcast\(.*size=5001"):
         simulate(5, on_rank)

@@ -13,9 +13,9 @@ from sparcel import Op, collectives, simulate
 from sparcel.collectives import ALGORITHMS, Estimates
 from sparcel.comm import Communicator
 from sparcel.errors import MismatchError, SparcelError
-from sparcel.formats import COO, Qsgd
+from sparcel.formats import COO, Expected, Qsgd
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Wire
 from tests.formats.toys import Bytes
 from tests.strategies import CIRCLE, make_stream
 from tests.workers import on_engines_in_turn
@@ -69,8 +69,8 @@ def known_to_all(max_nnz: int) -> Callable[[Communicator], object]:
     """Return a broadcast of which all ranks know a bound; a later exchange tells the root."""
 
     def call(comm: Communicator) -> object:
-        due = Due(SIZE, torch.float32, None, max_nnz)
-        collectives.broadcast(own(comm), Wire(comm), 0, due)
+        expected = Expected(SIZE, torch.float32, None, max_nnz)
+        collectives.broadcast(own(comm), Wire(comm), 0, expected)
         return comm.run(lambda: comm.gather_numbers(1))
 
     return call

@@ -14,7 +14,7 @@ from sparcel.collectives._blocks import (
     evened_volume,
     gather_direct,
     gather_evened,
-    pieces_to_even,
+    moves_to_even,
     placed,
 )
 from sparcel.collectives.oktopk import topk_by_regions
@@ -154,7 +154,7 @@ def test_regions_hold_equal_shares(layout, ranks, seed):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40))
 def test_pieces_even_out_the_ranks_entries(counts):
     total, ranks = sum(counts), len(counts)
-    moves = pieces_to_even(counts)
+    moves = moves_to_even(counts)
     assert [entry for start, stop, *_ in moves for entry in range(start, stop)] == list(
         range(total)
     )

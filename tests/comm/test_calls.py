@@ -40,8 +40,8 @@ def test_calls_inside_calls_have_fingerprints_and_positions_of_their_own() -> No
     seen = []
 
     def note() -> None:
-        assert calls.place is not None
-        seen.append((calls.fingerprint, calls.place))
+        assert calls.latest is not None
+        seen.append((calls.fingerprint, calls.latest))
 
     def nest() -> None:
         note()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import active_count
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import sparcel
 from sparcel.comm import TorchCommunicator, resolve
 from sparcel.errors import CommunicationError, InputError
+from sparcel.training import Averager
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -166,6 +174,73 @@ def close_parent_first(comm: TorchCommunicator) -> None:
 
 def test_a_child_may_be_closed_after_its_parent(run_on) -> None:
     run_on(3, close_parent_first)
+
+
+def descriptors_and_threads() -> dict[str, int]:
+    counts = {name: len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")}
+    return {**counts, "threading": active_count()}
+
+
+def split_and_drop(comm: TorchCommunicator) -> None:
+    child = comm.split(0)
+    child.grid(ranks_per_node=1).across.gather_numbers(child.rank)
+
+
+def average_and_drop(comm: TorchCommunicator) -> None:
+    tensors = {"weight": torch.arange(5000.0)}
+    Averager(tensors, sparcel.scheme("hitopk", ranks_per_node=1)).average(tensors)
+
+
+def attach_and_drop(comm: TorchCommunicator) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(300, 20))
+    sparcel.attach(model, "hitopk", ranks_per_node=1)
+    model(torch.ones(2, 300)).sum().backward()
+
+
+def grown_after_ten(
+    comm: TorchCommunicator, use_and_drop: Callable[[TorchCommunicator], None]
+) -> dict[str, tuple[int, int]]:
+    """Return the counts before and after ten rounds that grew and stay higher for 20 s."""
+    gc.disable()  # dropping must be enough
+    try:
+        use_and_drop(comm)  # starts threads that stay
+        time.sleep(3.0)
+        before = descriptors_and_threads()
+        for _ in range(10):
+            use_and_drop(comm)
+        deadline = time.monotonic() + 20.0
+        while True:
+            after = descriptors_and_threads()
+            grown = {name: (before[name], after[name]) for name in before}
+            grown = {name: counts for name, counts in grown.items() if counts[1] > counts[0]}
+            if not grown or time.monotonic() > deadline:
+                return grown
+            time.sleep(0.1)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+@pytest.mark.parametrize("use_and_drop", [split_and_drop, average_and_drop, attach_and_drop])
+def test_what_nobody_closed_leaks_neither_descriptors_nor_threads(run_on, use_and_drop) -> None:
+    assert run_on(2, grown_after_ten, use_and_drop) == [{}, {}]
+
+
+def drop_before_the_others(comm: TorchCommunicator) -> list[int]:
+    """Drop a child on rank 0 while the others go on with it and with its parent."""
+    child = comm.split(0)
+    child.gather_numbers(child.rank)
+    rest = child.split(min(comm.rank, 1))
+    if comm.rank == 0:
+        del child, rest
+    time.sleep(3.0)
+    if comm.rank:
+        rest.gather_numbers(rest.rank)
+    return comm.gather_numbers(comm.rank)
+
+
+def test_ranks_may_drop_a_child_before_the_others(run_on) -> None:
+    assert run_on(3, drop_before_the_others) == [[0, 1, 2]] * 3
 
 
 def connect_anew(comm: TorchCommunicator) -> tuple[str, list[int]]:

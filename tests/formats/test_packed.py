@@ -135,8 +135,8 @@ def forged(**changes):
         ({"nnz": 5}, "a packed message of 5 coordinates takes 72 bytes, its header says 64"),
         ({"length": 72}, "a packed message of 3 coordinates takes 64 bytes, its header says 72"),
         ({"dense": True, "size": 3}, "impossible packed header: dense=True"),
-        ({"wide_indices": True}, "wide_indices=True, size 40"),
-        ({"size": 2**40}, "wide_indices=False, size 1099511627776"),
+        ({"wide_indices": True}, "torch.int64 indices do not belong to a stream of size 40"),
+        ({"size": 2**40}, "torch.int32 indices do not belong to a stream of size 1099511627776"),
         ({"size": 2**63 - 1, "nnz": 2**62, "wide_indices": True}, "its header says 64"),
     ],
 )

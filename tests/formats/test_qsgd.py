@@ -189,11 +189,11 @@ def forged(**changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nnz": 31}, "a qsgd message of 31 values takes 200 bytes, its header says 192"),
-        ({"length": 208}, "a qsgd message of 30 values takes 192 bytes, its header says 208"),
-        ({"wide_indices": True}, "wide_indices=True does not belong"),
-        ({"size": 2**40}, "wide_indices=False does not belong"),
-        ({"dense": True, "size": 30}, "a qsgd message of 30 values takes 72 bytes"),
+        ({"nnz": 31}, "a qsgd message of 31 coordinates takes 200 bytes, its header says 192"),
+        ({"length": 208}, "a qsgd message of 30 coordinates takes 192 bytes, its header says 208"),
+        ({"wide_indices": True}, "torch.int64 indices do not belong"),
+        ({"size": 2**40}, "torch.int32 indices do not belong"),
+        ({"dense": True, "size": 30}, "a qsgd message of 30 coordinates takes 72 bytes"),
         ({"size": 100}, "corrupt message: index 101 at position 14"),
         ({"width": 1}, "impossible qsgd header"),
         ({"dtype": torch.int32}, "impossible qsgd header"),

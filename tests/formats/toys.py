@@ -31,17 +31,7 @@ class Deltas:
             return COO.encode(stream)
         assert stream.size < 1 << 16
         content = torch.cat([self._values(stream), self._indices(stream.indices)])
-        header = Header(
-            kind=self.kind,
-            dtype=stream.dtype,
-            size=stream.size,
-            nnz=stream.nnz,
-            width=stream.width,
-            dense=False,
-            finite=stream.finite,
-            wide_indices=False,
-            length=HEADER_BYTES + content.numel(),
-        )
+        header = Header.of(stream, self.kind, HEADER_BYTES + content.numel())
         message = torch.empty(header.length, dtype=torch.uint8)
         header.pack_into(message)
         message[HEADER_BYTES:] = content

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.errors import InputError
-from sparcel.kernels import reference
+from sparcel.kernels.definitions import select as reference
 from tests.kernels.paths import Case, cases, isas, using
 
 # Fields from the highest bits down, as (shift, bins).

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.errors import InputError
-from sparcel.kernels import reference
+from sparcel.kernels.definitions import reduce as reference
 from sparcel.ops import MAX, MIN, PRODUCT, SUM, Op
 from tests.kernels.paths import using
 from tests.strategies import CIRCLE, DTYPES, same_bits

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.errors import InputError
-from sparcel.kernels import packed_words, reference
+from sparcel.kernels import packed_words
+from sparcel.kernels.definitions import packing as reference
 from tests.strategies import same_bits
 
 LARGEST = 2**63 - 1

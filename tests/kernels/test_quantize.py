@@ -7,7 +7,7 @@ from hypothesis import given
 
 from sparcel import kernels
 from sparcel.errors import InputError
-from sparcel.kernels import reference
+from sparcel.kernels.definitions import qsgd as reference
 from sparcel.kernels.philox import philox, uniform
 from tests.kernels.paths import ISAS, Case, cases, isas, using
 from tests.strategies import same_bits

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel.errors import InputError
-from sparcel.kernels import reference
+from sparcel.kernels.definitions import select as reference
 from tests.kernels.paths import ISAS, KINDS, LENGTHS, Case, cases, counts, isas, using
 from tests.sampling import meeting
 from tests.strategies import FLOATS, same_bits

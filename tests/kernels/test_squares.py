@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.kernels import cpu, reference
+from sparcel.kernels import cpu
+from sparcel.kernels.definitions import squares as reference
 from tests.kernels.paths import Case, cases, isas, using
 from tests.strategies import FLOATS, same_bits
 

@@ -18,7 +18,8 @@ from sparcel import kernels, simulate
 from sparcel.comm import Communicator
 from sparcel.cost import Rates
 from sparcel.errors import CommunicationError, MismatchError
-from sparcel.kernels import cpu, reference
+from sparcel.kernels import cpu
+from sparcel.kernels.definitions import squares as reference
 from sparcel.optim import LAMB, LARS
 from tests.optim.test_parallel import SLOW_WORK
 from tests.strategies import same_bits

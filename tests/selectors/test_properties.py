@@ -10,7 +10,8 @@ from torch import Tensor
 
 from benchmarks.paper_selectors import DoubleSampling, GaussianK
 from sparcel import kernels
-from sparcel.kernels import Addition, reference
+from sparcel.kernels import Addition
+from sparcel.kernels.definitions import select as reference
 from sparcel.selectors import (
     SELECTORS,
     Bucketed,

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 
 from sparcel.collectives.all_gather import all_gather
 from sparcel.collectives.all_gather import stages as all_gather_stages
-from sparcel.collectives.allgather import allgather
-from sparcel.collectives.allgather import stages as allgather_stages
+from sparcel.collectives.allgather_reduce import allgather
+from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.collectives.broadcast import broadcast
 from sparcel.collectives.broadcast import stages as broadcast_stages
 from sparcel.collectives.dense import dense

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from sparcel import kernels, patterns
+from sparcel.formats import Expected
 from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_stages, gather_traffic
+from sparcel.wire import Wire, gather_stages, gather_traffic
 
 
-class Piece(NamedTuple):
+class Move(NamedTuple):
     """Consecutive entries ``[start, stop)`` that move from rank ``owner`` to rank ``target``.
 
     The K entries of all ranks are numbered in the order of their indices.
@@ -27,18 +28,18 @@ class Piece(NamedTuple):
     target: int
 
 
-def pieces_to_even(counts: Sequence[int]) -> list[Piece]:
-    """Return the pieces that even out the ranks' entries; afterwards counts differ by at most one.
+def moves_to_even(counts: Sequence[int]) -> list[Move]:
+    """Return the moves that even out the ranks' entries; afterwards counts differ by at most one.
 
     Rank r has ``counts[r]`` entries before, which follow those of rank r−1. Afterwards it has the
-    entries ``[r·K // P, (r+1)·K // P)``. There are at most 2P pieces. Owner and target are often
-    the same rank.
+    entries ``[r·K // P, (r+1)·K // P)``. There are at most 2P moves, many of them from a
+    rank to itself.
     """
     ends = list(accumulate(counts))
-    dues = patterns.regions(ends[-1], len(counts))[1:]
-    cuts = sorted({0, *ends, *dues})
+    targets = patterns.regions(ends[-1], len(counts))[1:]
+    cuts = sorted({0, *ends, *targets})
     return [
-        Piece(start, stop, bisect_right(ends, start), bisect_right(dues, start))
+        Move(start, stop, bisect_right(ends, start), bisect_right(targets, start))
         for start, stop in pairwise(cuts)
     ]
 
@@ -70,11 +71,11 @@ def gather_direct(
     block: SparseStream, counts: Sequence[int], boundaries: Sequence[int], wire: Wire
 ) -> SparseStream:
     """Gather and join the ranks' blocks, each numbered from the start of its rank's region."""
-    dues = [
-        Due.like(block, nnz, stop - start)
+    expected = [
+        Expected.like(block, nnz, stop - start)
         for nnz, (start, stop) in zip(counts, pairwise(boundaries), strict=True)
     ]
-    parts = wire.gather(wire.compact(block), dues)
+    parts = wire.gather(wire.compact(block), expected)
     size = boundaries[-1]
     return _join([placed(part, boundaries[rank], size) for rank, part in enumerate(parts)])
 
@@ -85,8 +86,8 @@ def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> Spa
     Source: Ok-Topk, section 3.1.2 (data balancing).
     """
     share = -(-sum(counts) // wire.size)
-    block = _even_out(block, pieces_to_even(counts), wire)
-    return _join(wire.gather(block, [Due.like(block, share, stays_sparse=True)] * wire.size))
+    block = _even_out(block, moves_to_even(counts), wire)
+    return _join(wire.gather(block, [Expected.like(block, share, stays_sparse=True)] * wire.size))
 
 
 def placed(part: SparseStream, start: int, size: int) -> SparseStream:
@@ -101,29 +102,29 @@ def placed(part: SparseStream, start: int, size: int) -> SparseStream:
     return SparseStream.unchecked(indices, part.values, size)
 
 
-def _even_out(block: SparseStream, pieces: Sequence[Piece], wire: Wire) -> SparseStream:
-    """Send and receive the pieces that change hands."""
+def _even_out(block: SparseStream, moves: Sequence[Move], wire: Wire) -> SparseStream:
+    """Send and receive the entries that move to other ranks."""
     rank = wire.rank
-    leaving = [piece for piece in pieces if piece.owner == rank]
-    parts = {piece.target: part for piece, part in zip(leaving, _cut(block, leaving), strict=True)}
+    leaving = [move for move in moves if move.owner == rank]
+    parts = {move.target: part for move, part in zip(leaving, _cut(block, leaving), strict=True)}
     coming = {
-        piece.owner: Due.like(block, piece.stop - piece.start, stays_sparse=True)
-        for piece in pieces
-        if piece.target == rank
+        move.owner: Expected.like(block, move.stop - move.start, stays_sparse=True)
+        for move in moves
+        if move.target == rank
     }
     held = wire.exchange(
         {target: part for target, part in parts.items() if target != rank},
-        {owner: due for owner, due in coming.items() if owner != rank},
+        {owner: one for owner, one in coming.items() if owner != rank},
     )
     if rank in coming:
         held[rank] = parts[rank]
     return _join([block.empty_like(), *(held[owner] for owner in coming)])
 
 
-def _cut(block: SparseStream, pieces: Sequence[Piece]) -> list[SparseStream]:
+def _cut(block: SparseStream, moves: Sequence[Move]) -> list[SparseStream]:
     """Cut a sparse stream into consecutive parts; indices stay as they are."""
     assert block.indices is not None, "winners are sparse"
-    lengths = [piece.stop - piece.start for piece in pieces]
+    lengths = [move.stop - move.start for move in moves]
     parts = zip(block.indices.split(lengths), block.values.split(lengths), strict=True)
     return [SparseStream.unchecked(indices, values, block.size) for indices, values in parts]
 
@@ -185,10 +186,10 @@ def _gather_stages(problem: Problem, blocks: Sequence[float], entries: int) -> I
 
 
 def _moves(problem: Problem, counts: Sequence[int]) -> list[tuple[int, int, float]]:
-    """Return owner, target and bytes of each piece that changes hands."""
+    """Return owner, target and bytes of each move to another rank."""
     return [
         (owner, target, problem.sparse_message(stop - start))
-        for start, stop, owner, target in pieces_to_even(counts)
+        for start, stop, owner, target in moves_to_even(counts)
         if owner != target
     ]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel import patterns
+from sparcel.formats import Expected
 from sparcel.ops import Op
 from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Wire
 
 
 def fold(
@@ -37,7 +38,7 @@ def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream
     if wire.rank < powers:
         wire.exchange({partner: total}, {})
         return total
-    return wire.exchange({}, {partner: Due.like(total, max_nnz)})[partner]
+    return wire.exchange({}, {partner: Expected.like(total, max_nnz)})[partner]
 
 
 def group(rank: int, distance: int, ranks: int) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sparcel.formats import Expected
 from sparcel.stages import Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective, gather_stages
+from sparcel.wire import Wire, collective, gather_stages
 
 
 @collective
@@ -19,7 +20,7 @@ def all_gather(stream: SparseStream, wire: Wire, max_nnz: int | None = None) -> 
     Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams and sends P−1 streams (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
-    return wire.gather(stream, [Due.like(stream, max_nnz, stays_sparse=True)] * wire.size)
+    return wire.gather(stream, [Expected.like(stream, max_nnz, stays_sparse=True)] * wire.size)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

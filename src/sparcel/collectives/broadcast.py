@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm import Call, Communicator
+from sparcel.formats import Expected
 from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Wire
 
 TREE_BYTES = 4 << 10
 """Messages up to this length go down a tree unscattered, because rounds cost more than bytes."""
@@ -20,54 +22,57 @@ _LENGTH_BYTES = 8
 
 
 def broadcast(
-    stream: SparseStream | None, wire: Wire, root: int, due: Due | None = None
+    stream: SparseStream | None, wire: Wire, root: int, expected: Expected | None = None
 ) -> SparseStream:
     """Return the root's stream on every rank.
 
     The root scatters its message in P parts down a binomial tree; then all ranks gather the parts.
-    Short messages go down the tree unscattered. If ``due`` is None, all ranks first agree on the
-    message's length. In doing so they also learn if they disagree, for example on the root.
+    Short messages go down the tree unscattered. If ``expected`` is None, all ranks first agree on
+    the message's length. In doing so they also learn if they disagree, for example on the root.
 
     Parameters
     ----------
     stream
         The root's stream; other ranks may pass None.
-    due
+    expected
         What all ranks know about the stream, or None. If it is given, the root hears from no rank,
-        and may return although others made another call; what it exchanges next tells.
+        and may return although others made another call; its next exchange then fails.
 
-    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``due`` is None. Words of a
+    Rounds: 2⌈log₂P⌉; ⌈log₂P⌉ for short messages; ⌈log₂P⌉ more if ``expected`` is None. Words of a
     long message of k entries: the root sends at most 4k, each other rank sends at most 2k and
     receives at most 3k.
     Source: van de Geijn's scattered broadcast, as in Thakur, Rabenseifner and Gropp 2005, section
     4.3.
     """
-    call = Call.of("broadcast", {"root": root, "due": due, "format": wire.format})
-    return wire.comm.call(call, lambda: _broadcast(stream, wire, root, due))
+    comm = wire.comm
+
+    def job() -> SparseStream:
+        message = None
+        if wire.rank == root:
+            assert stream is not None, "the root passes a stream"
+            message = wire.encode(stream)
+        if expected is not None:
+            at_most = wire.most_bytes(expected)
+        else:
+            at_most = _largest(0 if message is None else message.numel(), comm)
+        if _goes_whole(wire.size, at_most):
+            message = _down_tree(message, comm, root, at_most)
+        else:
+            cuts = patterns.regions(at_most, wire.size)
+            message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
+        return wire.decode(root, message, expected)
+
+    facts = {"root": root, "expected": expected, "format": wire.format}
+    return comm.call(Call.of("broadcast", facts), job)
 
 
-def _broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due | None) -> SparseStream:
-    comm, message = wire.comm, None
-    if wire.rank == root:
-        assert stream is not None, "the root passes a stream"
-        message = wire.encode(stream)
-    if due is not None:
-        at_most = wire.most_bytes(due)
-    else:
-        at_most = _largest(0 if message is None else message.numel(), comm)
-    if _goes_whole(wire.size, at_most):
-        message = _down_tree(message, comm, root, at_most)
-    else:
-        cuts = patterns.regions(at_most, wire.size)
-        message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
-    return wire.decode(root, message, due)
-
-
-def tree_broadcast(stream: SparseStream | None, wire: Wire, root: int, due: Due) -> SparseStream:
+def tree_broadcast(
+    stream: SparseStream | None, wire: Wire, root: int, expected: Expected
+) -> SparseStream:
     """Return the root's stream on every rank, sent down a binomial tree: ⌈log₂P⌉ rounds."""
     message = None if stream is None else wire.encode(stream)
-    message = _down_tree(message, wire.comm, root, wire.most_bytes(due))
-    return wire.decode(root, message, due)
+    message = _down_tree(message, wire.comm, root, wire.most_bytes(expected))
+    return wire.decode(root, message, expected)
 
 
 def _largest(number: int, comm: Communicator) -> int:
@@ -114,35 +119,25 @@ def _scatter(message: Tensor | None, comm: Communicator, root: int, cuts: Sequen
 
 
 def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
-    """Gather and join the parts of all ranks, by Bruck's pattern.
+    """Gather and join the parts of all ranks; see `_scatter`."""
+    sizes = [stop - start for start, stop in pairwise(cuts)]
 
-    A rank first collects the parts after its own in ``upper``. Once it has the last part, it
-    collects the parts from the first one on in ``lower``.
-    """
-    ranks = comm.size
-    place = (comm.rank - root) % ranks
-    upper, lower = own, own[:0]
-    for below, above, distance, count in patterns.bruck(comm.rank, ranks):
-        leaving = [
-            upper[: cuts[min(place + count, ranks)] - cuts[place]],
-            lower[: cuts[max(place + count - ranks, 0)]],
-        ]
-        arriving = (place + distance) % ranks
-        at_most = _span(arriving, count, cuts)
-        parts = comm.exchange_parts({below: leaving}, {above: at_most})[above]
-        arrived = torch.cat(parts)
-        # The parts are cyclic: the first part follows the last.
-        wrapped = min(arrived.numel(), cuts[max(arriving + count - ranks, 0)])
-        first, second = arrived.split([arrived.numel() - wrapped, wrapped])
-        if place + distance < ranks:
-            upper, lower = torch.cat((upper, first)), second
-        else:
-            lower = torch.cat((lower, first))
-    return torch.cat((lower, upper))
+    def cut(parts: list[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
+        places, arrived = [(rank - root) % comm.size for rank in ranks], torch.cat(parts)
+        left, lengths = arrived.numel(), dict.fromkeys(places, 0)
+        for place in sorted(places):  # the message's last parts are the ones that may be short
+            lengths[place] = min(sizes[place], left)
+            left -= lengths[place]
+        messages: tuple[Tensor, ...] = arrived.split([lengths[place] for place in places])
+        return messages
+
+    bounds = [sizes[(rank - root) % comm.size] for rank in range(comm.size)]
+    gathered = comm.gather_in_rounds(own, bounds, cut)
+    return torch.cat([*gathered[root:], *gathered[:root]])
 
 
 def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of `broadcast` from rank 0 with ``due=None``."""
+    """Yield the stages of `broadcast` from rank 0 with ``expected=None``."""
     nbytes = problem.sparse_message(problem.entries([0]))
     yield Work("encode", nbytes, 1 / problem.ranks)
     for _, _, distance, _ in patterns.bruck(problem.rank, problem.ranks):
@@ -186,10 +181,3 @@ def tree_stages(nbytes: float, rank: int, ranks: int, root: int) -> Iterator[Exc
 
 def _goes_whole(ranks: int, at_most: int) -> bool:
     return ranks <= 2 or at_most <= TREE_BYTES
-
-
-def _span(first: int, count: int, cuts: Sequence[int]) -> int:
-    """Return the most bytes of ``count`` consecutive parts; part 0 follows the last."""
-    ranks = len(cuts) - 1
-    upper = cuts[min(first + count, ranks)] - cuts[first]
-    return upper + cuts[max(first + count - ranks, 0)]

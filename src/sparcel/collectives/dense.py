@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import EngineSum, Problem, Stage, Work, copied, scattered
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective, gather_stages
+from sparcel.wire import Wire, collective, gather_stages
 
 
 @collective
@@ -36,7 +37,7 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool:
         When sizes, dtypes or widths differ.
     """
     empty = stream.empty_like()
-    streams = wire.gather(empty, [Due.like(empty, max_nnz=0)] * wire.size)
+    streams = wire.gather(empty, [Expected.like(empty, max_nnz=0)] * wire.size)
     return all(other.finite for other in streams)
 
 

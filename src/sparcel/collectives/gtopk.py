@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from sparcel import patterns
 from sparcel._checks import all_finite
 from sparcel.collectives._blocks import placed
-from sparcel.collectives.allgather import allgather
-from sparcel.collectives.allgather import stages as allgather_stages
+from sparcel.collectives.allgather_reduce import allgather
+from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.collectives.broadcast import tree_broadcast, tree_stages
+from sparcel.formats import Expected
 from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, chosen, copied
 from sparcel.stream import SparseStream, reduce
-from sparcel.wire import Due, Wire, collective
+from sparcel.wire import Wire, collective
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
         if parent is not None:
             wire.exchange({parent: wire.compact(total)}, {})
         elif child is not None:
-            arrived = wire.exchange({}, {child: Due.like(total, k)})[child]
+            arrived = wire.exchange({}, {child: Expected.like(total, k)})[child]
             pair = wire.reduce([total, arrived])
             pair.finite = pair.finite and all_finite(pair.values)
             total, rest = pair.topk(k)
             dropped.append(rest)
     winners = wire.compact(total) if wire.rank == 0 else None
-    total = tree_broadcast(winners, wire, 0, Due.like(stream, k))
+    total = tree_broadcast(winners, wire, 0, Expected.like(stream, k))
     if total.is_dense:
         total = total.largest(k)
     return GlobalTopk(total, reduce(dropped))

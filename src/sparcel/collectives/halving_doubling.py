@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_stages, unfold, unfold_stages
+from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, copied, merge_two
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective
+from sparcel.wire import Wire, collective
 
 
 @collective
@@ -58,7 +59,7 @@ def _double(total: SparseStream, boundaries: Sequence[int], wire: Wire, op: Op) 
     for peer, _, distance, _ in patterns.doubling(wire.rank, len(boundaries) - 1):
         start, middle, stop = _halves(wire.rank, distance, boundaries)
         size = stop - middle if wire.rank < peer else middle - start
-        arrived = wire.exchange({peer: total}, {peer: Due.like(total, size=size)})[peer]
+        arrived = wire.exchange({peer: total}, {peer: Expected.like(total, size=size)})[peer]
         total = wire.concatenate([total, arrived] if wire.rank < peer else [arrived, total], op)
     return total
 

@@ -1,4 +1,4 @@
-"""Ok-Topk into the owners' memory: what does not win stays where its parts meet."""
+"""Ok-Topk that sums into the owners' memory, where what does not win stays."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ it is 3.0 of 5.8 ms in docs/benchmark.md."""
 class HeldTopk:
     """The largest coordinates of all regions, and what came to this rank's region and left it.
 
-    ``total`` is sparse and the same on all ranks, and not ``finite`` if a region is not; the others
-    are then meaningless. ``arrived`` is numbered from the region's start, and may be dense;
+    ``total`` is sparse and the same on all ranks, and not ``finite`` if a region is not; the other
+    two are then meaningless. ``arrived`` is numbered from the region's start, and may be dense;
     ``released`` is a sparse stream of the whole vector.
     """
 
@@ -72,34 +72,26 @@ def oktopk_held(
         "dtype": stream.dtype,
         "format": wire.format,
     }
-    call = Call.of("oktopk_held", facts)
-    return wire.comm.call(call, lambda: _oktopk_held(stream, held, boundaries, wire, k, max_nnz))
 
+    def add_and_take() -> HeldTopk:
+        start, size = boundaries[wire.rank], stream.size
+        arrived = reduce_regions(stream, boundaries, wire, max_nnz=max_nnz)
+        if arrived.indices is None:
+            held.add_(arrived.values)
+        else:
+            kernels.scatter_reduce(held, arrived.indices, arrived.values, SUM)
+        winners = global_topk(held, wire.comm, k, size, arrived.finite)
+        if not winners.finite:
+            return HeldTopk(stream.void_like(), arrived, stream.empty_like())
+        with timed("select"):
+            indices, values = kernels.topk(held, winners.counts[wire.rank])
+        kernels.scatter(held, indices, values.new_zeros(values.numel()))
+        block = SparseStream.unchecked(indices, values, held.numel())
+        evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)
+        total = gather_blocks(block, winners.counts, boundaries, wire, evened)
+        return HeldTopk(total, arrived, placed(block, start, size))
 
-def _oktopk_held(
-    stream: SparseStream,
-    held: Tensor,
-    boundaries: Sequence[int],
-    wire: Wire,
-    k: int,
-    max_nnz: int | None,
-) -> HeldTopk:
-    start, size = boundaries[wire.rank], stream.size
-    arrived = reduce_regions(stream, boundaries, wire, max_nnz=max_nnz)
-    if arrived.indices is None:
-        held.add_(arrived.values)
-    else:
-        kernels.scatter_reduce(held, arrived.indices, arrived.values, SUM)
-    winners = global_topk(held, wire.comm, k, size, arrived.finite)
-    if not winners.finite:
-        return HeldTopk(stream.void_like(), arrived, stream.empty_like())
-    with timed("select"):
-        indices, values = kernels.topk(held, winners.counts[wire.rank])
-    kernels.scatter(held, indices, values.new_zeros(values.numel()))
-    block = SparseStream.unchecked(indices, values, held.numel())
-    evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)
-    total = gather_blocks(block, winners.counts, boundaries, wire, evened)
-    return HeldTopk(total, arrived, placed(block, start, size))
+    return wire.comm.call(Call.of("oktopk_held", facts), add_and_take)
 
 
 def stages(problem: Problem, course: Course) -> Iterator[Stage]:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
+from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import Exchange, Problem, Stage, Work, copied, merge_all
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective
+from sparcel.wire import Wire, collective
 
 Range = tuple[int, int]
 
@@ -72,7 +73,7 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
         parts = [SparseStream.unchecked(None, vector[lo:hi], hi - lo) for lo, hi in places]
         arrived = wire.exchange(
             {owner: parts[owner] for owner, *_ in rounds},
-            {source: Due.like(parts[wire.rank]) for _, source, *_ in rounds},
+            {source: Expected.like(parts[wire.rank]) for _, source, *_ in rounds},
         )
         arrived[wire.rank] = parts[wire.rank]
         start, stop = places[wire.rank]

@@ -56,14 +56,14 @@ def balanced_boundaries(
     edges = torch.cat((_subdivide(start, stop, counters), stop))
     below, finite = count_below(edges)
     edges, below = torch.cat((start, edges)), torch.cat((start, below))
-    due = torch.arange(1, ranks) * below[-1] // ranks
+    wanted = torch.arange(1, ranks) * below[-1] // ranks
     tolerance = max(ranks, TOLERANCE, int(below[-1]) // (ranks * TOLERATED))
-    while finite and (crowded := _crowded(below, due, tolerance)).numel():
+    while finite and (crowded := _crowded(below, wanted, tolerance)).numel():
         new = _subdivide(edges[crowded], edges[crowded + 1], counters // crowded.numel())
         edges, order = torch.cat((edges, new)).sort()
         below = torch.cat((below, count_below(new)[0]))[order]
-    cell = _cells(below, due)
-    nearer = cell + (2 * (due - below[cell]) > below.diff()[cell]).long()
+    cell = _cells(below, wanted)
+    nearer = cell + (2 * (wanted - below[cell]) > below.diff()[cell]).long()
     return [0, *edges[nearer].tolist(), size], finite
 
 
@@ -73,18 +73,18 @@ def boundaries_stages(problem: Problem, sums: Sequence[Counted]) -> Iterator[Sta
         yield from sum_stages(problem, counted, problem.ranks * problem.k)
 
 
-def _cells(below: Tensor, due: Tensor) -> Tensor:
-    """Return, for each boundary, the last cell with at most ``due`` entries below it.
+def _cells(below: Tensor, wanted: Tensor) -> Tensor:
+    """Return, for each boundary, the last cell with at most ``wanted`` entries below it.
 
     Cell j lies between edges j and j + 1, and has ``below[j]`` entries below it.
     """
-    cells = torch.searchsorted(below, due, right=True) - 1
+    cells = torch.searchsorted(below, wanted, right=True) - 1
     return cells.clamp(max=below.numel() - 2)
 
 
-def _crowded(below: Tensor, due: Tensor, tolerance: int) -> Tensor:
+def _crowded(below: Tensor, wanted: Tensor, tolerance: int) -> Tensor:
     """Return the boundaries' cells that hold more than ``tolerance`` entries."""
-    cells: Tensor = _cells(below, due).unique()
+    cells: Tensor = _cells(below, wanted).unique()
     return cells[below.diff()[cells] > tolerance]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel import patterns
+from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective
+from sparcel.wire import Wire, collective
 
 
 @collective
@@ -32,11 +33,11 @@ def ring(
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
         leaving, arriving = parts[(rank - step) % ranks], (rank - step - 1) % ranks
         own = parts[arriving]
-        came = wire.exchange({after: leaving}, {before: Due.like(own, bound)})[before]
+        came = wire.exchange({after: leaving}, {before: Expected.like(own, bound)})[before]
         parts[arriving] = wire.reduce([came, own], op)
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
         leaving, arriving = parts[(rank + 1 - step) % ranks], (rank - step) % ranks
-        coming = {before: Due.like(parts[arriving], bound)}
+        coming = {before: Expected.like(parts[arriving], bound)}
         parts[arriving] = wire.exchange({after: leaving}, coming)[before]
     return wire.concatenate(parts, op)
 

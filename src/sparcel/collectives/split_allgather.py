@@ -11,11 +11,11 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.collectives.reduce_scatter import stages as reduce_scatter_stages
-from sparcel.formats import Qsgd
+from sparcel.formats import Expected, Qsgd
 from sparcel.ops import SUM, Op
 from sparcel.stages import Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, collective, gather_stages
+from sparcel.wire import Wire, collective, gather_stages
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def _reduce_quantized(
     for owner, *_ in rounds:
         sends[owner], error = quantizer.encode(parts[owner], first + boundaries[owner])
         lost[owner] = error or lost[owner]
-    due = Due.like(own, max_nnz)
-    receives = {source: wire.most_bytes(due) for _, source, *_ in rounds}
+    expected = Expected.like(own, max_nnz)
+    receives = {source: wire.most_bytes(expected) for _, source, *_ in rounds}
     messages = wire.comm.exchange(sends, receives)
-    streams = {rank: wire.decode(rank, message, due) for rank, message in messages.items()}
+    streams = {rank: wire.decode(rank, message, expected) for rank, message in messages.items()}
     streams[wire.rank] = own
     return wire.reduce([streams[rank] for rank in range(wire.size)]), lost
 
@@ -95,8 +95,8 @@ def _gather_regions(
     """Gather the owners' messages, in the wire's format, and return the decoded regions."""
     bound = None if max_nnz is None else max_nnz * wire.size
     boundaries = patterns.regions(like.size, wire.size)
-    dues = [Due.like(like, bound, stop - start) for start, stop in pairwise(boundaries)]
-    return wire.gather_messages(message, dues)
+    expected = [Expected.like(like, bound, stop - start) for start, stop in pairwise(boundaries)]
+    return wire.gather_messages(message, expected)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

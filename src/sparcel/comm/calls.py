@@ -42,8 +42,8 @@ class Call(NamedTuple):
         return cls(text, digest(text, _FINGERPRINT_BITS))
 
 
-class Place(NamedTuple):
-    """The call that a rank began last, and its place in the program.
+class LatestCall(NamedTuple):
+    """The call that a rank began last, and its position in the program.
 
     Attributes
     ----------
@@ -85,19 +85,19 @@ class Place(NamedTuple):
 class Calls:
     """The calls of one process on a communicator and on those split from it.
 
-    Only jobs make calls, so one thread at a time changes this. Any thread may read ``place``.
+    Only jobs make calls, so one thread at a time changes this. Any thread may read ``latest``.
 
     Attributes
     ----------
     fingerprint
         Of the call under way and the calls around it; 0 outside of calls.
-    place
+    latest
         The call that began last, or None before the first one.
     """
 
     def __init__(self) -> None:
         self.fingerprint = 0
-        self.place: Place | None = None
+        self.latest: LatestCall | None = None
         self._under_way: tuple[Call, ...] = ()
         self._outer: Counter[str] = Counter()
 
@@ -107,12 +107,12 @@ class Calls:
         self.fingerprint = (31 * fingerprint + call.fingerprint) % (1 << _FINGERPRINT_BITS)
         if not around:
             self._outer[label] += 1
-            self.place = Place(label, self._outer[label], ((0, call),), (call,))
+            self.latest = LatestCall(label, self._outer[label], ((0, call),), (call,))
             self._under_way = (call,)
-        elif self.place is not None and label == self.place.label:
+        elif self.latest is not None and label == self.latest.label:
             self._under_way = (*around, call)
-            begun = (*self.place.begun, (len(around), call))
-            self.place = Place(label, self.place.outer, begun, self._under_way)
+            begun = (*self.latest.begun, (len(around), call))
+            self.latest = LatestCall(label, self.latest.outer, begun, self._under_way)
         try:
             return job()
         finally:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self, TypeVar
 
 import torch
@@ -15,9 +14,8 @@ from sparcel import patterns
 from sparcel.comm.calls import Call, Calls
 from sparcel.comm.engine import other_length
 from sparcel.comm.jobs import Job
-from sparcel.comm.nodes import Grid, nodes_of, own_location
+from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
-from sparcel.errors import InputError, MismatchError
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
 
@@ -40,7 +38,7 @@ class Communicator(ABC):
     device
         The device that holds messages: the CPU, or the engine's device.
     carrier
-        What carries the messages, as people call it: Gloo, NCCL, MPI, a simulated cluster.
+        The name of what carries the messages: Gloo, NCCL, MPI, a simulated cluster.
     traffic
         Messages and bytes that this rank sent and received so far, including those of communicators
         that were split from this one.
@@ -62,9 +60,18 @@ class Communicator(ABC):
     calls: Calls
     label: str
     rates: Rates | None = None
-    _divided_rates: tuple[Rates | None, Rates | None] = None, None
 
     @abstractmethod
+    def exchange_parts(
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+    ) -> dict[int, list[Tensor]]:
+        """Exchange messages that are given in parts; return those received in parts, by source.
+
+        A message is the bytes of its parts in order. The boundaries of parts are not transmitted:
+        the communicator is free to return a message in any number of parts. Otherwise as
+        `exchange`.
+        """
+
     def exchange(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
     ) -> dict[int, Tensor]:
@@ -88,21 +95,11 @@ class Communicator(ABC):
             When a message belongs to another call than the one under way here, or is longer than
             its bound; or when another rank found this. The communicator cannot be used after that.
         """
-
-    def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
-    ) -> dict[int, list[Tensor]]:
-        """Exchange messages that are given in parts; return those received in parts, by source.
-
-        A message is the bytes of its parts in order. The boundaries of parts are not transmitted:
-        the communicator is free to return a message in any number of parts. Otherwise as
-        `exchange`.
-        """
-        joined = {
-            rank: parts[0] if len(parts) == 1 else torch.cat(list(parts))
-            for rank, parts in sends.items()
+        received = self.exchange_parts({rank: [sent] for rank, sent in sends.items()}, receives)
+        return {
+            rank: parts[0] if len(parts) == 1 else torch.cat(parts)
+            for rank, parts in received.items()
         }
-        return {rank: [message] for rank, message in self.exchange(joined, receives).items()}
 
     def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
         """Send a message to every other rank; return the messages of all ranks, by rank.
@@ -133,10 +130,8 @@ class Communicator(ABC):
 
         Raises
         ------
-        CommunicationError
-            As `exchange`.
-        MismatchError
-            As `exchange`, and when a part is shorter than ``arriving`` says.
+        CommunicationError, MismatchError
+            As `exchange`; also `MismatchError` when a part is shorter than ``arriving`` says.
         """
         parts = message.split(list(leaving))
         rounds = patterns.rotation(self.rank, self.size)
@@ -212,21 +207,44 @@ class Communicator(ABC):
         """
         if self.size <= DIRECT_RANKS:
             blocks = self.gather(block, max(nbytes))
-            for rank, (one, due) in enumerate(zip(blocks, nbytes, strict=True)):
-                if one.numel() != due:
-                    raise other_length(rank, one.numel(), self.rank, due)
+            for rank, (one, expected) in enumerate(zip(blocks, nbytes, strict=True)):
+                if one.numel() != expected:
+                    raise other_length(rank, one.numel(), self.rank, expected)
             return torch.cat(blocks)
-        lengths = [*nbytes[self.rank :], *nbytes[: self.rank]]
-        # From here on, held has the blocks of this rank and of those that follow it.
-        held = block
-        for below, above, distance, count in patterns.bruck(self.rank, self.size):
-            due = sum(lengths[distance : distance + count])
-            leaving = held[: sum(lengths[:count])]
-            arrived = self.exchange({below: leaving}, {above: due})[above]
-            if arrived.numel() != due:
-                raise other_length(above, arrived.numel(), self.rank, due)
-            held = torch.cat((held, arrived))
-        return held.roll(sum(nbytes[: self.rank]))
+
+        def cut(parts: list[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
+            arrived, lengths = torch.cat(parts), [nbytes[rank] for rank in ranks]
+            if arrived.numel() != sum(lengths):
+                raise other_length(ranks[0], arrived.numel(), self.rank, sum(lengths))
+            messages: tuple[Tensor, ...] = arrived.split(lengths)
+            return messages
+
+        return torch.cat(self.gather_in_rounds(block, nbytes, cut))
+
+    def gather_in_rounds(
+        self,
+        own: Tensor,
+        at_most: Sequence[int],
+        cut: Callable[[list[Tensor], Sequence[int]], Sequence[Tensor]],
+    ) -> list[Tensor]:
+        """Return the messages of all ranks, by rank, in ⌈log₂P⌉ rounds by Bruck's pattern.
+
+        Parameters
+        ----------
+        own
+            This rank's message.
+        at_most
+            The most bytes of each rank's message; the same on all ranks.
+        cut
+            Given what came, in any parts, and the ranks whose messages it holds end to end, returns
+            these messages.
+        """
+        held = [own]  # the messages of this rank and of those that follow it
+        for below, above, _, count in patterns.bruck(self.rank, self.size):
+            ranks = [(above + place) % self.size for place in range(count)]
+            bound = sum([at_most[rank] for rank in ranks])
+            held += cut(self.exchange_parts({below: held[:count]}, {above: bound})[above], ranks)
+        return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node, by rank; all ranks call, in a job.
@@ -243,8 +261,7 @@ class Communicator(ABC):
         """
         nodes = self.nodes()
         count = nodes.count(nodes[0])
-        regular = nodes == [rank // count for rank in range(self.size)]
-        return count if regular else 1
+        return count if nodes == [rank // count for rank in range(self.size)] else 1
 
     def grid(self, ranks_per_node: int | None = None) -> Grid:
         """Return the communicators of this rank's node and of its place on all nodes.
@@ -265,44 +282,19 @@ class Communicator(ABC):
             When other ranks gave another ``ranks_per_node``.
         """
         if ranks_per_node not in self._grids:
-            nodes = (
-                self.nodes()
-                if ranks_per_node is None
-                else [rank // ranks_per_node for rank in range(self.size)]
-            )
-            self._grids[ranks_per_node] = self._split_in_grid(nodes)
+            if ranks_per_node is None:
+                nodes = self.nodes()
+            else:
+                nodes = [rank // ranks_per_node for rank in range(self.size)]
+            self._grids[ranks_per_node] = split_in_grid(self, nodes)
         grid = self._grids[ranks_per_node]
-        grid.across.rates = self._rates_across()
+        grid.across.rates = None if self.rates is None else _across_nodes(self.rates)
         return grid
-
-    def _rates_across(self) -> Rates | None:
-        """Return the rates between nodes, no two ranks on one: one object as long as `rates` is."""
-        given, across = self._divided_rates
-        if given is not self.rates:
-            given = self.rates
-            across = None if given is None else given.across_nodes()
-            self._divided_rates = given, across
-        return across
 
     @cached_property
     def _grids(self) -> dict[int | None, Grid]:
         return {}
 
-    def _split_in_grid(self, nodes: list[int]) -> Grid:
-        sizes = Counter(nodes)
-        if len(set(sizes.values())) > 1:
-            raise InputError(
-                f"nodes must have equally many ranks, got {list(sizes.values())}; give another"
-                " ranks_per_node, or start as many processes on each"
-            )
-        own = nodes[self.rank]
-        place = nodes[: self.rank].count(own)
-        made = Grid(self.split(own), self.split(place))
-        expected = sizes[own], len(sizes)
-        if (made.node.size, made.across.size) != expected:
-            raise MismatchError(
-                f"ranks divide into nodes differently: rank {self.rank} has {expected[1]} nodes of"
-                f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
-                " ranks_per_node"
-            )
-        return made
+
+_across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)
+"""Return one object for one object of rates, since choices are remembered by it."""

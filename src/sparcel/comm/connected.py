@@ -21,6 +21,20 @@ from sparcel.profiling import timed
 
 T = TypeVar("T")
 
+
+class _Family:
+    """The communicators that were split from one another; the executor ends with the last one.
+
+    They do not refer to one another, so each is collected as soon as nothing else refers to it.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        # The finalizer only shuts down, and does not wait: the other ranks may drop their
+        # communicators later, or never.
+        weakref.finalize(self, executor.shutdown).atexit = False
+
+
 _REDUCED_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -56,29 +70,37 @@ class ConnectedCommunicator(Communicator):
         self.device, self.carrier = self.engine.device, self.engine.carrier
         self._splits = 0
         self._failure = rendezvous.failure()
-        self._parent = parent  # keeps the parent alive
-        self._executor: Executor
-        if parent is not None:
-            self._executor = parent._executor
+        self._is_first = parent is None
+        self._family: _Family
+        if parent is None:
+            me = rendezvous.members[rendezvous.rank]
+            self._family = _Family(Executor(me, self._failure))
         else:
-            self._executor = Executor(rendezvous.members[rendezvous.rank], self._failure)
-            # The finalizer only shuts down, and does not wait: the other ranks may drop their
-            # communicator later, or never.
-            weakref.finalize(self, self._executor.shutdown).atexit = False
+            self._family = parent._family
+            release = self._executor.release
+            weakref.finalize(self, release, self.engine, self._failure).atexit = False
         self.calls = self._executor.calls
         self._executor.engines.append(self.engine)
 
-    def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        """See `Communicator.exchange`."""
-        return self._exchange({rank: [message] for rank, message in sends.items()}, receives)
+    @property
+    def _executor(self) -> Executor:
+        return self._family.executor
 
+    @timed("messages")
     def exchange_parts(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, list[Tensor]]:
         """See `Communicator.exchange_parts`; messages arrive in one part."""
-        return {rank: [message] for rank, message in self._exchange(sends, receives).items()}
+
+        def job() -> dict[int, list[Tensor]]:
+            received = self.engine.exchange(sends, receives, self.calls.fingerprint)
+            self.traffic.count(
+                [sum([part.numel() for part in parts]) for parts in sends.values()],
+                [message.numel() for message in received.values()],
+            )
+            return {rank: [message] for rank, message in received.items()}
+
+        return self.run(job)
 
     @timed("messages")
     def all_reduce(self, tensor: Tensor, op: Op = SUM) -> None:
@@ -129,30 +151,20 @@ class ConnectedCommunicator(Communicator):
         """Wait for the jobs submitted so far and disconnect; all ranks call at about the same time.
 
         Closing a communicator also closes all communicators that were split from it, and ends their
-        thread. A communicator closes itself when it is no longer referred to, and when the
-        interpreter exits.
+        thread. Without a call, all of this happens once nothing refers to any of them, or when the
+        interpreter exits. One that was split from another disconnects within seconds after nothing
+        refers to it on any rank.
         """
         if self.closed:
             return
         self.closed = True
-        if self._parent is None:
+        if self._is_first:
             self._executor.close(seconds=None)
         else:
             with suppress(CommunicationError):  # the parent was closed, and this one with it
                 self._executor.queue.submit(
                     lambda: self._executor.disconnect(self.engine, self._failure)
                 ).wait()
-
-    @timed("messages")
-    def _exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        def job() -> dict[int, Tensor]:
-            received = self.engine.exchange(sends, receives, self.calls.fingerprint)
-            self.traffic.count(sends, received)
-            return received
-
-        return self.run(job)
 
     def _check_open(self) -> None:
         if self.closed:

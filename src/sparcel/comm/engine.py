@@ -23,7 +23,7 @@ class Engine(Protocol):
 
     @property
     def carrier(self) -> str:
-        """What carries the messages, as people call it."""
+        """The name of what carries the messages."""
 
     @property
     def waiting(self) -> bool:
@@ -90,13 +90,10 @@ def late(me: int, seconds: float, peer: int | None) -> LostPeerError:
 
 def too_long(peer: int, nbytes: int, me: int, at_most: int) -> MismatchError:
     """Return the error of rank ``me`` to which ``peer`` sent more bytes than it expected."""
-    return MismatchError(
-        f"rank {peer} sent {nbytes} bytes to rank {me}, which expected at most {at_most}; the"
-        " ranks' sizes, dtypes or counts differ"
-    )
+    return other_length(peer, nbytes, me, f"at most {at_most}")
 
 
-def other_length(peer: int, nbytes: int, me: int, expected: int) -> MismatchError:
+def other_length(peer: int, nbytes: int, me: int, expected: int | str) -> MismatchError:
     """Return the error of rank ``me`` to which ``peer`` sent more or fewer bytes than expected."""
     return MismatchError(
         f"rank {peer} sent {nbytes} bytes to rank {me}, which expected {expected}; the ranks'"

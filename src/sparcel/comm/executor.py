@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TypeVar
 
@@ -57,6 +59,7 @@ class Executor:
         self.queue = JobQueue("sparcel")
         self.engines: list[Engine] = []
         self.job_failed = False
+        self._released: deque[tuple[Engine, Failure]] = deque()
         _alive.add(self)
         _start_monitor()
 
@@ -88,8 +91,14 @@ class Executor:
         finished = self.failure.cause is not None or failure.finish(_FINISH_SECONDS)
         if not finished and failure is self.failure:
             self.abort(Cause(f"rank {self.me} closed its communicator before the others"))
-        engine.abort()
-        self.engines.remove(engine)
+        self._drop(engine)
+
+    def release(self, engine: Engine, failure: Failure) -> None:
+        """Let the monitor close a communicator's connections once all ranks have let go of it.
+
+        The garbage collector may call this, inside any other call.
+        """
+        self._released.append((engine, failure))
 
     def shutdown(self) -> None:
         """Let the thread run the jobs submitted so far, close all connections, and end."""
@@ -107,8 +116,9 @@ class Executor:
 
         The job may wait for a rank that has not heard of a failure itself, or that is in another
         call. Moreover, Gloo does not wake a thread that has sent or received half a message when
-        the connection breaks.
+        the connection breaks. Connections that no rank uses any more are closed on this occasion.
         """
+        self._drop_released()
         since = self.queue.since
         if since is None or time.monotonic() - since < _MONITOR_SECONDS:
             return
@@ -148,25 +158,39 @@ class Executor:
 
         Ranks that wait for one another in different calls get no message that tells them so.
         """
-        place = self.calls.place
-        if place is None:
+        latest = self.calls.latest
+        if latest is None:
             return None
-        other = self.failure.compare(place.position, self.me, place.history)
+        other = self.failure.compare(latest.position, self.me, latest.history)
         if other is None:
             return None
         return Cause(f"ranks {other} and {self.me} wait in different calls; {SAME_CALLS}", True)
 
     def _explained(self, cause: Cause) -> Cause:
         """Return a cause that also says what the ranks called, where that differs."""
-        if not cause.disagreed or self.calls.place is None:
+        if not cause.disagreed or self.calls.latest is None:
             return cause
-        calls = self.failure.gather_calls(self.me, self.calls.place.texts, _CALL_SECONDS)
+        calls = self.failure.gather_calls(self.me, self.calls.latest.texts, _CALL_SECONDS)
         return Cause("; ".join(filter(None, (cause.text, differences(calls)))), disagreed=True)
+
+    def _drop_released(self) -> None:
+        for engine, failure in [self._released.popleft() for _ in range(len(self._released))]:
+            if engine not in self.engines:
+                continue  # it was closed
+            if self.failure.cause is not None or failure.finish(0.0):
+                self._drop(engine)
+            else:
+                self._released.append((engine, failure))
+
+    def _drop(self, engine: Engine) -> None:
+        engine.abort()
+        with suppress(ValueError):  # another thread closed it meanwhile
+            self.engines.remove(engine)
 
     def _disconnect_all(self) -> None:
         self.disconnect(self.engines[0], self.failure)
         for engine in list(self.engines):
-            engine.abort()
+            self._drop(engine)
         _alive.discard(self)
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -37,42 +37,8 @@ class Cause(NamedTuple):
         return (MismatchError if self.disagreed else CommunicationError)(self.text)
 
 
-class Failure(Protocol):
-    """The failure of a communicator, if any, which its ranks share.
-
-    Attributes
-    ----------
-    cause
-        The first cause that this rank knows of, or None.
-    """
-
-    cause: Cause | None
-
-    def publish(self, cause: Cause, patience: float = 0.0) -> Cause:
-        """Publish why the communicator failed, unless a rank did so before; return the first cause.
-
-        A rank that saw a connection close, and knows no more, gives a ``patience``: it waits so
-        many seconds for another rank's cause.
-        """
-
-    def read(self) -> Cause | None:
-        """Return the cause that a rank has published, or None."""
-
-    def compare(self, position: str, rank: int, history: str) -> int | None:
-        """Return a rank that made other calls at this position in the program, or None.
-
-        A history is one line for each call. Ranks may be at different lines of the same history.
-        """
-
-    def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
-        """Give the others this rank's call; return the calls that came within ``patience`` s."""
-
-    def finish(self, patience: float) -> bool:
-        """Announce that this rank is done; return whether all ranks are within ``patience`` s."""
-
-
-class StoreFailure:
-    """The failure state of ranks that have a store.
+class Failure:
+    """The failure of a communicator, if any, which its ranks share through a store.
 
     Parameters
     ----------
@@ -80,36 +46,52 @@ class StoreFailure:
         A store that no other communicator uses.
     size
         Number of ranks.
+
+    Attributes
+    ----------
+    cause
+        The first cause that this rank knows of, or None.
     """
 
     def __init__(self, store: Store, size: int) -> None:
         self._store, self._size = store, size
         self.cause: Cause | None = None
         self._position = ""  # the last one given to `compare`
+        self._announced = False
 
     def publish(self, cause: Cause, patience: float = 0.0) -> Cause:
-        """See `Failure.publish`."""
+        """Publish why the communicator failed, unless a rank did so before; return the first cause.
+
+        A rank that saw a connection close, and knows no more, gives a ``patience``: it waits so
+        many seconds for another rank's cause.
+        """
         if self.cause is None:
-            first = bounded(lambda: self._publish(cause, patience), patience + STORE_SECONDS)
+            first = answer_within(lambda: self._publish(cause, patience), patience + STORE_SECONDS)
             self.cause = first or cause
         return self.cause
 
     def read(self) -> Cause | None:
-        """See `Failure.read`."""
-        return self.cause or bounded(self._read, STORE_SECONDS)
+        """Return the cause that a rank has published, or None."""
+        return self.cause or answer_within(self._read, STORE_SECONDS)
 
     def compare(self, position: str, rank: int, history: str) -> int | None:
-        """See `Failure.compare`."""
-        return bounded(lambda: self._compare(position, rank, history), STORE_SECONDS)
+        """Return a rank that made other calls at this position in the program, or None.
+
+        A history is one line for each call. Ranks may be at different lines of the same history.
+        """
+        return answer_within(lambda: self._compare(position, rank, history), STORE_SECONDS)
 
     def gather_calls(self, rank: int, texts: str, patience: float) -> dict[int, str]:
-        """See `Failure.gather_calls`."""
-        calls = bounded(lambda: self._gather(rank, texts, patience), patience + STORE_SECONDS)
+        """Give the others this rank's call; return the calls that came within ``patience`` s."""
+        calls = answer_within(lambda: self._gather(rank, texts, patience), patience + STORE_SECONDS)
         return calls or {rank: texts}
 
     def finish(self, patience: float) -> bool:
-        """See `Failure.finish`."""
-        return bool(bounded(lambda: self._finish(patience), patience + STORE_SECONDS))
+        """Announce that this rank is done; return whether all ranks are within ``patience`` s.
+
+        May be called again to ask again.
+        """
+        return bool(answer_within(lambda: self._finish(patience), patience + STORE_SECONDS))
 
     def _publish(self, cause: Cause, patience: float) -> Cause:
         wait_until(lambda: self._store.check(["cause"]), patience)
@@ -141,7 +123,9 @@ class StoreFailure:
         return {int(rank): texts for rank, texts in pairs}
 
     def _finish(self, patience: float) -> bool:
-        self._store.add("done", 1)
+        if not self._announced:
+            self._announced = True
+            self._store.add("done", 1)
         return wait_until(self._all_done, patience)
 
     def _all_done(self) -> bool:
@@ -161,7 +145,7 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
     return answer
 
 
-def bounded(ask: Callable[[], T], seconds: float) -> T | None:
+def answer_within(ask: Callable[[], T], seconds: float) -> T | None:
     """Return the result of ``ask``, a request to a store; None when it fails or takes too long."""
     answers: list[T] = []
 

@@ -34,7 +34,7 @@ _PROVEN = struct.Struct(f"<8sII{_NONCE_BYTES}s{_NONCE_BYTES}s")
 
 
 class StrangerError(ConnectionError):
-    """The other end of a connection does not prove to be a rank that is due."""
+    """The other end of a connection does not prove to be a rank that is expected."""
 
 
 def greet(connection: socket.socket, key: bytes, me: int, peer: int) -> Greeting:
@@ -47,20 +47,20 @@ def greet(connection: socket.socket, key: bytes, me: int, peer: int) -> Greeting
     return peer
 
 
-def welcome(connection: socket.socket, key: bytes, me: int, due: Collection[int]) -> Greeting:
-    """Greet as rank ``me``, which was dialled; the peer must be due, and above ``me``.
+def welcome(connection: socket.socket, key: bytes, me: int, expected: Collection[int]) -> Greeting:
+    """Greet as rank ``me``, which was dialled; the peer must be expected, and above ``me``.
 
     Each rank dials those below it.
     """
     peer, theirs = _HELLO.unpack((yield from _receive(connection, _HELLO.size)))
-    if peer not in due or peer <= me:
-        raise StrangerError(f"rank {peer} is not due")
+    if peer not in expected or peer <= me:
+        raise StrangerError(f"rank {peer} is not expected")
     mine = os.urandom(_NONCE_BYTES)
     answer = _ANSWER.pack(mine, _proof(key, b"listens", peer, me, theirs, mine))
     connection.sendall(answer)
     proof = yield from _receive(connection, _PROOF_BYTES)
     _check(proof, key, b"dials", peer, me, theirs, mine)
-    if peer not in due:
+    if peer not in expected:
         raise StrangerError(f"another connection has proven to be rank {peer} meanwhile")
     return int(peer)
 

@@ -46,7 +46,7 @@ class QueuedJob(Job[T]):
     job
         The function to run.
     counted
-        Whether the queue counts the job as due.
+        Whether the queue counts the job as waiting.
     """
 
     def __init__(self, job: Callable[[], T], counted: bool) -> None:
@@ -101,7 +101,7 @@ class JobQueue:
     def run(self, job: Callable[[], T]) -> T:
         """Run ``job`` after all jobs submitted before, and return its result.
 
-        If no other job is due, the job runs on the caller's thread; this saves waking two threads.
+        If no other job waits, the job runs on the caller's thread; this saves waking two threads.
 
         Raises
         ------
@@ -113,9 +113,9 @@ class JobQueue:
         if self.ended:
             raise CommunicationError(_CLOSED)
         state = self._state
-        if not state.due and not state.turn.locked():  # acquiring a taken lock ignores Ctrl-C
+        if not state.waiting and not state.turn.locked():  # acquiring a taken lock ignores Ctrl-C
             with state.turn:
-                if not state.due and not self.ended:
+                if not state.waiting and not self.ended:
                     return state.perform(job)
         return self.submit(job).wait()
 
@@ -178,7 +178,7 @@ class _State:
     def __init__(self) -> None:
         self.turn = threading.Lock()
         self._counting = threading.Lock()
-        self.due = 0
+        self.waiting = 0
         self.runner: int | None = None
         self.since: float | None = None
         self.over = False
@@ -186,7 +186,7 @@ class _State:
     def count(self, change: int) -> None:
         """Change the number of jobs that were submitted and have not yet run."""
         with self._counting:
-            self.due += change
+            self.waiting += change
 
     def perform(self, job: Callable[[], T]) -> T:
         """Run a job on this thread, which holds ``turn``."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparcel.comm.calls import digest
+from sparcel.errors import InputError, MismatchError
 
 if TYPE_CHECKING:
     from sparcel.comm.communicator import Communicator
@@ -56,6 +58,26 @@ def nodes_of(locations: Sequence[int]) -> list[int]:
     # these cases the hostnames decide.
     hosts = [location % (1 << _HOST_BITS) for location in locations]
     return [sorted(set(hosts), key=hosts.index).index(host) for host in hosts]
+
+
+def split_in_grid(comm: Communicator, nodes: Sequence[int]) -> Grid:
+    """Return the communicators of `Communicator.grid`, given the number of each rank's node."""
+    sizes = Counter(nodes)
+    if len(set(sizes.values())) > 1:
+        raise InputError(
+            f"nodes must have equally many ranks, got {list(sizes.values())}; give another"
+            " ranks_per_node, or start as many processes on each"
+        )
+    own = nodes[comm.rank]
+    made = Grid(comm.split(own), comm.split(nodes[: comm.rank].count(own)))
+    expected = sizes[own], len(sizes)
+    if (made.node.size, made.across.size) != expected:
+        raise MismatchError(
+            f"ranks divide into nodes differently: rank {comm.rank} has {expected[1]} nodes of"
+            f" {expected[0]}, others make its node one of {made.node.size}; give all the same"
+            " ranks_per_node"
+        )
+    return made
 
 
 def _local_rank() -> int:

@@ -1,42 +1,66 @@
-"""What a communicator asks of the place where its ranks meet in order to connect."""
+"""Where the ranks of a communicator meet in order to connect."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from sparcel.comm.engine import Engine
 from sparcel.comm.failure import Failure
 from sparcel.errors import CommunicationError
 
 
-class Rendezvous(Protocol):
-    """Where the ranks of one communicator meet; all fields but ``rank`` are equal on all ranks."""
+@dataclass(frozen=True)
+class Rendezvous(ABC):
+    """Where the ranks of one communicator meet.
 
-    @property
-    def rank(self) -> int:
-        """Index of this process in ``members``."""
+    Attributes
+    ----------
+    store
+        A store under a prefix that no other communicator uses.
+    members
+        The numbers by which errors name the ranks, by rank; the same on all ranks.
+    rank
+        Index of this process in ``members``.
+    timeout
+        Seconds after which a hanging exchange raises, equal on all ranks.
+    """
 
-    @property
-    def members(self) -> list[int]:
-        """The numbers by which errors name the ranks, by rank."""
+    store: Store
+    members: list[int]
+    rank: int
+    timeout: float
 
-    @property
-    def timeout(self) -> float:
-        """Seconds after which a hanging exchange raises."""
-
+    @abstractmethod
     def engine(self) -> Engine:
-        """Connect to the other ranks; all ranks call. Raises `CommunicationError`."""
+        """Connect to the other ranks; all ranks call.
+
+        Raises
+        ------
+        CommunicationError
+            When some rank does not connect within the timeout.
+        """
 
     def failure(self) -> Failure:
         """Return the failure state that the ranks share; called after `engine`."""
+        return Failure(self.store, len(self.members))
 
     def subgroup(self, ranks: list[int], label: str) -> Self:
         """Return the rendezvous of some of the ranks, this rank among them.
 
         Each subgroup has another ``label``.
         """
+        return replace(
+            self,
+            store=PrefixStore(label, self.store),
+            members=[self.members[rank] for rank in ranks],
+            rank=ranks.index(self.rank),
+        )
 
 
 @contextmanager

@@ -91,7 +91,7 @@ class _Meeting:
             self._listeners.append(near)
         self.connected: dict[int, socket.socket] = {}
         self._key, self._rank, self._most = key, rank, most
-        self._due = set(range(size)) - {rank}
+        self._expected = set(range(size)) - {rank}
         # Each greeting with the rank that this one dialled, or None; the oldest first.
         self._greetings: dict[socket.socket, tuple[Greeting, int | None]] = {}
         self._selector = selectors.DefaultSelector()
@@ -110,10 +110,10 @@ class _Meeting:
 
     def wait(self, deadline: float) -> None:
         """Wait until all ranks have proven themselves."""
-        while self._due:
+        while self._expected:
             ready = self._selector.select(_left(deadline))
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"timed out without ranks {sorted(self._due)} of the group")
+                raise TimeoutError(f"timed out without ranks {sorted(self._expected)} of the group")
             for connection in [entry.fileobj for entry, _ in ready]:
                 assert isinstance(connection, socket.socket)
                 if connection in self._listeners:
@@ -131,7 +131,9 @@ class _Meeting:
         """Begin to greet whoever connected; strangers must not keep out ranks by their number."""
         with suppress(BlockingIOError, ConnectionError):  # the other end has gone
             connection, _ = listener.accept()
-            self._begin(connection, welcome(connection, self._key, self._rank, self._due), None)
+            self._begin(
+                connection, welcome(connection, self._key, self._rank, self._expected), None
+            )
         if len(self._greetings) > self._most:
             self._drop(next(one for one, (_, peer) in self._greetings.items() if peer is None))
 
@@ -149,7 +151,7 @@ class _Meeting:
         except StopIteration as end:
             self._selector.unregister(connection)
             del self._greetings[connection]
-            self._due.remove(end.value)
+            self._expected.remove(end.value)
             self.connected[end.value] = connection
         except OSError as error:
             if dialled is not None:
@@ -175,7 +177,7 @@ def _near_name(key: bytes, address: Address) -> str:
 
 
 def _listen_near(name: str, backlog: int) -> socket.socket | None:
-    """Listen at a name, or return None where that does not work."""
+    """Listen at a Unix socket of this name, or return None if that does not work."""
 
     def listen(listener: socket.socket) -> None:
         listener.bind(name)
@@ -185,7 +187,7 @@ def _listen_near(name: str, backlog: int) -> socket.socket | None:
 
 
 def _dial_near(name: str) -> socket.socket | None:
-    """Connect to a rank with this rank's address, or return None where that does not work."""
+    """Connect to a rank of this machine by its name, or return None if that does not work."""
 
     def dial(connection: socket.socket) -> None:
         connection.setblocking(False)  # there is nothing to wait for but a place in a full queue
@@ -195,7 +197,7 @@ def _dial_near(name: str) -> socket.socket | None:
 
 
 def _near(begin: Callable[[socket.socket], None]) -> socket.socket | None:
-    """Return a Unix socket once ``begin`` has bound or connected it; None where TCP has to do.
+    """Return a Unix socket once ``begin`` has bound or connected it; None if only TCP works.
 
     Namespaces may have equal addresses, so that the name is not there; the other end's queue may be
     full; sandboxes forbid such sockets, or some of their calls.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,30 +21,12 @@ class Traffic:
     messages_received: int = 0
     bytes_received: int = 0
 
-    def count(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Tensor]) -> None:
-        """Add one exchange, whose messages were sent in parts."""
+    def count(self, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Add messages of these bytes."""
         self.messages_sent += len(sent)
-        self.bytes_sent += sum(part.numel() for parts in sent.values() for part in parts)
+        self.bytes_sent += sum(sent)
         self.messages_received += len(received)
-        self.bytes_received += sum(message.numel() for message in received.values())
-
-    def count_gather(self, own: Tensor, messages: Sequence[Tensor]) -> None:
-        """Add a gather that sent ``own`` to every other rank and returned ``messages``.
-
-        ``messages`` includes ``own``.
-        """
-        others = len(messages) - 1
-        self.messages_sent += others
-        self.bytes_sent += others * own.numel()
-        self.messages_received += others
-        self.bytes_received += sum(message.numel() for message in messages) - own.numel()
-
-    def count_all_to_all(self, leaving: Sequence[int], arriving: Sequence[int], rank: int) -> None:
-        """Add an exchange of parts of these bytes with each rank; empty parts do not travel."""
-        self.messages_sent += sum(map(bool, leaving)) - bool(leaving[rank])
-        self.bytes_sent += sum(leaving) - leaving[rank]
-        self.messages_received += sum(map(bool, arriving)) - bool(arriving[rank])
-        self.bytes_received += sum(arriving) - arriving[rank]
+        self.bytes_received += sum(received)
 
     def count_ring(self, tensor: Tensor, ranks: int) -> None:
         """Add a ring all-reduce of ``tensor``."""

@@ -5,7 +5,7 @@ any message, and several messages can follow each other in one buffer. A format 
 line in the table of `codec`.
 """
 
-from sparcel.formats.base import Encoded, Format
+from sparcel.formats.base import Encoded, Expected, Format
 from sparcel.formats.codec import FORMATS_BY_NAME, decode, decode_all
 from sparcel.formats.coo import COO, Coo
 from sparcel.formats.header import HEADER_BYTES, Header
@@ -18,6 +18,7 @@ __all__ = [
     "HEADER_BYTES",
     "Coo",
     "Encoded",
+    "Expected",
     "Format",
     "Header",
     "Packed",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from sparcel.formats.header import Header
@@ -21,6 +23,44 @@ class Encoded(NamedTuple):
 
     message: Tensor
     error: SparseStream | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a rank knows of a stream before it arrives.
+
+    Attributes
+    ----------
+    size, dtype, width
+        As of the stream.
+    max_nnz
+        The most entries that it can have; None where nothing bounds them.
+    stays_sparse
+        Whether the sender keeps it sparse even where the dense form takes fewer bytes.
+    """
+
+    size: int
+    dtype: torch.dtype
+    width: int | None
+    max_nnz: int | None = None
+    stays_sparse: bool = False
+
+    @classmethod
+    def like(
+        cls,
+        stream: SparseStream,
+        max_nnz: int | None = None,
+        size: int | None = None,
+        stays_sparse: bool = False,
+    ) -> Self:
+        """Expect a stream like ``stream``, of its size or of ``size``."""
+        size = stream.size if size is None else size
+        return cls(size, stream.dtype, stream.width, max_nnz, stays_sparse)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one coordinate's value, or of its row of values."""
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
 
 
 class Format(Protocol):

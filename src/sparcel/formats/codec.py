@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import torch
 from torch import Tensor
 
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats.base import Format
+from sparcel.formats.base import Expected, Format
 from sparcel.formats.coo import COO
 from sparcel.formats.header import ALIGNMENT, Header
 from sparcel.formats.packed import Packed
@@ -23,24 +20,8 @@ FORMATS_BY_NAME: dict[str, Format] = {"coo": COO, "packed": Packed()}
 """The formats that lose nothing, by the names that users type."""
 
 
-class Vector(Protocol):
-    """The size, dtype and width that a decoded stream must have."""
-
-    @property
-    def size(self) -> int:
-        """Number of coordinates."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
-
-    @property
-    def width(self) -> int | None:
-        """Number of columns of a row, None for scalar values."""
-
-
 def decode(
-    message: Tensor, like: Vector | None = None, format: Format | None = None
+    message: Tensor, like: Expected | SparseStream | None = None, format: Format | None = None
 ) -> SparseStream:
     """Return the stream at the start of ``message``.
 
@@ -49,7 +30,7 @@ def decode(
     message
         uint8. If its address is a multiple of 8 bytes, the stream's tensors may be views of it.
     like
-        The expected size, dtype and width; None accepts any.
+        Has the expected size, dtype and width; None accepts any.
     format
         A format that is decoded in addition to those of `FORMATS`.
 

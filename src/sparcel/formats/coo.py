@@ -28,17 +28,8 @@ class Coo:
     def encode(self, stream: SparseStream, start: int = 0) -> Encoded:
         """See `Format.encode`; encoding is exact, and ``start`` does not matter."""
         nnz = None if stream.is_dense else stream.nnz
-        header = Header(
-            kind=self.kind,
-            dtype=stream.dtype,
-            size=stream.size,
-            nnz=stream.nnz,
-            width=stream.width,
-            dense=stream.is_dense,
-            finite=stream.finite,
-            wide_indices=kernels.index_dtype(stream.size) == torch.int64,
-            length=self.max_bytes(nnz, stream.size, stream.value_bytes),
-        )
+        length = self.max_bytes(nnz, stream.size, stream.value_bytes)
+        header = Header.of(stream, self.kind, length)
         parts = [stream.values.contiguous()]
         if stream.indices is not None:
             parts.append(stream.indices.contiguous())
@@ -46,23 +37,12 @@ class Coo:
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         """See `Format.decode`."""
-        index_dtype = torch.int64 if header.wide_indices else torch.int32
-        nnz = None if header.dense else header.nnz
-        expected = self.max_bytes(nnz, header.size, header.value_bytes)
-        if index_dtype != kernels.index_dtype(header.size):
-            raise FormatError(
-                f"{index_dtype} indices do not belong to a stream of size {header.size}"
-            )
-        if header.length != expected:
-            raise FormatError(
-                f"a coo message of {header.nnz} coordinates takes {expected} bytes,"
-                f" its header says {header.length}"
-            )
+        header.check("coo", self.max_bytes(header.sparse_nnz, header.size, header.value_bytes))
         values, rest = split(message, header)
         if header.dense:
             return SparseStream.unchecked(None, values, header.size, header.finite)
-        indices = rest[: header.nnz * index_dtype.itemsize].view(index_dtype)
-        check_indices(indices, header.size)
+        index_bytes = header.nnz * header.index_dtype.itemsize
+        indices = checked(rest[:index_bytes].view(header.index_dtype), header)
         return SparseStream.unchecked(indices, values, header.size, header.finite)
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
@@ -102,11 +82,17 @@ class Coo:
 COO = Coo()
 
 
-def check_indices(indices: Tensor, size: int) -> None:
-    """Raise `FormatError` unless a message's indices are sorted, unique and in ``[0, size)``."""
-    position = kernels.check_indices(indices, size)
+def checked(indices: Tensor | None, header: Header) -> Tensor:
+    """Return the indices that a message holds, sorted, unique and in range, or raise `FormatError`.
+
+    None stands for packed indices that cannot be unpacked.
+    """
+    if indices is None:
+        raise FormatError(f"corrupt message: it does not hold {header.nnz} packed indices")
+    position = kernels.check_indices(indices, header.size)
     if position >= 0:
         raise FormatError(
             f"corrupt message: index {int(indices[position])} at position {position} is out of"
-            f" order or outside [0, {size})"
+            f" order or outside [0, {header.size})"
         )
+    return indices

@@ -8,7 +8,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel.errors import FormatError
+from sparcel.stream import SparseStream
 
 _LAYOUT = struct.Struct("<4sBBBBIIQQQ")
 _MAGIC = b"SPCL"
@@ -53,10 +55,48 @@ class Header(NamedTuple):
     length: int
     detail: int = 0
 
+    @classmethod
+    def of(cls, stream: SparseStream, kind: int, length: int, detail: int = 0) -> Self:
+        """Return the header of a message of ``length`` bytes that holds ``stream``."""
+        return cls(
+            kind=kind,
+            dtype=stream.dtype,
+            size=stream.size,
+            nnz=stream.nnz,
+            width=stream.width,
+            dense=stream.is_dense,
+            finite=stream.finite,
+            wide_indices=kernels.index_dtype(stream.size) == torch.int64,
+            length=length,
+            detail=detail,
+        )
+
     @property
     def value_bytes(self) -> int:
         """Bytes of one coordinate's value, or of its row of values."""
         return self.dtype.itemsize * (1 if self.width is None else self.width)
+
+    @property
+    def sparse_nnz(self) -> int | None:
+        """The count of entries; None if the message is dense."""
+        return None if self.dense else self.nnz
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The dtype of the indices."""
+        return torch.int64 if self.wide_indices else torch.int32
+
+    def check(self, format: str, expected_bytes: int) -> None:
+        """Raise `FormatError` unless the counts fit the indices' dtype and the message's length."""
+        if self.index_dtype != kernels.index_dtype(self.size):
+            raise FormatError(
+                f"{self.index_dtype} indices do not belong to a stream of size {self.size}"
+            )
+        if self.length != expected_bytes:
+            raise FormatError(
+                f"a {format} message of {self.nnz} coordinates takes {expected_bytes} bytes,"
+                f" its header says {self.length}"
+            )
 
     def pack(self) -> bytes:
         """Return the header's bytes, ``HEADER_BYTES`` of them."""

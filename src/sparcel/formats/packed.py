@@ -13,7 +13,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel.errors import FormatError
 from sparcel.formats.base import Encoded
-from sparcel.formats.coo import COO, check_indices
+from sparcel.formats.coo import COO, checked
 from sparcel.formats.header import HEADER_BYTES, Header, padded
 from sparcel.formats.parts import join, split
 from sparcel.ops import Op
@@ -37,39 +37,19 @@ class Packed:
         """See `Format.encode`; encoding is exact, and ``start`` does not matter."""
         if stream.indices is None:
             return COO.encode(stream)
-        header = Header(
-            kind=self.kind,
-            dtype=stream.dtype,
-            size=stream.size,
-            nnz=stream.nnz,
-            width=stream.width,
-            dense=False,
-            finite=stream.finite,
-            wide_indices=_needs_wide_indices(stream.size),
-            length=self.max_bytes(stream.nnz, stream.size, stream.value_bytes),
-        )
+        length = self.max_bytes(stream.nnz, stream.size, stream.value_bytes)
+        header = Header.of(stream, self.kind, length)
         words = kernels.pack_indices(stream.indices.contiguous(), stream.size)
         return Encoded(join(header, [stream.values.contiguous(), words]))
 
     def decode(self, message: Tensor, header: Header) -> SparseStream:
         """See `Format.decode`; the values are a view of the message."""
-        if header.dense or header.wide_indices != _needs_wide_indices(header.size):
-            raise FormatError(
-                f"impossible packed header: dense={header.dense},"
-                f" wide_indices={header.wide_indices}, size {header.size}"
-            )
-        expected = self.max_bytes(header.nnz, header.size, header.value_bytes)
-        if header.length != expected:
-            raise FormatError(
-                f"a packed message of {header.nnz} coordinates takes {expected} bytes,"
-                f" its header says {header.length}"
-            )
+        if header.dense:
+            raise FormatError("impossible packed header: dense=True")
+        header.check("packed", self.max_bytes(header.nnz, header.size, header.value_bytes))
         values, packed = split(message, header)
         indices = kernels.unpack_indices(packed.view(torch.int64), header.nnz, header.size)
-        if indices is None:
-            raise FormatError(f"corrupt message: it does not hold {header.nnz} packed indices")
-        check_indices(indices, header.size)
-        return SparseStream.unchecked(indices, values, header.size, header.finite)
+        return SparseStream.unchecked(checked(indices, header), values, header.size, header.finite)
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
         """See `Format.expected_bytes`; messages with the same counts have the same length."""
@@ -106,7 +86,3 @@ def _dense_from(size: int, value_bytes: int) -> int:
         range(size), dense, key=lambda nnz: packed.max_bytes(nnz, size, value_bytes)
     )
     return max(shorter, 1)
-
-
-def _needs_wide_indices(size: int) -> bool:
-    return kernels.index_dtype(size) == torch.int64

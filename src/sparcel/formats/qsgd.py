@@ -16,8 +16,9 @@ from sparcel import kernels
 from sparcel._checks import all_finite, flag, whole_number
 from sparcel.errors import FormatError, InputError
 from sparcel.formats.base import Encoded
-from sparcel.formats.coo import COO, check_indices
+from sparcel.formats.coo import COO, checked
 from sparcel.formats.header import HEADER_BYTES, Header, padded
+from sparcel.formats.parts import join
 from sparcel.ops import Op
 from sparcel.stream import SparseStream
 
@@ -94,26 +95,11 @@ class Qsgd:
         packed, scales = kernels.quantize(values, self.bits, self.bucket, self.seed, start)
         if not all_finite(scales):
             return COO.encode(stream)
-        header = Header(
-            kind=self.kind,
-            dtype=stream.dtype,
-            size=stream.size,
-            nnz=stream.nnz,
-            width=None,
-            dense=stream.is_dense,
-            finite=stream.finite,
-            wide_indices=not stream.is_dense and _needs_wide_indices(stream.size),
-            length=length,
-            detail=layout.detail(),
-        )
-        message = torch.zeros(length, dtype=torch.uint8, device=stream.device)
-        header.pack_into(message)
-        to_scales, to_packed, to_indices = _parts(message, header, layout)
-        to_scales.copy_(scales)
-        to_packed.copy_(packed)
+        parts = [scales, packed]
         if stream.indices is not None:
             indices = stream.indices.contiguous()
-            to_indices.copy_(kernels.pack_indices(indices, stream.size) if self.packed else indices)
+            parts.append(kernels.pack_indices(indices, stream.size) if self.packed else indices)
+        message = join(Header.of(stream, self.kind, length, layout.detail()), parts)
         decoded = kernels.dequantize(packed, scales, stream.nnz, self.bits, self.bucket)
         lost = values - decoded.to(stream.dtype)
         return Encoded(message, SparseStream.unchecked(stream.indices, lost, stream.size))
@@ -127,26 +113,13 @@ class Qsgd:
             raise FormatError(
                 f"impossible qsgd header: bits={bits}, bucket={bucket}, {header.dtype}"
             )
-        if header.wide_indices != (not header.dense and _needs_wide_indices(header.size)):
-            raise FormatError(
-                f"wide_indices={header.wide_indices} does not belong to a qsgd message of size"
-                f" {header.size}, dense={header.dense}"
-            )
-        expected = layout.message_bytes(_sparse_nnz(header), header.size)
-        if header.length != expected:
-            raise FormatError(
-                f"a qsgd message of {header.nnz} values takes {expected} bytes, its header says"
-                f" {header.length}"
-            )
+        header.check("qsgd", layout.message_bytes(header.sparse_nnz, header.size))
         scales, codes, rest = _parts(message, header, layout)
         values = kernels.dequantize(codes, scales, header.nnz, bits, bucket).to(header.dtype)
         if header.dense:
             return SparseStream.unchecked(None, values, header.size, header.finite)
         indices = kernels.unpack_indices(rest, header.nnz, header.size) if packed else rest
-        if indices is None:
-            raise FormatError(f"corrupt message: it does not hold {header.nnz} packed indices")
-        check_indices(indices, header.size)
-        return SparseStream.unchecked(indices, values, header.size, header.finite)
+        return SparseStream.unchecked(checked(indices, header), values, header.size, header.finite)
 
     def expected_bytes(self, nnz: float | None, size: float, value_bytes: int) -> float:
         """See `Format.expected_bytes`; the length of scalar floats, which the counts decide."""
@@ -222,19 +195,10 @@ class _Layout(NamedTuple):
 
 def _parts(message: Tensor, header: Header, layout: _Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Return the views of ``message`` that hold the scales, the codes and the indices."""
-    sizes = layout.part_bytes(_sparse_nnz(header), header.size)
+    sizes = layout.part_bytes(header.sparse_nnz, header.size)
     starts = accumulate(map(padded, sizes), initial=HEADER_BYTES)
     scales, codes, indices = (
         message[start : start + size] for start, size in zip(starts, sizes, strict=False)
     )
-    dtype = torch.int64 if layout.packed else kernels.index_dtype(header.size)
+    dtype = torch.int64 if layout.packed else header.index_dtype
     return scales.view(torch.float32), codes, indices.view(dtype)
-
-
-def _needs_wide_indices(size: int) -> bool:
-    return kernels.index_dtype(size) == torch.int64
-
-
-def _sparse_nnz(header: Header) -> int | None:
-    """Return the count of entries, None if the message is dense."""
-    return None if header.dense else header.nnz

@@ -21,6 +21,7 @@ from sparcel.collectives.reduce_scatter import (
 )
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
+from sparcel.formats import Expected
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._phases import apply_stages
 from sparcel.schemes.base import Scheme, averaged
@@ -28,7 +29,7 @@ from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Problem, Stage, Stages, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire, gather_stages
+from sparcel.wire import Wire, gather_stages
 
 _SUM_BYTES = torch.float32.itemsize
 """Bytes of a value between nodes, where half precision has become a float32 sum."""
@@ -241,8 +242,8 @@ def _gather_shards(
     average: SparseStream, wire: Wire, boundaries: Sequence[int], out: Tensor | None
 ) -> SparseStream:
     """Join the averages of all shards; a dense result is written to ``out``, if given."""
-    dues = [Due.like(average, size=stop - start) for start, stop in pairwise(boundaries)]
-    return wire.concatenate(wire.gather(wire.compact(average), dues), out=out)
+    expected = [Expected.like(average, size=stop - start) for start, stop in pairwise(boundaries)]
+    return wire.concatenate(wire.gather(wire.compact(average), expected), out=out)
 
 
 def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator[Stage]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from sparcel.collectives.allgather import stages as allgather_stages
+from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.schemes._phases import select_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_stages

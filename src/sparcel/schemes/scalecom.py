@@ -13,13 +13,14 @@ from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
+from sparcel.formats import Expected
 from sparcel.schemes._phases import SMALL, apply_stages
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector
 from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
-from sparcel.wire import Due, Wire
+from sparcel.wire import Wire
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ class ScaleCom(Sparsifier):
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         mine, leader = selection.stream, self._leader(wire)
         indices = _indices_of(mine) if wire.rank == leader else None
-        chosen = broadcast(indices, wire, leader, _indices_due(mine, selection.most))
+        chosen = broadcast(indices, wire, leader, _expected_indices(mine, selection.most))
         if not chosen.finite:
             nothing = mine.void_like()
             return Exchanged(nothing, nothing)
@@ -115,9 +116,9 @@ def _indices_of(stream: SparseStream) -> SparseStream:
     return SparseStream.unchecked(stream.indices, rows, stream.size, stream.finite)
 
 
-def _indices_due(like: SparseStream, most: int) -> Due:
+def _expected_indices(like: SparseStream, most: int) -> Expected:
     """Return the bound for a message of at most ``most`` indices from the leader."""
-    return Due(like.size, like.dtype, 0, most, stays_sparse=True)
+    return Expected(like.size, like.dtype, 0, most, stays_sparse=True)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

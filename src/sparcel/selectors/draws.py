@@ -25,8 +25,9 @@ def integers(count: int, below: int, seed: int, step: int, device: torch.device)
 def distinct(count: int, below: int, seed: int, step: int, device: torch.device) -> Tensor:
     """Return ``count`` different numbers in ``[0, below)``, sorted; each set is equally likely.
 
-    They are the first ``count`` different numbers in the sequence of `integers`. If more than half
-    of all numbers are due, the others are drawn and left out. Memory is proportional to ``count``.
+    They are the first ``count`` different numbers in the sequence of `integers`. If ``count``
+    is more than half of all numbers, the others are drawn, and left out. Memory grows with
+    ``count``.
     """
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=device)

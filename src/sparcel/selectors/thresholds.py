@@ -61,5 +61,5 @@ def _sum(part: Tensor) -> float:
 
 
 def _length(x: Tensor) -> int:
-    """Return the length of the parts in which a vector is read: far less than its own, if long."""
+    """Return the length of the parts in which a vector is read; a long vector has about 64."""
     return max(BLOCK, x.numel() // 64)

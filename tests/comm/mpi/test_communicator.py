@@ -15,6 +15,7 @@ from sparcel import SparseStream
 from sparcel.comm import Communicator, resolve
 from sparcel.comm.failure import Cause
 from sparcel.errors import CommunicationError, InputError, MismatchError
+from tests.comm import test_lifecycle as lifecycle
 from tests.comm.torch import test_communicator as shared
 from tests.strategies import CIRCLE, case_of, dense_reference, full
 from tests.workers import WORLD_SIZES
@@ -237,3 +238,10 @@ def test_jobs_of_split_communicators_run_in_one_order(run_on_mpi: Runner, world_
     for rank, numbers in enumerate(run_on_mpi(world_size, shared.queued)):
         before = (rank - 1) % world_size
         assert numbers == [100 * i + before for i in range(10) for _ in range(2)] + [before]
+
+
+@pytest.mark.slow
+def test_what_nobody_closed_leaks_nothing(run_on_mpi: Runner) -> None:
+    grown = run_on_mpi(2, lifecycle.grown_after_ten, lifecycle.split_and_drop)
+    assert grown == [{}, {}]
+    assert run_on_mpi(3, lifecycle.drop_before_the_others) == [[0, 1, 2]] * 3

@@ -60,25 +60,18 @@ class MpiCommunicator(ConnectedCommunicator):
         def job() -> list[Tensor]:
             assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
             messages = self.engine.gather(message, at_most, self.calls.fingerprint)
-            self.traffic.count_gather(message, messages)
+            lengths = [other.numel() for other in messages]
+            own = lengths.pop(self.rank)
+            self.traffic.count([own] * len(lengths), lengths)
             return messages
 
         return self.run(job)
 
 
 def connect(comm: MPI.Intracomm) -> MpiCommunicator:
-    """Return the communicator of an MPI communicator, the same one each time until it is closed.
+    """Return the communicator of an MPI communicator, which it lives as long as.
 
-    It lives as long as ``comm``. A communicator that failed is returned as well; once all ranks
-    have closed it, the next call connects anew.
-
-    Raises
-    ------
-    InputError
-        When ``comm`` is null or an intercommunicator, or MPI was started without support for
-        threads.
-    CommunicationError
-        When some rank does not connect within 300 s.
+    See `sparcel.comm.resolve`.
     """
     if comm == MPI.COMM_NULL:
         raise InputError("this process is not in the MPI communicator; only its members can use it")

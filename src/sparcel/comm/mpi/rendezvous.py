@@ -15,13 +15,13 @@ from typing import Self
 
 from mpi4py import MPI
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stub leaves it out
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from sparcel.comm.addresses import LOOPBACK, address_of_interface, address_towards, is_loopback
 from sparcel.comm.mpi.engine import MpiEngine, abandoned
 from sparcel.comm.mpi.monitor import PeerMonitor
 from sparcel.comm.mpi.shutdown import MpiFailure
-from sparcel.comm.rendezvous import connecting
+from sparcel.comm.rendezvous import Rendezvous, connecting
 from sparcel.errors import InputError
 
 _ANSWER_BYTES = 512
@@ -38,26 +38,16 @@ _POLL_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
-class MpiRendezvous:
-    """Where the ranks of one communicator meet.
-
-    All fields but ``rank``, ``address``, ``hosts_store`` and MPI's handles are equal on all ranks.
+class MpiRendezvous(Rendezvous):
+    """Where the ranks of an MPI communicator meet; errors name them by ``MPI.COMM_WORLD``'s ranks.
 
     Attributes
     ----------
     comm
         An MPI communicator that nothing else uses.
-    store
-        A store under a prefix that no other communicator uses, in which ranks publish failures.
-    members
-        The rank of each process in ``MPI.COMM_WORLD``; errors name ranks by these numbers.
-    rank
-        Index of this process in ``members``.
     address
         The address at which this process listens for the others: that of the interface which
         leads to the store, or of the one in ``GLOO_SOCKET_IFNAME``.
-    timeout
-        Seconds after which a hanging exchange raises.
     comms
         The first communicator and all that were split from it or from one another, in order of
         creation; all rendezvous of these communicators share the list.
@@ -66,26 +56,13 @@ class MpiRendezvous:
     """
 
     comm: MPI.Intracomm
-    store: Store
-    members: list[int]
-    rank: int
     address: str
-    timeout: float
     comms: list[MPI.Intracomm]
     hosts_store: bool
 
     @classmethod
     def of(cls, comm: MPI.Intracomm, timeout: float) -> Self:
-        """Agree with the other ranks of ``comm``; all call.
-
-        Raises
-        ------
-        InputError
-            When ``comm`` is null or an intercommunicator, ``timeout`` is not positive, or MPI
-            was started without support for threads.
-        CommunicationError
-            When some rank does not come within ``timeout`` seconds.
-        """
+        """Agree with the other ranks of ``comm``; all call. Raises as `MpiCommunicator.of`."""
         _check(comm, timeout)
         members = _names(comm)
         own, duplicated = comm.Idup()
@@ -94,16 +71,10 @@ class MpiRendezvous:
             own.Set_errhandler(MPI.ERRORS_RETURN)
             store = _store(own, timeout)
             address = address_of_interface() or address_towards(store.host)
-        return cls(own, store, members, comm.rank, address, timeout, [own], comm.rank == 0)
+        return cls(store, members, comm.rank, timeout, own, address, [own], comm.rank == 0)
 
     def engine(self) -> MpiEngine:
-        """Connect to the other ranks.
-
-        Raises
-        ------
-        CommunicationError
-            When some rank does not connect within the timeout.
-        """
+        """See `Rendezvous.engine`."""
         with connecting(self.members[self.rank], self.members):
             store, size = PrefixStore("monitor", self.store), len(self.members)
             monitor = PeerMonitor(store, self.address, self.rank, size, self.timeout)
@@ -119,13 +90,7 @@ class MpiRendezvous:
         """See `Rendezvous.subgroup`."""
         comm = self.comm.Create_group(self.comm.group.Incl(ranks))
         self.comms.append(comm)
-        return replace(
-            self,
-            comm=comm,
-            store=PrefixStore(label, self.store),
-            members=[self.members[rank] for rank in ranks],
-            rank=ranks.index(self.rank),
-        )
+        return replace(super().subgroup(ranks, label), comm=comm)
 
 
 def _check(comm: MPI.Intracomm, timeout: float) -> None:

@@ -17,19 +17,19 @@ from mpi4py import MPI
 from torch.distributed.distributed_c10d import Store
 
 from sparcel.comm.executor import Executor, at_exit
-from sparcel.comm.failure import STORE_SECONDS, StoreFailure, bounded, wait_until
+from sparcel.comm.failure import STORE_SECONDS, Failure, answer_within, wait_until
 
 _LINGER_SECONDS = 1.0
 """How long a process that exits after a failure stays, since others may read its store."""
 
 
-class MpiFailure(StoreFailure):
+class MpiFailure(Failure):
     """The failure state of MPI ranks.
 
     Parameters
     ----------
     store, size
-        As for `StoreFailure`.
+        As for `Failure`.
     comms
         MPI communicators to free once all ranks have finished. After a failure they are never
         freed: MPI would reuse their context number, for which unreceived messages may be waiting.
@@ -71,11 +71,11 @@ class MpiFailure(StoreFailure):
         if self.finished:
             return True
         if self.finished is False:
-            self.finished = bounded(self._wait_for_others, self._timeout)
+            self.finished = answer_within(self._wait_for_others, self._timeout)
         if self.finished:
             self._acknowledge()
         else:
-            bounded(lambda: self._store.set("failed", ""), STORE_SECONDS)
+            answer_within(lambda: self._store.set("failed", ""), STORE_SECONDS)
         return bool(self.finished)
 
     def _finish(self, patience: float) -> bool:
@@ -101,7 +101,7 @@ class MpiFailure(StoreFailure):
                 everyone = self._size
                 wait_until(lambda: self._store.add("acknowledged", 0) == everyone, STORE_SECONDS)
 
-        bounded(acknowledge, STORE_SECONDS)
+        answer_within(acknowledge, STORE_SECONDS)
 
 
 class _ExitPolicy:

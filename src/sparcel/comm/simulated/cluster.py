@@ -126,8 +126,8 @@ class Cluster:
 
     def differences(self) -> str:
         """Say which ranks called what, if their last calls differ."""
-        places = {rank: calls.place for rank, calls in enumerate(self.calls)}
-        return differences({rank: place.texts for rank, place in places.items() if place})
+        latest = {rank: calls.latest for rank, calls in enumerate(self.calls)}
+        return differences({rank: call.texts for rank, call in latest.items() if call})
 
     def finish(self, rank: int) -> None:
         """Pass the baton on for the last time."""
@@ -146,6 +146,6 @@ class Cluster:
     def _deadlock(self) -> Cause:
         waiting = sorted(self._waiting.items())
         waits = ", ".join(f"rank {rank} waits for rank {box.source}" for rank, box in waiting)
-        differ = len({self.calls[rank].place for rank, _ in waiting}) > 1
+        differ = len({self.calls[rank].latest for rank, _ in waiting}) > 1
         told = [f"deadlock, no rank can go on: {waits}"]
         return Cause("; ".join([*told, SAME_CALLS, self.differences()] if differ else told), differ)

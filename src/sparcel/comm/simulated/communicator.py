@@ -36,29 +36,18 @@ class SimulatedCommunicator(Communicator):
         self._group = cluster.group(members)
         self.label = str(self._group)
 
-    def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
-    ) -> dict[int, Tensor]:
-        """See `Communicator.exchange`; sender and receiver share the message's memory."""
-        received = self.exchange_parts({rank: [sent] for rank, sent in sends.items()}, receives)
-        return {
-            rank: parts[0] if len(parts) == 1 else torch.cat(parts)
-            for rank, parts in received.items()
-        }
-
     @timed("messages")
     def exchange_parts(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
     ) -> dict[int, list[Tensor]]:
         """See `Communicator.exchange_parts`; parts are neither copied nor joined."""
-        cluster, traffic, me = self.cluster, self.traffic, self.members[self.rank]
+        cluster, me = self.cluster, self.members[self.rank]
         cluster.check()
         cluster.end_work(me)
         for rank, parts in sends.items():
             nbytes = sum([part.numel() for part in parts])
             cluster.post(Mailbox(self._group, me, self.members[rank]), parts, nbytes)
-            traffic.messages_sent += 1
-            traffic.bytes_sent += nbytes
+            self.traffic.count([nbytes], [])
         received = {}
         for rank, at_most in receives.items():
             _, parts, call = cluster.collect(Mailbox(self._group, self.members[rank], me))
@@ -68,8 +57,7 @@ class SimulatedCommunicator(Communicator):
             nbytes = sum([part.numel() for part in parts])
             if nbytes > at_most:
                 raise too_long(rank, nbytes, self.rank, at_most)
-            traffic.messages_received += 1
-            traffic.bytes_received += nbytes
+            self.traffic.count([], [nbytes])
             received[rank] = list(parts)
         cluster.begin_work(me)
         return received

@@ -38,30 +38,21 @@ class TorchCommunicator(ConnectedCommunicator):
 
         def job() -> Tensor:
             arrived = engine.all_to_all(message, leaving, arriving, self.calls.fingerprint)
-            self.traffic.count_all_to_all(leaving, arriving, self.rank)
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            self.traffic.count(
+                [leaving[rank] for rank in others if leaving[rank]],
+                [arriving[rank] for rank in others if arriving[rank]],
+            )
             return arrived
 
         return self.run(job)
 
 
 def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
-    """Return the communicator of a process group, the same one each time until it is closed.
+    """Return the communicator of a process group, None being the default one.
 
-    A communicator that failed is returned as well, because a rank cannot know which one the others
-    still use. Once all ranks have closed it, the next call connects anew.
-
-    Parameters
-    ----------
-    group
-        A process group that has this process as a member; None is the default group. All its
-        ranks call.
-
-    Raises
-    ------
-    InputError
-        When there is no default group, or the group's engine is neither Gloo nor NCCL.
-    CommunicationError
-        When some rank does not connect within the process group's timeout.
+    See `sparcel.comm.resolve`. A communicator that failed is returned as well, because a rank
+    cannot know which one the others still use.
     """
     if group is None:
         if not dist.is_initialized():

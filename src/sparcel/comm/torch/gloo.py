@@ -24,13 +24,6 @@ _NO_TAG = 0
 _SLICE_SECONDS = 0.2
 """How long a waiting thread may take to notice Ctrl-C, or that the engine was aborted."""
 
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-
 
 class GlooEngine:
     """A Gloo process group and a mesh of TCP connections, for one communicator.
@@ -79,7 +72,7 @@ class GlooEngine:
         """See `Communicator.all_reduce`."""
         deadline = time.monotonic() + self.timeout
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(_REDUCE_OPS[op.name or ""])
+        options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, (op.name or "").upper()))
         options.timeout = timedelta(seconds=self.timeout)
         with self._translating_errors(deadline), self._waits():
             work = self._group.allreduce([tensor], options)

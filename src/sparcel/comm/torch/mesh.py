@@ -24,16 +24,7 @@ from sparcel.comm.sockets import connect_all
 class Mesh:
     """A connection to each other rank; only one thread at a time exchanges messages.
 
-    Parameters
-    ----------
-    store
-        A store that all ranks share, under a prefix that nothing else uses.
-    names
-        The numbers by which errors name the ranks, by rank.
-    rank
-        This process's rank, an index into ``names``.
-    timeout
-        Seconds that connecting, and an exchange, may take.
+    Parameters are those of `GlooEngine`; connecting takes no longer than ``timeout`` either.
 
     Raises
     ------

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from sparcel.comm.engine import Engine
-from sparcel.comm.failure import StoreFailure
-from sparcel.comm.rendezvous import connecting
+from sparcel.comm.rendezvous import Rendezvous, connecting
 from sparcel.comm.torch.gloo import GlooEngine
 from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.errors import InputError
 
 
 @dataclass(frozen=True)
-class TorchRendezvous:
-    """Where the ranks of one communicator meet; all fields but ``rank`` are equal on all ranks.
+class TorchRendezvous(Rendezvous):
+    """Where the ranks of a process group meet; errors name them by their default group's ranks.
 
     Attributes
     ----------
-    store
-        A store under a prefix that no other communicator uses.
-    members
-        The rank of each process in the default group; errors name ranks by these numbers.
-    rank
-        Index of this process in ``members``.
-    timeout
-        Seconds after which a hanging exchange raises.
     backend
         ``"gloo"`` or ``"nccl"``.
     device
@@ -39,10 +30,6 @@ class TorchRendezvous:
         because `split` runs on another thread, whose current GPU is the first one.
     """
 
-    store: Store
-    members: list[int]
-    rank: int
-    timeout: float
     backend: str
     device: torch.device
 
@@ -77,31 +64,12 @@ class TorchRendezvous:
         )
 
     def engine(self) -> Engine:
-        """Connect to the other ranks.
-
-        Raises
-        ------
-        CommunicationError
-            When some rank does not connect within the timeout.
-        """
+        """See `Rendezvous.engine`."""
         with connecting(self.members[self.rank], self.members):
             if self.backend == "nccl":
                 return NcclEngine(self.members, self.rank, self.timeout, self.device)
             store = PrefixStore("gloo", self.store)
             return GlooEngine(store, self.members, self.rank, self.timeout)
-
-    def failure(self) -> StoreFailure:
-        """See `Rendezvous.failure`."""
-        return StoreFailure(self.store, len(self.members))
-
-    def subgroup(self, ranks: list[int], label: str) -> Self:
-        """See `Rendezvous.subgroup`."""
-        return replace(
-            self,
-            store=PrefixStore(label, self.store),
-            members=[self.members[rank] for rank in ranks],
-            rank=ranks.index(self.rank),
-        )
 
 
 def _backend(group: dist.ProcessGroup) -> str:

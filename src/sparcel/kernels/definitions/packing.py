@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.kernels import cpu, reference
-from sparcel.kernels.reference import packed_words as words_of
+from sparcel.kernels.definitions.common import index_dtype
+
+_MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
 
 
 def packed_words(count: int, size: int) -> int:
@@ -15,7 +17,8 @@ def packed_words(count: int, size: int) -> int:
     These are count · (log₂(size / count) + 2) bits, or up to 0.09 · count fewer. The count never
     falls when ``count`` rises.
     """
-    return words_of(count, size)
+    low_bits, bitmap_bits = _packing(count, size)
+    return -(-(bitmap_bits + count * low_bits) // 64)
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:
@@ -39,9 +42,13 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
     Source: Elias, "Efficient storage and retrieval by content and address of static files", 1974.
     """
-    if indices.is_cpu:
-        return cpu.pack_indices(indices, size)
-    return reference.pack_indices(indices, size)
+    count, positions = indices.numel(), indices.long()
+    low_bits, bitmap_bits = _packing(count, size)
+    bits = positions.new_zeros(64 * packed_words(count, size))
+    bits[(positions >> low_bits) + _places(count, indices)] = 1
+    lows = positions[:, None] >> _places(low_bits, indices) & 1
+    bits[bitmap_bits : bitmap_bits + lows.numel()] = lows.flatten()
+    return (bits.view(-1, 64) << _places(64, indices)).sum(dim=1)
 
 
 def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
@@ -58,9 +65,31 @@ def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
     InputError
         When the length of ``words`` does not fit the counts.
     """
+    check_words(words, count, size)
+    low_bits, bitmap_bits = _packing(count, size)
+    bits = (words[:, None] >> _places(64, words) & 1).flatten()
+    highs = bits[:bitmap_bits].nonzero().squeeze(1)
+    if highs.numel() != count:
+        return None
+    lows = bits[bitmap_bits : bitmap_bits + count * low_bits].view(count, low_bits)
+    low = (lows << _places(low_bits, words)).sum(dim=1)
+    return (highs - _places(count, words) << low_bits | low).to(index_dtype(size))
+
+
+def check_words(words: Tensor, count: int, size: int) -> None:
+    """Raise `InputError` where `unpack_indices` does."""
     expected = packed_words(count, size)
     if words.numel() != expected:
         raise InputError(f"{count} indices below {size} need {expected} words, got {words.numel()}")
-    if words.is_cpu:
-        return cpu.unpack_indices(words, count, size)
-    return reference.unpack_indices(words, count, size)
+
+
+def _packing(count: int, size: int) -> tuple[int, int]:
+    """Return how many low bits an index has, and how many bits the bitmap of the others has."""
+    if count == 0:
+        return 0, 0
+    low_bits = min((size // count).bit_length() - 1, _MOST_LOW_BITS)
+    return low_bits, count + (size - 1 >> low_bits)
+
+
+def _places(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, device=like.device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.kernels import cpu, reference
+from sparcel.kernels.definitions.common import widen
 from sparcel.ops import Op
 
 
@@ -34,9 +35,18 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
     """
     if not streams:
         raise InputError("merge needs at least one stream, got none")
-    if streams[0][0].is_cpu:
-        return cpu.merge(streams, op)
-    return reference.merge(streams, op)
+    # A stable sort keeps the contributions of one index in the order of the streams.
+    indices, order = torch.cat([indices for indices, _ in streams]).sort(stable=True)
+    values = torch.cat([values for _, values in streams])[order]
+    union, counts = torch.unique_consecutive(indices, return_counts=True)
+    first = counts.cumsum(0) - counts
+    result = widen(values[first])
+    longest = int(counts.max()) if counts.numel() else 0
+    for contribution in range(1, longest):
+        slots = (counts > contribution).nonzero().view(-1)
+        added = widen(values[first[slots] + contribution])
+        result[slots] = op.apply(result[slots], added)
+    return union, result.to(values.dtype)
 
 
 def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
@@ -53,8 +63,9 @@ def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> No
     op
         Combines the values; float16 and bfloat16 are computed in float32.
     """
-    implementation = cpu if dense.is_cpu else reference
-    implementation.scatter_reduce(dense, indices, values, op)
+    positions = indices.long()
+    reduced = op.apply(widen(dense[positions]), widen(values.to(dense.dtype)))
+    dense[positions] = reduced.to(dense.dtype)
 
 
 def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -69,8 +80,7 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     values
         ``[nnz]`` or ``[nnz, width]``; converted to the dtype of ``dense``.
     """
-    implementation = cpu if dense.is_cpu else reference
-    implementation.scatter(dense, indices, values)
+    dense[indices.long()] = values.to(dense.dtype)
 
 
 def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> None:
@@ -78,8 +88,8 @@ def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> N
 
     Parameters are those of `scatter`. ``fill`` is a value of the dtype of ``dense``.
     """
-    implementation = cpu if dense.is_cpu else reference
-    implementation.expand(dense, indices, values, fill)
+    dense.fill_(fill)
+    scatter(dense, indices, values)
 
 
 def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -94,8 +104,8 @@ def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     values
         ``[nnz]``, the dtype of ``dense``.
     """
-    implementation = cpu if dense.is_cpu else reference
-    implementation.add_saturated(dense, indices, values)
+    positions, most = indices.long(), torch.finfo(dense.dtype).max
+    dense[positions] = (dense[positions] + values).clamp(-most, most)
 
 
 def check_indices(indices: Tensor, size: int) -> int:
@@ -113,6 +123,7 @@ def check_indices(indices: Tensor, size: int) -> int:
     int
         The position of that index, or -1 if there is none.
     """
-    if indices.is_cpu:
-        return cpu.check_indices(indices, size)
-    return reference.check_indices(indices, size)
+    wrong = (indices < 0) | (indices >= size)
+    wrong[1:] |= indices[1:] <= indices[:-1]
+    positions = wrong.nonzero()
+    return int(positions[0]) if positions.numel() else -1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
-
-from sparcel.kernels import cpu, reference
 
 
 def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,13 +23,11 @@ def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Ten
     indices, values
         New tensors, in the order and with the dtypes of the arguments.
     """
-    if indices.is_cpu:
-        return cpu.within(indices, values, others)
-    return reference.within(indices, values, others)
+    kept = torch.isin(indices, others)
+    return indices[kept], values[kept]
 
 
 def without(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entries whose indices are not among ``others``; otherwise like `within`."""
-    if indices.is_cpu:
-        return cpu.without(indices, values, others)
-    return reference.without(indices, values, others)
+    kept = ~torch.isin(indices, others)
+    return indices[kept], values[kept]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
-from sparcel.kernels import cpu, reference
 from sparcel.kernels.addition import Addition
+from sparcel.kernels.definitions.common import index_dtype, magnitude_bits
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -24,9 +25,7 @@ def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     indices, values
         ``[min(k, nnz)]`` each; ties go to the lowest index.
     """
-    if x.is_cpu:
-        return cpu.topk(x, k)
-    return reference.topk(x, k)
+    return topk_chunked(x, k, max(1, x.numel()))
 
 
 def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -49,9 +48,18 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
     indices, values
         Over the whole vector; ties go to the lowest index.
     """
-    if x.is_cpu:
-        return cpu.topk_chunked(x, k, chunk)
-    return reference.topk_chunked(x, k, chunk)
+    bits = magnitude_bits(x)
+    padding = -x.numel() % chunk
+    rows = torch.nn.functional.pad(bits, (0, padding)).view(-1, chunk)  # [chunks, chunk]
+    if rows.numel() == 0 or k == 0:
+        return _gather(x, torch.zeros_like(bits, dtype=torch.bool))
+    kth = rows.topk(min(k, chunk), dim=1).values[:, -1:]  # [chunks, 1]
+    above = rows > kth
+    ties = (rows == kth) & (rows != 0)
+    # Ties go to the lowest index: the first ones fill the remaining places of k.
+    room = k - above.sum(dim=1, keepdim=True)
+    selected = above | (ties & (ties.cumsum(dim=1) <= room))
+    return _gather(x, selected.view(-1)[: x.numel()])
 
 
 def accumulate_topk(
@@ -77,9 +85,21 @@ def accumulate_topk(
     finite
         Whether the whole sum was finite. If not, the selection and the scratch are meaningless.
     """
-    if addition.memory.is_cpu:
-        return cpu.accumulate_topk(addition, k, chunk)
-    return reference.accumulate_topk(addition, k, chunk)
+    memory, scratch = addition.memory, addition.scratch
+    scratch.copy_(addition.gradient)  # not converted inside of a sum, which would copy all of it
+    if addition.scale != 1:
+        scratch.mul_(addition.scale)
+    if addition.velocity is not None:
+        scratch.add_(torch.mul(addition.velocity, addition.momentum, out=addition.entering))
+    if addition.entering is not None:
+        addition.entering.copy_(scratch)
+    scratch.add_(memory)
+    if addition.clear:
+        addition.gradient.zero_()
+    finite = bool(torch.isfinite(scratch).all())
+    indices, values = topk(scratch, k) if chunk is None else topk_chunked(scratch, k, chunk)
+    scratch[indices.long()] = 0
+    return indices, values, finite
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -97,9 +117,9 @@ def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     indices, values
         The selected entries; NaN is always selected.
     """
-    if x.is_cpu:
-        return cpu.threshold_select(x, threshold)
-    return reference.threshold_select(x, threshold)
+    limit = magnitude_bits(torch.tensor([threshold], dtype=x.dtype, device=x.device))
+    bits = magnitude_bits(x)
+    return _gather(x, (bits >= limit) & (bits != 0))
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
@@ -132,6 +152,17 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
         When ``bins`` is not a power of two, or ``prefix`` is None but there are bits above the
         field.
     """
+    check_field(x, shift, bins, prefix)
+    bits = magnitude_bits(x)
+    counted = bits != 0
+    if prefix is not None:
+        counted &= bits >> (shift + bins.bit_length() - 1) == prefix
+    field = (bits[counted] >> shift) & (bins - 1)
+    return torch.bincount(field, minlength=bins)
+
+
+def check_field(x: Tensor, shift: int, bins: int, prefix: int | None) -> None:
+    """Raise `InputError` where `magnitude_histogram` does."""
     if bins < 1 or bins & (bins - 1):
         raise InputError(f"bins must be a power of two, got {bins}")
     field_end = shift + bins.bit_length() - 1
@@ -141,6 +172,8 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
             f"the field ends at bit {field_end} of {magnitude_width}: give the prefix of the bits "
             "above it, or a larger shift"
         )
-    if x.is_cpu:
-        return cpu.magnitude_histogram(x, shift, bins, prefix)
-    return reference.magnitude_histogram(x, shift, bins, prefix)
+
+
+def _gather(x: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    positions = selected.nonzero().view(-1)
+    return positions.to(index_dtype(x.numel())), x[positions]
