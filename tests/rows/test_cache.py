@@ -168,9 +168,11 @@ def test_a_changed_byte_is_noticed(rows: Rows, data: st.DataObject) -> None:
         if said:
             told = ("cache is broken: ", "is no cache of rows")
             assert any(words in said for words in told)
+        elif found is None:
+            assert len(MAGIC) <= at < len(MAGIC) + 4  # taken for another version, and made anew
         else:
             # The byte lies between arrays, where nothing is.
-            assert found is not None and same(found, rows)
+            assert same(found, rows)
 
 
 @given(ANY, st.data(), st.integers(1, 4))

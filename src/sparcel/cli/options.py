@@ -61,7 +61,7 @@ def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]])
     InputError
         When both were typed.
     """
-    typed = {name for name in context.params if _is_typed(context, name)}
+    typed = {name for name in context.params if is_typed(context, name)}
     for name, ignored in instead.items():
         for other in ignored:
             if {name, other} <= typed:
@@ -70,7 +70,8 @@ def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]])
                 )
 
 
-def _is_typed(context: typer.Context, name: str) -> bool:
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Tell whether an option was given."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -105,5 +105,5 @@ class Settings(Parameters):
             "adaptive": adaptive,
             "average": self.average,
             "dtype": dtype,
-            "intercept": self.fit_intercept,
+            "fits_intercept": self.fit_intercept,
         }

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from sparcel.cli.linear.files import Data, Label, Layout, TextName, layout_of
-from sparcel.cli.linear.settings import is_typed, with_parameters
-from sparcel.cli.options import check_apart, check_output
+from sparcel.cli.linear.settings import with_parameters
+from sparcel.cli.options import check_apart, check_output, is_typed
 from sparcel.errors import InputError
 from sparcel.linear.parameters import LOSSES
 

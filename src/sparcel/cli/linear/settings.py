@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from sparcel.cli.options import is_typed
 from sparcel.errors import InputError, known
 from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, Rule, descriptions
 
@@ -33,12 +34,6 @@ def with_parameters(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
     return run
-
-
-def is_typed(context: typer.Context, name: str) -> bool:
-    """Tell whether an option was given."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def _options() -> list[inspect.Parameter]:

@@ -21,7 +21,8 @@ class Owed:
     """What a rank keeps back of its gradients, at each coordinate of the model.
 
     A step looks at the columns of its batch alone, so it costs what these cost. What is owed
-    elsewhere waits for a batch that has those columns.
+    elsewhere waits for a batch that has those columns. (`sparcel.memory.Memory` selects among all
+    coordinates, and reads them all in each step; and it knows no rows of several classes.)
 
     Parameters
     ----------

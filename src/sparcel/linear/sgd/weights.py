@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from sparcel.errors import InputError
 from sparcel.linear.threads import threads_for
 from sparcel.rows.rows import Array
 
-_SETTINGS = ("dimensions", "width", "l1", "l2", "adaptive", "average", "dtype", "intercept")
 _ARRAYS = ("rows", "sums", "intercept", "intercept_squares", "intercept_sums")
 
 BY_COLUMN = ("rows", "sums")
@@ -35,6 +35,7 @@ _LEAST_SCALE = 1e-6
 """Below this the scale is multiplied into the coordinates, before precision suffers."""
 
 
+@dataclass(eq=False, repr=False)
 class Weights:
     """The coordinates and intercepts of a model, and what their steps need to remember.
 
@@ -52,46 +53,37 @@ class Weights:
     adaptive
         Whether steps are divided by the root of the coordinate's squared gradients (AdaGrad).
     average
-        Whether `read` returns the average of the models after each step.
+        Whether `read` returns the average of the models after each step. Needs l1 = 0.
     dtype
         float32 or float64.
-    intercept
+    fits_intercept
         Whether the model has intercepts.
     """
 
-    def __init__(
-        self,
-        dimensions: int,
-        width: int = 1,
-        l1: float = 0.0,
-        l2: float = 0.0,
-        adaptive: bool = False,
-        average: bool = False,
-        dtype: Any = np.float32,
-        intercept: bool = True,
-    ) -> None:
-        if dimensions > MOST_HELD:
-            raise InputError(
-                f"a model of {dimensions} dimensions can't be held whole, as partial_fit does and"
-                " every rank that sums all gradients: call fit, with algorithm='sharded'"
-            )
-        self._settings = (dimensions, width, l1, l2, adaptive, average, dtype, intercept)
-        self.dimensions, self.width, self.l1, self.l2 = dimensions, width, l1, l2
-        self.adaptive, self.fits_intercept = adaptive, intercept
-        settles = (l1 > 0 or l2 > 0) if adaptive else l1 > 0
-        self._adapts_and_settles = adaptive and settles
-        self.rows = _zeros((dimensions, (2 if adaptive else 1) * width + settles), dtype)
-        self.sums = _zeros((dimensions, width), dtype) if average else None
-        self.intercept = np.zeros(width)
-        self.intercept_squares = np.zeros(width)
-        self.intercept_sums = np.zeros(width)
-        self.steps, self.scales = 0, 0.0
-        self._model = _cpu.LinearModel(self.rows, width, adaptive, l1, l2)
+    dimensions: int
+    width: int = 1
+    l1: float = 0.0
+    l2: float = 0.0
+    adaptive: bool = False
+    average: bool = False
+    dtype: Any = np.float32
+    fits_intercept: bool = True
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the coordinates."""
-        return self.rows.dtype
+    def __post_init__(self) -> None:
+        if self.dimensions > MOST_HELD:
+            raise InputError(
+                f"a model of {self.dimensions} dimensions can't be held whole, as partial_fit does"
+                " and every rank that sums all gradients: call fit, with algorithm='sharded'"
+            )
+        self.dtype = np.dtype(self.dtype)
+        count, width, dtype = self.dimensions, self.width, self.dtype
+        settles = self.l1 > 0 or (self.adaptive and self.l2 > 0)
+        self._adapts_and_settles = self.adaptive and settles
+        self.rows = _zeros((count, (2 if self.adaptive else 1) * width + settles), dtype)
+        self.sums = _zeros((count, width), dtype) if self.average else None
+        self.intercept, self.intercept_squares, self.intercept_sums = np.zeros((3, width))
+        self.steps, self.scales = 0, 0.0
+        self._model = _cpu.LinearModel(self.rows, width, self.adaptive, self.l1, self.l2)
 
     def read_at(self, columns: Array | Tensor) -> Array:
         """Return the coordinates at some columns, ``[count, width]``."""
@@ -200,7 +192,7 @@ class Weights:
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments that such a model is made with."""
-        return dict(zip(_SETTINGS, self._settings, strict=True))
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def state(self) -> dict[str, Array]:
         """Return all that steps change: the arrays themselves, which the next step changes."""
@@ -220,10 +212,10 @@ class Weights:
             getattr(self, name)[...] = state[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self._settings, "state": self.state()}
+        return {"settings": self.settings, "state": self.state()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        self.__init__(*pickled["settings"])  # type: ignore[misc]
+        self.__init__(**pickled["settings"])  # type: ignore[misc]
         self.restore(pickled["state"])
 
     def read(self) -> tuple[Array, Array]:
