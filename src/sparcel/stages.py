@@ -221,13 +221,12 @@ class Work:
     times: float = 1
 
 
-_ENTRY_BYTES = 8
-"""Of an entry of a float32 stream: its value and its index."""
-
-
 def copied(entries: float, busy: float = 1.0, times: float = 1) -> Work:
-    """Return the work of decoding, cutting or joining messages and streams of so many entries."""
-    return Work("encode", _ENTRY_BYTES * entries, busy, times)
+    """Return the work of decoding, cutting or joining messages and streams of so many entries.
+
+    It is that of encoding two entries of 8 bytes.
+    """
+    return Work("encode", 16 * entries, busy, times)
 
 
 def chosen(entries: float, busy: float = 1.0) -> Work:
