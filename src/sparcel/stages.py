@@ -208,7 +208,7 @@ class Work:
     kind
         One of `sparcel.rates.WORK`.
     amount
-        Of the rank that has most to do, in the unit given there.
+        Of the rank that has most to do, in the unit that `sparcel.cost.work` gives.
     busy
         The share of the ranks that do this at the same time.
     times
