@@ -8,7 +8,7 @@
 `sparcel lab run` for each network, which must be alone on the machine: all ranks measure the
 network's rates, as `sparcel plan --measure` does, and then every row of every setting. It skips the
 networks that RESULTS.json holds already. ``judge`` compares the measured times with predictions:
-see `planner_judge`.
+see `planner_judge`, which also takes what ``sparcel bench --rates --json`` saved.
 """
 
 from __future__ import annotations

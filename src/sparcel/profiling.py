@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from torch.autograd import profiler
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Stopwatch = Callable[[str], AbstractContextManager[object]]
 """Returns a block that times the part of that name."""
@@ -13,25 +18,33 @@ Stopwatch = Callable[[str], AbstractContextManager[object]]
 _stopwatch: Stopwatch | None = None
 
 
-@contextmanager
-def profiled(name: str) -> Iterator[None]:
-    """Show a block as ``sparcel::{name}`` in the profiles of torch.profiler, and time it."""
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Give a block to the stopwatch, or show it in torch.profiler's profiles, if one runs.
+
+    Profiles show it as ``sparcel::{name}``.
+    """
+    if _stopwatch is not None:
+        return _stopwatch(name)
     # Without a profiler, record_function would still cost tens of microseconds. This flag holds for
     # all threads; torch.autograd._profiler_enabled() is true on the thread that started it alone.
     active = profiler._is_profiler_enabled
-    shown = profiler.record_function(f"sparcel::{name}") if active else nullcontext()
-    with shown, timed(name):
-        yield
+    return profiler.record_function(f"sparcel::{name}") if active else nullcontext()
 
 
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    """Give a block, or a function, to the stopwatch if one runs."""
-    if _stopwatch is None:
-        yield
-    else:
-        with _stopwatch(name):
-            yield
+def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Give the calls of a function to the stopwatch, if one runs; profiles do not show them."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if _stopwatch is None:
+                return function(*args, **kwargs)
+            with _stopwatch(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 @contextmanager

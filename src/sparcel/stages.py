@@ -208,7 +208,7 @@ class Work:
     kind
         One of `sparcel.rates.WORK`.
     amount
-        Of the rank that has most to do, in the unit given there.
+        Of the rank that has most to do, in the unit that `sparcel.cost.work` gives.
     busy
         The share of the ranks that do this at the same time.
     times
@@ -221,13 +221,12 @@ class Work:
     times: float = 1
 
 
-_ENTRY_BYTES = 8
-"""Of an entry of a float32 stream: its value and its index."""
-
-
 def copied(entries: float, busy: float = 1.0, times: float = 1) -> Work:
-    """Return the work of decoding, cutting or joining messages and streams of so many entries."""
-    return Work("encode", _ENTRY_BYTES * entries, busy, times)
+    """Return the work of decoding, cutting or joining messages and streams of so many entries.
+
+    It is that of encoding two entries of 8 bytes.
+    """
+    return Work("encode", 16 * entries, busy, times)
 
 
 def chosen(entries: float, busy: float = 1.0) -> Work:

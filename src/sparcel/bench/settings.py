@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field
 
 from sparcel.bench.engines import ENGINES
 from sparcel.bench.inputs import DISTRIBUTIONS
@@ -61,16 +59,3 @@ class BenchSettings:
                 "--gradients FILE is measured as the distribution 'file', got"
                 f" {', '.join(self.distributions)}; leave --distributions out, or add file to it"
             )
-
-    def to_json(self) -> str:
-        """Return the settings as text, for other processes."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read settings that `to_json` wrote."""
-        fields: Any = json.loads(text)
-        for name, value in fields.items():
-            if isinstance(value, list):
-                fields[name] = tuple(value)
-        return cls(**fields)

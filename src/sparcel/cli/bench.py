@@ -131,7 +131,7 @@ def bench_command(
         run(settings, report.console())
     else:
         read_files(settings)  # here once, instead of on every rank
-        start(settings, ranks, report.console())
+        start(ranks, report.console(), mpi="mpi" in settings.engines)
 
 
 def _share(text: str) -> float:

@@ -83,8 +83,7 @@ def oktopk_held(
         winners = global_topk(held, wire.comm, k, size, arrived.finite)
         if not winners.finite:
             return HeldTopk(stream.void_like(), arrived, stream.empty_like())
-        with timed("select"):
-            indices, values = kernels.topk(held, winners.counts[wire.rank])
+        indices, values = timed("select")(kernels.topk)(held, winners.counts[wire.rank])
         kernels.scatter(held, indices, values.new_zeros(values.numel()))
         block = SparseStream.unchecked(indices, values, held.numel())
         evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)

@@ -27,8 +27,6 @@ class Kind:
 
     Attributes
     ----------
-    unit
-        What its amounts count.
     phase
         The phase of a prediction that it belongs to.
     call_s, unit_s
@@ -40,7 +38,6 @@ class Kind:
         Makes the call to time, of an amount and a seed.
     """
 
-    unit: str
     phase: str
     call_s: float
     unit_s: float
@@ -95,19 +92,15 @@ def _stream(entries: int, seed: int, gap: int = 100) -> SparseStream:
 
 
 KINDS = {
-    # Adding a gradient to the memory, and taking the largest coordinates out.
-    "select": Kind("coordinates", "select", 30e-6, 0.35e-9, _COORDINATES, _select),
-    # Adding the sparse messages of two ranks; entries of both.
-    "merge": Kind(
-        "entries", "reduce", 15e-6, 2e-9, (16, 1 << 10, 16 << 10, 128 << 10, 1 << 20), _merge
-    ),
-    # A pass over a dense vector, which adds to it, clears it or copies it.
-    "add": Kind("coordinates", "reduce", 5e-6, 0.3e-9, _COORDINATES, _add),
-    # Writing a message of float32 entries.
-    "encode": Kind(
-        "bytes", "encode", 15e-6, 0.15e-9, (128, 8 << 10, 128 << 10, 1 << 20, 8 << 20), _encode
-    ),
-    # A series of operations on tensors of about a thousand numbers.
-    "small": Kind("operations", "reduce", 0.0, 4e-6, (1, 100), _small),
+    # Adding a gradient to the memory, and taking the largest out; coordinates.
+    "select": Kind("select", 30e-6, 0.35e-9, _COORDINATES, _select),
+    # Adding the sparse messages of two ranks; entries of both together.
+    "merge": Kind("reduce", 15e-6, 2e-9, (16, 1 << 10, 16 << 10, 128 << 10, 1 << 20), _merge),
+    # A pass over a dense vector, which adds to it, clears it or copies it; coordinates.
+    "add": Kind("reduce", 5e-6, 0.3e-9, _COORDINATES, _add),
+    # Writing a message of float32 entries; bytes.
+    "encode": Kind("encode", 15e-6, 0.15e-9, (128, 8 << 10, 128 << 10, 1 << 20, 8 << 20), _encode),
+    # A series of operations on tensors of about a thousand numbers; operations.
+    "small": Kind("reduce", 0.0, 4e-6, (1, 100), _small),
 }
-"""Kinds of work by name, as `sparcel.rates.WORK` lists them."""
+"""Kinds of work by name, as `sparcel.rates.WORK` lists them; each comment ends with the unit."""

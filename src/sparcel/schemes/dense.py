@@ -12,7 +12,7 @@ from sparcel._checks import all_finite
 from sparcel.collectives.dense import agreement_stages, check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import known
-from sparcel.schemes._phases import apply_stages
+from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.request import Request
 from sparcel.stages import EngineSum, Problem, Stage, Stages, Work

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from sparcel.collectives.gtopk import gtopk
 from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.errors import known
-from sparcel.schemes._phases import apply_stages, select_stages
 from sparcel.schemes._put_back import PUT_BACK, settled
+from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.stages import Problem, Stage, scattered
 from sparcel.wire import Wire

@@ -23,7 +23,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.formats import Expected
 from sparcel.memory import emptied, wide_dtype
-from sparcel.schemes._phases import apply_stages
+from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme, averaged
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier

@@ -22,8 +22,8 @@ from sparcel.collectives.regions import balanced_boundaries, boundaries_stages
 from sparcel.comm import Call
 from sparcel.errors import InputError, known
 from sparcel.schemes._elsewhere import select_elsewhere
-from sparcel.schemes._phases import apply_stages, select_stages
 from sparcel.schemes._put_back import PUT_BACK, settled
+from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import selector

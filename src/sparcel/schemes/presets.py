@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from sparcel.collectives.allgather_reduce import stages as allgather_stages
-from sparcel.schemes._phases import select_stages
+from sparcel.schemes._stages import select_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_stages
 from sparcel.schemes.hierarchical import Hierarchical, stages_on_nodes

@@ -14,7 +14,7 @@ from sparcel.collectives.halving_doubling import stages as halving_doubling_stag
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import Expected
-from sparcel.schemes._phases import SMALL, apply_stages
+from sparcel.schemes._stages import SMALL, apply_stages
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.selectors import Selector

@@ -9,7 +9,7 @@ from functools import partial
 from sparcel import auto
 from sparcel.collectives import check_algorithm
 from sparcel.rates import Rates
-from sparcel.schemes._phases import apply_stages, select_stages
+from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.stages import Problem, Stage, Stages
 from sparcel.wire import Wire
