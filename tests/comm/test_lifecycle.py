@@ -197,13 +197,25 @@ def attach_and_drop(comm: TorchCommunicator) -> None:
     model(torch.ones(2, 300)).sum().backward()
 
 
+def fail_and_drop(comm: TorchCommunicator) -> None:
+    tensors = {"weight": torch.arange(5000.0)}
+    own = TorchCommunicator.of(dist.group.WORLD)
+    averager = Averager(tensors, sparcel.scheme("hitopk", ranks_per_node=1), group=own)
+    step = (lambda: averager.average(tensors)) if comm.rank == 0 else lambda: own.run(lambda: 1 / 0)
+    with pytest.raises((ZeroDivisionError, CommunicationError)):
+        step()
+
+
 def grown_after_ten(
     comm: TorchCommunicator, use_and_drop: Callable[[TorchCommunicator], None]
 ) -> dict[str, tuple[int, int]]:
     """Return the counts before and after ten rounds that grew and stay higher for 20 s."""
-    gc.disable()  # dropping must be enough
+    if use_and_drop is not fail_and_drop:  # errors refer to themselves by their tracebacks
+        gc.disable()
     try:
         use_and_drop(comm)  # starts threads that stay
+        if gc.isenabled():
+            gc.collect()
         time.sleep(3.0)
         before = descriptors_and_threads()
         for _ in range(10):
@@ -216,12 +228,16 @@ def grown_after_ten(
             if not grown or time.monotonic() > deadline:
                 return grown
             time.sleep(0.1)
+            if gc.isenabled():
+                gc.collect()
     finally:
         gc.enable()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
-@pytest.mark.parametrize("use_and_drop", [split_and_drop, average_and_drop, attach_and_drop])
+@pytest.mark.parametrize(
+    "use_and_drop", [split_and_drop, average_and_drop, attach_and_drop, fail_and_drop]
+)
 def test_what_nobody_closed_leaks_neither_descriptors_nor_threads(run_on, use_and_drop) -> None:
     assert run_on(2, grown_after_ten, use_and_drop) == [{}, {}]
 

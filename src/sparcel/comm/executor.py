@@ -217,9 +217,14 @@ def _start_monitor() -> None:
 def _monitor() -> None:
     while True:
         time.sleep(_MONITOR_SECONDS)
-        with _monitoring:
-            for executor in list(_alive):
-                executor.check()
+        _check_all()
+
+
+def _check_all() -> None:
+    """Check the executors; a function, so that no variable keeps the last one while others wait."""
+    with _monitoring:
+        for executor in list(_alive):
+            executor.check()
 
 
 @atexit.register

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -24,23 +26,6 @@ _CLOSED = "the communicator was closed"
 class Job(Generic[T]):
     """A function that a communicator runs, or has run, in its turn.
 
-    Attributes
-    ----------
-    future
-        Receives the function's result, or what it raised.
-    """
-
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[T] = torch.futures.Future()
-
-    def wait(self) -> T:
-        """Block until the job has ended; return its result, or raise what it raised."""
-        return self.future.wait()
-
-
-class QueuedJob(Job[T]):
-    """A job in a queue.
-
     Parameters
     ----------
     job
@@ -49,12 +34,38 @@ class QueuedJob(Job[T]):
         Whether the queue counts the job as waiting.
     """
 
-    def __init__(self, job: Callable[[], T], counted: bool) -> None:
-        super().__init__()
+    def __init__(self, job: Callable[[], T], counted: bool = False) -> None:
         self.counted = counted
         self._job: Callable[[], T] | None = job
-        self._claim = threading.Lock()
-        self._ended = threading.Event()
+        # Not torch's future: what refers to itself through one, as an error does through its
+        # traceback, is never collected.
+        self._outcome: Future[T] = Future()
+
+    @cached_property
+    def future(self) -> torch.futures.Future[T]:
+        """A future of torch's that receives the function's result, or what it raised."""
+        future: torch.futures.Future[T] = torch.futures.Future()
+
+        def pass_on(outcome: Future[T]) -> None:
+            error = outcome.exception()
+            if error is None:
+                future.set_result(outcome.result())
+            else:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+
+        self._outcome.add_done_callback(pass_on)
+        return future
+
+    def wait(self) -> T:
+        """Block until the job has ended; return its result, or raise what it raised.
+
+        Ctrl-C interrupts the wait, but not the job.
+        """
+        # A wait without a limit would miss a signal that arrives just before it begins.
+        while not self._outcome.done():
+            with suppress(TimeoutError):
+                self._outcome.exception(_SIGNAL_SECONDS)
+        return self._outcome.result()
 
     def run(self) -> None:
         """Run the job on this thread and pass its result, or its error, to those who wait."""
@@ -67,23 +78,13 @@ class QueuedJob(Job[T]):
         except BaseException as error:  # such as SystemExit, which must not end the thread
             self.fail(CommunicationError(f"a job was ended by {error!r}"))
         else:
-            if self._claim.acquire(blocking=False):
-                self.future.set_result(result)
-                self._ended.set()
+            with suppress(InvalidStateError):
+                self._outcome.set_result(result)
 
     def fail(self, error: Exception) -> None:
         """Make the job raise ``error``, unless it has ended."""
-        if self._claim.acquire(blocking=False):
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
-            self._ended.set()
-
-    def wait(self) -> T:
-        """See `Job.wait`; Ctrl-C interrupts the wait, but not the job."""
-        # torch's own wait cannot be interrupted. A wait without a limit would miss a signal that
-        # arrives just before it begins.
-        while not self._ended.wait(_SIGNAL_SECONDS):
-            pass
-        return self.future.wait()
+        with suppress(InvalidStateError):
+            self._outcome.set_exception(error)
 
 
 class JobQueue:
@@ -129,7 +130,7 @@ class JobQueue:
         """
         if self.ended:
             raise CommunicationError(_CLOSED)
-        queued = QueuedJob(job, counted=True)
+        queued = Job(job, counted=True)
         if self.is_current():
             queued.run()
         else:
@@ -155,7 +156,7 @@ class JobQueue:
         """
         if not self.ended:
             self.ended = True
-            self._pending.put(QueuedJob(last, counted=False))
+            self._pending.put(Job(last))
             self._pending.put(None)
 
     def join(self, timeout: float | None) -> bool:
@@ -165,7 +166,7 @@ class JobQueue:
         return not self._thread.is_alive()
 
 
-_Pending: TypeAlias = "SimpleQueue[QueuedJob[Any] | None]"
+_Pending: TypeAlias = "SimpleQueue[Job[Any] | None]"
 
 
 class _State:
