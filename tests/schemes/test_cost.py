@@ -1,6 +1,6 @@
 """The cost of a step: its bytes are bounded, and it allocates no tensors as large as the vector."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from sparcel import simulate
 from sparcel.schemes import Request
 from sparcel.selectors import SELECTORS
 from tests.collectives.test_traffic import COSTS, evaluate
+from tests.sampling import meeting
 from tests.schemes.steps import integers, normal
 
 SETTINGS = {
@@ -48,10 +49,12 @@ def constant(rank, step, size):
     return torch.full((size,), 1.0 + rank)
 
 
-@pytest.mark.parametrize("gradient", [uniform, skewed, moving, constant], ids=lambda g: g.__name__)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("world", [2, 3, 8, 13])
-def test_every_step_stays_within_the_bound_of_the_page(world, setting, gradient):
+@pytest.mark.parametrize(
+    ("setting", "place"),
+    meeting(SETTINGS, product([2, 3, 8, 13], [uniform, skewed, moving, constant]), each=6),
+)
+def test_every_step_stays_within_the_bound_of_the_page(setting, place):
+    world, gradient = place
     size, (name, settings) = 5000, SETTINGS[setting]
     count = round(settings["density"] * size)
     row = COSTS["split_allgather" if name == "sparcml" else setting]
@@ -114,8 +117,7 @@ SPARSE_WORK = {
 }
 
 
-@pytest.mark.parametrize("setting", SPARSE_WORK)
-@pytest.mark.parametrize("world", [1, 2, 5])
+@pytest.mark.parametrize(("setting", "world"), meeting(SPARSE_WORK, [1, 2, 5], each=1))
 def test_steady_state_allocates_nothing_as_large_as_the_vector(setting, world):
     """Only the update is allowed, if no ``out`` is given; not even a mask of bytes is."""
     size, (name, settings) = 200_000, SPARSE_WORK[setting]

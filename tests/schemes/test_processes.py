@@ -17,6 +17,7 @@ import sparcel
 from sparcel.comm import Communicator, TorchCommunicator
 from sparcel.errors import CommunicationError, MismatchError
 from sparcel.schemes import Hierarchical, OkTopK
+from tests.sampling import meeting
 from tests.schemes.steps import (
     EXACT,
     SCHEMES,
@@ -29,7 +30,7 @@ from tests.schemes.steps import (
     total,
 )
 from tests.strategies import same_bits
-from tests.workers import on_engines_in_turn, run_apart
+from tests.workers import ENGINES, on_engines_in_turn, run_apart
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +60,14 @@ def several_steps(comm, name, gradient):
     return outcomes
 
 
-@on_engines_in_turn(name=SCHEMES, world_size=[2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "world_size", "run_on"),
+    [
+        (*pair, ENGINES[number % 2])
+        for number, pair in enumerate(meeting(SCHEMES, [2, 3, 4], each=2))
+    ],
+    indirect=["run_on"],
+)
 def test_steps_equal_those_of_the_simulated_cluster(run_on, world_size, name):
     for gradient in (integers, normal):
         by_rank = run_on(world_size, several_steps, name, gradient)
