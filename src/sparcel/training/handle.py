@@ -246,8 +246,9 @@ class Handle:
         Raises
         ------
         InputError
-            When an entry fits no tensor, or entries are missing, or the memory is a sum of
-            velocities, and this scheme would have to flush it; the memory stays as it was.
+            When an entry has a value that no state has. With ``strict``, also when an entry fits no
+            tensor, or entries are missing, or the memory is a sum of velocities, and this scheme
+            would have to flush it. The memory then stays as it was.
 
         Notes
         -----
