@@ -55,7 +55,7 @@ class Switched(Run):
             self.age = averager.handle.memory_age()
             averager.handle.switch("dense")
             if not flush.FLUSH_STEPS:
-                averager._exchange.residuals.flush.owed.clear()
+                averager._session.residuals.flush.owed.clear()
 
     def update(self, step: int) -> None:
         if step >= self.switch - 10:

@@ -98,7 +98,7 @@ def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> d
 
 def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
     """Append the number of buckets of each step to ``counts``, at the end of the step."""
-    comm, account = handle._exchange.comm, handle._exchange.account
+    comm, account = handle._session.comm, handle._session.account
     submit, jobs = comm.submit, [0]
 
     def submit_and_count(job: Any) -> Any:
@@ -110,7 +110,7 @@ def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
         jobs[0] = 0
         account(*arguments)
 
-    comm.submit, handle._exchange.account = submit_and_count, account_and_count
+    comm.submit, handle._session.account = submit_and_count, account_and_count
 
 
 def train(

@@ -179,7 +179,7 @@ def test_settings_and_state_are_those_that_the_optimiser_has_at_that_moment() ->
 def test_an_optimiser_can_be_told_later_and_others_do_not_matter() -> None:
     def on_rank(comm: Communicator) -> None:
         training = trained(comm, OPTIMIZERS["SGD"], TopK(0.05))
-        ahead = Ahead(training.parameters, training.averager._exchange.residuals)
+        ahead = Ahead(training.parameters, training.averager._session.residuals)
         ahead.follow(SGD([torch.zeros(3, requires_grad=True)], lr=0.1))
         ahead.follow(RMSprop([torch.zeros(3, requires_grad=True)]))  # no warning
         before = training.now()

@@ -48,7 +48,7 @@ def test_rates_reach_a_scheme_between_nodes() -> None:
         inner = scheme("auto")
         averager = Averager(TENSORS, Hierarchical(inner, ranks_per_node=2), group=comm, rates=rates)
         averager.average({"weight": torch.randn(200, 100)})
-        vector, _ = averager._exchange.residuals._vectors["weight"]
+        vector, _ = averager._session.residuals._vectors["weight"]
         assert isinstance(vector.scheme, Hierarchical) and isinstance(vector.scheme.inner, Auto)
         return vector.scheme.inner.chosen
 

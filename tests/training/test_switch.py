@@ -129,7 +129,7 @@ def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: st
         for step in range(3):
             averager.average(gradients_of(comm.rank, step))
         vectors = {
-            id(one): one for one, _ in averager._exchange.residuals._vectors.values()
+            id(one): one for one, _ in averager._session.residuals._vectors.values()
         }.values()
         held = [weakref.ref(one.scheme) for one in vectors]
         del vectors
@@ -143,8 +143,8 @@ def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: st
             assert not owed or "flushes" in repr(averager.handle)
             averager.average(gradients_of(comm.rank, step))
         assert not [ref for ref in held if ref() is not None]
-        assert not averager._exchange.residuals.flush.owed
-        assert not averager._exchange.residuals._loaded
+        assert not averager._session.residuals.flush.owed
+        assert not averager._session.residuals._loaded
         assert averager.handle.memory_norm() == 0
         assert averager.handle.memory_age() == 0
         assert averager.handle.state_dict().keys() == {"steps", "world_size", "flush"}
@@ -313,7 +313,7 @@ def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
             assert not left["third"].any()
         state = averager.handle.state_dict()
         averager.average(gradients_of(comm.rank, 0))
-        assert not averager._exchange.residuals.flush.owed
+        assert not averager._session.residuals.flush.owed
         assert averager.handle.state_dict()["flush"] == 0
         return state
 

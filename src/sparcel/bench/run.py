@@ -32,8 +32,8 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SI
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a cell in the table: the row's name, the case and the engine."""
+class CellKey:
+    """What tells a cell of the table from others: the row's name, the case and the engine."""
 
     algorithm: str
     case: Case
@@ -122,7 +122,7 @@ def _groups(
     gradients: Tensor | None,
     engines: list[BenchEngine],
     ranks_per_node: int,
-) -> Iterator[list[Place]]:
+) -> Iterator[list[CellKey]]:
     """Yield the places of each case's cells, for each row all engines.
 
     The dense baselines are measured with the first case of each size.
@@ -134,7 +134,7 @@ def _groups(
             for density in settings.densities:
                 rows_of = _rows(gradients, distribution)
                 case = Case(size, density, distribution, engines[0].comm.size, rows_of)
-                yield [Place(name, case, engine) for name in names for engine in engines]
+                yield [CellKey(name, case, engine) for name in names for engine in engines]
                 names = [name for name in rows if name not in DENSE]
 
 
@@ -143,7 +143,7 @@ def _rows(gradients: Tensor | None, distribution: str) -> Tensor | None:
 
 
 def _cells(
-    group: list[Place],
+    group: list[CellKey],
     settings: BenchSettings,
     network: dict[str, Any],
     rates: dict[str, Rates],
@@ -151,7 +151,7 @@ def _cells(
 ) -> list[Cell]:
     """Measure the cells of one case in rounds, so that passing disturbances hit all of them."""
     each = network["ranks_per_node"]
-    found: dict[Place, list[Measured]] = {}
+    found: dict[CellKey, list[Measured]] = {}
     for _ in range(settings.rounds):
         for place in group:
             made = contender(place.algorithm, place.case, place.engine, each)
@@ -172,7 +172,7 @@ def _cells(
     return cells
 
 
-def _cell(place: Place, found: Measured, network: dict[str, Any]) -> Cell:
+def _cell(place: CellKey, found: Measured, network: dict[str, Any]) -> Cell:
     case, seconds = place.case, summarized(found.seconds)
     dense = place.algorithm in DENSE
     rate, shared = network["rate_bits_per_s"], network["ranks_per_node"] > 1

@@ -30,7 +30,7 @@ class Slot(NamedTuple):
     name: str
 
 
-class Exchange(NamedTuple):
+class Swap(NamedTuple):
     """Entries of tables, what they are inside of a call, and what they are outside."""
 
     tables: list[dict[str, Any]]
@@ -44,7 +44,7 @@ class AheadCalls:
 
     A module that is called finds the moved values in the place of its parameters, and its
     parameters are back as soon as the call ends, whatever ends it. Autograd keeps what the backward
-    pass needs, so nothing is exchanged in a backward pass, except where a checkpoint calls a module
+    pass needs, so nothing is swapped in a backward pass, except where a checkpoint calls a module
     again: that call gets the values of the forward pass. Optimisers are found at their first step,
     before which there is no memory.
     """
@@ -76,7 +76,7 @@ class AheadCalls:
                 if id(parameter) in names
             ]
             for module in model.modules()
-            if isinstance(module._parameters, dict)  # those of TorchScript cannot be exchanged
+            if isinstance(module._parameters, dict)  # those of TorchScript cannot be swapped
         }
         for module in model.modules():
             slots = [slot for part in module.modules() for slot in own.get(id(part), ())]
@@ -98,8 +98,8 @@ class AheadCalls:
         _remove(self._calls)
         self._values.clear()
 
-    def begin(self, slots: Sequence[Slot]) -> Exchange | None:
-        """Return what a call that begins now has to exchange; None if it has nothing to."""
+    def begin(self, slots: Sequence[Slot]) -> Swap | None:
+        """Return the swap of a call that begins now; None if it computes with the parameters."""
         if not torch.is_grad_enabled() or torch._C._get_tracing_state():
             return None
         if torch._C._current_graph_task_id() == -1:
@@ -111,7 +111,7 @@ class AheadCalls:
             # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.
             if slot.name in self._values and slot.table.get(slot.key) is parameters[slot.name]
         ]
-        return Exchange(
+        return Swap(
             [*(slot.table for slot in taken), self.state],
             [*(slot.key for slot in taken), "inside"],
             [*(self._values[slot.name] for slot in taken), True],
@@ -143,11 +143,11 @@ class AheadCalls:
 
 
 class _Call:
-    """What runs when a module is called: its own call, between two exchanges of entries.
+    """What runs when a module is called: its own call, between a swap and its undoing.
 
-    Each exchange is one call of C code, in which Python handles no signal. The second is the first
-    thing that happens after the module's own call, so no exception can come between. A copy of
-    this, or what is left of its pickle, is None.
+    Each of the two is one call of C code, in which Python handles no signal. The second is the
+    first thing that happens after the module's own call, so no exception can come between. A copy
+    of this, or what is left of its pickle, is None.
     """
 
     def __init__(self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot]) -> None:
@@ -176,10 +176,10 @@ class _Call:
         assert module is not None, "it is being called"
         own = self._own or module._call_impl
         nested = calls is None or calls.state["inside"]
-        exchange = None if nested else _untraced(AheadCalls.begin)(calls, self._slots)
-        if calls is None or exchange is None:
+        swap = None if nested else _untraced(AheadCalls.begin)(calls, self._slots)
+        if calls is None or swap is None:
             return own(*args, **kwargs)
-        tables, keys, inside, outside = exchange
+        tables, keys, inside, outside = swap
         there, back = map(setitem, tables, keys, inside), map(setitem, tables, keys, outside)
         try:
             deque(there, maxlen=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparcel._checks import check_part, check_type, checked_filter, whole_number
 from sparcel.errors import InputError
 from sparcel.training.flush import FLUSH_STEPS
-from sparcel.training.layout import Layout, Place, fits
+from sparcel.training.layout import Layout, Position, fits
 
 COMMON = ("steps", "world_size", "filter", "flush")
 LAYOUT = "layout."
@@ -131,7 +131,7 @@ def _layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
     return layout if fits(layout, tensors) else {}
 
 
-def _place(key: str, entry: object) -> Place:
+def _place(key: str, entry: object) -> Position:
     name = f"the state's {key!r}"
     check_type(entry, Tensor, name, _WAY_OUT)
     assert isinstance(entry, Tensor)
@@ -140,7 +140,7 @@ def _place(key: str, entry: object) -> Place:
             f"{name} must be three whole numbers, got {entry.dtype} of shape {tuple(entry.shape)}"
             f" on {entry.device}; {_WAY_OUT}"
         )
-    return Place(*entry.tolist())
+    return Position(*entry.tolist())
 
 
 def _entry(key: object, part: object, tensors: Mapping[str, Tensor], saved_by: int) -> Entry | str:

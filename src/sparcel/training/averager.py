@@ -29,11 +29,11 @@ from sparcel.training.checks import (
     check_places,
     check_rates,
 )
-from sparcel.training.exchange import Exchange
 from sparcel.training.handle import Handle
 from sparcel.training.layout import Piece, Queued
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.residuals import Residuals
+from sparcel.training.session import Session
 from sparcel.training.transaction import Transaction
 
 
@@ -139,12 +139,12 @@ class Averager:
                 owned.close()
             raise
         residuals = Residuals(template, treatment.memory_dtype)
-        self._exchange = Exchange(
+        self._session = Session(
             comm, owned, device, residuals, treatment, scaler, frontload, withhold_zeros
         )
         self._step: Transaction | None = None
         """The step that is being queued."""
-        self.handle = Handle(self._exchange)
+        self.handle = Handle(self._session)
         """Tells what the steps have cost, saves and loads what is remembered, and ends it all."""
 
     def average(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ class Averager:
         CommunicationError
             On all ranks, when the exchange fails; the memory is as it was before.
         """
-        it = self._exchange
+        it = self._session
         check_gradients(gradients, it.treatment)
         if self._step is not None:
             raise InputError("tensors are queued already; finish() that step before average()")
@@ -220,7 +220,7 @@ class Averager:
             For a vector that is not flat and contiguous, places that fit no tensor or overlap, or a
             tensor that this step has already.
         """
-        it = self._exchange
+        it = self._session
         check_places(vector, places, it.treatment)
         densities, dense = it.treatment.densities, it.treatment.small
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
@@ -232,7 +232,7 @@ class Averager:
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
-        it = self._exchange
+        it = self._session
         check_gradient(name, gradient, it.treatment)
         step = self._open([name])
         step.queue(lambda: step.exchange_rows(name, gradient))
@@ -252,7 +252,7 @@ class Averager:
         CommunicationError and others
             What the first failing exchange raised; the memory is as it was before the step.
         """
-        it = self._exchange
+        it = self._session
         step, self._step, it.queueing = self._step, None, False
         if step is None:
             raise InputError("the step has no tensors; call queue() before finish()")
@@ -294,7 +294,7 @@ class Averager:
         SparcelWarning
             For an optimiser whose steps are not known, whose parameters are not moved.
         """
-        it = self._exchange
+        it = self._session
         if it.ahead is not None:
             raise InputError("the parameters of this exchange are moved ahead already")
         for name in parameters:
@@ -306,15 +306,15 @@ class Averager:
 
     def on_close(self, end: Callable[[], None]) -> None:
         """Let `Handle.close` undo by ``end`` what a driver has done to the user's objects."""
-        self._exchange.ends.append(end)
+        self._session.ends.append(end)
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""
-        if self._exchange.closed:
+        if self._session.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
-        self._step = self._step or Transaction(self._exchange)
+        self._step = self._step or Transaction(self._session)
         self._step.include(names)
-        self._exchange.queueing = True
+        self._session.queueing = True
         return self._step
 
 

@@ -13,7 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
 from sparcel.training._saved import LAYOUT, Entry, key_of, read
 from sparcel.training.flush import FLUSH_STEPS
-from sparcel.training.layout import Place
+from sparcel.training.layout import Position
 from sparcel.training.residuals import Residuals
 
 _SUMS_OF_VELOCITIES = (
@@ -148,7 +148,7 @@ def _common(
         state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
     for name in tensors if owes else ():
-        state[LAYOUT + name] = torch.tensor(layout.get(name, Place(-1, 0, 0)))
+        state[LAYOUT + name] = torch.tensor(layout.get(name, Position(-1, 0, 0)))
     return state
 
 

@@ -15,7 +15,7 @@ from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import checkpoint
 from sparcel.training.checks import check_nodes, check_switch
-from sparcel.training.exchange import Exchange
+from sparcel.training.session import Session
 from sparcel.training.stats import Stats
 
 
@@ -25,11 +25,11 @@ class Handle:
     `sparcel.attach` returns one, and `sparcel.training.Averager` has one.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def __repr__(self) -> str:
-        it = self._exchange
+        it = self._session
         costs, flush = it.total, it.residuals.flush
         sent = ""
         if costs.bytes_sent:
@@ -52,12 +52,12 @@ class Handle:
     @property
     def closed(self) -> bool:
         """Whether the exchange has ended."""
-        return self._exchange.closed
+        return self._session.closed
 
     @property
     def scheme(self) -> Scheme:
         """The scheme that exchanges the gradients; every vector has a fresh one like it."""
-        return self._exchange.residuals.template
+        return self._session.residuals.template
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -65,12 +65,12 @@ class Handle:
 
         Under momentum correction the optimiser's own momentum is for the others alone.
         """
-        return frozenset(self._exchange.treatment.sparse)
+        return frozenset(self._session.treatment.sparse)
 
     @property
     def eligible(self) -> frozenset[str]:
         """Names of the tensors that any scheme which selects makes sparse, also after a switch."""
-        return frozenset(self._exchange.treatment.eligible)
+        return frozenset(self._session.treatment.eligible)
 
     @property
     def chosen(self) -> dict[str, str]:
@@ -79,11 +79,11 @@ class Handle:
         Tensors of one vector share a choice. Small ones are exchanged separately, unless it is
         ``"dense"``.
         """
-        return self._exchange.residuals.chosen()
+        return self._session.residuals.chosen()
 
     def stats(self) -> Stats:
         """Return what the steps have cost so far; the counts are this rank's."""
-        it = self._exchange
+        it = self._session
         return Stats(
             **vars(it.total),
             training_steps=it.residuals.steps,
@@ -112,15 +112,15 @@ class Handle:
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
-        waiting, taken = math.fsum(self._owed_norms(1)), self._exchange.taken
+        waiting, taken = math.fsum(self._owed_norms(1)), self._session.taken
         if waiting == 0:
             return 0.0
         return waiting / taken if taken > 0 else math.nan
 
     def _owed_norms(self, order: int) -> list[float]:
         """Return the norm of what this rank owes, for each tensor that has memory."""
-        residuals = self._exchange.residuals
-        parts = [residuals.of(name).get("memory") for name in self._exchange.treatment.eligible]
+        residuals = self._session.residuals
+        parts = [residuals.of(name).get("memory") for name in self._session.treatment.eligible]
         norms = [torch.linalg.vector_norm(part, order) for part in parts if part is not None]
         return [float(norm) / residuals.filter for norm in norms]
 
@@ -150,7 +150,7 @@ class Handle:
         CommunicationError
             When a rank fails. After any error the scheme and the memory are as they were.
         """
-        it = self._exchange
+        it = self._session
         if it.closed:
             raise CommunicationError("the handle was closed; make a new one with the other scheme")
         if it.queueing:
@@ -176,7 +176,7 @@ class Handle:
         """
         for scheme in schemes:
             check_switch(self.scheme, scheme)
-            check_nodes(scheme, self._exchange.comm)
+            check_nodes(scheme, self._session.comm)
 
     def state_dict(self, saved_by: int | None = None) -> dict[str, Tensor]:
         """Return a copy of what this rank remembers, for `torch.distributed.checkpoint` and others.
@@ -197,7 +197,7 @@ class Handle:
             where the tensors lay in the vectors of the last step. A scheme without memory has
             ``rank{r}.{name}`` until all ranks have flushed theirs.
         """
-        it = self._exchange
+        it = self._session
         saved_by = it.comm.size if saved_by is None else saved_by
         tensors = it.treatment.eligible
         return checkpoint.collect(it.residuals, tensors, it.comm.rank, it.comm.size, saved_by)
@@ -220,7 +220,7 @@ class Handle:
         CommunicationError
             On all ranks, when one fails.
         """
-        it = self._exchange
+        it = self._session
         return it.comm.call(
             Call.of("full_state_dict", {}),
             lambda: checkpoint.gather(it.residuals, it.treatment.eligible, it.comm),
@@ -259,13 +259,13 @@ class Handle:
         loading, as without sparcel. Thresholds and boundaries that were reused
         (``threshold="reuse"``, ``selector="reuse"``) are estimated anew.
         """
-        it = self._exchange
+        it = self._session
         tensors = it.treatment.eligible
         checkpoint.load(state, it.residuals, tensors, it.comm.rank, it.comm.size, strict)
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
-        comm = self._exchange.comm
+        comm = self._session.comm
         comm.call(Call.of("meet", {}), lambda: comm.gather_numbers(0))
 
     def close(self) -> None:
@@ -273,4 +273,4 @@ class Handle:
 
         Nothing can be exchanged after that. A communicator that was passed as ``group`` stays open.
         """
-        self._exchange.close()
+        self._session.close()

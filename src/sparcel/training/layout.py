@@ -36,7 +36,7 @@ class Queued:
     large: list[Piece]
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A tensor's place among all vectors of a step; ``size`` is that of the whole vector."""
 
     vector: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     size: int
 
 
-Layout = Mapping[str, Place]
+Layout = Mapping[str, Position]
 """The places of all tensors, by name."""
 
 

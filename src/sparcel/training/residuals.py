@@ -11,7 +11,7 @@ from torch import Tensor
 from sparcel.memory import saturate, wide_dtype
 from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
 from sparcel.training.flush import Flush
-from sparcel.training.layout import Layout, Piece, Place, copy_pieces, layers_of, rearranged
+from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 
 _FIRST_STEPS = 2
 """For how many steps after a checkpoint its layout is used. DDP lays out its vectors anew after the
@@ -123,7 +123,7 @@ class Residuals:
             return self._loaded_layout
         numbers: dict[int, int] = {}
         return {
-            name: Place(numbers.setdefault(id(vector), len(numbers)), piece.start, vector.size)
+            name: Position(numbers.setdefault(id(vector), len(numbers)), piece.start, vector.size)
             for name, (vector, piece) in self._vectors.items()
         }
 

@@ -17,9 +17,9 @@ from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
 from sparcel.schemes import Meter, Request
 from sparcel.stream import SparseStream
-from sparcel.training.exchange import Exchange
 from sparcel.training.layout import Queued, joined, zeros_in
 from sparcel.training.residuals import Vector
+from sparcel.training.session import Session
 from sparcel.training.stats import Costs
 from sparcel.wire import Wire
 
@@ -34,7 +34,7 @@ class Transaction:
     updates may be applied.
     """
 
-    exchange: Exchange
+    session: Session
     meter: Meter = field(default_factory=Meter)
     finite: bool = True
     """Whether the tensors of all ranks were finite so far."""
@@ -64,12 +64,12 @@ class Transaction:
     @property
     def comm(self) -> Communicator:
         """The ranks."""
-        return self.exchange.comm
+        return self.session.comm
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are."""
-        return self.exchange.device
+        return self.session.device
 
     def include(self, names: Iterable[str]) -> None:
         """Add tensors to the step.
@@ -99,7 +99,7 @@ class Transaction:
         CommunicationError and others
             What the first failing job raised.
         """
-        if self.exchange.treatment.scope == "model":
+        if self.session.treatment.scope == "model":
             self.queue(self._exchange_held)
         self.queue(self._finish)
         with profiled("wait"):
@@ -122,7 +122,7 @@ class Transaction:
     def take(self, queued: Queued) -> None:
         """Exchange a vector, or hold it if one selection is made over all vectors."""
         self.meter.dense_bytes += ring_bytes(queued.vector.nbytes, self.comm.size)
-        if self.exchange.treatment.scope == "model" and queued.large:
+        if self.session.treatment.scope == "model" and queued.large:
             self._held.append(queued)
         else:
             self._exchange(queued)
@@ -135,7 +135,7 @@ class Transaction:
 
     def _exchange(self, queued: Queued) -> None:
         """Replace the tensors in a vector by their updates, except for small ones if those wait."""
-        it, vector, small, large = self.exchange, queued.vector, queued.small, tuple(queued.large)
+        it, vector, small, large = self.session, queued.vector, queued.small, tuple(queued.large)
         places = [vector[piece.start : piece.stop] for piece in small]
         gradients = [place.clone() for place in places]
         sent_whole = False
@@ -156,7 +156,7 @@ class Transaction:
 
         Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
         """
-        it = self.exchange
+        it = self.session
         owes = it.treatment.selects or it.residuals.flush.owed
         return 1.0 if it.scaler is None or not owes else it.scaler.get_scale()
 
@@ -171,7 +171,7 @@ class Transaction:
         unscaled = scale != 1 and bool(vector.scheme.remembers)
         if unscaled:
             gradient.div_(scale)
-        self.left |= self.exchange.residuals.flush.add_to(
+        self.left |= self.session.residuals.flush.add_to(
             gradient, vector.pieces, request.withheld, scale
         )
         self.vectors.append(vector)
@@ -216,7 +216,7 @@ class Transaction:
             # A sum that fits the widest dtype may overflow a narrower one.
             self.finite &= place.dtype == update.dtype or all_finite(place)
         if self.finite:
-            self.will_owe = self.exchange.residuals.flush.will_owe(self.left, self.comm)
+            self.will_owe = self.session.residuals.flush.will_owe(self.left, self.comm)
         else:
             self._void()
         if self.device.type == "cuda":

@@ -15,8 +15,8 @@ from sparcel.training.stats import Costs
 
 
 @dataclass(eq=False)
-class Exchange:
-    """An exchange between ranks, from its first step to its end.
+class Session:
+    """The exchange of a training's gradients, from its first step to its end.
 
     Attributes
     ----------
