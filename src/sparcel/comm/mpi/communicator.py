@@ -69,7 +69,7 @@ class MpiCommunicator(ConnectedCommunicator):
 
 
 def connect(comm: MPI.Intracomm) -> MpiCommunicator:
-    """Return the communicator of an MPI communicator, which it lives as long as.
+    """Return the communicator of an MPI communicator, and keep it as long as ``comm`` lives.
 
     See `sparcel.comm.resolve`.
     """

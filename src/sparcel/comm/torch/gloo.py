@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -25,48 +25,23 @@ _SLICE_SECONDS = 0.2
 """How long a waiting thread may take to notice Ctrl-C, or that the engine was aborted."""
 
 
-class GlooEngine:
-    """A Gloo process group and a mesh of TCP connections, for one communicator.
+class GlooEngine(Mesh):
+    """A mesh of connections and a Gloo process group, for one communicator.
 
-    Parameters
-    ----------
-    store
-        A store that all ranks share, under a prefix that nothing else uses.
-    names
-        The numbers by which errors name the ranks, by rank.
-    rank
-        This process's rank, an index into ``names``.
-    timeout
-        Seconds that an exchange may take.
+    Parameters are those of `Mesh`.
     """
 
     device = torch.device("cpu")
     carrier = "Gloo"
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
-        self.names, self.rank, self.timeout = names, rank, timeout
-        self.waiting = self._aborted = False
+        self._aborted = False
         # Not by torch's new_group(): it names a group by how many groups the process has made, and
         # hangs if ranks have made different numbers of groups.
         self._group: Any = dist.ProcessGroupGloo(
             store, rank, len(names), timedelta(seconds=timeout)
         )  # torch's stubs lack the methods that all backends have
-        self._mesh = Mesh(PrefixStore("mesh", store), names, rank, timeout)
-        self._others = [peer for peer in range(len(names)) if peer != rank]
-
-    def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
-    ) -> dict[int, Tensor]:
-        """See `Engine.exchange`."""
-        with self._waits():
-            return self._mesh.exchange(sends, receives, call)
-
-    def all_to_all(
-        self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int], call: int
-    ) -> Tensor:
-        """See `Communicator.all_to_all`."""
-        with self._waits():
-            return self._mesh.all_to_all(message, leaving, arriving, call)
+        super().__init__(PrefixStore("mesh", store), names, rank, timeout)
 
     def all_reduce(self, tensor: Tensor, op: Op) -> None:
         """See `Communicator.all_reduce`."""
@@ -84,29 +59,17 @@ class GlooEngine:
                     raise RuntimeError("aborted")
             work.wait()
 
-    def probe(self) -> None:
-        """See `Engine.probe`."""
-        self._mesh.probe()
-
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._aborted = True
-        self._mesh.abort()
+        super().abort()
         # Gloo closes the connections of a group when a transfer times out. It has no other way to
         # close them while something else may still refer to the group.
-        for peer in self._others:
+        for peer in {*range(len(self.names))} - {self.rank}:
             with suppress(RuntimeError):  # if the peer closed first, this raises and closes nothing
                 buffer = torch.empty(1, dtype=torch.uint8, device="cpu")
                 transfer = self._group.recv([buffer], peer, _NO_TAG)
                 transfer.wait(timedelta(milliseconds=1))
-
-    @contextmanager
-    def _waits(self) -> Iterator[None]:
-        self.waiting = True
-        try:
-            yield
-        finally:
-            self.waiting = False
 
     @contextmanager
     def _translating_errors(self, deadline: float) -> Iterator[None]:

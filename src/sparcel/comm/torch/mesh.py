@@ -7,7 +7,8 @@ and the thread that waits for the message reads it from the socket.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -24,7 +25,16 @@ from sparcel.comm.sockets import connect_all
 class Mesh:
     """A connection to each other rank; only one thread at a time exchanges messages.
 
-    Parameters are those of `GlooEngine`; connecting takes no longer than ``timeout`` either.
+    Parameters
+    ----------
+    store
+        A store that all ranks share, under a prefix that nothing else uses.
+    names
+        The numbers by which errors name the ranks, by rank.
+    rank
+        This process's rank, an index into ``names``.
+    timeout
+        Seconds that connecting, and an exchange, may take.
 
     Raises
     ------
@@ -34,6 +44,7 @@ class Mesh:
 
     def __init__(self, store: Store, names: list[int], rank: int, timeout: float) -> None:
         self.names, self.rank, self.timeout = names, rank, timeout
+        self.waiting = False
         sockets = connect_all(store, gloo_address(), rank, len(names), timeout)
         self._mesh = _cpu.Mesh([-1 if peer is None else peer.detach() for peer in sockets])
 
@@ -51,9 +62,10 @@ class Mesh:
             before it is read.
         """
         leaving = [(peer, [to_dlpack(part) for part in parts]) for peer, parts in sends.items()]
-        arrived, fault, peer, length = self._mesh.exchange(
-            leaving, list(receives.items()), self.timeout, call
-        )
+        with self._waits():
+            arrived, fault, peer, length = self._mesh.exchange(
+                leaving, list(receives.items()), self.timeout, call
+            )
         if fault:
             self._fail(fault, peer, length, receives.get(peer, 0))
         return dict(zip(receives, arrived, strict=True))
@@ -63,9 +75,10 @@ class Mesh:
     ) -> Tensor:
         """See `Communicator.all_to_all`; raises as `exchange`."""
         out = np.empty(sum(arriving), np.uint8)  # the extension takes arrays faster than tensors
-        fault, peer, length = self._mesh.all_to_all(
-            self.rank, message.numpy(), leaving, out, arriving, self.timeout, call
-        )
+        with self._waits():
+            fault, peer, length = self._mesh.all_to_all(
+                self.rank, message.numpy(), leaving, out, arriving, self.timeout, call
+            )
         if fault == _TOO_LONG:  # or too short
             raise other_length(self.names[peer], length, self.names[self.rank], arriving[peer])
         if fault:
@@ -81,6 +94,14 @@ class Mesh:
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._mesh.shut()
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False
 
     def _fail(self, fault: int, peer: int, length: int = 0, at_most: int = 0) -> None:
         me, name = self.names[self.rank], self.names[peer]
