@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.rows.pieces import COMPRESSED_WEIGHT, Piece, is_compressed, parts
+from sparcel.rows.pieces import COMPRESSED_WEIGHT, FilePiece, is_compressed, parts
 
 FILES = st.lists(
     st.tuples(st.sampled_from(["a", "b.svm", "c.gz", "d.xz", "e.zst"]), st.integers(0, 50)),
@@ -13,7 +13,7 @@ FILES = st.lists(
 ).map(lambda files: [(Path(f"{n}.{name}"), size) for n, (name, size) in enumerate(files)])
 
 
-def load(pieces: list[Piece]) -> int:
+def load(pieces: list[FilePiece]) -> int:
     return sum(
         (piece.stop - piece.start) * (COMPRESSED_WEIGHT if is_compressed(piece.path) else 1)
         for piece in pieces
@@ -56,7 +56,7 @@ def test_compressed_files_are_apart_by_the_largest(
 def test_an_example() -> None:
     files = [(Path("a"), 100), (Path("b.gz"), 10), (Path("c.gz"), 20)]
     assert parts(files, 3) == [
-        [Piece(Path("c.gz"), 0, 20)],
-        [Piece(Path("a"), 0, 30), Piece(Path("b.gz"), 0, 10)],
-        [Piece(Path("a"), 30, 100)],
+        [FilePiece(Path("c.gz"), 0, 20)],
+        [FilePiece(Path("a"), 0, 30), FilePiece(Path("b.gz"), 0, 10)],
+        [FilePiece(Path("a"), 30, 100)],
     ]

@@ -14,7 +14,7 @@ from sparcel.errors import InputError
 from sparcel.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.rows import Rows, Source, cached, make_cache, map_rows
 from sparcel.rows.files import blocks
-from sparcel.rows.pieces import Paths, Piece, files_of, is_compressed
+from sparcel.rows.pieces import FilePiece, Paths, files_of, is_compressed
 from sparcel.rows.rows import Array
 from sparcel.rows.svmlight import Labels, TextLabelError
 
@@ -89,7 +89,7 @@ def read_weights(
 def _numbers(file: Path, dtype: np.dtype[Any]) -> Array:
     """Read the numbers of a file, one a line, that are finite and not negative."""
     found = []
-    for block in blocks(Piece(files_of(file)[0], 0, file.stat().st_size)):
+    for block in blocks(FilePiece(files_of(file)[0], 0, file.stat().st_size)):
         for line, text in enumerate(block.lines.split(b"\n")[:-1]):
             try:
                 found.append(float(text))

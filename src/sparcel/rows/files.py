@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sparcel.errors import InputError, optional
-from sparcel.rows.pieces import Piece, is_compressed
+from sparcel.rows.pieces import FilePiece, is_compressed
 
 BLOCK_BYTES = 2 << 20
 """How much is read at a time: so much that a call costs little, and that it stays in the cache."""
@@ -47,7 +47,7 @@ class Block:
         return InputError(f"{self.path}:{number}: {message}")
 
 
-def blocks(piece: Piece) -> Iterator[Block]:
+def blocks(piece: FilePiece) -> Iterator[Block]:
     """Read the lines of a piece.
 
     Raises
@@ -75,7 +75,7 @@ def _block(path: Path, offset: int, lines: bytes) -> Block:
     return Block(path, offset, lines if offset else lines.removeprefix(codecs.BOM_UTF8))
 
 
-def _bounds(piece: Piece) -> tuple[int, int]:
+def _bounds(piece: FilePiece) -> tuple[int, int]:
     """Return where the first line of a piece begins, and where its last line ends."""
     if is_compressed(piece.path):
         return piece.start, piece.stop

@@ -18,7 +18,7 @@ COMPRESSED_WEIGHT = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """What one rank reads of a file: the lines whose first byte lies in ``[start, stop)``.
 
     A compressed file is one piece.
@@ -53,14 +53,14 @@ def files_of(paths: Paths) -> list[Path]:
     return files
 
 
-def pieces(paths: Paths, rank: int, ranks: int) -> list[Piece]:
+def pieces(paths: Paths, rank: int, ranks: int) -> list[FilePiece]:
     """Return what a rank reads of these files, in their order; see `parts`."""
     whole_number(ranks, "ranks", at_least=1)
     whole_number(rank, "rank", at_least=0, at_most=ranks - 1)
     return parts([(path, path.stat().st_size) for path in files_of(paths)], ranks)[rank]
 
 
-def parts(files: Sequence[tuple[Path, int]], ranks: int) -> list[list[Piece]]:
+def parts(files: Sequence[tuple[Path, int]], ranks: int) -> list[list[FilePiece]]:
     """Divide files evenly among ranks.
 
     A compressed file goes to one rank: the largest first, each to the rank that has the least so
@@ -79,13 +79,13 @@ def parts(files: Sequence[tuple[Path, int]], ranks: int) -> list[list[Piece]]:
         The pieces of each rank, in the order of the files.
     """
     loads = [0] * ranks
-    given: list[list[tuple[int, Piece]]] = [[] for _ in range(ranks)]
+    given: list[list[tuple[int, FilePiece]]] = [[] for _ in range(ranks)]
     numbered = [(place, path, size) for place, (path, size) in enumerate(files)]
     for place, path, size in sorted(numbered, key=lambda file: -file[2]):
         if is_compressed(path):
             rank = loads.index(min(loads))
             loads[rank] += size * COMPRESSED_WEIGHT
-            given[rank].append((place, Piece(path, 0, size)))
+            given[rank].append((place, FilePiece(path, 0, size)))
     plain = [file for file in numbered if not is_compressed(file[1])]
     wanted = _shares(loads, sum(size for _, _, size in plain))
     rank = 0
@@ -94,7 +94,7 @@ def parts(files: Sequence[tuple[Path, int]], ranks: int) -> list[list[Piece]]:
         while start < size:
             stop = min(size, start + wanted[rank])
             if start < stop:
-                given[rank].append((place, Piece(path, start, stop)))
+                given[rank].append((place, FilePiece(path, start, stop)))
             wanted[rank] -= stop - start
             rank += wanted[rank] == 0
             start = stop

@@ -20,7 +20,7 @@ from sparcel.rows import cache, cache_writer
 from sparcel.rows._threads import in_order
 from sparcel.rows.documents import Documents, Fail, read_json_lines, read_lines, read_tsv
 from sparcel.rows.files import Block, blocks
-from sparcel.rows.pieces import Paths, Piece, pieces
+from sparcel.rows.pieces import FilePiece, Paths, pieces
 from sparcel.rows.rows import Rows, join
 from sparcel.rows.svmlight import Labels, SvmLight, TextLabelError
 from sparcel.rows.text import HashedNGrams
@@ -74,12 +74,14 @@ class Text:
         """
         return self._blocks(pieces(paths, rank, ranks))
 
-    def _blocks(self, own: list[Piece]) -> Iterator[Rows]:
+    def _blocks(self, own: list[FilePiece]) -> Iterator[Rows]:
         read = chain.from_iterable(self._readable(piece) for piece in own)
         found = in_order(self._rows, read, torch.get_num_threads())
         return (rows for rows in found if len(rows))
 
-    def _readable(self, piece: Piece) -> Iterator[tuple[Block, Callable[[bytes, Fail], Documents]]]:
+    def _readable(
+        self, piece: FilePiece
+    ) -> Iterator[tuple[Block, Callable[[bytes, Fail], Documents]]]:
         reader: Callable[[bytes, Fail], Documents] = read_lines
         if self.layout == "jsonl":
             reader = partial(read_json_lines, label=self.label, text=self.text)
@@ -192,6 +194,6 @@ def map_rows(
 
 
 def _first_line(path: Path) -> str:
-    for block in blocks(Piece(path, 0, path.stat().st_size)):
+    for block in blocks(FilePiece(path, 0, path.stat().st_size)):
         return block.lines.partition(b"\n")[0].decode(errors="replace").removesuffix("\r")
     return ""
