@@ -51,4 +51,4 @@ def adam_two_steps(
     if "max_exp_avg_sq" in state:  # amsgrad
         squares = torch.maximum(squares, state["max_exp_avg_sq"])
     scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-    return group["lr"] * (1 - beta1**2) / (1 - beta1**step), gradient / scale
+    return group["lr"] * (1 - beta1**2) / (1 - beta1**step), torch.div(gradient, scale, out=scale)
