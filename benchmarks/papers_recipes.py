@@ -147,7 +147,17 @@ def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
         / steps,
         "processor": here["processor"],
         "torch": here["torch"],
+        "command": command(recipe, method, seed, steps),
+        "times": "not measured",
     }
+
+
+def command(recipe: str, method: str, seed: int, steps: int) -> str:
+    """Return a command that makes a row, after those of the seeds before."""
+    return (
+        f'python benchmarks/papers_recipes.py DATA --recipes "{recipe}" --methods {method}'
+        f" --seeds {seed + 1} --steps {steps}"
+    )
 
 
 def main() -> None:
