@@ -100,13 +100,14 @@ def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
     """Append the number of buckets of each step to ``counts``, at the end of the step."""
     comm, account = handle._session.comm, handle._session.account
     submit, jobs = comm.submit, [0]
+    others = 2 if handle._session.treatment.scope == "model" else 1
 
     def submit_and_count(job: Any) -> Any:
         jobs[0] += 1
         return submit(job)
 
     def account_and_count(*arguments: Any) -> None:
-        counts.append(jobs[0] - 1)  # the last job is that of small tensors
+        counts.append(jobs[0] - others)  # the last jobs are of what is held, and of small tensors
         jobs[0] = 0
         account(*arguments)
 

@@ -1,25 +1,27 @@
-"""Step-ahead in a model's passes: its modules compute with moved values, and never keep them."""
+"""Step-ahead in a model's passes: a module that is called computes with moved values."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache
+from copy import deepcopy
+from functools import cache, partial
 from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparcel.errors import InputError
-from sparcel.training.ahead import Ahead
+from sparcel.training.ahead import Ahead, Arrange
 
 _CALL = "_compiled_call_impl"
-"""Where torch keeps what runs when a module is called, if it is not the module's own method. Copies
-and pickles of the module leave this out, and so does torch.compile where it traces the module."""
+"""torch's attribute for the compiled call of a module, which runs instead of the module's own if it
+is set. Copies and pickles of the module leave it out, and torch.compile does when it traces."""
 
 
 class Slot(NamedTuple):
@@ -42,11 +44,10 @@ class Swap(NamedTuple):
 class AheadCalls:
     """Lets a model compute with moved values in training, while its parameters stay as they are.
 
-    A module that is called finds the moved values in the place of its parameters, and its
-    parameters are back as soon as the call ends, whatever ends it. Autograd keeps what the backward
-    pass needs, so nothing is swapped in a backward pass, except where a checkpoint calls a module
-    again: that call gets the values of the forward pass. Optimisers are found at their first step,
-    before which there is no memory.
+    A module that is called finds the moved values in the place of its parameters; when the call
+    ends, whatever ends it, it has its parameters again. Autograd keeps what the backward pass
+    needs, so nothing is swapped in a backward pass, except where a checkpoint calls a module again:
+    that call gets the values of the forward pass. Optimisers are found at their first step.
     """
 
     def __init__(self, model: nn.Module, ahead: Ahead) -> None:
@@ -55,10 +56,10 @@ class AheadCalls:
         """How many groups the optimisers have that are followed."""
         self._values: dict[str, Tensor] = {}
         """What the parameters were in the last forward pass, by name."""
-        self.state: dict[str, Any] = {"inside": False}
-        """Whether a call is under way. This is an entry of a table, like those of modules, because
-        all of them change together."""
-        self._calls = list(self._made(model))
+        self.flag: dict[str, Any] = {"inside": False}
+        """Whether a call is under way: an entry of a dict, so that it changes in the same C call as
+        the parameters."""
+        self._calls = list(self._calls_of(model))
         for call in self._calls:
             call.install()
         weakref.finalize(self, _remove, self._calls).atexit = False
@@ -66,10 +67,14 @@ class AheadCalls:
         _watch_optimizers()
         _ATTACHED.add(self)
 
-    def _made(self, model: nn.Module) -> Iterator[_Call]:
-        """Yield a call for each module that holds some of the parameters, the model's first."""
+    def _calls_of(self, model: nn.Module) -> Iterator[_Call]:
+        """Yield a call for each module that holds some of the parameters, the model's first.
+
+        Reading a parametrised weight calls its `ParametrizationList`, also outside of a pass. That
+        one has no call of its own, but its entries are among the slots of the others.
+        """
         names = {id(parameter): name for name, parameter in self._ahead.parameters.items()}
-        own = {
+        own_slots = {
             id(module): [
                 Slot(module._parameters, key, names[id(parameter)])
                 for key, parameter in module._parameters.items()
@@ -79,8 +84,8 @@ class AheadCalls:
             if isinstance(module._parameters, dict)  # those of TorchScript cannot be swapped
         }
         for module in model.modules():
-            slots = [slot for part in module.modules() for slot in own.get(id(part), ())]
-            if slots:
+            slots = [slot for part in module.modules() for slot in own_slots.get(id(part), ())]
+            if slots and not isinstance(module, ParametrizationList):
                 yield _Call(self, module, slots)
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -89,69 +94,75 @@ class AheadCalls:
         self._ahead.follow(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Follow an optimiser that is new or has new groups."""
+        """Follow an optimiser that is new or has new groups.
+
+        Also take the model's call again, which ``Module.compile()`` may have replaced.
+        """
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self.follow(optimizer)
+        for call in self._calls[:1]:
+            call.install()
 
     def end(self) -> None:
         """Let the modules compute with their parameters, from now on."""
         _remove(self._calls)
+        self._calls.clear()
         self._values.clear()
 
     def begin(self, slots: Sequence[Slot]) -> Swap | None:
         """Return the swap of a call that begins now; None if it computes with the parameters."""
-        if not torch.is_grad_enabled() or torch._C._get_tracing_state():
+        model, parameters = self._model(), self._ahead.parameters
+        if (
+            model is None
+            or not model.training
+            or not torch.is_grad_enabled()
+            or torch.is_inference_mode_enabled()
+            or torch.compiler.is_exporting()
+            or torch._C._get_tracing_state()
+        ):
             return None
+        trained = {slot.name for slot in slots if parameters[slot.name].requires_grad}
         if torch._C._current_graph_task_id() == -1:
-            self._move({slot.name for slot in slots})
-        parameters = self._ahead.parameters
+            self._move(trained)
         taken = [
             slot
             for slot in slots
+            if slot.name in trained
+            and slot.name in self._values
             # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.
-            if slot.name in self._values and slot.table.get(slot.key) is parameters[slot.name]
+            and slot.table.get(slot.key) is parameters[slot.name]
         ]
         return Swap(
-            [*(slot.table for slot in taken), self.state],
+            [*(slot.table for slot in taken), self.flag],
             [*(slot.key for slot in taken), "inside"],
             [*(self._values[slot.name] for slot in taken), True],
             [*(parameters[slot.name] for slot in taken), False],
         )
 
-    def check(self) -> None:
-        """Raise `InputError` if a call changed a moved value in place, because that is lost."""
-        for name, value in self._values.items():
-            if value._version:
-                raise InputError(
-                    f"the model's forward pass changes the parameter {name!r} in place, which"
-                    " step-ahead would lose; pass ahead=False to attach, or change it after the"
-                    " pass"
-                )
-
     def _move(self, names: Collection[str]) -> None:
         """Compute what these parameters are in the pass that begins now."""
         for name in names:
             self._values.pop(name, None)  # its memory may serve for the next
-        model, parameters = self._model(), self._ahead.parameters
-        if model is None or not model.training:
-            return
-        for name, value in self._ahead.moved(
-            [name for name in names if parameters[name].requires_grad]
-        ).items():
-            value._is_param = True  # a Parameter, for isinstance
+        for name, value in self._ahead.moved(names).items():
+            parameter = self._ahead.parameters[name]
+            # In the model's own code it passes for the parameter: it has what users have attached
+            # to that, isinstance says Parameter, and a deep copy is one of the parameter.
+            value.__dict__.update(parameter.__dict__)
+            value._is_param = True
+            value.__deepcopy__ = partial(deepcopy, parameter)  # type: ignore[method-assign]
             self._values[name] = value
 
 
 class _Call:
     """What runs when a module is called: its own call, between a swap and its undoing.
 
-    Each of the two is one call of C code, in which Python handles no signal. The second is the
-    first thing that happens after the module's own call, so no exception can come between. A copy
-    of this, or what is left of its pickle, is None.
+    Each of the two is one call of C code that allocates nothing, in which Python handles no signal.
+    The second is the first thing that happens after the module's own call, so that nothing can
+    come between. Copying or pickling a `_Call` gives None.
     """
 
     def __init__(self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot]) -> None:
-        self._calls, self._module = weakref.ref(calls), weakref.ref(module)
+        self._attached, self._module = weakref.ref(calls), weakref.ref(module)
         self._slots = slots
         self._own: Callable[..., Any] | None = None
 
@@ -161,9 +172,13 @@ class _Call:
     def install(self) -> None:
         """Run from now on when the module is called."""
         module = self._module()
-        if module is not None:
-            self._own = module.__dict__.get(_CALL)
-            module.__dict__[_CALL] = self
+        if module is None or module.__dict__.get(_CALL) is self:
+            return
+        own = module.__dict__.get(_CALL)
+        while isinstance(own, _Call) and own._attached() is None:
+            own = own._own  # of a handle that is gone
+        self._own = own
+        module.__dict__[_CALL] = self
 
     def remove(self) -> None:
         """Let the module's own call run again."""
@@ -172,22 +187,38 @@ class _Call:
             module.__dict__[_CALL] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls, module = self._calls(), self._module()
-        assert module is not None, "it is being called"
+        calls, module = self._attached(), self._module()
+        if module is None:
+            raise InputError(
+                "this module has the attributes of another one, which was attached and is gone;"
+                " close() the handle before a module takes over another one's __dict__"
+            )
         own = self._own or module._call_impl
-        nested = calls is None or calls.state["inside"]
-        swap = None if nested else _untraced(AheadCalls.begin)(calls, self._slots)
-        if calls is None or swap is None:
+        if calls is None or calls.flag["inside"]:
+            return own(*args, **kwargs)
+        swap = _untraced(AheadCalls.begin)(calls, self._slots)
+        if swap is None:
             return own(*args, **kwargs)
         tables, keys, inside, outside = swap
         there, back = map(setitem, tables, keys, inside), map(setitem, tables, keys, outside)
+        sink: deque[None] = deque(maxlen=0)
         try:
-            deque(there, maxlen=0)
+            sink.extend(there)
             result = own(*args, **kwargs)
+            _untraced(_check_unchanged)(swap)
         finally:
-            deque(back, maxlen=0)
-        _untraced(AheadCalls.check)(calls)
+            sink.extend(back)
         return result
+
+
+def _check_unchanged(swap: Swap) -> None:
+    """Raise `InputError` if a call changed a moved value, or put another one into its place."""
+    for table, key, value in zip(swap.tables, swap.keys, swap.inside, strict=True):
+        if isinstance(value, Tensor) and (value._version or table.get(key) is not value):
+            raise InputError(
+                f"the model's forward pass changes its parameter {key!r}, which step-ahead would"
+                " lose; pass ahead=False to attach, or change it after the pass"
+            )
 
 
 def _remove(calls: Iterable[_Call]) -> None:
@@ -214,7 +245,7 @@ def _keep_out_of_graphs() -> None:
 
 
 _ATTACHED: weakref.WeakSet[AheadCalls] = weakref.WeakSet()
-"""All that may want to know of an optimiser's step."""
+"""Every model that is attached."""
 
 
 @cache
@@ -228,11 +259,16 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(before_any_step)
 
 
-def as_in_buckets(memory: Tensor, parameter: Tensor) -> Tensor:
-    """Arrange memory that lies as DDP lays gradients: in the parameter's own order of memory."""
-    if _is_dense(parameter):
-        return memory.as_strided(parameter.shape, parameter.stride())
-    return memory.view(parameter.shape)
+def as_in_buckets(parameters: Iterable[Tensor]) -> Arrange:
+    """Return how memory lies: as DDP lays gradients, in the order of memory of the parameters."""
+    strides = {id(one): one.stride() for one in parameters if _is_dense(one)}
+
+    def arrange(memory: Tensor, parameter: Tensor) -> Tensor:
+        if id(parameter) in strides:
+            return memory.as_strided(parameter.shape, strides[id(parameter)])
+        return memory.view(parameter.shape)
+
+    return arrange
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -148,7 +148,8 @@ def attach(
             check_momentum(optimizer, momentum, sparse)
         if ahead and handle.eligible:
             movable = {name: parameters[name] for name in handle.eligible}
-            calls = AheadCalls(model.module, averager.ahead(movable, arrange=as_in_buckets))
+            arranged = as_in_buckets(movable.values())
+            calls = AheadCalls(model.module, averager.ahead(movable, arrange=arranged))
             averager.on_close(calls.end)
             if optimizer is not None:
                 calls.follow(optimizer)

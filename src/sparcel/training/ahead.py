@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparcel.errors import warn
 from sparcel.optim import SaysTwoSteps, adam_two_steps, sgd_two_steps
@@ -15,6 +16,8 @@ from sparcel.training.residuals import Residuals
 Arrange = Callable[[Tensor, Tensor], Tensor]
 """``(memory, parameter) -> memory in the parameter's shape``."""
 
+TwoSteps = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], tuple[float, Tensor]]
+"""A rule as `SaysTwoSteps.two_steps` has it: ``(gradient, group, state) -> (rate, direction)``."""
 
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -63,14 +66,14 @@ class Ahead:
         self.parameters = parameters
         self._residuals, self._arrange = residuals, arrange
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._rules: dict[str, tuple[torch.optim.Optimizer, int]] = {}
-        """The optimiser of each parameter, and the number of its group."""
+        self._rules: dict[Optimizer, TwoSteps] = {}
+        """The optimisers whose rule is known, each with its rule."""
         self._staying: set[str] = set()
-        """The parameters whose optimiser has no rule that is known."""
+        """The parameters of optimisers whose rule is not known."""
         self._unknown: dict[str, str] = {}
-        """The kinds of such optimisers that were not told yet, each with a parameter."""
+        """Unknown kinds of optimisers that nobody was warned of yet, each with a parameter."""
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def follow(self, optimizer: Optimizer) -> None:
         """Move the parameters that this optimiser updates by its rule, from now on.
 
         Warns
@@ -80,17 +83,16 @@ class Ahead:
             parameters are then not moved.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
-        names = {
-            self._names[id(parameter)]: number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in self._names
-        }
-        if isinstance(optimizer, (*_KNOWN, SaysTwoSteps)):
-            self._rules |= {name: (optimizer, number) for name, number in names.items()}
-            self._staying -= names.keys()
+        updated = (one for group in optimizer.param_groups for one in group["params"])
+        names = [self._names[id(one)] for one in updated if id(one) in self._names]
+        rule: TwoSteps | None = _of_torch if isinstance(optimizer, _KNOWN) else None
+        if isinstance(optimizer, SaysTwoSteps):
+            rule = optimizer.two_steps
+        if rule is not None:
+            self._rules[optimizer] = rule
+            self._staying.difference_update(names)
             return
-        self._staying |= names.keys()
+        self._staying.update(names)
         for name in names:
             self._unknown.setdefault(type(optimizer).__name__, name)
         self.warn_of_unknown()
@@ -119,31 +121,42 @@ class Ahead:
         -------
         dict
             New tensors by name, like the parameters. Before there is memory, and before the
-            parameter's optimiser is known, these are copies. Parameters of an optimiser that
-            `follow` does not know are left out, and all if the scheme has no memory.
+            parameter's optimiser is known, these are copies, so that torch.compile finds tensors of
+            one class in each step. Parameters of an optimiser that `follow` does not know are left
+            out, and all if the scheme has no memory.
         """
         if not self._residuals.owed_kinds:
             return {}
+        groups = {  # as they are now: loading a state replaces them
+            id(parameter): (optimizer, group)
+            for optimizer in self._rules
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         names = self.parameters if names is None else names
-        return {name: self._moved(name) for name in names if name not in self._staying}
+        return {
+            name: self._moved(name, groups.get(id(self.parameters[name])))
+            for name in names
+            if name not in self._staying
+        }
 
-    def _moved(self, name: str) -> Tensor:
+    def _moved(self, name: str, updated_by: tuple[Optimizer, Mapping[str, Any]] | None) -> Tensor:
         parameter, memory = self.parameters[name], self._residuals.of(name).get("memory")
-        if memory is None or name not in self._rules:
+        if memory is None or updated_by is None:
             return parameter.clone()
-        optimizer, number = self._rules[name]
+        optimizer, group = updated_by
         rate, direction = _two_steps(
-            optimizer,
+            self._rules[optimizer],
             self._arrange(memory, parameter),
             self._residuals.momentum,
-            optimizer.param_groups[number],
+            group,
             optimizer.state.get(parameter, {}),
         )
         return torch.sub(parameter, direction.detach().to(parameter.dtype), alpha=rate)
 
 
 def _two_steps(
-    optimizer: torch.optim.Optimizer,
+    rule: TwoSteps,
     memory: Tensor,
     corrected: float,
     group: Mapping[str, Any],
@@ -159,6 +172,11 @@ def _two_steps(
         "lr": float(group["lr"]) * (1 - corrected) * (-1 if group.get("maximize") else 1),
         "momentum": corrected or group.get("momentum", 0.0),
     }
-    if isinstance(optimizer, SaysTwoSteps):
-        return optimizer.two_steps(memory, settings, state)
-    return (adam_two_steps if "betas" in group else sgd_two_steps)(memory, settings, state)
+    return rule(memory, settings, state)
+
+
+def _of_torch(
+    memory: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[float, Tensor]:
+    """Return how far two steps of torch's SGD, Adam or AdamW go."""
+    return (adam_two_steps if "betas" in group else sgd_two_steps)(memory, group, state)

@@ -304,9 +304,9 @@ class Averager:
             it.ahead.follow(optimizer)
         return it.ahead
 
-    def on_close(self, end: Callable[[], None]) -> None:
-        """Let `Handle.close` undo by ``end`` what a driver has done to the user's objects."""
-        self._session.ends.append(end)
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Let `Handle.close` undo what a driver has done to the user's objects."""
+        self._session.undo = undo
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""

@@ -34,7 +34,9 @@ class Session:
         The magnitude that the last effective step took out of memory.
     ahead
         What tells where the memory would bring the parameters, if a driver has asked for it.
-    ends
+    closed
+        Whether nothing can be exchanged any more.
+    undo
         What undoes, at the end, what a driver has done to the user's objects.
     """
 
@@ -53,7 +55,7 @@ class Session:
     taken: float = 0.0
     closed: bool = False
     ahead: Ahead | None = None
-    ends: list[Callable[[], None]] = field(default_factory=list)
+    undo: Callable[[], None] | None = None
 
     def account(self, step: Costs, effective: bool) -> None:
         """Add a step that ended to the statistics."""
@@ -65,9 +67,10 @@ class Session:
 
     def close(self) -> None:
         """Exchange nothing more, and undo what the driver has done."""
-        self.closed = True
-        for end in self.ends:
-            end()
-        self.ends.clear()
-        if self.owned is not None:
-            self.owned.close()
+        self.closed, undo, self.undo = True, self.undo, None
+        try:
+            if undo is not None:
+                undo()
+        finally:
+            if self.owned is not None:
+                self.owned.close()

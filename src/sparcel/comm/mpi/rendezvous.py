@@ -82,9 +82,12 @@ class MpiRendezvous(Rendezvous):
 
     def failure(self) -> MpiFailure:
         """See `Rendezvous.failure`."""
-        # Closing the first communicator closes all others, and so it frees all of them.
-        comms = self.comms if self.comm is self.comms[0] else [self.comm]
-        return MpiFailure(self.store, len(self.members), comms, self.timeout, self.hosts_store)
+        # Closing the first communicator closes all others. So it frees all of them, and its end is
+        # the one that the process with the store waits for.
+        first = self.comm is self.comms[0]
+        comms = self.comms if first else [self.comm]
+        hosts_store = self.hosts_store and first
+        return MpiFailure(self.store, len(self.members), comms, self.timeout, hosts_store)
 
     def subgroup(self, ranks: list[int], label: str) -> Self:
         """See `Rendezvous.subgroup`."""
