@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
 from sparcel.comm import Communicator
@@ -32,7 +33,9 @@ from tests.ddp.ahead import (
     looked_into,
     loss_of,
     now,
+    pass_by,
 )
+from tests.ddp.models import MANY_BUCKETS
 from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
@@ -244,29 +247,96 @@ def test_weights_that_are_replaced_stay(run_on: Any) -> None:
     run_on(2, replaced)
 
 
-class Clamping(nn.Sequential):
-    """A model that changes a weight in place when it is called."""
+class Changing(nn.Sequential):
+    """A model that changes a weight when it is called, in place or by another one."""
+
+    def __init__(self, in_place: bool) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10))
+        self.in_place = in_place
+
+    def forward(self, data: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.in_place:
+                self[0].weight.clamp_(-0.1, 0.1)
+            else:
+                self[0].weight = nn.Parameter(self[0].weight.clamp(-0.1, 0.1))
+        return super().forward(data)
+
+
+def changes(comm: Communicator, in_place: bool) -> None:
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=lambda: Changing(in_place))
+    home, said = now(ddp.module), r"changes the parameter '0\.weight'.*ahead=False"
+    with pytest.raises(InputError, match=said):
+        ddp(data_of(comm.rank, 7, ddp.module))
+    assert at_home(ddp.module, home)
+    handle.close()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_forward_pass_that_changes_weights_is_refused(run_on: Any, in_place: bool) -> None:
+    run_on(2, changes, in_place)
+
+
+class Looking(nn.Sequential):
+    """A model whose code looks at its own weights as at parameters."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
         super().__init__(nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10))
+        self[0].weight.width = 60
 
     def forward(self, data: Tensor) -> Tensor:
-        with torch.no_grad():
-            self[0].weight.clamp_(-0.1, 0.1)
+        assert isinstance(self[0].weight, nn.Parameter)
+        assert self[0].weight.width == 60
+        self.copied = [copy.deepcopy(self[0])]
         return super().forward(data)
 
 
-def clamps(comm: Communicator) -> None:
-    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=Clamping)
-    with pytest.raises(
-        InputError, match=r"changes the parameter '0\.weight' in place.*ahead=False"
-    ):
-        ddp(data_of(comm.rank, 7, ddp.module))
-    assert at_home(ddp.module, now(ddp.module))
+def looks(comm: Communicator) -> None:
+    ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], model=Looking, steps=2)
+    module, data = ddp.module, data_of(comm.rank, 7, ddp.module)
+    ddp(data)
+    assert same_bits(module.copied[0].weight, module[0].weight)
+    with torch.inference_mode(), torch.enable_grad():
+        module(data)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    optimizer.param_groups.pop(0)  # what updates a weight no more does not move it
+    assert are(module, looked_into(ddp, data)[1])
     handle.close()
-    attached(comm, OPTIMIZERS["SGD"], model=Clamping, steps=2, ahead=False)[1].close()
 
 
-def test_a_forward_pass_that_changes_weights_is_refused(run_on: Any) -> None:
-    run_on(2, clamps)
+def test_the_models_own_code_finds_parameters(run_on: Any) -> None:
+    run_on(2, looks)
+
+
+def reads_parametrised(comm: Communicator) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        layers = [nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10)]
+        return nn.Sequential(weight_norm(layers[0]), *layers[1:])
+
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=make, steps=2)
+    read = ddp.module[0].weight.detach().clone()
+    assert not are(ddp.module, looked_into(ddp, data_of(comm.rank, 7, ddp.module))[1])
+    handle.close()
+    assert same_bits(ddp.module[0].weight.detach(), read)
+
+
+def test_a_parametrised_weight_can_be_read_at_any_moment(run_on: Any) -> None:
+    run_on(2, reads_parametrised)
+
+
+def overlapped(comm: Communicator) -> list[str]:
+    """Return what comes first: the last layer's exchange, or the first layer's backward pass."""
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], wrap=MANY_BUCKETS, steps=3)
+    inner, submit, events = handle._session.comm, handle._session.comm.submit, []
+    inner.submit = lambda job: (events.append("exchange"), submit(job))[1]
+    ddp.module[1].register_full_backward_pre_hook(lambda *_: events.append("backward"))
+    pass_by(ddp, comm.rank, 7)
+    handle.close()
+    return events[:2]
+
+
+def test_gradients_are_exchanged_while_others_are_computed(run_on: Any) -> None:
+    assert run_on(2, overlapped) == [["exchange", "backward"]] * 2

@@ -31,6 +31,11 @@ class Slot(NamedTuple):
     key: str
     name: str
 
+    @property
+    def value(self) -> object:
+        """What stands there now; None if nothing does."""
+        return self.table.get(self.key)
+
 
 class Swap(NamedTuple):
     """Entries of tables, what they are inside of a call, and what they are outside."""
@@ -55,7 +60,7 @@ class AheadCalls:
         self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many groups the optimisers have that are followed."""
         self._values: dict[str, Tensor] = {}
-        """What the parameters were in the last forward pass, by name."""
+        """The values in the place of parameters in the last forward pass, by name."""
         self.flag: dict[str, Any] = {"inside": False}
         """Whether a call is under way: an entry of a dict, so that it changes in the same C call as
         the parameters."""
@@ -86,7 +91,7 @@ class AheadCalls:
         for module in model.modules():
             slots = [slot for part in module.modules() for slot in own_slots.get(id(part), ())]
             if slots and not isinstance(module, ParametrizationList):
-                yield _Call(self, module, slots)
+                yield _Call(self, module, slots, own_slots.get(id(module), ()))
 
     def follow(self, optimizer: Optimizer) -> None:
         """Move the parameters of this optimiser by its rule, as those that have done a step."""
@@ -109,48 +114,65 @@ class AheadCalls:
         self._calls.clear()
         self._values.clear()
 
-    def begin(self, slots: Sequence[Slot]) -> Swap | None:
-        """Return the swap of a call that begins now; None if it computes with the parameters."""
-        model, parameters = self._model(), self._ahead.parameters
+    def begin(self, slots: Sequence[Slot], own: Sequence[Slot]) -> Swap | None:
+        """Return the swap of a call that begins now; None if it has nothing to swap.
+
+        ``slots`` are those of the module that is called and of its parts, ``own`` its own.
+        """
         if (
-            model is None
-            or not model.training
-            or not torch.is_grad_enabled()
+            not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
             or torch.compiler.is_exporting()
             or torch._C._get_tracing_state()
         ):
             return None
-        trained = {slot.name for slot in slots if parameters[slot.name].requires_grad}
+        if self.flag["inside"]:
+            # Autograd goes through what was made last first. Weights that all stood there from the
+            # beginning would get their gradients at the end of the backward pass, all at once.
+            return self._swap([slot for slot in own if hasattr(slot.value, "_stands_for")])
+        model, parameters = self._model(), self._ahead.parameters
+        if model is None or not model.training:
+            return None
+        trained = {slot.name: None for slot in slots if parameters[slot.name].requires_grad}
         if torch._C._current_graph_task_id() == -1:
             self._move(trained)
-        taken = [
-            slot
-            for slot in slots
-            if slot.name in trained
-            and slot.name in self._values
-            # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.
-            and slot.table.get(slot.key) is parameters[slot.name]
-        ]
-        return Swap(
-            [*(slot.table for slot in taken), self.flag],
-            [*(slot.key for slot in taken), "inside"],
-            [*(self._values[slot.name] for slot in taken), True],
-            [*(parameters[slot.name] for slot in taken), False],
-        )
+        # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.
+        known = (slot for slot in slots if slot.name in trained and slot.name in self._values)
+        swap = self._swap([slot for slot in known if slot.value is parameters[slot.name]])
+        swap.tables.append(self.flag)
+        swap.keys.append("inside")
+        swap.inside.append(True)
+        swap.outside.append(False)
+        return swap
 
     def _move(self, names: Collection[str]) -> None:
         """Compute what these parameters are in the pass that begins now."""
         for name in names:
             self._values.pop(name, None)  # its memory may serve for the next
         for name, value in self._ahead.moved(names).items():
-            parameter = self._ahead.parameters[name]
-            # In the model's own code it passes for the parameter: it has what users have attached
-            # to that, isinstance says Parameter, and a deep copy is one of the parameter.
-            value.__dict__.update(parameter.__dict__)
-            value._is_param = True
-            value.__deepcopy__ = partial(deepcopy, parameter)  # type: ignore[method-assign]
-            self._values[name] = value
+            self._values[name] = value.detach()
+
+    def _swap(self, slots: Sequence[Slot]) -> Swap:
+        return Swap(
+            [slot.table for slot in slots],
+            [slot.key for slot in slots],
+            [self._stand_in(slot.name) for slot in slots],
+            [slot.value for slot in slots],
+        )
+
+    def _stand_in(self, name: str) -> Tensor:
+        """Return a tensor with the moved values whose gradient goes to the parameter.
+
+        In the model's own code it passes for the parameter: it has the attributes that users gave
+        that, isinstance says Parameter, and a deep copy is one of the parameter.
+        """
+        parameter = self._ahead.parameters[name]
+        standing: Tensor = torch.ops.aten._unsafe_view(parameter, parameter.shape)
+        standing.data = self._values[name]
+        copied = partial(deepcopy, parameter)
+        attributes = {"_is_param": True, "_stands_for": name, "__deepcopy__": copied}
+        standing.__dict__.update(parameter.__dict__, **attributes)
+        return standing
 
 
 class _Call:
@@ -161,9 +183,11 @@ class _Call:
     come between. Copying or pickling a `_Call` gives None.
     """
 
-    def __init__(self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot], own: Sequence[Slot]
+    ) -> None:
         self._attached, self._module = weakref.ref(calls), weakref.ref(module)
-        self._slots = slots
+        self._slots, self._own_slots = slots, own
         self._own: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -194,9 +218,9 @@ class _Call:
                 " close() the handle before a module takes over another one's __dict__"
             )
         own = self._own or module._call_impl
-        if calls is None or calls.flag["inside"]:
+        if calls is None or (calls.flag["inside"] and not self._own_slots):
             return own(*args, **kwargs)
-        swap = _untraced(AheadCalls.begin)(calls, self._slots)
+        swap = _untraced(AheadCalls.begin)(calls, self._slots, self._own_slots)
         if swap is None:
             return own(*args, **kwargs)
         tables, keys, inside, outside = swap
@@ -215,9 +239,10 @@ def _check_unchanged(swap: Swap) -> None:
     """Raise `InputError` if a call changed a moved value, or put another one into its place."""
     for table, key, value in zip(swap.tables, swap.keys, swap.inside, strict=True):
         if isinstance(value, Tensor) and (value._version or table.get(key) is not value):
+            name = value.__dict__["_stands_for"]
             raise InputError(
-                f"the model's forward pass changes its parameter {key!r}, which step-ahead would"
-                " lose; pass ahead=False to attach, or change it after the pass"
+                f"the model's forward pass changes the parameter {name!r}, which"
+                " step-ahead would lose; pass ahead=False to attach, or change it after the pass"
             )
 
 
