@@ -82,7 +82,7 @@ def handle() -> sparcel.Handle:
     def on_rank(comm: Communicator) -> sparcel.Handle:
         averager = Averager({"weight": torch.zeros(64, 64)}, sparcel.scheme("topk"), group=comm)
         averager.average({"weight": torch.randn(64, 64)})
-        return averager
+        return averager.handle
 
     return sparcel.simulate(2, on_rank).results[0]
 
