@@ -152,6 +152,24 @@ def test_a_module_that_outlives_its_training_has_nothing_of_it(run_on: Any) -> N
     assert run_on(2, dropped) == [(True, True, False)] * 2
 
 
+def attached_twice(comm: Communicator) -> list[bool]:
+    """Return whether a model is ahead by the second of two handles, and by none after both."""
+    first, old, old_optimizer = attached(comm, OPTIMIZERS["SGD"], steps=2)
+    module, data = first.module, data_of(comm.rank, 7, first.module)
+    second, new, optimizer = attached(comm, OPTIMIZERS["SGD"], model=lambda: module, steps=2)
+    old_optimizer.step()
+    seen = [not are(module, looked_into(second, data)[1])]
+    for handle in (old, new):
+        handle.close()
+    optimizer.step()
+    seen.append(not are(module, looked_into(second, data)[1]))
+    return seen
+
+
+def test_a_module_may_be_attached_anew_before_the_old_handle_is_closed(run_on: Any) -> None:
+    assert run_on(2, attached_twice) == [[True, False]] * 2
+
+
 def same_gradients(comm: Communicator, what: str) -> None:
     """Check that gradients are those of the forward pass, whatever comes before they are computed.
 

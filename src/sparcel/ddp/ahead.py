@@ -106,7 +106,7 @@ class AheadCalls:
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self.follow(optimizer)
         for call in self._calls[:1]:
-            call.install()
+            call.restore()
 
     def end(self) -> None:
         """Let the modules compute with their parameters, from now on."""
@@ -120,7 +120,8 @@ class AheadCalls:
         ``slots`` are those of the module that is called and of its parts, ``own`` its own.
         """
         if (
-            not torch.is_grad_enabled()
+            not self._calls  # it has ended, and another one's call still leads here
+            or not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
             or torch.compiler.is_exporting()
             or torch._C._get_tracing_state()
@@ -196,13 +197,19 @@ class _Call:
     def install(self) -> None:
         """Run from now on when the module is called."""
         module = self._module()
-        if module is None or module.__dict__.get(_CALL) is self:
+        if module is None:
             return
         own = module.__dict__.get(_CALL)
         while isinstance(own, _Call) and own._attached() is None:
             own = own._own  # of a handle that is gone
         self._own = own
         module.__dict__[_CALL] = self
+
+    def restore(self) -> None:
+        """Run again if something else than a `_Call` has taken the place."""
+        module = self._module()
+        if module is not None and not isinstance(module.__dict__.get(_CALL), _Call):
+            self.install()
 
     def remove(self) -> None:
         """Let the module's own call run again."""
