@@ -26,14 +26,14 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests for the two processes of `make test`.
+    """Order the tests for the processes of `make test`.
 
-    pytest-xdist gives each process one half of the list; a process that has finished takes over
-    tests from the end of the other half (``--dist worksteal``). So each half begins with the tests
-    of one engine, and an engine's pool starts in one process only. These tests run by world size,
-    because a pool forms a world anew whenever the size changes. The slow tests follow those of one
-    engine, so that short ones are left to be taken over at the end; the wheel's are the last file
-    and come first, so that they stay in one process.
+    pytest-xdist gives each process a range of the list; a process that has finished takes over
+    tests from the end of another's range (``--dist worksteal``). So each half of the list begins
+    with the tests of one engine, and an engine's pool starts in few processes. These tests run by
+    world size, because a pool forms a world anew whenever the size changes. The slow tests follow
+    those of one engine, so that short ones are left to be taken over at the end; the wheel's are
+    the last file and come first, so that they stay in one process.
     """
     by_engine: dict[str, list[pytest.Item]] = {"gloo": [], "mpi": [], "": []}
     for item in items:
