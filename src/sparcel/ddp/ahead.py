@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparcel.errors import InputError
-from sparcel.training.ahead import Ahead, Arrange
+from sparcel.training.ahead import Ahead
 
 _CALL = "_compiled_call_impl"
 """torch's attribute for the compiled call of a module, which runs instead of the module's own if it
@@ -289,26 +289,3 @@ def _watch_optimizers() -> None:
             calls.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_any_step)
-
-
-def as_in_buckets(parameters: Iterable[Tensor]) -> Arrange:
-    """Return how memory lies: as DDP lays gradients, in the order of memory of the parameters."""
-    strides = {id(one): one.stride() for one in parameters if _is_dense(one)}
-
-    def arrange(memory: Tensor, parameter: Tensor) -> Tensor:
-        if id(parameter) in strides:
-            return memory.as_strided(parameter.shape, strides[id(parameter)])
-        return memory.view(parameter.shape)
-
-    return arrange
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill a range of memory, in whatever order."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    expected = 1
-    for stride, size in sorted(pair for pair in pairs if pair[1] > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

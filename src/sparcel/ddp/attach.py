@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type, flag
 from sparcel.comm import Group, resolve
-from sparcel.ddp.ahead import AheadCalls, as_in_buckets
+from sparcel.ddp.ahead import AheadCalls
+from sparcel.ddp.buckets import as_in_buckets
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import check_model
 from sparcel.ddp.names import model_name, model_patterns
