@@ -71,7 +71,7 @@ ARMS = [
         for loss in LOSSES
         for name in SPARSE[: 7 if loss == "logistic" else 2]
     ),
-    *(Arm(f"{name}, coo", name, format="coo") for name in SPARSE[1:3]),
+    *(Arm(f"{name}, raw", name, format="raw") for name in SPARSE[1:3]),
     Arm("dense, asynchronous", "dense", asynchronous=True),
     *(Arm(f"{name}, asynchronous", name, asynchronous=True) for name in SPARSE[:2]),
     Arm("split_allgather, top 0.1 %", "split_allgather", density=0.001),

@@ -29,7 +29,7 @@ from mpi4py import MPI
 import sparcel
 from sparcel import patterns
 from sparcel.bench.engines import connected
-from sparcel.formats import COO
+from sparcel.formats import RAW
 
 SIZE, K = 1_000_000, 100
 TURNS, CALLS, WARM_UP = 7, 300, 20
@@ -42,7 +42,7 @@ def sendrecv() -> Callable[[], object]:
     comm = WORLD.Dup()
     rounds = []
     for peer, _, distance, _ in patterns.doubling(comm.rank, comm.size):
-        nbytes = COO.max_bytes(distance * K, SIZE, 4)
+        nbytes = RAW.nbytes(distance * K, SIZE, 4)
         rounds.append((peer, bytearray(nbytes), bytearray(nbytes)))
 
     def run() -> None:

@@ -1,4 +1,4 @@
-// Plain messages, read in place. `sparcel.formats.header` and `coo` define their layout; if this
+// Plain messages, read in place. `sparcel.formats` defines their layout; if this
 // file refuses a message, the decoder there says what is wrong with it.
 #pragma once
 
@@ -35,7 +35,7 @@ std::optional<StreamView<int32_t, Value>> read_sparse(const uint8_t* message, si
     Header header;
     if (bytes < sizeof header || reinterpret_cast<uintptr_t>(message) % 8) return {};
     std::memcpy(&header, message, sizeof header);
-    const bool plain = std::memcmp(header.magic, "SPCL", 4) == 0 && header.version == 1 &&
+    const bool plain = std::memcmp(header.magic, "SPCL", 4) == 0 && header.version == 2 &&
                        header.kind == 0 && (header.flags & ~kNonFinite) == 0 && header.width == 0 &&
                        header.detail == 0;
     if (!plain || header.dtype != dtype || header.size != size || size > INT32_MAX ||

@@ -6,6 +6,9 @@
 // words follow from the counts, so nothing else is stored, and no order of indices takes more.
 //
 // The bitmap comes first. The low bits follow in the bit after it, and zeros fill the last word.
+//
+// Where more than a quarter of the coordinates have an index, a plain bitmap of all coordinates is
+// shorter, and takes the place of both.
 #pragma once
 
 #include <algorithm>
@@ -24,16 +27,24 @@ constexpr int kMostLowBits = 57;
 struct Packing {
     Packing(uint64_t count, uint64_t size) : count(count) {
         if (count == 0) return;
+        if (count > size / 4) {
+            plain = true;
+            bitmap_bits = size;
+            words = bits_to_words(size);
+            return;
+        }
         low_bits = unsigned(std::min(int(std::bit_width(size / count)) - 1, kMostLowBits));
         bitmap_bits = count + ((size - 1) >> low_bits);
         const uint64_t bits = bitmap_bits + count * low_bits;
-        words = bits / 64 + (bits % 64 != 0);
+        words = bits_to_words(bits);
     }
 
-    uint64_t bitmap_words() const { return bitmap_bits / 64 + (bitmap_bits % 64 != 0); }
+    static uint64_t bits_to_words(uint64_t bits) { return bits / 64 + (bits % 64 != 0); }
+    uint64_t bitmap_words() const { return bits_to_words(bitmap_bits); }
     uint64_t low_mask() const { return (uint64_t{1} << low_bits) - 1; }
 
     uint64_t count;
+    bool plain = false;  // whether bit i of the bitmap stands for coordinate i
     unsigned low_bits = 0;
     uint64_t bitmap_bits = 0;
     uint64_t words = 0;
@@ -50,7 +61,7 @@ bool pack_indices(Packing packing, const Index* indices, uint64_t* words) {
     uint64_t lows = 0, bitmap = 0, word = 0;             // what is not written yet
     for (uint64_t i = 0; i < packing.count; ++i) {
         const uint64_t index = uint64_t(indices[i]), low = index & packing.low_mask();
-        const uint64_t bit = (index >> low_bits) + i;
+        const uint64_t bit = packing.plain ? index : (index >> low_bits) + i;
         if (bit / 64 != word) {
             words[word] |= bitmap;
             word = bit / 64, bitmap = 0;
@@ -89,7 +100,8 @@ bool unpack_indices(Packing packing, const uint64_t* words, Index* indices) {
     uint64_t low_bit = packing.bitmap_bits, i = 0;
     for (uint64_t word = 0; word < count; ++word) {
         for (uint64_t left = bitmap(word); left; left &= left - 1, ++i) {
-            const uint64_t high = 64 * word + uint64_t(std::countr_zero(left)) - i;
+            const uint64_t bit = 64 * word + uint64_t(std::countr_zero(left));
+            const uint64_t high = packing.plain ? bit : bit - i;
             const uint64_t byte = std::min(low_bit / 8, 8 * packing.words - 8);
             uint64_t low;
             std::memcpy(&low, bytes + byte, sizeof low);

@@ -15,7 +15,7 @@ import sparcel
 from sparcel import SparseStream, analysis, cost, plan, simulate
 from sparcel.comm import Network
 from sparcel.errors import InputError
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits
 from sparcel.kernels import sums_of_squares
 from sparcel.optim import parallel
 from sparcel.rows import HashedNGrams
@@ -53,7 +53,7 @@ def assert_named(function: Callable[..., Any], name: str, others: dict[str, Any]
 
 
 NEEDING: dict[Callable[..., Any], dict[str, Any]] = {
-    Qsgd: {"bits": 8},
+    FewBits: {"bits": 8},
     Hierarchical: {"inner": TopK()},
 }
 """What has settings without a default, and these."""

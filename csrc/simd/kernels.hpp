@@ -1,6 +1,7 @@
 // The passes over whole vectors, compiled once per instruction set and chosen at run time.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -74,10 +75,34 @@ template <class Float, class Key>
 using Accumulate = size_t (*)(const Addition<Float>& addition, const Float* gradient, size_t n,
                               uint32_t base, Key threshold, Sink<Key> sink, Key* largest);
 
-// Quantises x[0, n) with one scale: codes[i] is the sign bit, then the level. Random number i is
-// number `offset + i` of the sequence that `seed` names. Returns the scale.
-using QuantizeBucket = float (*)(const float* x, size_t n, int bits, uint64_t seed, uint64_t offset,
-                                 uint8_t* codes);
+// How values become few bits: see `sparcel.kernels.definitions.few_bits`.
+struct Coding {
+    int bits;
+    size_t block;
+    bool two_means;   // whether a block has two scales
+    bool narrow;      // whether scales are those of bfloat16
+    bool stochastic;  // whether values are rounded at random, by `seed`
+    uint64_t seed;
+
+    int levels() const { return (1 << (bits - 1)) - 1; }
+    size_t scales() const { return two_means ? 2 : 1; }
+    size_t per_byte() const { return size_t(8 / bits); }
+    size_t code_bytes(size_t n) const { return (n + per_byte() - 1) / per_byte(); }
+    size_t scales_of(size_t n) const { return (n + block - 1) / block * scales(); }
+    size_t width() const { return std::bit_ceil(block); }
+};
+
+// The passes over several blocks; `codes` has a byte for each value, with 8 bytes of room after
+// them. Random number i is number `offset + i` of the sequence. `sums` has room for a block's
+// width.
+struct CodePasses {
+    void (*quantize)(const Coding& coding, const float* x, size_t n, uint64_t offset, double* sums,
+                     uint8_t* codes, float* scales, float* values);
+    void (*dequantize)(const Coding& coding, const uint8_t* codes, size_t n, const float* scales,
+                       float* values);
+    void (*pack)(int bits, uint8_t* codes, size_t n, uint8_t* packed);
+    void (*unpack)(int bits, const uint8_t* packed, size_t n, uint8_t* codes);
+};
 
 // The passes that read a vector as it is stored.
 template <class Storage>
@@ -94,7 +119,7 @@ struct Kernels {
     Readers<uint64_t> of64;
     Accumulate<float, uint32_t> accumulate32;
     Accumulate<double, uint64_t> accumulate64;
-    QuantizeBucket quantize_bucket;
+    CodePasses codes;
 
     template <class Storage>
     const Readers<Storage>& readers() const {

@@ -12,7 +12,7 @@ const Kernels avx2_kernels = {
     Passes<Vector64>::readers,
     FloatPasses<Vector32>::accumulate,
     FloatPasses<Vector64>::accumulate,
-    quantize_bucket,
+    code_passes,
 };
 
 }  // namespace sparcel

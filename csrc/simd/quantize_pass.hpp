@@ -1,11 +1,14 @@
-// QSGD on one bucket, in loops of fixed length that each instruction set's compiler vectorises.
+// Vectors in few bits a value, block by block, in loops that each instruction set's compiler
+// vectorises. `sparcel.kernels.definitions.few_bits` says what they compute.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #include "bits.hpp"
+#include "kernels.hpp"
 
 namespace sparcel {
 namespace {
@@ -43,47 +46,219 @@ inline void philox(uint64_t first_block, uint64_t seed, uint32_t (&words)[kPhilo
     }
 }
 
-inline float bucket_scale(const float* x, size_t n) {
-    uint32_t largest = 0;
-    for (size_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, sizeof bits);
-        bits &= Bits<uint32_t>::magnitude;
-        largest = bits > largest ? bits : largest;
+// The words of one window of the random sequence, which several short blocks share.
+struct Window {
+    uint64_t seed;
+    uint64_t start = UINT64_MAX;
+    uint32_t words[kPhiloxWords];
+
+    void move_to(uint64_t first) {
+        if (start != first) philox(first / 4, seed, words);
+        start = first;
     }
-    float scale;
-    std::memcpy(&scale, &largest, sizeof scale);
-    constexpr uint32_t infinity = 0x7f800000;
-    return largest < infinity ? scale : __builtin_nanf("");
+};
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
-inline float quantize_bucket(const float* x, size_t n, int bits, uint64_t seed, uint64_t offset,
-                             uint8_t* codes) {
-    const float scale = bucket_scale(x, n);
-    // False for NaN too, so a NaN bucket gets codes of 0, like a bucket of zeros.
-    if (!(scale > 0)) {
-        std::memset(codes, 0, n);
-        return scale;
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// Returns the largest magnitude of a block, NaN if one is not finite.
+inline float largest_magnitude(const float* x, size_t n) {
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const uint32_t bits = bits_of(x[i]) & Bits<uint32_t>::magnitude;
+        largest = bits > largest ? bits : largest;
     }
-    const float levels = float((1 << (bits - 1)) - 1);
-    uint32_t words[kPhiloxWords];
+    constexpr uint32_t infinity = 0x7f800000;
+    return largest < infinity ? from_bits(largest) : __builtin_nanf("");
+}
+
+// Returns a scale that is not negative as bfloat16 has it, limited to the largest finite one.
+inline float narrow_scale(float scale, bool up) {
+    const uint32_t bits = bits_of(scale);
+    const uint32_t rounded = (bits + (up ? 0xffff : 0x7fff + (bits >> 16 & 1))) >> 16;
+    return from_bits(std::min<uint32_t>(rounded, 0x7f7f) << 16);
+}
+
+inline float signed_as(float magnitude, bool negative) {
+    return from_bits(bits_of(magnitude) | uint32_t(negative) << 31);
+}
+
+// Rounds a block to the nearest of `levels` levels of a scale.
+inline void round_to_nearest(const float* x, size_t n, int levels, float scale, uint8_t* codes,
+                             float* values) {
+    const float inverse = float(levels) / scale, step = scale / float(levels);
+    for (size_t i = 0; i < n; ++i) {
+        const int nearest = int(__builtin_fabsf(x[i]) * inverse + 0.5f);
+        const int level = nearest < levels ? nearest : levels;
+        const bool negative = (x[i] < 0) & (level > 0);
+        codes[i] = uint8_t(level + negative * (levels + 1));
+        values[i] = signed_as(float(level) * step, negative);
+    }
+}
+
+// Rounds a block to one of the two levels around each value, at random and without bias.
+inline void round_at_random(const float* x, size_t n, int levels, float scale, uint64_t offset,
+                            Window& random, uint8_t* codes, float* values) {
+    const float step = scale / float(levels);
     for (size_t i = 0; i < n;) {
         const size_t skip = (offset + i) % kPhiloxWords;
-        const size_t count = n - i < kPhiloxWords - skip ? n - i : kPhiloxWords - skip;
-        philox((offset + i - skip) / 4, seed, words);
+        const size_t count = std::min(n - i, kPhiloxWords - skip);
+        random.move_to(offset + i - skip);
         for (size_t j = 0; j < count; ++j) {
             const float value = x[i + j];
-            const float exact = __builtin_fabsf(value) / scale * levels;
+            const float exact = __builtin_fabsf(value) / scale * float(levels);
             const int lower = int(exact);
-            const float random = float(int(words[skip + j] >> 8)) * 0x1p-24f;
-            const int level = lower + (random < exact - float(lower));
-            const int sign = (value < 0) & (level > 0);
-            codes[i + j] = uint8_t(sign << (bits - 1) | level);
+            const float drawn = float(int(random.words[skip + j] >> 8)) * 0x1p-24f;
+            const int either = lower + (drawn < exact - float(lower));
+            const int level = either < levels ? either : levels;
+            const bool negative = (value < 0) & (level > 0);
+            codes[i + j] = uint8_t(level + negative * (levels + 1));
+            values[i + j] = signed_as(float(level) * step, negative);
         }
         i += count;
     }
-    return scale;
 }
+
+// Adds half of `width`, a power of two, to the other half, again and again.
+inline double sum_by_halves(double* sums, size_t width) {
+    while (width > 1) {
+        width /= 2;
+        for (size_t i = 0; i < width; ++i) sums[i] += sums[width + i];
+    }
+    return sums[0];
+}
+
+// Rounds a block to two magnitudes, the means of those up to the mean and of those above.
+inline void round_to_means(const float* x, size_t n, size_t width, bool narrow, double* sums,
+                           uint8_t* codes, float* scales, float* values) {
+    for (size_t i = 0; i < n; ++i) sums[i] = double(__builtin_fabsf(x[i]));
+    std::fill(sums + n, sums + width, 0.0);
+    const double total = sum_by_halves(sums, width), mean = total / double(n);
+    size_t count = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const double magnitude = double(__builtin_fabsf(x[i]));
+        const bool above = magnitude > mean;
+        sums[i] = above ? magnitude : 0;
+        count += above;
+        codes[i] = uint8_t(above + (uint8_t(bits_of(x[i]) >> 31) << 1));
+    }
+    std::fill(sums + n, sums + width, 0.0);
+    const double upper = sum_by_halves(sums, width);
+    scales[0] = float((total - upper) / double(n - count));
+    scales[1] = count ? float(upper / double(count)) : 0;
+    if (narrow) {
+        scales[0] = narrow_scale(scales[0], false);
+        scales[1] = narrow_scale(scales[1], false);
+    }
+    for (size_t i = 0; i < n; ++i) {
+        values[i] = signed_as(codes[i] & 1 ? scales[1] : scales[0], codes[i] >> 1);
+    }
+}
+
+inline void quantize_blocks(const Coding& coding, const float* x, size_t n, uint64_t offset,
+                            double* sums, uint8_t* codes, float* scales, float* values) {
+    constexpr float smallest = 0x1p-100f, most = 3.4e38f;
+    const int levels = coding.levels();
+    Window random{coding.seed};
+    for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
+        const size_t length = std::min(coding.block, n - at);
+        const float largest = largest_magnitude(x + at, length);
+        if (largest != largest) {
+            std::fill_n(scales, coding.scales(), largest);
+            std::memset(codes + at, 0, length);
+            std::fill_n(values + at, length, largest);
+        } else if (coding.scales() == 2) {
+            round_to_means(x + at, length, coding.width(), coding.narrow, sums, codes + at, scales,
+                           values + at);
+        } else if (largest == 0 || (!coding.stochastic && largest < smallest)) {
+            *scales = 0;
+            std::memset(codes + at, 0, length);
+            std::fill_n(values + at, length, 0.0f);
+        } else {
+            const float scale = std::min(largest, most);
+            *scales = coding.narrow ? narrow_scale(scale, coding.stochastic) : scale;
+            if (coding.stochastic) {
+                round_at_random(x + at, length, levels, *scales, offset + at, random, codes + at,
+                                values + at);
+            } else {
+                round_to_nearest(x + at, length, levels, *scales, codes + at, values + at);
+            }
+        }
+    }
+}
+
+inline void dequantize_blocks(const Coding& coding, const uint8_t* codes, size_t n,
+                              const float* scales, float* values) {
+    const int levels = coding.levels();
+    for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
+        const size_t length = std::min(coding.block, n - at);
+        const uint8_t* code = codes + at;
+        float* value = values + at;
+        if (coding.scales() == 2) {
+            const float lower = scales[0], upper = scales[1];
+            for (size_t i = 0; i < length; ++i) {
+                const float magnitude = code[i] & 1 ? upper : lower;
+                value[i] = from_bits(bits_of(magnitude) ^ uint32_t(code[i] >> 1) << 31);
+            }
+        } else {
+            const float step = scales[0] / float(levels);
+            for (size_t i = 0; i < length; ++i) {
+                const float magnitude = float(int(code[i]) & levels) * step;
+                value[i] = from_bits(bits_of(magnitude) ^ uint32_t(code[i] > levels) << 31);
+            }
+        }
+    }
+}
+
+// The first code of a byte takes its lowest bits. Codes past the end are zero, and there is room
+// for 8 of them.
+inline void pack_codes(int bits, uint8_t* codes, size_t n, uint8_t* packed) {
+    std::memset(codes + n, 0, 8);
+    if (bits == 8) std::memcpy(packed, codes, n);
+    if (bits == 4) {
+        for (size_t i = 0; i < (n + 1) / 2; ++i) {
+            uint16_t two;
+            std::memcpy(&two, codes + 2 * i, sizeof two);
+            packed[i] = uint8_t(two | two >> 4);
+        }
+    }
+    if (bits == 2) {
+        for (size_t i = 0; i < (n + 3) / 4; ++i) {
+            uint32_t four;
+            std::memcpy(&four, codes + 4 * i, sizeof four);
+            packed[i] = uint8_t(four | four >> 6 | four >> 12 | four >> 18);
+        }
+    }
+}
+
+// There is room for as many codes as fill whole bytes.
+inline void unpack_codes(int bits, const uint8_t* packed, size_t n, uint8_t* codes) {
+    if (bits == 8) std::memcpy(codes, packed, n);
+    if (bits == 4) {
+        for (size_t i = 0; i < (n + 1) / 2; ++i) {
+            const uint16_t two = uint16_t((packed[i] | packed[i] << 4) & 0x0f0f);
+            std::memcpy(codes + 2 * i, &two, sizeof two);
+        }
+    }
+    if (bits == 2) {
+        for (size_t i = 0; i < (n + 3) / 4; ++i) {
+            const uint32_t byte = packed[i];
+            const uint32_t four = (byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303;
+            std::memcpy(codes + 4 * i, &four, sizeof four);
+        }
+    }
+}
+
+constexpr CodePasses code_passes = {quantize_blocks, dequantize_blocks, pack_codes, unpack_codes};
 
 }  // namespace
 }  // namespace sparcel

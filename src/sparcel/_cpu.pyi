@@ -77,10 +77,10 @@ def parse_svmlight(
     """Return offsets, columns, values, labels (NaN if no numbers) and the labels' spans."""
 
 def quantize(
-    x: Tensor, bits: int, bucket: int, seed: int, offset: int, threads: int
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, bits: int, block: int, seed: int | None, offset: int, narrow: bool, threads: int
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def dequantize(
-    packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int, threads: int
+    codes: Tensor, scales: Tensor, size: int, bits: int, block: int, threads: int
 ) -> Tensor: ...
 def hash_ngrams(
     text: NDArray[np.uint8],

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 from sparcel import auto, collectives
 from sparcel._checks import check_type, flag, whole_number
 from sparcel.comm import Communicator, Group, Job, resolve
-from sparcel.errors import InputError, known
-from sparcel.formats import FORMATS_BY_NAME
-from sparcel.ops import Op
+from sparcel.errors import InputError
+from sparcel.formats import Format, format_named
+from sparcel.ops import SUM, Op
 from sparcel.ops import resolve as resolve_op
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Wire
 
 T = TypeVar("T")
+
+Exact: TypeAlias = Literal["raw", "packed", "auto"]
+"""The formats that lose nothing, by name; with any other the result is ``(result, lost)``."""
 
 
 @overload
@@ -26,7 +29,7 @@ def all_reduce(
     group: Group = ...,
     async_op: Literal[False] = ...,
     max_nnz: int | None = ...,
-    format: str = ...,
+    format: Exact = ...,
 ) -> SparseStream: ...
 @overload
 def all_reduce(
@@ -37,8 +40,30 @@ def all_reduce(
     *,
     async_op: Literal[True],
     max_nnz: int | None = ...,
-    format: str = ...,
+    format: Exact = ...,
 ) -> Job[SparseStream]: ...
+@overload
+def all_reduce(
+    stream: SparseStream,
+    op: str | Op = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    max_nnz: int | None = ...,
+    *,
+    format: str | Format,
+) -> Any: ...
+@overload
+def all_reduce(
+    stream: SparseStream,
+    op: str | Op = ...,
+    algorithm: str = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    max_nnz: int | None = ...,
+    format: str | Format,
+) -> Job[Any]: ...
 def all_reduce(
     stream: SparseStream,
     op: str | Op = "sum",
@@ -46,8 +71,8 @@ def all_reduce(
     group: Group = None,
     async_op: bool = False,
     max_nnz: int | None = None,
-    format: str = "coo",
-) -> SparseStream | Job[SparseStream]:
+    format: str | Format = "raw",
+) -> Any:
     """Reduce the streams of all ranks, coordinate by coordinate; every rank gets the result.
 
     Parameters
@@ -72,23 +97,28 @@ def all_reduce(
         An upper bound on the entries of every rank's stream. All ranks must pass the same value.
         It saves rounds and receive buffers.
     format
-        ``"coo"``, which sends an index in 32 or 64 bits, or ``"packed"``, which sends it in
-        log₂(size / entries) + 2 bits. Both are exact. Packing and unpacking take about 3 ns an
-        index, which pays on networks of a few Gbit/s or less. Sums stay sparse longer with it.
-        All ranks must pass the same.
+        How streams travel, the same on all ranks: a `Format`, or its name. ``"raw"`` sends an index
+        in 32 or 64 bits, ``"packed"`` in about log₂(size / entries) + 2 bits; both are exact.
+        Packing and unpacking take a few ns an index, which pays on networks of a few Gbit/s or
+        less. Sums stay sparse longer with it. ``"auto"`` is the one of them that is predicted to
+        take the least time. ``"packed:4"``, ``"raw:bfloat16"`` and their like round the values of
+        streams and of sums, which must be sums of scalar floats.
 
     Returns
     -------
     SparseStream or Job
         Bit-identical on all ranks and in every run. The exception is ``"dense"``, which ``"auto"``
         may choose: there the engine decides. The result is dense if that takes fewer bytes, and
-        shares no memory with the input.
+        shares no memory with the input. With a format that rounds: the pair of the result and the
+        stream that this rank lost, over the whole vector. The result plus what all ranks lost is
+        the sum; add it to what is sent next, and nothing is lost in the end.
 
     Raises
     ------
     InputError
-        For an unknown operation, algorithm or format, a stream on the wrong device, or one with
-        more entries than ``max_nnz``.
+        For an unknown operation, algorithm or format, a format that rounds for rows, integers or
+        another operation than the sum, a stream on the wrong device, or one with more entries than
+        ``max_nnz``.
     MismatchError
         On all ranks, when they differ in size, dtype, width, operation, algorithm, ``max_nnz`` or
         ``format``, or call another collective. It says which ranks called what.
@@ -99,62 +129,127 @@ def all_reduce(
     """
     op, comm = resolve_op(op), _communicator(group, stream)
     collectives.check_algorithm(algorithm, op)
-    layout = FORMATS_BY_NAME[known(format, FORMATS_BY_NAME, "format")]
+    layout = _checked(format, stream, op)
     if max_nnz is not None:
         max_nnz = whole_number(max_nnz, "max_nnz", at_least=0)
 
-    def job() -> SparseStream:
+    def job() -> Any:
         if max_nnz is not None and stream.nnz > max_nnz:
             raise InputError(
                 f"max_nnz must bound the entries of every rank's stream, got {max_nnz} for a stream"
                 f" of {stream.nnz}; leave max_nnz out if no bound is known"
             )
-        wire = Wire(comm, layout)
-        return _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
+        wire = _wire(comm, layout, stream, max_nnz)
+        total = _unshared(auto.all_reduce(stream, wire, op, algorithm, max_nnz), stream)
+        return _with_lost(total, wire, stream)
 
     return _start(comm, job, async_op)
 
 
 @overload
 def all_gather(
-    stream: SparseStream, group: Group = ..., async_op: Literal[False] = ...
+    stream: SparseStream,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    format: Exact = ...,
 ) -> list[SparseStream]: ...
 @overload
 def all_gather(
-    stream: SparseStream, group: Group = ..., *, async_op: Literal[True]
+    stream: SparseStream,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    format: Exact = ...,
 ) -> Job[list[SparseStream]]: ...
+@overload
 def all_gather(
-    stream: SparseStream, group: Group = None, async_op: bool = False
-) -> list[SparseStream] | Job[list[SparseStream]]:
+    stream: SparseStream,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    *,
+    format: str | Format,
+) -> Any: ...
+@overload
+def all_gather(
+    stream: SparseStream,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    format: str | Format,
+) -> Job[Any]: ...
+def all_gather(
+    stream: SparseStream,
+    group: Group = None,
+    async_op: bool = False,
+    format: str | Format = "raw",
+) -> Any:
     """Return a list of the streams of all ranks; sizes, dtypes and widths must be the same.
+
+    ``format`` is as for `all_reduce`. With one that rounds, the streams are rounded, this rank's
+    too, and the result is the pair of the list and what this rank lost.
 
     Raises
     ------
     InputError, MismatchError, CommunicationError
         As `all_reduce`.
     """
-    comm = _communicator(group, stream)
+    comm, layout = _communicator(group, stream), _checked(format, stream)
 
-    def job() -> list[SparseStream]:
-        return [_copy(part) for part in collectives.all_gather(stream, Wire(comm))]
+    def job() -> Any:
+        wire = _wire(comm, layout, stream)
+        parts = [_copy(part) for part in collectives.all_gather(stream, wire)]
+        return _with_lost(parts, wire, stream)
 
     return _start(comm, job, async_op)
 
 
 @overload
 def reduce_scatter(
-    stream: SparseStream, op: str | Op = ..., group: Group = ..., async_op: Literal[False] = ...
+    stream: SparseStream,
+    op: str | Op = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    format: Exact = ...,
 ) -> SparseStream: ...
 @overload
 def reduce_scatter(
-    stream: SparseStream, op: str | Op = ..., group: Group = ..., *, async_op: Literal[True]
+    stream: SparseStream,
+    op: str | Op = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    format: Exact = ...,
 ) -> Job[SparseStream]: ...
+@overload
 def reduce_scatter(
-    stream: SparseStream, op: str | Op = "sum", group: Group = None, async_op: bool = False
-) -> SparseStream | Job[SparseStream]:
+    stream: SparseStream,
+    op: str | Op = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    *,
+    format: str | Format,
+) -> Any: ...
+@overload
+def reduce_scatter(
+    stream: SparseStream,
+    op: str | Op = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    format: str | Format,
+) -> Job[Any]: ...
+def reduce_scatter(
+    stream: SparseStream,
+    op: str | Op = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    format: str | Format = "raw",
+) -> Any:
     """Reduce the streams of all ranks; rank r gets coordinates ``[r·n // P, (r+1)·n // P)``.
 
-    The result is numbered from the start of the rank's region.
+    The result is numbered from the start of the rank's region. ``format`` is as for `all_reduce`.
+    With one that rounds, the result is the pair of the region, which is not rounded itself, and
+    what this rank lost, over the whole vector.
 
     Raises
     ------
@@ -162,9 +257,12 @@ def reduce_scatter(
         As `all_reduce`.
     """
     op, comm = resolve_op(op), _communicator(group, stream)
+    layout = _checked(format, stream, op)
 
-    def job() -> SparseStream:
-        return _unshared(collectives.reduce_scatter(stream, Wire(comm), op), stream)
+    def job() -> Any:
+        wire = _wire(comm, layout, stream)
+        region = _unshared(collectives.reduce_scatter(stream, wire, op), stream)
+        return _with_lost(region, wire, stream)
 
     return _start(comm, job, async_op)
 
@@ -175,17 +273,47 @@ def broadcast(
     root: int = ...,
     group: Group = ...,
     async_op: Literal[False] = ...,
+    format: Exact = ...,
 ) -> SparseStream: ...
 @overload
 def broadcast(
-    stream: SparseStream | None, root: int = ..., group: Group = ..., *, async_op: Literal[True]
+    stream: SparseStream | None,
+    root: int = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    format: Exact = ...,
 ) -> Job[SparseStream]: ...
+@overload
 def broadcast(
-    stream: SparseStream | None, root: int = 0, group: Group = None, async_op: bool = False
-) -> SparseStream | Job[SparseStream]:
+    stream: SparseStream | None,
+    root: int = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    *,
+    format: str | Format,
+) -> Any: ...
+@overload
+def broadcast(
+    stream: SparseStream | None,
+    root: int = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    format: str | Format,
+) -> Job[Any]: ...
+def broadcast(
+    stream: SparseStream | None,
+    root: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    format: str | Format = "raw",
+) -> Any:
     """Return the root's stream on every rank; the other ranks pass None.
 
     Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams: see `sparcel.collectives.broadcast`.
+    ``format`` is as for `all_reduce`, except ``"auto"``. With one that rounds, the result is the
+    pair of the stream, which is rounded on the root too, and what this rank lost.
 
     Raises
     ------
@@ -198,13 +326,60 @@ def broadcast(
     root = whole_number(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
+    layout = format_named(format) if stream is None else _checked(format, stream)
+    if layout is None:
+        raise InputError(
+            'format="auto" needs every rank\'s stream, and the other ranks have none; pass "raw" or'
+            ' "packed"'
+        )
 
-    def job() -> SparseStream:
+    def job() -> Any:
         if comm.rank == root and stream is None:  # the others do not know, and would wait
             raise InputError(f"rank {root} is the root and must pass a stream, got None")
-        return _copy(collectives.broadcast(stream, Wire(comm), root))
+        wire = Wire(comm, layout)
+        result = _copy(collectives.broadcast(stream, wire, root))
+        return _with_lost(result, wire, result)
 
     return _start(comm, job, async_op)
+
+
+def _checked(format: str | Format, stream: SparseStream, op: Op = SUM) -> Format | None:
+    """Return the format of that name, None for "auto", if it can hold such a stream and its sums.
+
+    Raises
+    ------
+    InputError
+        When it is unknown, or cannot.
+    """
+    if format == "auto":
+        return None
+    layout = format_named(format)
+    if layout.loses:
+        layout.check_holds(stream.dtype, stream.width)
+        if op != SUM:
+            raise InputError(
+                f"the format {layout.name!r} rounds sums, and what it lost of {op} could not be"
+                f" added; use {layout.exact.name!r}, which loses nothing"
+            )
+    return layout
+
+
+def _wire(
+    comm: Communicator, format: Format | None, stream: SparseStream, max_nnz: int | None = None
+) -> Wire:
+    """Return what carries the stream, in the fastest exact format if ``format`` is None."""
+    if format is None:
+        most = max(comm.gather_numbers(stream.nnz)) if max_nnz is None else max_nnz
+        format = auto.fastest_format(stream.size, min(most, stream.size), comm.rates)
+    return Wire(comm, format)
+
+
+def _with_lost(result: T, wire: Wire, like: SparseStream) -> T | tuple[T, SparseStream]:
+    """Return the result, with what rounding took from this rank if the wire's format rounds."""
+    if not wire.format.loses:
+        return result
+    lost = [part.placed(start, like.size) for start, part in wire.take_lost()]
+    return result, reduce([like.empty_like(), *lost])
 
 
 def _communicator(group: Group, stream: SparseStream) -> Communicator:

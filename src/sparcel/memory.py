@@ -139,17 +139,18 @@ class Memory:
         assert self._scratch is not None, "kept follows select"
         return self._scratch
 
-    def give_back(self, stream: SparseStream) -> None:
-        """Add a stream to what the step keeps back.
+    def give_back(self, stream: SparseStream, start: int = 0) -> None:
+        """Add a stream, whose first coordinate is ``start``, to what the step keeps back.
 
         Sums are limited to the largest finite number, because Inf may not enter memory and the
         other ranks have finished the step already.
         """
         assert self._scratch is not None, "give_back follows select"
+        part = self._scratch[start : start + stream.size]
         if stream.indices is None:
-            saturate(self._scratch.add_(stream.values))
+            saturate(part.add_(stream.values))
         else:
-            kernels.add_saturated(self._scratch, stream.indices, stream.values)
+            kernels.add_saturated(part, stream.indices, stream.values)
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""

@@ -14,7 +14,7 @@ from sparcel import patterns
 from sparcel._checks import whole_number
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union
-from sparcel.formats import COO, Format
+from sparcel.formats import RAW, Format
 
 UnionSize: TypeAlias = Callable[[Sequence[int], int, int], float]
 """``(ranks, start, stop)`` -> how many coordinates in ``[start, stop)`` some of the ranks sends."""
@@ -50,7 +50,7 @@ class Problem:
     ranks_per_node: int = 1
     itemsize: int = 4
     spread: int | None = None
-    format: Format = COO
+    format: Format = RAW
     rank: int = 0
     union: UnionSize | None = None
 
@@ -98,11 +98,11 @@ class Problem:
         """Return the bytes of a message of ``nnz`` of ``size`` coordinates, sparse or dense."""
         size = self.size if size is None else size
         stored = None if self.is_dense(nnz, size) else nnz
-        return self.format.expected_bytes(stored, size, self.itemsize)
+        return self.format.nbytes(stored, size, self.itemsize)
 
     def sparse_message(self, nnz: float, size: int | None = None) -> float:
         """Return the bytes of a message of ``nnz`` of ``size`` coordinates that stays sparse."""
-        return self.format.expected_bytes(nnz, self.size if size is None else size, self.itemsize)
+        return self.format.nbytes(nnz, self.size if size is None else size, self.itemsize)
 
     def most_bytes(self, nnz: float | None, size: int | None = None) -> int:
         """Return the most bytes of a stream of up to ``nnz`` coordinates, sparse or dense."""
@@ -121,10 +121,10 @@ def most_bytes(format: Format, nnz: int | None, size: int, value_bytes: int) -> 
     """
     dense_at = format.dense_from(size, value_bytes)
     if nnz is not None and nnz < dense_at:
-        return format.max_bytes(nnz, size, value_bytes)
+        return format.nbytes(nnz, size, value_bytes)
     return max(
-        format.max_bytes(None, size, value_bytes),
-        format.max_bytes(min(dense_at - 1, size), size, value_bytes),
+        format.nbytes(None, size, value_bytes),
+        format.nbytes(min(dense_at - 1, size), size, value_bytes),
     )
 
 

@@ -215,6 +215,16 @@ class SparseStream:
             for (lo, hi), part, stored in zip(ranges, indices, values, strict=True)
         ]
 
+    def placed(self, start: int, size: int) -> SparseStream:
+        """Return the nonzero coordinates as those of a vector of ``size`` from ``start`` on.
+
+        The result is sparse, and its indices count from the beginning of that vector. Scalar float
+        values only.
+        """
+        part = self.largest(self.size) if self.is_dense else self
+        indices = _stored_indices(part).to(kernels.index_dtype(size)) + start
+        return SparseStream.unchecked(indices, part.values, size, part.finite)
+
     @timed("select")
     def topk(self, k: int) -> tuple[SparseStream, SparseStream]:
         """Split the stream into its ``k`` largest magnitudes and the rest, both sparse.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import accumulate
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from sparcel import formats, patterns
 from sparcel.comm import DIRECT_RANKS, Communicator, call_of
-from sparcel.errors import FormatError, InputError, MismatchError
-from sparcel.formats import COO, Expected, Format
+from sparcel.errors import FormatError, MismatchError
+from sparcel.formats import RAW, Expected, Format, Packet, merge_messages
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
 from sparcel.stages import Exchange, most_bytes
@@ -25,8 +25,18 @@ DIRECT_BYTES = 256 << 10
 """Messages of up to so many bytes count as short: see `DIRECT_RANKS`."""
 
 
+class Lost(NamedTuple):
+    """What rounding took: a stream of consecutive coordinates, the first of which is ``start``."""
+
+    start: int
+    stream: SparseStream
+
+
 class Wire:
-    """A communicator that carries streams.
+    """A communicator that carries streams, as packets in a format.
+
+    A format may round what it packs. Every rank then goes on with the stream that a packet holds,
+    the same everywhere, and what rounding took is lost to one rank, which `take_lost` tells.
 
     Parameters
     ----------
@@ -34,6 +44,8 @@ class Wire:
         What carries the messages.
     format
         How streams are laid out in them; the same on all ranks.
+    step
+        Decides random rounding, together with the format's seed; the same on all ranks.
 
     Attributes
     ----------
@@ -41,9 +53,16 @@ class Wire:
         Those of the communicator.
     """
 
-    def __init__(self, comm: Communicator, format: Format = COO) -> None:
-        self.comm, self.format = comm, format
+    def __init__(self, comm: Communicator, format: Format = RAW, step: int = 0) -> None:
+        self.comm, self.format, self.step = comm, format, step
         self.rank, self.size = comm.rank, comm.size
+        self._lost: list[Lost] = []
+        self._packed = 0
+
+    @property
+    def exact(self) -> Wire:
+        """A wire that loses nothing, over the same communicator and with the same index code."""
+        return Wire(self.comm, self.format.exact)
 
     def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
@@ -69,13 +88,51 @@ class Wire:
         """Return the most bytes of a message that holds what is expected."""
         size, nnz, value_bytes = expected.size, expected.max_nnz, expected.value_bytes
         if expected.stays_sparse:
-            return self.format.max_bytes(size if nnz is None else min(nnz, size), size, value_bytes)
+            return self.format.nbytes(size if nnz is None else min(nnz, size), size, value_bytes)
         return most_bytes(self.format, nnz, size, value_bytes)
 
+    @timed("encode")
+    def pack(self, stream: SparseStream, start: int = 0, holder: int | None = None) -> Packet:
+        """Return the packet of a stream, to send; who goes on with a sum takes the packet's.
+
+        Parameters
+        ----------
+        start
+            The place of the stream's first coordinate in the whole vector.
+        holder
+            The rank to which rounding loses, where several ranks pack the same stream; they round
+            alike. None: this rank.
+
+        Raises
+        ------
+        InputError
+            When the format cannot hold the stream's rows or integers.
+        """
+        owner = self.rank if holder is None else holder
+        # Python hashes whole numbers alike everywhere.
+        packet = self.format.encode(
+            stream, hash((self.format.seed, self.step, owner, self._packed))
+        )
+        self._packed += 1
+        if packet.stream is not stream and packet.stream.finite and owner == self.rank:
+            lost = stream.values - packet.stream.values
+            self._lost.append(
+                Lost(start, SparseStream.unchecked(stream.indices, lost, stream.size))
+            )
+        return packet
+
+    def take_lost(self) -> list[Lost]:
+        """Return what rounding took from this rank since the last call.
+
+        The result of a sum plus what all ranks lost is the sum of their streams.
+        """
+        lost, self._lost = self._lost, []
+        return lost
+
     def exchange(
-        self, sends: Mapping[int, SparseStream], receives: Mapping[int, Expected]
-    ) -> dict[int, SparseStream]:
-        """Send and receive streams, all outstanding at once; return what came, by source.
+        self, sends: Mapping[int, Packet], receives: Mapping[int, Expected]
+    ) -> dict[int, Packet]:
+        """Send and receive packets, all outstanding at once; return what came, by source.
 
         Raises
         ------
@@ -87,64 +144,63 @@ class Wire:
             See `Communicator.exchange`.
         """
         messages = self.comm.exchange(
-            {rank: self.encode(stream) for rank, stream in sends.items()},
+            {rank: packet.message for rank, packet in sends.items()},
             {rank: self.most_bytes(one) for rank, one in receives.items()},
         )
-        return {rank: self.decode(rank, m, receives[rank]) for rank, m in messages.items()}
+        return {rank: self._read(rank, m, receives[rank]) for rank, m in messages.items()}
+
+    def exchange_lists(
+        self, sends: Mapping[int, Sequence[Packet]], receives: Mapping[int, Sequence[Expected]]
+    ) -> dict[int, list[Packet]]:
+        """Do what `exchange` does with several packets in a message."""
+        arrived = self.comm.exchange_parts(
+            {rank: [packet.message for packet in several] for rank, several in sends.items()},
+            {rank: sum(map(self.most_bytes, several)) for rank, several in receives.items()},
+        )
+        packets = {}
+        for rank, parts in arrived.items():
+            expected = receives[rank]
+            messages = _cut(parts, len(expected), rank, self.rank)
+            packets[rank] = [self._read(rank, *one) for one in zip(messages, expected, strict=True)]
+        return packets
 
     def exchange_and_reduce(
         self,
         own: SparseStream,
-        sends: Mapping[int, SparseStream],
+        sends: Mapping[int, Packet],
         sources: Sequence[int],
         max_nnz: int | None,
         op: Op = SUM,
     ) -> SparseStream:
-        """Send streams, and reduce what comes with this rank's own, in the order of the ranks.
+        """Send packets, and reduce what comes with this rank's own stream, in the ranks' order.
 
-        What comes is like ``own`` and has at most ``max_nnz`` entries. It is not decoded where the
-        format can reduce messages.
+        What comes is like ``own`` and has at most ``max_nnz`` entries. It is not decoded where
+        messages can be reduced as they are.
         """
-        message = self.encode(own)
         messages = self.comm.exchange(
-            {to: message if s is own else self.encode(s) for to, s in sends.items()},
+            {rank: packet.message for rank, packet in sends.items()},
             dict.fromkeys(sources, self.most_bytes(Expected.like(own, max_nnz))),
         )
-        return self._reduce_messages({**messages, self.rank: message}, own, op)
+        packed = [packet for packet in sends.values() if packet.stream is own]
+        return self._reduce_messages(messages, own, packed[0] if packed else None, op)
 
-    def gather(self, stream: SparseStream, expected: Sequence[Expected]) -> list[SparseStream]:
+    def gather(self, own: Packet, expected: Sequence[Expected]) -> list[SparseStream]:
         """Give every rank the stream of every rank, by rank; rank r sends ``expected[r]``."""
-        return self.gather_messages(self.encode(stream), expected)
-
-    def gather_messages(self, message: Tensor, expected: Sequence[Expected]) -> list[SparseStream]:
-        """Do what `gather` does, with this rank's stream already encoded."""
-        at_most = max(self.most_bytes(one) for one in expected)
-        messages = gather(message, self.comm, at_most)
-        return [self.decode(r, m, expected[r]) for r, m in enumerate(messages)]
+        messages = gather(own.message, self.comm, max(map(self.most_bytes, expected)))
+        return [
+            own.stream if rank == self.rank else self.decode(rank, message, expected[rank])
+            for rank, message in enumerate(messages)
+        ]
 
     def gather_and_reduce(
         self, own: SparseStream, max_nnz: int | None, op: Op = SUM
     ) -> SparseStream:
         """Give every rank the stream of every rank, reduced in the order of the ranks."""
-        messages = gather(self.encode(own), self.comm, self.most_bytes(Expected.like(own, max_nnz)))
-        return self._reduce_messages(dict(enumerate(messages)), own, op)
-
-    @timed("encode")
-    def encode(self, stream: SparseStream) -> Tensor:
-        """Return the message that holds ``stream``.
-
-        Raises
-        ------
-        InputError
-            When the format does not hold it exactly.
-        """
-        message, error = self.format.encode(stream)
-        if error is not None:
-            raise InputError(
-                f"{self.format} loses a part of what it encodes; only collectives that return what"
-                " was lost can use it, such as quantized_split_allgather"
-            )
-        return message
+        packet = self.pack(own)
+        at_most = self.most_bytes(Expected.like(own, max_nnz))
+        messages = dict(enumerate(gather(packet.message, self.comm, at_most)))
+        del messages[self.rank]
+        return self._reduce_messages(messages, packet.stream, packet, op)
 
     @timed("decode")
     def decode(self, source: int, message: Tensor, expected: Expected | None) -> SparseStream:
@@ -153,7 +209,7 @@ class Wire:
         Errors name both ranks.
         """
         try:
-            return formats.decode(message, expected, self.format)
+            return formats.decode(message, expected)
         except MismatchError as error:
             raise MismatchError(
                 f"rank {source} sent rank {self.rank} {error}; every rank must call with the same"
@@ -164,23 +220,29 @@ class Wire:
                 f"rank {source} sent rank {self.rank} a bad message: {error}"
             ) from None
 
+    def _read(self, source: int, message: Tensor, expected: Expected) -> Packet:
+        return Packet(message, self.decode(source, message, expected))
+
     @timed("reduce")
     def _reduce_messages(
-        self, messages: Mapping[int, Tensor], own: SparseStream, op: Op
+        self, messages: Mapping[int, Tensor], own: SparseStream, packet: Packet | None, op: Op
     ) -> SparseStream:
-        """Reduce the streams in messages, by rank; this rank's holds ``own``."""
-        ranks = sorted(messages)
-        total = self.format.reduce_messages([messages[rank] for rank in ranks], own, op)
-        if total is not None:
-            return self.compact(total, op)
+        """Reduce the other ranks' streams, in messages, with ``own``, by rank.
+
+        ``packet`` holds ``own``, if it was packed.
+        """
+        ranks = sorted({*messages, self.rank})
+        if self.format == RAW:
+            packet = packet or self.format.encode(own)
+            every = {**messages, self.rank: packet.message}
+            total = merge_messages([every[rank] for rank in ranks], own, op)
+            if total is not None:
+                return self.compact(total, op)
         like = Expected.like(own)
-        return self.reduce(
-            [
-                own if rank == self.rank else self.decode(rank, messages[rank], like)
-                for rank in ranks
-            ],
-            op,
-        )
+        streams = [
+            own if rank == self.rank else self.decode(rank, messages[rank], like) for rank in ranks
+        ]
+        return self.reduce(streams, op)
 
     def _dense_at(self, size: int, like: SparseStream) -> int:
         return self.format.dense_from(size, like.value_bytes)
@@ -217,13 +279,7 @@ def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
         return comm.gather(message, at_most)
 
     def cut(parts: list[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-        messages = [message for part in parts for message in formats.decode_all(part)]
-        if len(messages) != len(ranks):
-            raise FormatError(
-                f"rank {ranks[0]} sent rank {comm.rank} {len(messages)} messages in one, where"
-                f" {len(ranks)} were expected; every rank must call the same collective"
-            )
-        return messages
+        return _cut(parts, len(ranks), ranks[0], comm.rank)
 
     return comm.gather_in_rounds(message, [at_most] * comm.size, cut)
 
@@ -259,6 +315,17 @@ def gather_stages(
         sent = sum(blocks[(rank + place) % ranks] for place in range(count))
         received = sum(blocks[(above + place) % ranks] for place in range(count))
         yield Exchange("shift", (sent,), (received,), distance, inside)
+
+
+def _cut(parts: Sequence[Tensor], count: int, source: int, rank: int) -> list[Tensor]:
+    """Return the messages that rank ``source`` has sent in one to a rank."""
+    messages = [message for part in parts for message in formats.decode_all(part)]
+    if len(messages) != count:
+        raise FormatError(
+            f"rank {source} sent rank {rank} {len(messages)} messages in one, where {count} were"
+            " expected; every rank must call the same collective"
+        )
+    return messages
 
 
 def _goes_direct(ranks: int, at_most: float) -> bool:

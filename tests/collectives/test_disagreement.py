@@ -13,10 +13,9 @@ from sparcel import Op, collectives, simulate
 from sparcel.collectives import ALGORITHMS, Estimates
 from sparcel.comm import Communicator
 from sparcel.errors import MismatchError, SparcelError
-from sparcel.formats import COO, Expected, Qsgd
+from sparcel.formats import RAW, Expected, Format
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
-from tests.formats.toys import Bytes
 from tests.strategies import CIRCLE, make_stream
 from tests.workers import on_engines_in_turn
 
@@ -49,7 +48,7 @@ def in_order(*ops: str) -> Callable[[Communicator], object]:
     return call
 
 
-def through(name: str, format: Any = COO, **arguments: Any) -> Callable[[Communicator], object]:
+def through(name: str, format: Any = RAW, **arguments: Any) -> Callable[[Communicator], object]:
     """Return a call of a function of `sparcel.collectives`."""
     function = getattr(collectives, name)
     return lambda comm: function(own(comm), Wire(comm, format), **arguments)
@@ -118,10 +117,10 @@ DIFFERENT = {
         ),
     ),
     "bits": (
-        through("quantized_split_allgather", quantizer=Qsgd(4)),
-        through("quantized_split_allgather", quantizer=Qsgd(8)),
+        through("reduce_scatter", format=Format("raw", 4)),
+        through("reduce_scatter", format=Format("raw", 8)),
     ),
-    "format": (through("reduce_scatter"), through("reduce_scatter", format=Bytes())),
+    "format": (through("reduce_scatter"), through("reduce_scatter", format=Format("packed"))),
     "collective": (through("all_gather"), through("reduce_scatter")),
     "collective and broadcast": (sent(0), through("all_gather")),
     "collective and algorithm": (through("gtopk", k=3), reduced(algorithm="ring")),

@@ -15,7 +15,6 @@ from sparcel.collectives._blocks import (
     gather_direct,
     gather_evened,
     moves_to_even,
-    placed,
 )
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.regions import balanced_boundaries
@@ -188,7 +187,7 @@ def test_savings_of_balancing_are_computed_exactly(counts, dtype, room):
         for count in counts
     ]
     wholes = [
-        placed(block, start, boundaries[-1])
+        block.placed(start, boundaries[-1])
         for block, start in zip(blocks, boundaries[:-1], strict=True)
     ]
     ranks = len(counts)

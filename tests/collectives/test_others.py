@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter, broadcast, gtopk and the quantised sum, on the simulated cluster."""
+"""all_gather, reduce_scatter, broadcast, gtopk and rounded sums, on the simulated cluster."""
 
 import pytest
 import torch
@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.collectives import gtopk, quantized_split_allgather
+from sparcel.collectives import ALGORITHMS, gtopk
 from sparcel.errors import CommunicationError, InputError
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits, Format
+from sparcel.stream import reduce
 from sparcel.wire import Wire
 from tests.strategies import (
     FLOATS,
@@ -173,12 +174,19 @@ def test_gtopk_refuses_integers(dtype):
         run_gtopk(case_of("random", 2, 20, dtype), 3)
 
 
-def run_quantized(case, bits, seed=1, max_nnz=None):
-    def on_rank(comm):
-        quantizer = Qsgd(bits, 8, seed)
-        return quantized_split_allgather(case.streams[comm.rank], Wire(comm), quantizer, max_nnz)
+SPLIT = ALGORITHMS["split_allgather"].reduce
 
-    return simulate(case.world, on_rank).results
+
+def rounded(streams, format, max_nnz=None):
+    """Return each rank's sum by split and all-gather, and what it lost, over the whole vector."""
+
+    def on_rank(comm):
+        own, wire = streams[comm.rank], Wire(comm, format)
+        total = SPLIT(own, wire, SUM, max_nnz)
+        lost = [one.placed(start, own.size) for start, one in wire.take_lost()]
+        return total, reduce([own.empty_like(), *lost])
+
+    return simulate(len(streams), on_rank).results
 
 
 @given(
@@ -189,17 +197,17 @@ def run_quantized(case, bits, seed=1, max_nnz=None):
     st.sampled_from([2, 4, 8]),
     st.booleans(),
 )
-def test_quantised_sum_plus_all_that_was_lost_is_the_exact_sum(
+def test_rounded_sum_plus_all_that_was_lost_is_the_exact_sum(
     layout, world, size, dtype, bits, bounded
 ):
     case = case_of(layout, world, size, dtype, count=max(1, size // 2))
-    results = run_quantized(case, bits, max_nnz=case.max_nnz if bounded else None)
-    total = full(results[0].total).double()
-    assert all(same_stream(outcome.total, results[0].total) for outcome in results)
-    for outcome in results:
-        total += full(outcome.lost)
+    results = rounded(case.streams, Format("packed", bits), case.max_nnz if bounded else None)
+    sums = full(results[0][0]).double().clone()
+    for total, lost in results:
+        assert same_stream(total, results[0][0])
+        sums += full(lost)
     exact = dense_reference(case.streams, SUM).double()
-    torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_sparse_values_are_rounded_where_they_travel_and_stay_sparse():
@@ -207,51 +215,31 @@ def test_sparse_values_are_rounded_where_they_travel_and_stay_sparse():
     world, size, indices = 4, 4000, torch.arange(0, 4000, 25)
     draw = torch.Generator().manual_seed(1)
     streams = [SparseStream(indices, torch.randn(160, generator=draw), size) for _ in range(world)]
-
-    def on_rank(comm):
-        return quantized_split_allgather(streams[comm.rank], Wire(comm), Qsgd(2))
-
-    results = simulate(world, on_rank).results
-    for rank, outcome in enumerate(results):
-        assert torch.equal(outcome.total.indices, indices)
-        assert torch.equal(outcome.lost.indices, indices)
-        scales = {
-            float(part.values.abs().max()) for part in outcome.total.split(range(0, 4001, 1000))
-        }
-        assert set(outcome.total.values.abs().tolist()) <= {0.0, *scales}
-        for owner, (lost, sent) in enumerate(
-            zip(
-                *(s.split(range(0, 4001, 1000)) for s in (outcome.lost, streams[rank])), strict=True
-            )
-        ):
-            largest = sent.values.abs().max()
-            shares = (sent.values - lost.values).abs() / largest
-            assert (set(shares.round(decimals=5).tolist()) <= {0.0, 1.0}) == (owner != rank)
+    results = rounded(streams, Format("raw", FewBits(2, 64, "float32", stochastic=True)))
+    for rank, (total, lost) in enumerate(results):
+        assert torch.equal(total.indices, indices)
+        cuts = range(0, 4001, 1000)
+        scales = {float(part.values.abs().max()) for part in total.split(cuts)}
+        assert set(total.values.abs().tolist()) <= {0.0, *scales}
+        given_up = full(lost).split(1000)
+        for owner, (part, sent) in enumerate(zip(given_up, streams[rank].split(cuts), strict=True)):
+            assert sent.values.numel() == 40  # less than a block, so one scale
+            shares = (sent.values - part[sent.indices.long()]).abs()
+            shares = (shares / sent.values.abs().max()).round(decimals=5)
+            assert (set(shares.tolist()) <= {0.0, 1.0}) == (owner != rank)
 
 
 def test_ranks_with_the_same_values_round_them_each_in_another_way():
     stream = SparseStream(None, torch.linspace(0.01, 1, 600), 600)
-    first, second, third = simulate(
-        3, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4)).lost
-    ).results
-    assert not torch.equal(full(first)[400:], full(second)[400:])
-    assert not torch.equal(full(second)[:200], full(third)[:200])
-
-
-def test_numbers_beyond_float32_are_summed_exactly():
-    stream = SparseStream(None, torch.full((24,), 2e300, dtype=torch.float64), 24)
-    for outcome in simulate(
-        3, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4))
-    ).results:
-        assert torch.equal(full(outcome.total), 3 * stream.values)
-        assert not full(outcome.lost).any()
+    by = Format("raw", FewBits(4, stochastic=True))
+    lost = [full(lost) for _, lost in rounded([stream] * 3, by)]
+    assert not torch.equal(lost[0][400:], lost[1][400:])
+    assert not torch.equal(lost[1][:200], lost[2][:200])
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_overflowing_quantised_sum_is_not_finite_and_loses_finite_values(world):
+def test_overflowing_rounded_sum_is_not_finite_on_any_rank(world):
     stream = SparseStream(None, torch.full((24,), 3e38), 24)
-    results = simulate(
-        world, lambda comm: quantized_split_allgather(stream, Wire(comm), Qsgd(4))
-    ).results
-    assert all(full(outcome.total).isinf().all() for outcome in results)
-    assert all(full(outcome.lost).isfinite().all() for outcome in results)
+    for total, lost in rounded([stream] * world, Format("raw", 4)):
+        assert not total.finite
+        assert bool(full(lost).isfinite().all())

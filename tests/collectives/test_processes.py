@@ -13,11 +13,11 @@ from sparcel.collectives import (
     gtopk,
     oktopk,
     oktopk_reuse,
-    quantized_split_allgather,
 )
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits, Format
+from sparcel.stream import reduce
 from sparcel.wire import Wire
 from tests.strategies import (
     CIRCLE,
@@ -81,10 +81,18 @@ def parts_of(outcome):
     return outcome.total, outcome.dropped
 
 
+def rounded(stream, comm, format):
+    """Return rounded sums, the global top-k, and what this rank lost of all of them."""
+    wire = Wire(comm, format, step=3)
+    sums = [all_reduce(stream, wire, SUM, name) for name in ALGORITHMS if name != "dense"]
+    sums.append(gtopk(stream, wire, 25).total)
+    lost = [part.placed(start, stream.size) for start, part in wire.take_lost()]
+    return [*sums, reduce([stream.empty_like(), *lost])]
+
+
 def run_everything(comm, seed):
     """Return the result of each collective on values whose sums are rounded."""
     stream, wire = random_case(comm.size, seed).streams[comm.rank], Wire(comm)
-    quantized = quantized_split_allgather(stream, wire, Qsgd(4, seed=seed))
     voided = random_case(comm.size, seed).streams[comm.rank]
     voided.finite = comm.rank != comm.size - 1
     return [
@@ -92,7 +100,8 @@ def run_everything(comm, seed):
         *sparcel.all_gather(stream, group=comm),
         sparcel.broadcast(stream if comm.rank == comm.size - 1 else None, comm.size - 1, comm),
         sparcel.reduce_scatter(stream, group=comm),
-        quantized.total,
+        *rounded(stream, comm, Format("packed", 4)),
+        *rounded(stream, comm, Format("raw", FewBits(2, stochastic=True, seed=seed))),
         *parts_of(gtopk(stream, wire, 25)),
         *parts_of(oktopk(stream, wire, 25)),
         *parts_of(topk_by_regions(stream, wire, 25)),

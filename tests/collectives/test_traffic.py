@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import SparseStream, simulate
-from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk, quantized_split_allgather
-from sparcel.formats import Qsgd
+from sparcel.collectives import ALGORITHMS, gathered_topk, gtopk
+from sparcel.formats import RAW, Format
 from sparcel.wire import Wire
 from tests.sampling import meeting
 from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
@@ -72,8 +72,8 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
     def dense(n):
         return 40 + up(value_bytes * n)
 
-    def quantized(n):
-        return 40 + up(4 * ceil(n / 512)) + up(ceil(n * bits / 8))
+    def few(n):
+        return 40 + up(2 * ceil(n / 64)) + up(ceil(n * bits / 8))
 
     def spread(nbytes):
         lg = ceil(log2(ranks))
@@ -83,9 +83,9 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         return nbytes - nbytes // ranks + gathered
 
     powers = 1 << (ranks.bit_length() - 1)
-    direct, few = ranks <= 8, ranks <= 16
-    adding = "allgather" if direct else "recursive_doubling" if few else "halving_doubling"
-    doubling = (1 + (not few)) * (powers.bit_length() - 1) + (ranks > powers)
+    direct, some = ranks <= 8, ranks <= 16
+    adding = "allgather" if direct else "recursive_doubling" if some else "halving_doubling"
+    doubling = (1 + (not some)) * (powers.bit_length() - 1) + (ranks > powers)
     names = {
         "P": ranks,
         "Q": powers,
@@ -99,8 +99,8 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "i": 4,
         "sparse": sparse,
         "dense": dense,
-        "quantized": quantized,
-        "thin": lambda k, n: min(sparse(k), dense(n), quantized(n), quantized(k) + up(4 * k)),
+        "few": few,
+        "thin": lambda k, n: min(few(n), few(k) + up(4 * k)),
         "most": lambda k, n: min(sparse(k), dense(n) + 8),
         "long": ranks > 2 and sparse(count) > 4096,
         "spread": spread,
@@ -169,7 +169,7 @@ def test_rounds_messages_and_bytes_equal_the_page(name, place):
     ("ranks", "kind"),
     meeting(
         [rank for rank in WORLDS if 3 <= rank <= 32],
-        product(["plain", "quantized"], [2, 40]),
+        product(["plain", "few bits"], [2, 40]),
         each=2,
     ),
 )
@@ -182,10 +182,8 @@ def test_dense_second_phase_costs_what_the_page_says(ranks, kind):
     ]
 
     def on_rank(comm):
-        stream = streams[comm.rank]
-        if phase == "plain":
-            return ALGORITHMS["split_allgather"].reduce(stream, Wire(comm), SUM, region)
-        return quantized_split_allgather(stream, Wire(comm), Qsgd(4), region)
+        wire = Wire(comm, Format("raw", 4) if phase == "few bits" else RAW)
+        return ALGORITHMS["split_allgather"].reduce(streams[comm.rank], wire, SUM, region)
 
     volume = max(traffic.volume for traffic in simulate(ranks, on_rank).traffic)
     assert volume == evaluate(SECOND_PHASE[phase]["bytes"], ranks, ranks * region, region, 4)

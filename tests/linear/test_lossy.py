@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparcel import simulate
 from sparcel.errors import InputError
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits
 from sparcel.linear import SparseLogisticRegression, checkpoint
 from sparcel.linear.settings import Settings
 from sparcel.linear.sgd.batches import TAIL
@@ -29,7 +29,7 @@ LOSSY = [
     {"algorithm": "auto", "density": 0.1},
     {"algorithm": "ring", "density": 0.3, "asynchronous": True},
     {"algorithm": "split_allgather", "density": 0.2, "bits": 4},
-    {"algorithm": "split_allgather", "bits": 8, "format": "coo"},
+    {"algorithm": "split_allgather", "bits": 8, "format": "raw"},
     {"algorithm": "sharded", "bits": 4},
     {"algorithm": "sharded", "bits": 8, "asynchronous": True},
 ]
@@ -161,7 +161,9 @@ def test_pushed_values_are_rounded_and_tails_are_not(dtype, bits, counts, width,
         [random.standard_normal((length, width)).astype(dtype) for length in lengths]
         for lengths in (counts, [TAIL] * len(counts))
     )
-    encoding = RoundedEncoding(width, np.dtype(dtype), Qsgd(bits, seed=seed))
+    encoding = RoundedEncoding(
+        width, np.dtype(dtype), FewBits(bits, 512, "float32", stochastic=True, seed=seed)
+    )
     parts = [encoding.pack(one, tail, 3, 7) for one, tail in zip(values, tails, strict=True)]
     assert list(map(len, parts)) == list(map(encoding.length, counts))
     found = encoding.unpack(np.concatenate(parts), counts)
@@ -176,7 +178,7 @@ def test_pushed_values_are_rounded_and_tails_are_not(dtype, bits, counts, width,
 
 def test_pushes_are_rounded_otherwise_at_each_step_and_place_and_right_on_average():
     values, tail = np.linspace(-1, 1, 64, dtype=np.float32)[:, None], np.zeros((TAIL, 1), "f4")
-    encoding = RoundedEncoding(1, values.dtype, Qsgd(4, seed=1))
+    encoding = RoundedEncoding(1, values.dtype, FewBits(4, 512, "float32", stochastic=True, seed=1))
 
     def rounded(step, place):
         return encoding.unpack(encoding.pack(values, tail, step, place), [64])[:-TAIL, 0]

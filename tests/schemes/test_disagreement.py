@@ -24,7 +24,6 @@ from sparcel.schemes import (
     connect_nodes,
 )
 from sparcel.selectors import RandomK
-from tests.formats.toys import Deltas
 from tests.schemes.steps import integers, simulate_nodes
 from tests.workers import on_engines_in_turn
 
@@ -122,7 +121,7 @@ def test_a_dense_scheme_that_a_driver_begins_with_compares_gradients_once(
         assert others == [first - 3] * 2
 
 
-@pytest.mark.parametrize("other", [Request(ranks=7), Request(format=Deltas())])
+@pytest.mark.parametrize("other", [Request(ranks=7)])
 def test_requests_that_differ_are_told(other: Request) -> None:
     def on_rank(comm: Communicator) -> None:
         request = other if comm.rank == 1 else Request()

@@ -30,11 +30,7 @@ from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.collectives.reduce_scatter import stages as reduce_scatter_stages
 from sparcel.collectives.ring import ring
 from sparcel.collectives.ring import stages as ring_stages
-from sparcel.collectives.split_allgather import (
-    Quantized,
-    quantized_split_allgather,
-    split_allgather,
-)
+from sparcel.collectives.split_allgather import split_allgather
 from sparcel.collectives.split_allgather import stages as split_allgather_stages
 from sparcel.errors import InputError, known
 from sparcel.ops import SUM, Op
@@ -48,7 +44,6 @@ __all__ = [
     "Algorithm",
     "Estimates",
     "GlobalTopk",
-    "Quantized",
     "Reduction",
     "all_gather",
     "broadcast",
@@ -57,7 +52,6 @@ __all__ = [
     "gtopk",
     "oktopk",
     "oktopk_reuse",
-    "quantized_split_allgather",
     "reduce_scatter",
 ]
 

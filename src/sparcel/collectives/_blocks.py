@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparcel import kernels, patterns
+from sparcel import patterns
 from sparcel.formats import Expected
 from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
@@ -62,7 +62,7 @@ def gather_blocks(
 ) -> SparseStream:
     """Give every rank all blocks of winners, each numbered from the start of its rank's region."""
     if evened:
-        block = placed(block, boundaries[wire.rank], boundaries[-1])
+        block = block.placed(boundaries[wire.rank], boundaries[-1])
         return gather_evened(block, counts, wire)
     return gather_direct(block, counts, boundaries, wire)
 
@@ -75,9 +75,9 @@ def gather_direct(
         Expected.like(block, nnz, stop - start)
         for nnz, (start, stop) in zip(counts, pairwise(boundaries), strict=True)
     ]
-    parts = wire.gather(wire.compact(block), expected)
+    parts = wire.gather(wire.pack(wire.compact(block), boundaries[wire.rank]), expected)
     size = boundaries[-1]
-    return _join([placed(part, boundaries[rank], size) for rank, part in enumerate(parts)])
+    return _join([part.placed(boundaries[rank], size) for rank, part in enumerate(parts)])
 
 
 def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> SparseStream:
@@ -87,19 +87,8 @@ def gather_evened(block: SparseStream, counts: Sequence[int], wire: Wire) -> Spa
     """
     share = -(-sum(counts) // wire.size)
     block = _even_out(block, moves_to_even(counts), wire)
-    return _join(wire.gather(block, [Expected.like(block, share, stays_sparse=True)] * wire.size))
-
-
-def placed(part: SparseStream, start: int, size: int) -> SparseStream:
-    """Return the nonzero coordinates of the part that begins at ``start`` of a vector of ``size``.
-
-    The indices of the result count from the beginning of the vector.
-    """
-    if part.is_dense:
-        part = part.largest(part.size)
-    assert part.indices is not None, "the largest coordinates are a sparse stream"
-    indices = part.indices.to(kernels.index_dtype(size)) + start
-    return SparseStream.unchecked(indices, part.values, size)
+    expected = [Expected.like(block, share, stays_sparse=True)] * wire.size
+    return _join(wire.gather(wire.pack(block), expected))
 
 
 def _even_out(block: SparseStream, moves: Sequence[Move], wire: Wire) -> SparseStream:
@@ -112,10 +101,11 @@ def _even_out(block: SparseStream, moves: Sequence[Move], wire: Wire) -> SparseS
         for move in moves
         if move.target == rank
     }
-    held = wire.exchange(
-        {target: part for target, part in parts.items() if target != rank},
+    arrived = wire.exchange(
+        {target: wire.pack(part) for target, part in parts.items() if target != rank},
         {owner: one for owner, one in coming.items() if owner != rank},
     )
+    held = {owner: packet.stream for owner, packet in arrived.items()}
     if rank in coming:
         held[rank] = parts[rank]
     return _join([block.empty_like(), *(held[owner] for owner in coming)])

@@ -19,7 +19,7 @@ from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.collectives.recursive_doubling import stages as recursive_doubling_stages
 from sparcel.comm import DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats import COO
+from sparcel.formats import RAW
 from sparcel.stages import Exchange, Problem, Stage, UnionSize, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, gather, gather_stages
@@ -108,7 +108,7 @@ def gather_numbers(
         return [torch.from_numpy(part.astype(np.int64)) for part in parts], finite
     own = SparseStream.unchecked(None, numbers.to(comm.device), numbers.numel(), finite)
     wire = Wire(comm)
-    messages = gather(wire.encode(own), comm, _numbers_bytes(at_most, own.dtype.itemsize))
+    messages = gather(wire.pack(own).message, comm, _numbers_bytes(at_most, own.dtype.itemsize))
     streams = [wire.decode(rank, message, None) for rank, message in enumerate(messages)]
     finite = all(stream.finite for stream in streams)
     return [stream.values.to("cpu", torch.int64) for stream in streams], finite
@@ -185,7 +185,7 @@ def gather_number_stages(
     if problem.ranks <= DIRECT_RANKS:
         yield from _direct_stages([(1 + length) * itemsize for length in lengths], problem.rank)
         return
-    blocks = [COO.expected_bytes(None, length, itemsize) for length in lengths]
+    blocks = [RAW.nbytes(None, length, itemsize) for length in lengths]
     yield Work("encode", blocks[problem.rank])
     yield from gather_stages(blocks, problem.rank, _numbers_bytes(at_most, itemsize))
     yield copied(0, times=problem.ranks)
@@ -201,4 +201,4 @@ def _direct_stages(blocks: Sequence[int], rank: int) -> Iterator[Stage]:
 
 def _numbers_bytes(numbers: int, itemsize: int) -> int:
     """Return the bytes of the longest message with up to ``numbers`` integers."""
-    return COO.max_bytes(None, numbers, itemsize)
+    return RAW.nbytes(None, numbers, itemsize)

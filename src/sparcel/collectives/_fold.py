@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sparcel import patterns
-from sparcel.formats import Expected
+from sparcel.formats import Expected, Packet
 from sparcel.ops import Op
 from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import SparseStream
@@ -22,7 +22,7 @@ def fold(
     powers, partner = patterns.fold(wire.rank, wire.size)
     if wire.rank >= powers:
         assert partner is not None, "a rank beyond the power of two has a partner"
-        wire.exchange({partner: own}, {})
+        wire.exchange({partner: wire.pack(own)}, {})
     elif partner is not None:
         own = wire.exchange_and_reduce(own, {}, [partner], max_nnz, op)
     if max_nnz is not None and powers < wire.size:
@@ -30,23 +30,15 @@ def fold(
     return own, max_nnz
 
 
-def unfold(total: SparseStream, wire: Wire, max_nnz: int | None) -> SparseStream:
-    """Return the result; ranks beyond the power of two receive it from their partners."""
+def unfold(packets: list[Packet], wire: Wire, expected: Sequence[Expected]) -> list[Packet]:
+    """Return the result's packets; ranks beyond the power of two receive them from partners."""
     powers, partner = patterns.fold(wire.rank, wire.size)
     if partner is None:
-        return total
+        return packets
     if wire.rank < powers:
-        wire.exchange({partner: total}, {})
-        return total
-    return wire.exchange({}, {partner: Expected.like(total, max_nnz)})[partner]
-
-
-def group(rank: int, distance: int, ranks: int) -> list[int]:
-    """Return the ranks in a rank's partial sum before its exchange at ``distance``."""
-    powers = patterns.fold(rank, ranks).powers
-    first = rank // distance * distance
-    members = range(first, first + distance)
-    return [*members, *(r + powers for r in members if r + powers < ranks)]
+        wire.exchange_lists({partner: packets}, {})
+        return packets
+    return wire.exchange_lists({}, {partner: expected})[partner]
 
 
 def fold_stages(problem: Problem) -> Iterator[Stage]:

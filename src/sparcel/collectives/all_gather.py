@@ -20,13 +20,14 @@ def all_gather(stream: SparseStream, wire: Wire, max_nnz: int | None = None) -> 
     Rounds: ⌈log₂P⌉. A rank receives the P−1 other streams and sends P−1 streams (Bruck's pattern).
     Source: SparCML, section 5.2 (allgather).
     """
-    return wire.gather(stream, [Expected.like(stream, max_nnz, stays_sparse=True)] * wire.size)
+    expected = [Expected.like(stream, max_nnz, stays_sparse=True)] * wire.size
+    return wire.gather(wire.pack(stream), expected)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:
     """Yield the stages of `all_gather`."""
     blocks = [problem.sparse_message(problem.entries([rank])) for rank in problem.everyone]
-    at_most = problem.format.max_bytes(problem.size, problem.size, problem.itemsize)
+    at_most = problem.format.nbytes(problem.size, problem.size, problem.itemsize)
     yield Work("encode", blocks[problem.rank])
     yield from gather_stages(blocks, problem.rank, at_most)
     yield copied(problem.k, times=problem.ranks)

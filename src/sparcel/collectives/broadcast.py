@@ -47,10 +47,11 @@ def broadcast(
     comm = wire.comm
 
     def job() -> SparseStream:
-        message = None
+        packet = message = None
         if wire.rank == root:
             assert stream is not None, "the root passes a stream"
-            message = wire.encode(stream)
+            packet = wire.pack(stream)
+            message = packet.message
         if expected is not None:
             at_most = wire.most_bytes(expected)
         else:
@@ -60,7 +61,7 @@ def broadcast(
         else:
             cuts = patterns.regions(at_most, wire.size)
             message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
-        return wire.decode(root, message, expected)
+        return wire.decode(root, message, expected) if packet is None else packet.stream
 
     facts = {"root": root, "expected": expected, "format": wire.format}
     return comm.call(Call.of("broadcast", facts), job)
@@ -70,9 +71,10 @@ def tree_broadcast(
     stream: SparseStream | None, wire: Wire, root: int, expected: Expected
 ) -> SparseStream:
     """Return the root's stream on every rank, sent down a binomial tree: ⌈log₂P⌉ rounds."""
-    message = None if stream is None else wire.encode(stream)
+    packet = None if stream is None else wire.pack(stream)
+    message = None if packet is None else packet.message
     message = _down_tree(message, wire.comm, root, wire.most_bytes(expected))
-    return wire.decode(root, message, expected)
+    return wire.decode(root, message, expected) if packet is None else packet.stream
 
 
 def _largest(number: int, comm: Communicator) -> int:

@@ -36,8 +36,8 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool:
     MismatchError
         When sizes, dtypes or widths differ.
     """
-    empty = stream.empty_like()
-    streams = wire.gather(empty, [Expected.like(empty, max_nnz=0)] * wire.size)
+    empty, wire = stream.empty_like(), wire.exact
+    streams = wire.gather(wire.pack(empty), [Expected.like(empty, max_nnz=0)] * wire.size)
     return all(other.finite for other in streams)
 
 

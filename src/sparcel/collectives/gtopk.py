@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from sparcel import patterns
 from sparcel._checks import all_finite
-from sparcel.collectives._blocks import placed
 from sparcel.collectives.allgather_reduce import allgather
 from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.collectives.broadcast import tree_broadcast, tree_stages
@@ -53,10 +52,10 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
     dropped = [rest]
     for parent, child, *_ in patterns.binomial_reduction(wire.rank, wire.size):
         if parent is not None:
-            wire.exchange({parent: wire.compact(total)}, {})
+            wire.exchange({parent: wire.pack(wire.compact(total))}, {})
         elif child is not None:
             arrived = wire.exchange({}, {child: Expected.like(total, k)})[child]
-            pair = wire.reduce([total, arrived])
+            pair = wire.reduce([total, arrived.stream])
             pair.finite = pair.finite and all_finite(pair.values)
             total, rest = pair.topk(k)
             dropped.append(rest)
@@ -85,7 +84,7 @@ def gathered_topk(
         return GlobalTopk.void(stream)
     winners = total.largest(k)
     start, stop = patterns.regions(stream.size, wire.size)[wire.rank : wire.rank + 2]
-    region = placed(total.slice(start, stop), start, stream.size)
+    region = total.slice(start, stop).placed(start, stream.size)
     return GlobalTopk(winners, region.without(winners))
 
 

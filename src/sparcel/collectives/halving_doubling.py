@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from sparcel import patterns
 from sparcel.collectives._fold import fold, fold_stages, unfold, unfold_stages
-from sparcel.formats import Expected
+from sparcel.formats import Expected, Packet
 from sparcel.ops import SUM, Op
 from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, copied, merge_two
 from sparcel.stream import SparseStream
@@ -32,10 +33,13 @@ def halving_doubling(
     powers = patterns.fold(wire.rank, wire.size).powers
     boundaries = patterns.regions(stream.size, powers)
     total, bound = fold(wire.compact(stream, op), wire, op, max_nnz)
+    packets: list[Packet] = []
     if wire.rank < powers:
-        total = _halve(total, boundaries, wire, op, bound)
-        total = _double(total, boundaries, wire, op)
-    return unfold(total, wire, None)
+        region = _halve(total, boundaries, wire, op, bound)
+        own = wire.pack(wire.compact(region, op), boundaries[wire.rank])
+        packets = _double(own, boundaries, wire)
+    packets = unfold(packets, wire, _regions(stream, boundaries))
+    return wire.concatenate([packet.stream for packet in packets], op)
 
 
 def _halve(
@@ -49,23 +53,30 @@ def _halve(
         start, middle, stop = _halves(wire.rank, distance, boundaries)
         halves = [wire.compact(part, op) for part in total.split([0, middle - start, stop - start])]
         keep, give = halves if wire.rank < peer else halves[::-1]
-        total = wire.exchange_and_reduce(keep, {peer: give}, [peer], bound, op)
+        given = wire.pack(give, middle if wire.rank < peer else start)
+        total = wire.exchange_and_reduce(keep, {peer: given}, [peer], bound, op)
         bound = None if bound is None else 2 * bound
     return total
 
 
-def _double(total: SparseStream, boundaries: Sequence[int], wire: Wire, op: Op) -> SparseStream:
-    """Join the regions of the first Q ranks: partners exchange everything they hold."""
+def _double(own: Packet, boundaries: Sequence[int], wire: Wire) -> list[Packet]:
+    """Gather the regions of the first Q ranks: partners exchange all packets that they hold."""
+    held, regions = [own], _regions(own.stream, boundaries)
     for peer, _, distance, _ in patterns.doubling(wire.rank, len(boundaries) - 1):
-        start, middle, stop = _halves(wire.rank, distance, boundaries)
-        size = stop - middle if wire.rank < peer else middle - start
-        arrived = wire.exchange({peer: total}, {peer: Expected.like(total, size=size)})[peer]
-        total = wire.concatenate([total, arrived] if wire.rank < peer else [arrived, total], op)
-    return total
+        first = peer // distance * distance
+        expected = regions[first : first + distance]
+        arrived = wire.exchange_lists({peer: held}, {peer: expected})[peer]
+        held = [*held, *arrived] if wire.rank < peer else [*arrived, *held]
+    return held
+
+
+def _regions(like: SparseStream, boundaries: Sequence[int]) -> list[Expected]:
+    """Return what is known of the regions' streams."""
+    return [Expected.like(like, size=stop - start) for start, stop in pairwise(boundaries)]
 
 
 def _halves(rank: int, distance: int, boundaries: Sequence[int]) -> tuple[int, int, int]:
-    """Return start, middle and stop of the range that a rank and its partner split, or join.
+    """Return start, middle and stop of the range that a rank and its partner split.
 
     The first half belongs to the lower rank.
     """
@@ -83,8 +94,9 @@ def stages(problem: Problem) -> Iterator[Stage]:
     if rank < powers:
         yield copied(problem.k)
         for peer, _, distance, _ in patterns.halving(rank, powers):
-            given, coming = halves.part(rank, peer, distance), halves.part(peer, rank, distance)
             yield Work("small", ROUND_OPERATIONS, times=2)  # the halves are cut out first
+            given, coming = halves.part(rank, peer, distance), halves.part(peer, rank, distance)
+            yield Work("encode", given.nbytes)
             yield from _swap(problem, given, coming, distance)
             start, stop = halves.range(rank, distance)
             own, other = halves.summed(rank, 2 * distance), halves.summed(peer, 2 * distance)
@@ -93,24 +105,22 @@ def stages(problem: Problem) -> Iterator[Stage]:
             held, coming = halves.joined(rank, distance), halves.joined(peer, distance)
             yield Work("small", ROUND_OPERATIONS)
             yield from _swap(problem, held, coming, distance)
-        yield copied(problem.entries(problem.everyone))  # two in each round
-    total = halves.joined(rank % powers, powers)
-    yield from unfold_stages(problem, problem.message(*total))
+        yield Work("encode", halves.joined(rank, 1).nbytes)
+        yield copied(problem.entries(problem.everyone))
+    yield from unfold_stages(problem, halves.joined(rank % powers, powers).nbytes)
 
 
 class _Part(NamedTuple):
-    """A message's stored coordinates, and the size of its range."""
+    """A message's bytes, and how many coordinates it stores."""
 
+    nbytes: float
     stored: float
-    size: int
 
 
 def _swap(problem: Problem, given: _Part, coming: _Part, distance: int) -> Iterator[Stage]:
     """Yield the exchange of two partners, as in both halves of the algorithm."""
-    message, arriving = problem.message(*given), problem.message(*coming)
-    yield Work("encode", message)
     inside = distance < problem.ranks_per_node
-    yield Exchange("shift", (message,), (arriving,), distance, inside)
+    yield Exchange("shift", (given.nbytes,), (coming.nbytes,), distance, inside)
     yield copied(coming.stored)
 
 
@@ -124,7 +134,7 @@ class _Halves:
 
     def __init__(self, problem: Problem, boundaries: Sequence[int]) -> None:
         self.problem, self.boundaries, self.powers = problem, boundaries, len(boundaries) - 1
-        self.is_dense = cache(self._is_dense)
+        self.is_dense, self.region = cache(self._is_dense), cache(self._region)
 
     def range(self, rank: int, distance: int) -> tuple[int, int]:
         """Return the aligned range of ``distance`` regions that contains the rank's region."""
@@ -142,23 +152,26 @@ class _Halves:
     def part(self, sender: int, receiver: int, distance: int) -> _Part:
         """Return the part of its partial sum that a rank sends to its partner."""
         start, stop = self.range(receiver, distance)
-        if self.is_dense(sender, 2 * distance):
-            return _Part(stop - start, stop - start)
-        return _Part(
-            self.problem.entries(self.summed(sender, 2 * distance), start, stop), stop - start
-        )
+        dense = self.is_dense(sender, 2 * distance)
+        return self._part(self.summed(sender, 2 * distance), start, stop, dense)
 
     def joined(self, rank: int, distance: int) -> _Part:
-        """Return the part of the result that a rank holds after it joined ``distance`` regions."""
-        start, stop = self.range(rank, distance)
-        if distance == 1:
-            everyone = self.problem.entries(self.problem.everyone, start, stop)
-            stored = stop - start if self.is_dense(rank, 1) else everyone
-        else:
-            half = distance // 2
-            stored = self.joined(rank, half).stored + self.joined(rank ^ half, half).stored
-        dense = self.problem.is_dense(stored, stop - start)
-        return _Part(stop - start if dense else stored, stop - start)
+        """Return what a rank holds of the result when it has gathered ``distance`` regions."""
+        first = rank // distance * distance
+        regions = [self.region(one) for one in range(first, first + distance)]
+        nbytes, stored = map(sum, zip(*regions, strict=True))
+        return _Part(nbytes, stored)
+
+    def _region(self, rank: int) -> _Part:
+        """Return the message of a rank's own region of the result."""
+        start, stop = self.range(rank, 1)
+        return self._part(self.problem.everyone, start, stop, self.is_dense(rank, 1))
+
+    def _part(self, ranks: Sequence[int], start: int, stop: int, dense: bool) -> _Part:
+        """Return the message of the sum of some ranks' streams in a range."""
+        size = stop - start
+        stored = size if dense else self.problem.entries(ranks, start, stop)
+        return _Part(self.problem.message(stored, size), stored)
 
     def _is_dense(self, rank: int, distance: int) -> bool:
         """Tell whether a rank's partial sum is dense, because of its count or a dense summand."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import sqrt
 
 from sparcel import patterns
-from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks, placed
+from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks
 from sparcel.collectives._counts import Counted, counting_bytes, equally_counted
 from sparcel.collectives._global_topk import (
     FEW,
@@ -113,7 +113,7 @@ def gather_winners(
     """Give every rank the ``counts[rank]`` largest of every rank's region."""
     block, rest = selectable(region).topk(counts[wire.rank])
     total = gather_blocks(block, counts, boundaries, wire, evened)
-    return GlobalTopk(total, placed(rest, boundaries[wire.rank], boundaries[-1]))
+    return GlobalTopk(total, rest.placed(boundaries[wire.rank], boundaries[-1]))
 
 
 def selectable(stream: SparseStream) -> SparseStream:

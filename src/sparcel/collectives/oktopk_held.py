@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks, placed
+from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks
 from sparcel.collectives._global_topk import global_topk, winners_stages
 from sparcel.collectives.oktopk import SMALL, Course, problem_of
 from sparcel.collectives.reduce_scatter import reduce_regions
@@ -88,7 +88,7 @@ def oktopk_held(
         block = SparseStream.unchecked(indices, values, held.numel())
         evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)
         total = gather_blocks(block, winners.counts, boundaries, wire, evened)
-        return HeldTopk(total, arrived, placed(block, start, size))
+        return HeldTopk(total, arrived, block.placed(start, size))
 
     return wire.comm.call(Call.of("oktopk_held", facts), add_and_take)
 

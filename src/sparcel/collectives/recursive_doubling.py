@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel import patterns
-from sparcel.collectives._fold import fold, fold_stages, group, unfold, unfold_stages
+from sparcel.collectives._fold import fold, fold_stages, unfold, unfold_stages
+from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work, merge_two
 from sparcel.stream import SparseStream
@@ -28,12 +29,17 @@ def recursive_doubling(
     total, bound = fold(wire.compact(stream, op), wire, op, max_nnz)
     powers = patterns.fold(wire.rank, wire.size).powers
     if wire.rank < powers:
-        for peer, *_ in patterns.doubling(wire.rank, powers):
-            # Partners reduce in the order of the ranks, so both compute the same bits.
-            total = wire.exchange_and_reduce(total, {peer: total}, [peer], bound, op)
+        for peer, _, distance, _ in patterns.doubling(wire.rank, powers):
+            # The ranks of a group pack the same sum. Partners reduce in the order of the ranks, so
+            # both compute the same bits.
+            packet = wire.pack(total, holder=wire.rank // distance * distance)
+            total = wire.exchange_and_reduce(packet.stream, {peer: packet}, [peer], bound, op)
             bound = None if bound is None else 2 * bound
+    if powers == wire.size:
+        return total
     most = None if max_nnz is None else max_nnz * wire.size
-    return unfold(total, wire, most)
+    packets = [wire.pack(total, holder=0)] if wire.rank < powers else []
+    return unfold(packets, wire, [Expected.like(total, most)])[0].stream
 
 
 def stages(problem: Problem) -> Iterator[Stage]:
@@ -43,7 +49,7 @@ def stages(problem: Problem) -> Iterator[Stage]:
     yield from fold_stages(problem)
     if rank < powers:
         for peer, _, distance, _ in patterns.doubling(rank, powers):
-            held, other = group(rank, distance, ranks), group(peer, distance, ranks)
+            held, other = _group(rank, distance, ranks), _group(peer, distance, ranks)
             message = problem.message(problem.entries(held))
             arriving = problem.message(problem.entries(other))
             yield Work("small", ROUND_OPERATIONS)
@@ -52,3 +58,11 @@ def stages(problem: Problem) -> Iterator[Stage]:
             yield Exchange("shift", (message,), (arriving,), distance, inside)
             yield from merge_two(problem, held, other, 0, problem.size)
     yield from unfold_stages(problem, problem.message(problem.entries(problem.everyone)))
+
+
+def _group(rank: int, distance: int, ranks: int) -> list[int]:
+    """Return the ranks in a rank's partial sum before its exchange at ``distance``."""
+    powers = patterns.fold(rank, ranks).powers
+    first = rank // distance * distance
+    members = range(first, first + distance)
+    return [*members, *(r + powers for r in members if r + powers < ranks)]

@@ -51,7 +51,9 @@ def reduce_regions(
     """
     parts = stream.split(boundaries)
     rounds = patterns.rotation(wire.rank, wire.size)
-    sends = {owner: wire.compact(parts[owner], op) for owner, *_ in rounds}
+    sends = {
+        owner: wire.pack(wire.compact(parts[owner], op), boundaries[owner]) for owner, *_ in rounds
+    }
     sources = [source for _, source, *_ in rounds]
     region = wire.exchange_and_reduce(parts[wire.rank], sends, sources, max_nnz, op)
     return wire.compact(region, op)
@@ -71,15 +73,16 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
     total = vector.new_empty(boundaries[wire.rank + 1] - own, dtype=dtype)
     for places in _slices(boundaries):
         parts = [SparseStream.unchecked(None, vector[lo:hi], hi - lo) for lo, hi in places]
-        arrived = wire.exchange(
-            {owner: parts[owner] for owner, *_ in rounds},
+        packets = wire.exchange(
+            {owner: wire.pack(parts[owner]) for owner, *_ in rounds},
             {source: Expected.like(parts[wire.rank]) for _, source, *_ in rounds},
         )
-        arrived[wire.rank] = parts[wire.rank]
+        streams = {rank: packet.stream for rank, packet in packets.items()}
+        streams[wire.rank] = parts[wire.rank]
         start, stop = places[wire.rank]
-        region = total[start - own : stop - own].copy_(arrived[0].values)
+        region = total[start - own : stop - own].copy_(streams[0].values)
         for rank in range(1, wire.size):
-            region.add_(arrived[rank].values)
+            region.add_(streams[rank].values)
     return total
 
 
@@ -98,7 +101,7 @@ def sum_regions_stages(problem: Problem) -> Iterator[Stage]:
     rank, ranks = problem.rank, problem.ranks
     for places in _slices(patterns.regions(problem.size, ranks)) if ranks > 1 else ():
         sizes = [stop - start for start, stop in places]
-        messages = [problem.format.expected_bytes(None, one, problem.itemsize) for one in sizes]
+        messages = [problem.format.nbytes(None, one, problem.itemsize) for one in sizes]
         sends = tuple(messages[:rank] + messages[rank + 1 :])
         yield Work("encode", (sum(sizes) - sizes[rank]) * problem.itemsize)
         yield Exchange("rotate", sends, (messages[rank],) * (ranks - 1), inside=True)

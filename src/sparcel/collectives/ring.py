@@ -27,18 +27,23 @@ def ring(
     Source: SparCML, section 8.1 (the ring that Figure 3 compares with).
     """
     rank, ranks = wire.rank, wire.size
-    parts = wire.compact(stream, op).split(patterns.regions(stream.size, ranks))
+    boundaries = patterns.regions(stream.size, ranks)
+    parts = wire.compact(stream, op).split(boundaries)
     parts = [wire.compact(part, op) for part in parts]
     bound = None if max_nnz is None else max_nnz * ranks
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
-        leaving, arriving = parts[(rank - step) % ranks], (rank - step - 1) % ranks
-        own = parts[arriving]
-        came = wire.exchange({after: leaving}, {before: Expected.like(own, bound)})[before]
-        parts[arriving] = wire.reduce([came, own], op)
+        leaving, arriving = (rank - step) % ranks, (rank - step - 1) % ranks
+        packet, own = wire.pack(parts[leaving], boundaries[leaving]), parts[arriving]
+        came = wire.exchange({after: packet}, {before: Expected.like(own, bound)})[before]
+        parts[arriving] = wire.reduce([came.stream, own], op)
+    complete = (rank + 1) % ranks
+    packet = wire.pack(parts[complete], boundaries[complete])
+    parts[complete] = packet.stream
     for step, (after, before, *_) in enumerate(patterns.ring(rank, ranks)):
-        leaving, arriving = parts[(rank + 1 - step) % ranks], (rank - step) % ranks
+        arriving = (rank - step) % ranks
         coming = {before: Expected.like(parts[arriving], bound)}
-        parts[arriving] = wire.exchange({after: leaving}, coming)[before]
+        packet = wire.exchange({after: packet}, coming)[before]
+        parts[arriving] = packet.stream
     return wire.concatenate(parts, op)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sparcel import kernels
-from sparcel.formats import COO
+from sparcel.formats import RAW, merge_messages
 from sparcel.ops import SUM
 from sparcel.stream import SparseStream
 
@@ -58,8 +58,8 @@ def _merge(entries: int, seed: int) -> Run:
     parts = [_stream(-(-entries // 2), seed + part) for part in range(2)]
     for part in parts:
         part.size = max(one.size for one in parts)
-    messages = [COO.encode(part).message for part in parts]
-    return lambda: COO.reduce_messages(messages, parts[0], SUM)
+    messages = [RAW.encode(part).message for part in parts]
+    return lambda: merge_messages(messages, parts[0], SUM)
 
 
 def _add(size: int, seed: int) -> Run:
@@ -69,7 +69,7 @@ def _add(size: int, seed: int) -> Run:
 
 def _encode(nbytes: int, seed: int) -> Run:
     stream = _stream(nbytes // 8, seed)
-    return lambda: COO.encode(stream)
+    return lambda: RAW.encode(stream)
 
 
 def _small(operations: int, seed: int) -> Run:

@@ -1,28 +1,29 @@
 """Formats: how a stream is laid out in bytes for the wire.
 
-Every message begins with a `header` that names the format of the rest. `decode` therefore decodes
-any message, and several messages can follow each other in one buffer. A format is one file, and a
-line in the table of `codec`.
+A format is an index code (`indices`) times a value code (`values`). Every message begins with a
+`header` that names both. `decode` therefore decodes any message, and several messages can follow
+each other in one buffer.
 """
 
-from sparcel.formats.base import Encoded, Expected, Format
-from sparcel.formats.codec import FORMATS_BY_NAME, decode, decode_all
-from sparcel.formats.coo import COO, Coo
+from sparcel.formats.codec import decode, decode_all
+from sparcel.formats.expected import Expected
+from sparcel.formats.format import RAW, Format, Packet, format_named, merge_messages
 from sparcel.formats.header import HEADER_BYTES, Header
-from sparcel.formats.packed import Packed
-from sparcel.formats.qsgd import Qsgd
+from sparcel.formats.values import FewBits, HalfValues, PlainValues, ValueCode
 
 __all__ = [
-    "COO",
-    "FORMATS_BY_NAME",
     "HEADER_BYTES",
-    "Coo",
-    "Encoded",
+    "RAW",
     "Expected",
+    "FewBits",
     "Format",
+    "HalfValues",
     "Header",
-    "Packed",
-    "Qsgd",
+    "Packet",
+    "PlainValues",
+    "ValueCode",
     "decode",
     "decode_all",
+    "format_named",
+    "merge_messages",
 ]

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats.base import Expected, Format
-from sparcel.formats.coo import COO
+from sparcel.formats.expected import Expected
+from sparcel.formats.format import Format
 from sparcel.formats.header import ALIGNMENT, Header
-from sparcel.formats.packed import Packed
-from sparcel.formats.qsgd import Qsgd
+from sparcel.formats.indices import INDEX_CODES
+from sparcel.formats.values import value_code
 from sparcel.stream import SparseStream
 
-FORMATS: dict[int, Format] = {one.kind: one for one in (COO, Qsgd(bits=8), Packed())}
-"""The decoder of each kind of message. A message holds its own parameters, so any `Qsgd` decodes
-the messages of every other `Qsgd`."""
 
-FORMATS_BY_NAME: dict[str, Format] = {"coo": COO, "packed": Packed()}
-"""The formats that lose nothing, by the names that users type."""
-
-
-def decode(
-    message: Tensor, like: Expected | SparseStream | None = None, format: Format | None = None
-) -> SparseStream:
+def decode(message: Tensor, like: Expected | SparseStream | None = None) -> SparseStream:
     """Return the stream at the start of ``message``.
 
     Parameters
@@ -31,8 +24,6 @@ def decode(
         uint8. If its address is a multiple of 8 bytes, the stream's tensors may be views of it.
     like
         Has the expected size, dtype and width; None accepts any.
-    format
-        A format that is decoded in addition to those of `FORMATS`.
 
     Raises
     ------
@@ -42,11 +33,7 @@ def decode(
         When the stream has another size, dtype or width than ``like``.
     """
     header = Header.parse(message)
-    decoder = FORMATS.get(header.kind)
-    if format is not None and header.kind == format.kind:
-        decoder = format
-    if decoder is None:
-        raise FormatError(f"unknown format {header.kind}; install the same release on every rank")
+    format = _format_of(header.index_code, header.value_code, header.detail)
     found = (header.size, header.dtype, header.width)
     expected = found if like is None else (like.size, like.dtype, like.width)
     if found != expected:
@@ -59,7 +46,17 @@ def decode(
         message = message[: header.length]
     if message.storage_offset() % ALIGNMENT or message.data_ptr() % ALIGNMENT:
         message = message.clone()
-    return decoder.decode(message, header)
+    return format.decode(message, header)
+
+
+@lru_cache(maxsize=64)
+def _format_of(index_code: int, number: int, detail: int) -> Format:
+    """Return the format that a header names."""
+    if index_code >= len(INDEX_CODES):
+        raise FormatError(
+            f"unknown index code {index_code}; install the same release on every rank"
+        )
+    return Format(list(INDEX_CODES)[index_code], value_code(number, detail))
 
 
 def decode_all(buffer: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The 40-byte header of every message: its format, the stream's kind, and the counts."""
+"""The 40-byte header of every message: its codes, the stream's kind, and the counts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from sparcel import kernels
 from sparcel.errors import FormatError
 from sparcel.stream import SparseStream
 
 _LAYOUT = struct.Struct("<4sBBBBIIQQQ")
 _MAGIC = b"SPCL"
-_VERSION = 1
-_DENSE, _NON_FINITE, _WIDE_INDICES, _ROWS = 1, 2, 4, 8
+_VERSION = 2
+_DENSE, _NON_FINITE, _ROWS = 1, 2, 8
 _DTYPES = {
     0: torch.float16,
     1: torch.bfloat16,
@@ -40,35 +39,37 @@ def padded(nbytes: int) -> int:
 class Header(NamedTuple):
     """The fields of a message's header.
 
-    ``length`` counts the bytes of the whole message, header included. ``detail`` holds parameters
-    of the format, for example bits and bucket of a quantiser.
+    ``index_code`` and ``value_code`` are the codes' numbers; ``detail`` holds the value code's
+    settings, in 24 bits. ``length`` counts the bytes of the whole message, header included.
     """
 
-    kind: int
+    index_code: int
+    value_code: int
+    detail: int
     dtype: torch.dtype
     size: int
     nnz: int
     width: int | None
     dense: bool
     finite: bool
-    wide_indices: bool
     length: int
-    detail: int = 0
 
     @classmethod
-    def of(cls, stream: SparseStream, kind: int, length: int, detail: int = 0) -> Self:
+    def of(
+        cls, stream: SparseStream, index_code: int, value_code: int, detail: int, length: int
+    ) -> Self:
         """Return the header of a message of ``length`` bytes that holds ``stream``."""
         return cls(
-            kind=kind,
+            index_code=index_code,
+            value_code=value_code,
+            detail=detail,
             dtype=stream.dtype,
             size=stream.size,
             nnz=stream.nnz,
             width=stream.width,
             dense=stream.is_dense,
             finite=stream.finite,
-            wide_indices=kernels.index_dtype(stream.size) == torch.int64,
             length=length,
-            detail=detail,
         )
 
     @property
@@ -81,39 +82,32 @@ class Header(NamedTuple):
         """The count of entries; None if the message is dense."""
         return None if self.dense else self.nnz
 
-    @property
-    def index_dtype(self) -> torch.dtype:
-        """The dtype of the indices."""
-        return torch.int64 if self.wide_indices else torch.int32
+    def check(self, format: str, expected_bytes: int, floats: bool) -> None:
+        """Raise `FormatError` unless the counts fit the message's length.
 
-    def check(self, format: str, expected_bytes: int) -> None:
-        """Raise `FormatError` unless the counts fit the indices' dtype and the message's length."""
-        if self.index_dtype != kernels.index_dtype(self.size):
-            raise FormatError(
-                f"{self.index_dtype} indices do not belong to a stream of size {self.size}"
-            )
+        ``floats`` tells that the format takes scalar floats alone.
+        """
         if self.length != expected_bytes:
             raise FormatError(
                 f"a {format} message of {self.nnz} coordinates takes {expected_bytes} bytes,"
                 f" its header says {self.length}"
             )
+        if floats and (self.width is not None or not self.dtype.is_floating_point):
+            raise FormatError(f"a {format} message cannot hold {self.dtype}, width {self.width}")
 
     def pack(self) -> bytes:
         """Return the header's bytes, ``HEADER_BYTES`` of them."""
         flags = (
-            _DENSE * self.dense
-            | _NON_FINITE * (not self.finite)
-            | _WIDE_INDICES * self.wide_indices
-            | _ROWS * (self.width is not None)
+            _DENSE * self.dense | _NON_FINITE * (not self.finite) | _ROWS * (self.width is not None)
         )
         return _LAYOUT.pack(
             _MAGIC,
             _VERSION,
-            self.kind,
+            self.index_code,
             DTYPE_CODES[self.dtype],
             flags,
             self.width or 0,
-            self.detail,
+            self.value_code | self.detail << 8,
             self.size,
             self.nnz,
             self.length,
@@ -139,7 +133,7 @@ class Header(NamedTuple):
             )
         start = message if message.is_cpu else message[:HEADER_BYTES].cpu()
         fields = _LAYOUT.unpack_from(start.numpy().data)
-        magic, version, kind, code, flags, width, detail, size, nnz, length = fields
+        magic, version, index_code, code, flags, width, values, size, nnz, length = fields
         if magic != _MAGIC:
             raise FormatError(f"not a sparcel message: it begins with {magic!r}, not {_MAGIC!r}")
         if version != _VERSION:
@@ -159,14 +153,14 @@ class Header(NamedTuple):
                 f"truncated message: its header says {length} bytes, {message.numel()} are there"
             )
         return cls(
-            kind=kind,
+            index_code=index_code,
+            value_code=values & 0xFF,
+            detail=values >> 8,
             dtype=_DTYPES[code],
             size=size,
             nnz=nnz,
             width=width if flags & _ROWS else None,
             dense=dense,
             finite=not flags & _NON_FINITE,
-            wide_indices=bool(flags & _WIDE_INDICES),
             length=length,
-            detail=detail,
         )

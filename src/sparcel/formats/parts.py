@@ -1,4 +1,4 @@
-"""What stands in a message behind its header: the values first, then what tells their places."""
+"""A message: its header, the parts that hold the values, and the part that tells their places."""
 
 from __future__ import annotations
 
@@ -29,13 +29,3 @@ def join_by_torch(header: Header, parts: Sequence[Tensor]) -> Tensor:
         message[start : start + content.numel()] = content
         start += padded(content.numel())
     return message
-
-
-def split(message: Tensor, header: Header) -> tuple[Tensor, Tensor]:
-    """Return views of the values, and of the bytes behind them."""
-    nbytes = header.nnz * header.value_bytes
-    start = HEADER_BYTES + padded(nbytes)
-    values = message[HEADER_BYTES : HEADER_BYTES + nbytes].view(header.dtype)
-    if header.width is not None:
-        values = values.view(header.nnz, header.width)
-    return values, message[start:]

@@ -15,10 +15,12 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.kernels import cpu
 from sparcel.kernels.addition import Addition as Addition
-from sparcel.kernels.definitions import packing, qsgd, reduce, select, sets, squares
+from sparcel.kernels.definitions import few_bits, packing, reduce, select, sets, squares
 from sparcel.kernels.definitions.common import index_dtype as index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
+from sparcel.kernels.definitions.few_bits import limited as limited
+from sparcel.kernels.definitions.few_bits import scales_count as scales_count
 from sparcel.kernels.definitions.packing import packed_words as packed_words
 from sparcel.kernels.definitions.squares import CHUNK as CHUNK
 from sparcel.kernels.dispatch import by_device
@@ -37,8 +39,8 @@ add_saturated = by_device(reduce.add_saturated, cpu=_cpu.add_saturated)
 check_indices = by_device(reduce.check_indices, cpu=_cpu.check_indices)
 within = by_device(sets.within, cpu=cpu.within)
 without = by_device(sets.without, cpu=cpu.without)
-quantize = by_device(qsgd.quantize, cpu=cpu.quantize)
-dequantize = by_device(qsgd.dequantize, cpu=cpu.dequantize)
+quantize = by_device(few_bits.quantize, cpu=cpu.quantize)
+dequantize = by_device(few_bits.dequantize, cpu=cpu.dequantize)
 pack_indices = by_device(packing.pack_indices, cpu=cpu.pack_indices)
 unpack_indices = by_device(packing.unpack_indices, cpu=cpu.unpack_indices)
 sums_of_squares = by_device(squares.sums_of_squares, cpu=cpu.sums_of_squares)

@@ -10,7 +10,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is 
 
 from sparcel import _cpu
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.definitions import packing, qsgd, reduce, select, squares
+from sparcel.kernels.definitions import few_bits, packing, reduce, select, squares
 from sparcel.ops import Op
 
 
@@ -91,16 +91,24 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
 
 
 def quantize(
-    x: Tensor, bits: int, bucket: int, seed: int, offset: int = 0
-) -> tuple[Tensor, Tensor]:
-    qsgd.check_codes(bits, bucket)
-    threads = torch.get_num_threads()
-    return _cpu.quantize(x.detach(), bits, bucket, seed % 2**64, offset, threads)
+    x: Tensor,
+    bits: int,
+    block: int,
+    seed: int | None = None,
+    offset: int = 0,
+    scale: torch.dtype = torch.bfloat16,
+) -> few_bits.Quantized:
+    few_bits.check_codes(bits, block)
+    key = None if seed is None else seed % 2**64
+    narrow, threads = scale == torch.bfloat16, torch.get_num_threads()
+    wide = few_bits.limited(x.detach(), torch.float32)
+    codes, scales, values = _cpu.quantize(wide, bits, block, key, offset, narrow, threads)
+    return few_bits.Quantized(codes, scales, few_bits.limited(values, x.dtype))
 
 
-def dequantize(packed: Tensor, scales: Tensor, size: int, bits: int, bucket: int) -> Tensor:
-    qsgd.check_lengths(packed, scales, size, bits, bucket)
-    return _cpu.dequantize(packed, scales, size, bits, bucket, torch.get_num_threads())
+def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
+    few_bits.check_lengths(codes, scales, size, bits, block)
+    return _cpu.dequantize(codes, scales, size, bits, block, torch.get_num_threads())
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:

@@ -67,7 +67,7 @@ class Parameters:
         whole model, and gradients are summed by this algorithm of `sparcel.all_reduce`:
         ``"auto"``, ``"dense"``, ``"split_allgather"`` and their like.
     format
-        How gradients are laid out in messages where they are summed: ``"packed"``, or ``"coo"``,
+        How gradients are laid out in messages where they are summed: ``"packed"``, or ``"raw"``,
         which takes less work and more bytes.
     density
         Share of the coordinates, in (0, 1], that a rank sends of its gradient in a step: the

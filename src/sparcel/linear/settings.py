@@ -8,14 +8,15 @@ from typing import Any
 from sparcel._checks import flag, number, whole_number
 from sparcel.collectives import ALGORITHMS
 from sparcel.errors import InputError, known
-from sparcel.formats import FORMATS_BY_NAME, Qsgd
+from sparcel.formats import FewBits
+from sparcel.formats.indices import INDEX_CODES
 from sparcel.linear.parameters import LOSSES, SOLVERS, Parameters
 from sparcel.linear.sgd.batches import MOST_ROWS
 from sparcel.linear.sgd.step_sizes import StepSizes
 from sparcel.schemes.density import checked_density
 
 _BITS = (8, 4)
-_BUCKET = 64
+_BLOCK = 64
 """Values that share a scale. Columns are as different as their frequencies, so a scale for few is
 worth its half a bit a value."""
 
@@ -48,7 +49,7 @@ class Settings(Parameters):
                 " leave one of them out"
             )
         known(self.algorithm, (SHARDED, "auto", *ALGORITHMS), "algorithm")
-        known(self.format, FORMATS_BY_NAME, "format")
+        known(self.format, INDEX_CODES, "format")
         if self.solver == "scd":
             self._check_descent()
         if self.density is not None:
@@ -81,11 +82,11 @@ class Settings(Parameters):
                 f" choose one of these, or leave out {name}"
             )
 
-    def quantizer(self) -> Qsgd | None:
+    def rounding(self) -> FewBits | None:
         """Return what rounds the values of gradients; None where they travel as they are."""
         if self.bits is None:
             return None
-        return Qsgd(self.bits, _BUCKET, self.random_state, packed=self.format == "packed")
+        return FewBits(self.bits, _BLOCK, "float32", stochastic=True, seed=self.random_state)
 
     def described(self) -> str:
         """Return a text that is the same for the same settings, in any process."""

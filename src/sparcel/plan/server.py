@@ -48,10 +48,10 @@ def messages(method: str, problem: Problem) -> tuple[float, float]:
     """Return the bytes that a rank sends to the server, and that the server sends each rank."""
     if method.startswith("dense"):
         itemsize = 2 if method == "dense bf16" else problem.itemsize
-        whole = problem.format.expected_bytes(None, problem.size, itemsize)
+        whole = problem.format.nbytes(None, problem.size, itemsize)
         return whole, whole
     if method == "topk":
         return problem.message(problem.k), problem.message(problem.entries(problem.everyone))
-    indices = problem.format.expected_bytes(problem.k, problem.size, 0)
-    values = problem.format.expected_bytes(None, problem.k, problem.itemsize)
+    indices = problem.format.nbytes(problem.k, problem.size, 0)
+    values = problem.format.nbytes(None, problem.k, problem.itemsize)
     return values + indices / problem.ranks, indices + values

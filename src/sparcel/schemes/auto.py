@@ -173,9 +173,10 @@ class Auto(Sparsifier):
         own = wide if self._alters else gradient.element_size()
         names = ("dense",) if super()._sends_all(request) else self.candidates
         size, predicted = max(1, gradient.numel()), {}
+        format = self.format_for(size, k, comm)
         for name in names:
             itemsize = own if name == "dense" else wide
-            problem = Problem(size, min(k, size), comm.size, here, itemsize, format=request.format)
+            problem = Problem(size, min(k, size), comm.size, here, itemsize, format=format)
             predicted[name] = cost.predict(_stages_of(name, rates), problem, rates).seconds
         return predicted
 

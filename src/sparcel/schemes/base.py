@@ -218,7 +218,7 @@ class Scheme(ABC):
 
     def _call(self, gradient: Tensor, comm: Communicator, request: Request) -> Call:
         """Describe a step by the settings that all ranks must share."""
-        facts = {"size": gradient.numel(), "dtype": gradient.dtype, "format": request.format}
+        facts: dict[str, object] = {"size": gradient.numel(), "dtype": gradient.dtype}
         facts["divisor"] = request.divisor(comm)
         # Ranks that loaded states of different steps, or only some of which loaded one, differ.
         return Call.of(f"{self!r}.step", {**facts, "step": self.steps})

@@ -18,7 +18,7 @@ from sparcel.wire import Wire
 def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the tree's top-k of the ranks' selections; see `GTopK` for ``put_back``."""
     sent = selection.stream
-    return settled(gtopk(sent, wire, selection.k), sent, put_back)
+    return settled(gtopk(sent, wire, selection.k), sent, wire, put_back)
 
 
 @dataclass(eq=False)

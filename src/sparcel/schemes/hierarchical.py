@@ -91,7 +91,7 @@ class Hierarchical(Scheme):
     ) -> tuple[SparseStream, int]:
         """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
         here = comm.grid(self.ranks_per_node)
-        node = Wire(here.node, request.format)
+        node = Wire(here.node)
         boundaries = patterns.regions(gradient.numel(), here.node.size)
         self._size = gradient.numel()
         self._shard = boundaries[here.node.rank], boundaries[here.node.rank + 1]
@@ -196,7 +196,6 @@ class Hierarchical(Scheme):
             apart=[(lo, hi) for lo, hi in apart if lo < hi],
             ranks=request.divisor(comm),
             front_loaded=request.front_loaded,
-            format=request.format,
             meter=request.meter,
         )
 
@@ -243,7 +242,7 @@ def _gather_shards(
 ) -> SparseStream:
     """Join the averages of all shards; a dense result is written to ``out``, if given."""
     expected = [Expected.like(average, size=stop - start) for start, stop in pairwise(boundaries)]
-    return wire.concatenate(wire.gather(wire.compact(average), expected), out=out)
+    return wire.concatenate(wire.gather(wire.pack(wire.compact(average)), expected), out=out)
 
 
 def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator[Stage]:

@@ -35,9 +35,9 @@ def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped")
     """Find the k largest of the sums; see `OkTopK` for ``put_back``."""
     sent, k, most = selection.stream, selection.k, selection.most
     if put_back == "own":
-        return settled(oktopk(sent, wire, k, most), sent, put_back)
+        return settled(oktopk(sent, wire, k, most), sent, wire, put_back)
     if gathering_is_cheaper(problem_of(sent, wire), k, most):
-        return settled(gathered_topk(sent, wire, k, most), sent, put_back)
+        return settled(gathered_topk(sent, wire, k, most), sent, wire, put_back)
     return exchange_held(selection, wire)
 
 
@@ -118,7 +118,7 @@ class OkTopK(Sparsifier):
             renew_threshold=self.steps % self.threshold_steps == 0,
             max_nnz=selection.most,
         )
-        return settled(outcome, selection.stream, self.put_back)
+        return settled(outcome, selection.stream, wire, self.put_back)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""

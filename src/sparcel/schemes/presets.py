@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from sparcel.collectives.allgather_reduce import stages as allgather_stages
+from sparcel.formats import Format
 from sparcel.schemes._stages import select_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_stages
@@ -23,12 +24,13 @@ def hitopk(
     ranks_per_node: int | None = None,
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
+    format: str | Format = "raw",
 ) -> Scheme:
     """HiTopKComm: dense sums inside the node, top-k and all-gather across nodes.
 
     The paper selects with ``selector="mstopk"``. Source: CommLib, Algorithm 2.
     """
-    inner = TopK(density, selector, warmup, warmup_steps, algorithm="allgather")
+    inner = TopK(density, selector, warmup, warmup_steps, format=format, algorithm="allgather")
     return Hierarchical(inner, ranks_per_node)
 
 
@@ -41,10 +43,13 @@ def torus2d(ranks_per_node: int | None = None, wire: str | None = None) -> Schem
 
 
 def mstopk(
-    density: float = 0.01, warmup: Sequence[float] = (), warmup_steps: int | None = None
+    density: float = 0.01,
+    warmup: Sequence[float] = (),
+    warmup_steps: int | None = None,
+    format: str | Format = "raw",
 ) -> Scheme:
     """All-gather of MSTopK's selections. Source: CommLib, Algorithm 1 and section 5.5."""
-    return TopK(density, "mstopk", warmup, warmup_steps, algorithm="allgather")
+    return TopK(density, "mstopk", warmup, warmup_steps, format=format, algorithm="allgather")
 
 
 def dgc(
@@ -53,6 +58,7 @@ def dgc(
     clip: float | None = None,
     warmup: Sequence[float] = (),
     warmup_steps: int | None = None,
+    format: str | Format = "raw",
 ) -> Scheme:
     """Deep Gradient Compression: momentum correction, clipping, warm-up.
 
@@ -62,7 +68,9 @@ def dgc(
     from a sample. Here selections are exact, which takes less time on CPUs.
     Source: Lin et al. 2018.
     """
-    return TopK(density, "exact", warmup, warmup_steps, momentum, clip, algorithm="allgather")
+    return TopK(
+        density, "exact", warmup, warmup_steps, momentum, clip, format, algorithm="allgather"
+    )
 
 
 def _select_and_gather(problem: Problem) -> Iterator[Stage]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sparcel.comm import Communicator
-from sparcel.formats import COO, Format
 from sparcel.memory import Range
 from sparcel.schemes.meter import Meter
 
@@ -38,8 +37,6 @@ class Request:
     front_loaded
         Whether the scheme sends more in its first steps, unless it has a ``warmup`` of its own: see
         `sparcel.schemes.density.front_loaded`.
-    format
-        How streams travel; the same on all ranks.
     meter
         Counts and times what the step does.
     """
@@ -49,7 +46,6 @@ class Request:
     apart: Sequence[Range] = ()
     ranks: int | None = None
     front_loaded: bool = False
-    format: Format = COO
     meter: Meter = field(default_factory=Meter)
 
     def divisor(self, comm: Communicator) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from sparcel._checks import number, whole_number
@@ -94,7 +95,7 @@ class ScaleCom(Sparsifier):
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         mine, leader = selection.stream, self._leader(wire)
         indices = _indices_of(mine) if wire.rank == leader else None
-        chosen = broadcast(indices, wire, leader, _expected_indices(mine, selection.most))
+        chosen = broadcast(indices, wire.exact, leader, _expected_indices(mine, selection.most))
         if not chosen.finite:
             nothing = mine.void_like()
             return Exchanged(nothing, nothing)
@@ -104,10 +105,24 @@ class ScaleCom(Sparsifier):
         sums = halving_doubling(stream, wire)
         total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
         sent = SparseStream.unchecked(chosen.indices, values, chosen.size, mine.finite)
-        return Exchanged(total, sent)
+        return Exchanged(total, sent, _lost_of(chosen, wire, values))
 
     def _leader(self, ranks: Communicator | Wire) -> int:
         return self.steps % ranks.size
+
+
+def _lost_of(chosen: SparseStream, wire: Wire, like: Tensor) -> SparseStream | None:
+    """Return what rounding took from this rank, at the chosen coordinates; None for nothing.
+
+    ``like`` are the values that entered the sum.
+    """
+    pieces = wire.take_lost()
+    if not pieces:
+        return None
+    lost = torch.zeros_like(like)
+    for start, stream in pieces:
+        lost[start : start + stream.size] += stream.values
+    return SparseStream.unchecked(chosen.indices, lost, chosen.size)
 
 
 def _indices_of(stream: SparseStream) -> SparseStream:
@@ -128,8 +143,8 @@ def stages(problem: Problem) -> Iterator[Stage]:
     yield Work("select", problem.size, 1 / ranks)  # by the leader
     yield chosen(k, 1 / ranks)
     yield Work("small", SMALL)
-    indices = problem.format.expected_bytes(k, problem.size, 0)
-    at_most = problem.format.max_bytes(k, problem.size, 0)
+    indices = problem.format.exact.nbytes(k, problem.size, 0)
+    at_most = problem.format.exact.nbytes(k, problem.size, 0)
     yield Work("encode", indices, 1 / ranks)
     yield from message_stages(indices, rank, ranks, 0, at_most)
     yield copied(k)

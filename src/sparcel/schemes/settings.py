@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
+from sparcel.formats import Format
 from sparcel.selectors import Selector
 
 
@@ -24,6 +25,7 @@ class Settings(TypedDict, total=False):
     clip: float | None
     corrected: bool
     density: float
+    format: str | Format
     momentum: float
     put_back: str
     ranks_per_node: int | None

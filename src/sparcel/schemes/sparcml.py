@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparcel._checks import whole_number
-from sparcel.collectives.split_allgather import quantized_split_allgather
+from sparcel.collectives.split_allgather import split_allgather
 from sparcel.errors import InputError
-from sparcel.formats import Qsgd
-from sparcel.schemes.request import Request
+from sparcel.formats import FewBits, Format
 from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
 from sparcel.schemes.topk import exchange_topk
 from sparcel.wire import Wire
@@ -21,11 +20,12 @@ class SparCML(Sparsifier):
     Parameters
     ----------
     bits
-        8, 4 or 2: values travel in so many bits, with one scale for 512 of them (`Qsgd`), by split
-        and all-gather: those that each rank selected, and their sum. Who rounds keeps the rounding
-        error in its memory; the paper drops it. Uncompressed steps are rounded too. With 2 bits the
-        errors exceed the values, and the memory grows to many times its size: prefer 4. None: full
-        precision.
+        8, 4 or 2: values travel in so many bits, rounded at random and without bias, with one
+        float32 scale for 512 of them (QSGD), by split and all-gather: those that each rank
+        selected, and their sum. Who rounds keeps the rounding error in its memory; the paper drops
+        it. With 2 bits the errors exceed the values, and the memory grows to many times its size.
+        The formats of `Sparsifier`, which round to nearest and have a scale for 64 values, train
+        better. None: `Sparsifier`'s ``format``.
     seed
         Decides the random rounding, with the step, the rank and the value's position; the same on
         all ranks. By default 0; refused without ``bits``.
@@ -43,23 +43,26 @@ class SparCML(Sparsifier):
         super().__post_init__()
         if self.seed is not None:
             self.seed = whole_number(self.seed, "seed")
-        self._quantizer: Qsgd | None = None
         if self.bits is not None:
             self.bits, self.seed = whole_number(self.bits, "bits"), self.seed or 0
-            self._quantizer = Qsgd(self.bits, seed=self.seed)
+            if self.format not in (Format(), _paper_format(self.bits, self.seed)):
+                raise InputError(
+                    f"bits={self.bits} is a format of its own; leave out bits, or format"
+                )
+            self.format = _paper_format(self.bits, self.seed)
         elif self.seed is not None:
             raise InputError(
                 f"seed={self.seed} decides the rounding to few bits, and needs bits; pass bits=8, 4"
                 " or 2, or leave out seed"
             )
 
-    def _sends_all(self, request: Request) -> bool:
-        return self._quantizer is None and super()._sends_all(request)
-
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        if self._quantizer is None:
+        if self.bits is None:
             return exchange_topk(selection, wire)
-        sent, most = selection.stream, selection.most
-        quantizer = self._quantizer.at_step(self.steps)
-        outcome = quantized_split_allgather(sent, wire, quantizer, most)
-        return Exchanged(outcome.total, sent, outcome.lost)
+        sent = selection.stream
+        return Exchanged(split_allgather(sent, wire, max_nnz=selection.most), sent)
+
+
+def _paper_format(bits: int, seed: int) -> Format:
+    """Return the format of SparCML's experiments."""
+    return Format("raw", FewBits(bits, 512, "float32", stochastic=True, seed=seed))

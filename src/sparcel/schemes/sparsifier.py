@@ -9,13 +9,16 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from sparcel import auto
 from sparcel._checks import check_type, checked_filter, number
-from sparcel.collectives.dense import dense
 from sparcel.comm import Communicator
+from sparcel.formats import Format, format_named
 from sparcel.memory import Memory, Share, emptied
+from sparcel.ops import SUM
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
+from sparcel.schemes.meter import Meter
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
@@ -90,6 +93,11 @@ class Sparsifier(Scheme):
         ``momentum`` the optimiser must have none. Use ``clip`` then instead of clipping the update:
         an update holds the gradients of many steps, and what is clipped off it is lost, while the
         velocity and the memory take it as applied.
+    format
+        How selections and sums travel, by name or as a `Format`: ``"raw"``, ``"packed"``, or one
+        that rounds values, such as ``"packed:4"``. What rounding takes goes to the memory of the
+        rank that rounds. Uncompressed steps are rounded too. ``"auto"`` is the exact format that is
+        predicted to take the least time.
     """
 
     density: float = 0.01
@@ -98,6 +106,7 @@ class Sparsifier(Scheme):
     warmup_steps: int | None = None
     momentum: float = 0.0
     clip: float | None = None
+    format: str | Format = "raw"
     _memory: Memory = field(init=False, repr=False)
     _shares: list[Share] = field(default_factory=list, init=False, repr=False)
     _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
@@ -108,6 +117,8 @@ class Sparsifier(Scheme):
         self.momentum = number(self.momentum, "momentum", at_least=0, below=1)
         if self.clip is not None:
             self.clip = number(self.clip, "clip", above=0, hint="None clips nothing")
+        if self.format != "auto":
+            self.format = format_named(self.format)
         self.selector = make_selector(self.selector)
         self._memory = Memory(self.filter_at(0), self.momentum, self.clip)
 
@@ -204,9 +215,15 @@ class Sparsifier(Scheme):
             everything = self._memory.accumulate(gradient, ranks, request.withheld)
         meter.asked += request.count(everything.size)
         meter.selected += request.count(everything.size)
+        wire = self._wire(comm, everything.size, everything.size)
         with meter.communicating():
-            total = dense(everything, Wire(comm, request.format))
+            # The engine's own sum does not travel in a format.
+            algorithm = "auto" if wire.format.loses else "dense"
+            total = auto.all_reduce(everything, wire, SUM, algorithm, everything.size)
+            if total is everything:  # this rank is alone
+                total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
         self._memory.take_all()
+        self._give_back_lost(wire, meter)
         return total
 
     def _sum_selected(
@@ -219,20 +236,36 @@ class Sparsifier(Scheme):
         meter.asked += k
         with meter.selecting():
             taken = self._take(gradient, comm, request, clear)
+        wire = self._wire(comm, gradient.numel(), k)
         with meter.communicating():
-            outcome = self._exchange(
-                Selection(taken, k, most, self._shares, self._memory), Wire(comm, request.format)
-            )
+            outcome = self._exchange(Selection(taken, k, most, self._shares, self._memory), wire)
         meter.selected += outcome.sent.nnz
         if outcome.total.finite:
             meter.magnitude += outcome.magnitude
         if outcome.kept is not None:
             self._memory.give_back(outcome.kept)
+        self._give_back_lost(wire, meter)
         if self.momentum:
             for applied in outcome.applied:
                 assert applied.indices is not None, "what leaves memory is sparse"
                 self._memory.forget_velocity(applied.indices)
         return outcome.total
+
+    def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
+        """Return what carries ``k`` of ``size`` coordinates in this step."""
+        return Wire(comm, self.format_for(size, k, comm), self.steps)
+
+    def format_for(self, size: int, k: int, comm: Communicator) -> Format:
+        """Return the format in which ``k`` of ``size`` coordinates travel."""
+        if isinstance(self.format, Format):
+            return self.format
+        return auto.fastest_format(size, k, comm.rates)
+
+    def _give_back_lost(self, wire: Wire, meter: Meter) -> None:
+        """Remember what rounding took from this rank."""
+        for start, stream in wire.take_lost():
+            self._memory.give_back(stream, start)
+            meter.magnitude -= _magnitude(stream)
 
     def _take(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool

@@ -14,20 +14,21 @@ _MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
 def packed_words(count: int, size: int) -> int:
     """Return how many words `pack_indices` needs for ``count`` indices below ``size``.
 
-    These are count · (log₂(size / count) + 2) bits, or up to 0.09 · count fewer. The count never
-    falls when ``count`` rises.
+    These are count · (log₂(size / count) + 2) bits, or up to 0.09 · count fewer, and never more
+    than size. The count never falls when ``count`` rises.
     """
     low_bits, bitmap_bits = _packing(count, size)
     return -(-(bitmap_bits + count * low_bits) // 64)
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:
-    """Pack sorted indices by Elias and Fano's code.
+    """Pack sorted indices by Elias and Fano's code, or as a bitmap where that is shorter.
 
     Each index is split into l = ⌊log₂(size / count)⌋ low bits (at most 57) and the number h of the
     bits above. The i-th index sets bit h + i of a bitmap of count + ⌊(size − 1) / 2^l⌋ bits. The
     low bits of all indices follow. The length depends on the counts alone, and is within 0.6 bits
-    an index of the entropy of sparse indices that lie anywhere.
+    an index of the entropy of sparse indices that lie anywhere. Where there are more indices than a
+    quarter of the coordinates, index i sets bit i of a bitmap of all coordinates instead.
 
     Parameters
     ----------
@@ -45,7 +46,10 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     count, positions = indices.numel(), indices.long()
     low_bits, bitmap_bits = _packing(count, size)
     bits = positions.new_zeros(64 * packed_words(count, size))
-    bits[(positions >> low_bits) + _places(count, indices)] = 1
+    if _is_bitmap(count, size):
+        bits[positions] = 1
+    else:
+        bits[(positions >> low_bits) + _places(count, indices)] = 1
     lows = positions[:, None] >> _places(low_bits, indices) & 1
     bits[bitmap_bits : bitmap_bits + lows.numel()] = lows.flatten()
     return (bits.view(-1, 64) << _places(64, indices)).sum(dim=1)
@@ -71,6 +75,8 @@ def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
     highs = bits[:bitmap_bits].nonzero().squeeze(1)
     if highs.numel() != count:
         return None
+    if _is_bitmap(count, size):
+        return highs.to(index_dtype(size))
     lows = bits[bitmap_bits : bitmap_bits + count * low_bits].view(count, low_bits)
     low = (lows << _places(low_bits, words)).sum(dim=1)
     return (highs - _places(count, words) << low_bits | low).to(index_dtype(size))
@@ -87,8 +93,14 @@ def _packing(count: int, size: int) -> tuple[int, int]:
     """Return how many low bits an index has, and how many bits the bitmap of the others has."""
     if count == 0:
         return 0, 0
+    if _is_bitmap(count, size):
+        return 0, size
     low_bits = min((size // count).bit_length() - 1, _MOST_LOW_BITS)
     return low_bits, count + (size - 1 >> low_bits)
+
+
+def _is_bitmap(count: int, size: int) -> bool:
+    return count > size // 4
 
 
 def _places(count: int, like: Tensor) -> Tensor:

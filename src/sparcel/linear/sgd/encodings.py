@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sparcel import kernels
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits
 from sparcel.linear.sgd.batches import TAIL
 from sparcel.rows.rows import Array
 
@@ -45,12 +45,12 @@ class RoundedEncoding:
         Number of values a column.
     dtype
         Theirs.
-    quantizer
-        Tells how they are rounded.
+    rounding
+        How they are rounded.
     """
 
-    def __init__(self, width: int, dtype: np.dtype[Any], quantizer: Qsgd) -> None:
-        self._width, self._dtype, self._quantizer = width, dtype, quantizer
+    def __init__(self, width: int, dtype: np.dtype[Any], rounding: FewBits) -> None:
+        self._width, self._dtype, self._rounding = width, dtype, rounding
         self._tail_bytes = TAIL * width * dtype.itemsize
 
     def pack(self, values: Array, tail: Array, step: int, place: int) -> Array:
@@ -59,15 +59,21 @@ class RoundedEncoding:
         ``place`` is that of the first column among those of all ranks: it decides which of the
         step's random numbers round the values.
         """
-        by = self._quantizer.at_step(step)
-        flat = torch.from_numpy(values.reshape(-1))
-        codes, scales = kernels.quantize(flat, by.bits, by.bucket, by.seed, place * self._width)
-        parts = (tail.reshape(-1), scales.numpy(), codes.numpy())
+        by = self._rounding
+        written = kernels.quantize(
+            torch.from_numpy(values.reshape(-1)),
+            by.bits,
+            by.block,
+            seed=by.seed + (step << 32),
+            offset=place * self._width,
+            scale=torch.float32,
+        )
+        parts = (tail.reshape(-1), written.scales.numpy(), written.codes.numpy())
         return np.concatenate([part.view(np.uint8) for part in parts])
 
     def length(self, count: int) -> int:
         """Return how many bytes `pack` returns for so many columns."""
-        size, by = count * self._width, self._quantizer
+        size, by = count * self._width, self._rounding
         return self._scales_end(size) + -(-size * by.bits // 8)
 
     def unpack(self, parts: Array, counts: Sequence[int]) -> Array:
@@ -84,7 +90,7 @@ class RoundedEncoding:
 
     def _one(self, part: Array, count: int) -> tuple[Array, Array]:
         """Return the values and the tail of one part."""
-        size, by = count * self._width, self._quantizer
+        size, by = count * self._width, self._rounding
         tail, scales, codes = np.split(part, [self._tail_bytes, self._scales_end(size)])
         values = kernels.dequantize(
             # The parts begin anywhere; copies are aligned.
@@ -92,7 +98,7 @@ class RoundedEncoding:
             torch.from_numpy(scales.copy().view(np.float32)),
             size,
             by.bits,
-            by.bucket,
+            by.block,
         )
         shape = (-1, self._width)
         return values.numpy().astype(self._dtype).reshape(shape), tail.copy().view(
@@ -100,4 +106,4 @@ class RoundedEncoding:
         ).reshape(shape)
 
     def _scales_end(self, size: int) -> int:
-        return self._tail_bytes + 4 * -(-size // self._quantizer.bucket)
+        return self._tail_bytes + 4 * -(-size // self._rounding.block)

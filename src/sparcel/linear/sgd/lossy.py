@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sparcel import auto
-from sparcel.collectives import quantized_split_allgather
+from sparcel.collectives.split_allgather import split_allgather
 from sparcel.comm import Communicator
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits, Format
 from sparcel.linear.sgd.batches import TAIL, Batch
 from sparcel.linear.sgd.owed import Owed
 from sparcel.linear.sgd.replicated import BatchNumbers, Replicated
@@ -30,7 +30,7 @@ class Lossy(Replicated):
     count
         How many columns of its gradient and of what it owes a rank sends a step; None for all of
         its batch. It owes the rest, and what rounding takes.
-    quantizer
+    rounding
         What rounds the values that are sent, and their sum, without bias; None for nothing.
         Without ``count`` what it takes is lost.
 
@@ -44,10 +44,10 @@ class Lossy(Replicated):
         comm: Communicator,
         exchange: Mapping[str, Any],
         count: int | None,
-        quantizer: Qsgd | None,
+        rounding: FewBits | None,
     ) -> None:
         super().__init__(weights, batches, comm, exchange)
-        self._ranks, self._quantizer = comm, quantizer
+        self._ranks, self._rounding = comm, rounding
         self._owed = None if count is None else Owed(weights, count)
 
     def state(self) -> dict[str, Array]:
@@ -75,14 +75,15 @@ class Lossy(Replicated):
         )
 
     def _sum(self, stream: SparseStream) -> SparseStream:
-        if self._quantizer is None:
+        if self._rounding is None:
             return super()._sum(stream)
         size = self.weights.dimensions
         values, tail = stream.split([0, size, size + TAIL])
-        quantizer = self._quantizer.at_step(self.weights.steps)
-        most = self._exchange["max_nnz"]
-        rounded = quantized_split_allgather(values, Wire(self._ranks), quantizer, most)
+        format = Format(self._exchange["format"], self._rounding)
+        wire = Wire(self._ranks, format, self.weights.steps)
+        rounded = split_allgather(values, wire, max_nnz=self._exchange["max_nnz"])
         if self._owed is not None:
-            self._owed.give_back(rounded.lost)
+            for start, lost in wire.take_lost():
+                self._owed.give_back(lost.placed(start, size))
         tails = auto.all_reduce(tail, Wire(self._ranks), algorithm="allgather", max_nnz=TAIL)
-        return concatenate([rounded.total, tails])
+        return concatenate([rounded, tails])

@@ -73,7 +73,7 @@ def prepare(
     arguments = settings.weights(dimensions, width, dtype)
     model: Replicated | Sharded
     if settings.algorithm == SHARDED and comm is not None and weights is None:
-        model = Sharded(arguments, batches, comm, settings.quantizer())
+        model = Sharded(arguments, batches, comm, settings.rounding())
     else:
         by = "auto" if settings.algorithm == SHARDED else settings.algorithm
         exchange = {"algorithm": by, "format": settings.format, "max_nnz": max(entries)}
@@ -96,8 +96,8 @@ def _lossy(
     exchange: dict[str, Any],
 ) -> Lossy:
     """Return a whole model on this rank, of whose gradients a part is sent."""
-    quantizer, count = settings.quantizer(), None
-    if quantizer is not None and weights.width > 1:
+    rounding, count = settings.rounding(), None
+    if rounding is not None and weights.width > 1:
         raise InputError(
             f"bits={settings.bits} goes with one class that is told from the rest where gradients"
             f" are summed on all ranks, got {weights.width} classes; leave out bits, or call fit"
@@ -106,4 +106,4 @@ def _lossy(
     if settings.density is not None:
         count = count_for(settings.density, weights.dimensions)
         exchange["max_nnz"] = min(exchange["max_nnz"], count + TAIL)
-    return Lossy(weights, batches, comm, exchange, count, quantizer)
+    return Lossy(weights, batches, comm, exchange, count, rounding)

@@ -11,7 +11,7 @@ import torch
 
 from sparcel import auto
 from sparcel.comm import Call, Communicator
-from sparcel.formats import FORMATS_BY_NAME
+from sparcel.formats import Format
 from sparcel.kernels import index_dtype
 from sparcel.linear.ranks import broadcast
 from sparcel.linear.sgd.batches import TAIL, Batch
@@ -130,7 +130,7 @@ class Replicated:
         """Return the sum of all ranks' streams, inside a job of the communicator."""
         assert self._comm is not None, "one alone has nothing to sum"
         by = dict(self._exchange)
-        return auto.all_reduce(stream, Wire(self._comm, FORMATS_BY_NAME[by.pop("format")]), **by)
+        return auto.all_reduce(stream, Wire(self._comm, Format(by.pop("format"))), **by)
 
     def _stream(self, numbers: BatchNumbers, gradient: Array) -> SparseStream:
         """Return a gradient with its tail as a stream; one without entries if there is no batch."""

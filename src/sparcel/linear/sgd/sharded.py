@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sparcel.comm import Call, Communicator
-from sparcel.formats import Qsgd
+from sparcel.formats import FewBits
 from sparcel.linear.ranks import collect, exchanged, gathered, scattered
 from sparcel.linear.sgd.batches import TAIL, Batch
 from sparcel.linear.sgd.encodings import ExactEncoding, RoundedEncoding
@@ -44,7 +44,7 @@ class Sharded:
         settings: Mapping[str, Any],
         batches: Sequence[Batch],
         comm: Communicator,
-        quantizer: Qsgd | None = None,
+        rounding: FewBits | None = None,
     ) -> None:
         self._settings, self._comm = dict(settings), comm
         self.seconds = self._exchanging = 0.0
@@ -63,8 +63,8 @@ class Sharded:
         self.weights = Weights(**{**self._settings, "dimensions": len(self._columns)})
         width = self.weights.width
         self._encoding: ExactEncoding | RoundedEncoding = ExactEncoding()
-        if quantizer is not None:
-            self._encoding = RoundedEncoding(width, self.weights.dtype, quantizer)
+        if rounding is not None:
+            self._encoding = RoundedEncoding(width, self.weights.dtype, rounding)
         # Where gradients are added up; zero between steps.
         self._total = np.zeros((len(self._columns), self.weights.width), self.weights.dtype)
         # A push has the batches of one of the last pulls.

@@ -1,4 +1,4 @@
-"""`reduce_messages` equals decoding and reducing, and refuses unreadable messages."""
+"""`merge_messages` equals decoding and reducing, and refuses unreadable messages."""
 
 import torch
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sparcel import SparseStream, formats
 from sparcel.errors import SparcelError
-from sparcel.formats import COO, Qsgd
+from sparcel.formats import RAW, Format, merge_messages
 from sparcel.formats.header import HEADER_BYTES
 from sparcel.ops import SUM
 from sparcel.stream import reduce
@@ -28,24 +28,24 @@ def alike(draw):
 
 
 @given(alike())
-def test_reduce_messages_equals_decoding_and_reducing(case):
+def test_merging_messages_equals_decoding_and_reducing(case):
     op, streams = case
-    messages = [COO.encode(stream).message for stream in streams]
-    total = COO.reduce_messages(messages, streams[0], op)
+    messages = [RAW.encode(stream).message for stream in streams]
+    total = merge_messages(messages, streams[0], op)
     assert total is not None
     expected = reduce([formats.decode(message) for message in messages], op)
     assert total.finite == expected.finite
-    assert same_stream(total, expected)
+    assert same_stream(total.compact(op), expected)
 
 
 @given(alike(), st.integers(0, 10**6), st.integers(1, 255))
 def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
     """A wrong byte never causes a read out of bounds; decoding says what is wrong."""
     op, streams = case
-    messages = [COO.encode(stream).message for stream in streams]
+    messages = [RAW.encode(stream).message for stream in streams]
     corrupt = messages[-1].clone()
     corrupt[position % corrupt.numel()] ^= flip
-    total = COO.reduce_messages([*messages[:-1], corrupt], streams[0], op)
+    total = merge_messages([*messages[:-1], corrupt], streams[0], op)
     try:
         decoded = formats.decode(corrupt, streams[0])
     except SparcelError:
@@ -60,25 +60,25 @@ def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
 def test_a_message_of_rows_or_of_another_format_is_refused(case, field, number):
     """The header's width or detail tells that the message is of another kind."""
     op, streams = case
-    messages = [COO.encode(stream).message for stream in streams]
+    messages = [RAW.encode(stream).message for stream in streams]
     messages[0][field] = number
-    assert COO.reduce_messages(messages, streams[0], op) is None
+    assert merge_messages(messages, streams[0], op) is None
 
 
 @given(alike(), st.integers(1, 20))
 def test_message_followed_by_more_bytes_is_refused(case, count):
     op, streams = case
-    messages = [COO.encode(stream).message for stream in streams]
+    messages = [RAW.encode(stream).message for stream in streams]
     messages[0] = torch.cat((messages[0], torch.zeros(count, dtype=torch.uint8)))
-    assert COO.reduce_messages(messages, streams[0], op) is None
+    assert merge_messages(messages, streams[0], op) is None
 
 
 @given(alike(), st.data())
 def test_a_truncated_message_is_refused(case, data):
     op, streams = case
-    messages = [COO.encode(stream).message for stream in streams]
+    messages = [RAW.encode(stream).message for stream in streams]
     short = messages[0][: data.draw(st.integers(0, messages[0].numel() - 1))].clone()
-    assert COO.reduce_messages([short, *messages[1:]], streams[0], op) is None
+    assert merge_messages([short, *messages[1:]], streams[0], op) is None
 
 
 def test_messages_that_need_decoding_are_left_to_the_caller():
@@ -87,19 +87,15 @@ def test_messages_that_need_decoding_are_left_to_the_caller():
     dense = SparseStream(None, torch.ones(40), 40)
     other = make_stream([1, 3], 0, 41)
     double = make_stream([1, 3], 0, 40, torch.float64)
-    message = COO.encode(sparse).message
+    message = RAW.encode(sparse).message
     for stream in (rows, dense, other, double):
-        pair = [message, COO.encode(stream).message]
-        assert COO.reduce_messages(pair, sparse, SUM) is None
-    assert COO.reduce_messages([message], sparse, SUM) is None
-    assert COO.reduce_messages([message, message], sparse, OPS["circle"]) is None
-    quantized = Qsgd(bits=4).encode(dense).message
-    assert COO.reduce_messages([message, quantized], sparse, SUM) is None
-    many = Qsgd(bits=4).encode(make_stream(range(1, 40, 2), 0, 40)).message
-    assert Qsgd(bits=4).reduce_messages([message, many], sparse, SUM) is None
-    assert same_stream(
-        Qsgd(bits=4).reduce_messages([message, message], sparse, SUM), reduce([sparse, sparse])
-    )
+        pair = [message, RAW.encode(stream).message]
+        assert merge_messages(pair, sparse, SUM) is None
+    assert merge_messages([message], sparse, SUM) is None
+    assert merge_messages([message, message], sparse, OPS["circle"]) is None
+    for format in (Format("packed"), Format("raw", 4)):
+        pair = [message, format.encode(sparse).message]
+        assert merge_messages(pair, sparse, SUM) is None
     unaligned = torch.cat((torch.zeros(1, dtype=torch.uint8), message))[1:]
-    assert COO.reduce_messages([message, unaligned], sparse, SUM) is None
+    assert merge_messages([message, unaligned], sparse, SUM) is None
     assert message.numel() == HEADER_BYTES + 16

@@ -1,4 +1,4 @@
-"""The plain format and the header: round trips, bounds, and messages that are not streams."""
+"""Messages and their header: round trips, bounds, and messages that are not streams."""
 
 import struct
 
@@ -9,17 +9,49 @@ from hypothesis import strategies as st
 
 from sparcel import SparseStream, _cpu, formats
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats import COO
+from sparcel.formats import RAW, FewBits, Format
 from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
 from sparcel.formats.parts import join_by_torch
 from sparcel.stages import most_bytes
-from tests.strategies import DTYPES, full, make_stream, ops, same_stream, sizes, streams, widths
+from tests.kernels.test_packing import lists_of_indices
+from tests.strategies import (
+    DTYPES,
+    full,
+    make_stream,
+    ops,
+    same_stream,
+    sizes,
+    streams,
+    values_at,
+    widths,
+)
+
+PACKED = Format("packed")
+EXACT = st.sampled_from([RAW, PACKED])
+FORMATS = [
+    RAW,
+    PACKED,
+    Format("raw", "float16"),
+    Format("packed", "bfloat16"),
+    Format("packed", 8),
+    Format("raw", 4),
+    Format("packed", 2),
+    Format("raw", FewBits(2, 24, "float32", stochastic=True, seed=2**60)),
+]
 
 
-def encode(stream):
-    message, error = COO.encode(stream)
-    assert error is None
-    return message
+def encode(stream, format=RAW):
+    return format.encode(stream).message
+
+
+@st.composite
+def formatted(draw):
+    """Draw a format, and a stream that it can hold."""
+    format = draw(st.sampled_from(FORMATS))
+    stream = draw(streams())
+    if format.loses and (stream.width is not None or not stream.dtype.is_floating_point):
+        format = format.exact
+    return format, stream
 
 
 def bytes_of(message):
@@ -42,12 +74,16 @@ def decodes_or_refuses(data):
         assert full(stream).shape[0] == stream.size
 
 
-@given(streams(), st.booleans())
-def test_a_message_round_trips(stream, finite):
+@given(formatted(), st.booleans(), st.integers())
+def test_a_message_holds_the_stream_of_its_packet(case, finite, key):
+    format, stream = case
     stream.finite = finite
-    message = encode(stream)
-    assert same_stream(formats.decode(message), stream)
-    assert same_stream(formats.decode(message, like=stream), stream)
+    message, held = format.encode(stream, key)
+    assert same_stream(formats.decode(message), held)
+    assert same_stream(formats.decode(message, like=stream), held)
+    assert held is stream or format.loses
+    nnz = None if stream.is_dense else stream.nnz
+    assert message.numel() == format.nbytes(nnz, stream.size, stream.value_bytes)
 
 
 def test_the_memory_of_a_large_message_returns_to_the_pool():
@@ -57,16 +93,25 @@ def test_the_memory_of_a_large_message_returns_to_the_pool():
     assert _cpu.empty(nbytes).data_ptr() == address
 
 
-def test_a_stream_beyond_32_bits_round_trips():
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_stream_beyond_32_bits_round_trips(format):
     size = 2**40
-    stream = SparseStream(torch.tensor([5, size - 1]), torch.tensor([1.0, 2.0]), size)
-    assert same_stream(formats.decode(encode(stream)), stream)
+    stream = SparseStream(torch.tensor([5, size - 1]), torch.tensor([1.0, 1.0]), size)
+    assert same_stream(formats.decode(encode(stream, format)), stream)
 
 
+@pytest.mark.parametrize("format", [RAW, PACKED], ids=str)
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -0.0, 1e-45])
-def test_values_travel_bit_for_bit(special):
+def test_exact_values_travel_bit_for_bit(special, format):
     stream = SparseStream(torch.tensor([2]), torch.tensor([special]), 9)
-    assert same_stream(formats.decode(encode(stream)), stream)
+    assert same_stream(formats.decode(encode(stream, format)), stream)
+
+
+@given(lists_of_indices(), st.sampled_from(DTYPES), st.sampled_from([None, 0, 1, 3]), ops)
+def test_any_indices_round_trip_packed(case, dtype, width, op):
+    indices, size = case
+    stream = SparseStream(indices, values_at(indices % 1000, 1, dtype, op, width), size)
+    assert same_stream(formats.decode(encode(stream, PACKED)), stream)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -114,8 +159,8 @@ def test_most_bytes_bounds_every_compact_stream(size, dtype, width, op, nnz, sla
     nnz = min(nnz, size)
     stream = make_stream(range(nnz), 1, size, dtype, op, width).compact(op)
     length = encode(stream).numel()
-    assert length <= most_bytes(COO, None, size, stream.value_bytes)
-    assert length <= most_bytes(COO, nnz + slack, size, stream.value_bytes)
+    assert length <= most_bytes(RAW, None, size, stream.value_bytes)
+    assert length <= most_bytes(RAW, nnz + slack, size, stream.value_bytes)
 
 
 @given(st.lists(streams(), max_size=5))
@@ -148,9 +193,10 @@ def test_decode_reads_a_misaligned_message(shift):
     assert same_stream(formats.decode(askew), stream)
 
 
-@given(streams())
-def test_a_message_truncated_at_any_byte_is_refused(stream):
-    message = encode(stream)
+@given(formatted())
+def test_a_message_truncated_at_any_byte_is_refused(case):
+    format, stream = case
+    message = encode(stream, format)
     for length in range(message.numel()):
         with pytest.raises(FormatError, match=r"shorter than a header|truncated"):
             formats.decode(message[:length])
@@ -158,22 +204,23 @@ def test_a_message_truncated_at_any_byte_is_refused(stream):
 
 @pytest.mark.parametrize("position", range(HEADER_BYTES))
 def test_a_flipped_bit_of_the_header_is_refused_or_harmless(position):
-    for stream in (
-        make_stream([0, 3, 8], 1, 12),
-        make_stream([0, 3], 1, 12, torch.float16, width=3),
-        make_stream([0, 3], 1, 2**33),
-        SparseStream(None, torch.arange(5.0), 5),
+    for stream, format in (
+        (make_stream([0, 3, 8], 1, 12), RAW),
+        (make_stream([0, 3], 1, 12, torch.float16, width=3), PACKED),
+        (make_stream([0, 3], 1, 2**33), Format("packed", 4)),
+        (SparseStream(None, torch.arange(5.0), 5), Format("raw", 2)),
     ):
-        data = bytearray(bytes_of(encode(stream)))
+        data = bytearray(bytes_of(encode(stream, format)))
         for bit in range(8):
             data[position] ^= 1 << bit
             decodes_or_refuses(data)
             data[position] ^= 1 << bit
 
 
-@given(st.data(), streams())
-def test_overwritten_bytes_are_refused_or_harmless(data, stream):
-    message = bytearray(bytes_of(encode(stream)))
+@given(st.data(), formatted())
+def test_overwritten_bytes_are_refused_or_harmless(data, case):
+    format, stream = case
+    message = bytearray(bytes_of(encode(stream, format)))
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     decodes_or_refuses(message)
@@ -183,7 +230,7 @@ def test_overwritten_bytes_are_refused_or_harmless(data, stream):
 def test_garbage_is_refused(data):
     decodes_or_refuses(data)
     decodes_or_refuses(b"SPCL" + data)
-    decodes_or_refuses(b"SPCL\x01" + data)
+    decodes_or_refuses(b"SPCL\x02" + data)
 
 
 EXTREMES = st.sampled_from([0, 1, 2, 3, 7, 8, 40, 48, 56, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1])
@@ -194,15 +241,15 @@ EXTREMES = st.sampled_from([0, 1, 2, 3, 7, 8, 40, 48, 56, 2**31, 2**32 - 1, 2**6
     code=st.integers(0, 6),
     flags=st.integers(0, 31),
     width=EXTREMES.filter(lambda number: number < 2**32),
-    detail=st.sampled_from([0, 2 << 16 | 8, 8 << 16 | 1, 4 << 16, 3 << 16 | 8, 2**32 - 1]),
+    detail=st.sampled_from([0, 1, 257, 513, 4 << 8 | 2, 0x36 << 8 | 2, 3 << 8 | 2, 2**32 - 1]),
     counts=st.tuples(EXTREMES, EXTREMES, EXTREMES),
     body=st.binary(max_size=64),
 )
 def test_forged_headers_are_refused_or_harmless(kind, code, flags, width, detail, counts, body):
-    header = struct.pack("<4sBBBBIIQQQ", b"SPCL", 1, kind, code, flags, width, detail, *counts)
+    header = struct.pack("<4sBBBBIIQQQ", b"SPCL", 2, kind, code, flags, width, detail, *counts)
     decodes_or_refuses(header + body)
     fitting = struct.pack(
-        "<4sBBBBIIQQQ", b"SPCL", 1, kind, code, flags, width, detail, *counts[:2], 40 + len(body)
+        "<4sBBBBIIQQQ", b"SPCL", 2, kind, code, flags, width, detail, *counts[:2], 40 + len(body)
     )
     decodes_or_refuses(fitting + body)
 
@@ -223,15 +270,19 @@ def test_joined_messages_with_a_forged_length_are_cut_or_refused(data):
         assert not gap
 
 
-def forged(stream, **changes):
-    """Return the stream's message with other header fields."""
-    message = encode(stream)
+BASE = make_stream([1, 2, 5], 0, 40)
+
+
+def forged(format=RAW, **changes):
+    """Return a message of `BASE` with other header fields, in a buffer with room after it."""
+    message = encode(BASE, format)
     header = Header.parse(message)
+    message = torch.cat((message, torch.zeros(1000, dtype=torch.uint8)))
     header._replace(**changes).pack_into(message)
     return message
 
 
-BASE = make_stream([1, 2, 5], 0, 40)
+FOUR = Format("raw", 4)
 
 
 @pytest.mark.parametrize(
@@ -239,15 +290,26 @@ BASE = make_stream([1, 2, 5], 0, 40)
     [
         (torch.zeros(39, dtype=torch.uint8), "39 bytes is shorter than a header"),
         (torch.zeros(80, dtype=torch.uint8), "not a sparcel message"),
-        (forged(BASE, kind=9), "unknown format 9"),
-        (forged(BASE, nnz=41), "41 stored coordinates of 40"),
-        (forged(BASE, dense=True), "dense=True"),
-        (forged(BASE, length=1000), "truncated message: its header says 1000 bytes"),
-        (forged(BASE, nnz=2), "a coo message of 2 coordinates takes 56 bytes"),
-        (forged(BASE, length=HEADER_BYTES + 4), "44 bytes, not a multiple of 8"),
-        (forged(BASE, wide_indices=True), "int64 indices do not belong to a stream of size 40"),
-        (forged(BASE, size=2**63), "3 stored coordinates of 9223372036854775808"),
-        (forged(BASE, size=4), "index 5 at position 2"),
+        (forged(index_code=9), "unknown index code 9"),
+        (forged(value_code=9), "unknown value code 9"),
+        (forged(nnz=41), "41 stored coordinates of 40"),
+        (forged(dense=True), "dense=True"),
+        (encode(BASE)[:-8], "truncated message: its header says 72 bytes, 64"),
+        (forged(nnz=2), "a raw message of 2 coordinates takes 56 bytes, its header says 72"),
+        (forged(length=HEADER_BYTES + 4), "44 bytes, not a multiple of 8"),
+        (forged(size=2**63), "3 stored coordinates of 9223372036854775808"),
+        (forged(size=2**40), "takes 80 bytes, its header says 72"),
+        (forged(size=4), "index 5 at position 2"),
+        (forged(PACKED, nnz=5), "a packed message of 5 coordinates takes 72 bytes"),
+        (forged(PACKED, length=72), "takes 64 bytes, its header says 72"),
+        (forged(PACKED, size=2**63 - 1, nnz=2**62), "its header says 64"),
+        (forged(FOUR, nnz=17), "a raw:4 message of 17 coordinates takes"),
+        (forged(FOUR, width=2), "a raw:4 message cannot hold torch.float32, width 2"),
+        (forged(FOUR, dtype=torch.int32), "cannot hold torch.int32, width None"),
+        (forged(FOUR, detail=3), "bits must be 8, 4 or 2, got 3"),
+        (forged(FOUR, detail=4 | 4 << 4), "unknown flags 4"),
+        (forged(FOUR, detail=4 | 2**13 << 8), "block must be a multiple of 8"),
+        (forged(Format("raw", "float16"), detail=2), "a 16-bit dtype"),
     ],
 )
 def test_decode_says_what_is_wrong_with_a_message(message, error):
@@ -257,8 +319,8 @@ def test_decode_says_what_is_wrong_with_a_message(message, error):
 
 def test_decode_refuses_another_version_and_asks_for_one_release():
     message = encode(BASE)
-    message[4] = 2
-    with pytest.raises(FormatError, match=r"version 2, .* reads version 1; install the same"):
+    message[4] = 1
+    with pytest.raises(FormatError, match=r"version 1, .* reads version 2; install the same"):
         formats.decode(message)
 
 
@@ -274,3 +336,17 @@ def test_decode_refuses_another_version_and_asks_for_one_release():
 def test_decode_refuses_a_stream_unlike_the_expected_one(like):
     with pytest.raises(MismatchError, match=r"size 40, torch\.float32, width None, but one of"):
         formats.decode(encode(BASE), like)
+
+
+def test_packed_indices_out_of_range_or_order_are_refused():
+    message = encode(BASE, PACKED)  # three low bits an index, in a bitmap of 7 bits
+    words = message[56:].view(torch.int64)
+    assert int(words[0]) == 0b101_010_001_0000111
+    words[0] = 0b111_010_001_1000011
+    assert formats.decode(message).indices.tolist() == [1, 2, 39]
+    words[0] = 0b101_010_010_0000111
+    with pytest.raises(FormatError, match="index 2 at position 1 is out of order"):
+        formats.decode(message)
+    words[0] = 0b101_010_001_0000011
+    with pytest.raises(FormatError, match="it does not hold 3 packed indices"):
+        formats.decode(message)

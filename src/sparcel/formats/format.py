@@ -1,0 +1,229 @@
+"""A format: an index code times a value code, and the messages that they make of streams."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
+
+from sparcel import _cpu
+from sparcel._checks import all_finite
+from sparcel.errors import InputError, known
+from sparcel.formats.header import DTYPE_CODES, HEADER_BYTES, Header, padded
+from sparcel.formats.indices import INDEX_CODES, IndexCode
+from sparcel.formats.parts import join
+from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode
+from sparcel.ops import Op
+from sparcel.stream import SparseStream
+from sparcel.stream import dense_from as dense_in_memory_from
+
+
+class Packet(NamedTuple):
+    """A message (uint8 ``[nbytes]``), and the stream that every rank reads from it."""
+
+    message: Tensor
+    stream: SparseStream
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a stream is laid out in bytes: an index code times a value code.
+
+    All ranks use the same format. A message's length follows from its stream's size, count of
+    entries and dtype alone, so ranks agree on lengths and predictions are exact. A stream of which
+    many coordinates are stored travels dense, without indices: see `dense_from`.
+
+    Parameters
+    ----------
+    indices
+        ``"raw"``: 32 or 64 bits an index. ``"packed"``: about log₂(size / entries) + 2 bits.
+    values
+        ``"plain"``: as they are. ``"float16"`` or ``"bfloat16"``: 16 bits. 8, 4 or 2: so many bits,
+        rounded to nearest, with a scale for a block of values. A `ValueCode`, such as `FewBits`
+        with other settings. All but plain values lose something.
+
+    Raises
+    ------
+    InputError
+        For an unknown code.
+    """
+
+    indices: str = "raw"
+    values: str | int | ValueCode = PLAIN
+
+    def __post_init__(self) -> None:
+        known(self.indices, INDEX_CODES, "an index code")
+        if isinstance(self.values, ValueCode):
+            return
+        name = str(self.values)
+        object.__setattr__(
+            self, "values", VALUES_BY_NAME[known(name, VALUES_BY_NAME, "a value code")]
+        )
+
+    @property
+    def name(self) -> str:
+        """What `format_named` reads; values in few bits are named by their bits alone."""
+        code = self.value_code
+        return self.indices if code == PLAIN else f"{self.indices}:{code.name}"
+
+    @property
+    def index_code(self) -> IndexCode:
+        """What writes indices."""
+        return INDEX_CODES[self.indices]
+
+    @property
+    def value_code(self) -> ValueCode:
+        """What writes values."""
+        assert isinstance(self.values, ValueCode), "__post_init__ made one"
+        return self.values
+
+    @property
+    def loses(self) -> bool:
+        """Whether messages may hold other values than the stream."""
+        return self.value_code.loses
+
+    @property
+    def seed(self) -> int:
+        """What decides random rounding, where there is any."""
+        return self.value_code.seed
+
+    @property
+    def exact(self) -> Format:
+        """The format with the same index code that loses nothing."""
+        return Format(self.indices)
+
+    def nbytes(self, nnz: float | None, size: float, value_bytes: int) -> int:
+        """Return the bytes of a message with ``nnz`` of ``size`` coordinates.
+
+        If ``nnz`` is None, the message is dense. Predictions use this function, so counts may be
+        fractions, which are rounded. ``value_bytes`` are those of one coordinate's value, or row of
+        values, in memory; they may be 0, for streams of indices alone. The bytes never fall when
+        ``nnz`` rises.
+        """
+        size = round(size)
+        count = size if nnz is None else round(nnz)
+        places = 0 if nnz is None else self.index_code.nbytes(count, size)
+        parts = (*self.value_code.part_bytes(count, value_bytes), places)
+        return HEADER_BYTES + sum(map(padded, parts))
+
+    def dense_from(self, size: int, value_bytes: int) -> int:
+        """Return the count of entries from which a stream travels dense: where that is smaller.
+
+        With packed indices and plain values of four bytes, these are 96 % of the coordinates.
+        """
+        if self == RAW:
+            return dense_in_memory_from(size, value_bytes)
+        return _dense_from(self, size, value_bytes)
+
+    def check_holds(self, dtype: torch.dtype, width: int | None) -> None:
+        """Raise `InputError` if values of that dtype, in rows of that width, cannot be rounded."""
+        if self.loses and (width is not None or not dtype.is_floating_point):
+            raise InputError(
+                f"the format {self.name!r} rounds scalar floats, got {dtype}, width {width}; use"
+                f" {self.exact.name!r}, which loses nothing"
+            )
+
+    def encode(self, stream: SparseStream, key: int = 0) -> Packet:
+        """Return the message of a stream, sparse or dense, and the stream that it holds.
+
+        ``key`` decides random rounding. A sum that a scale cannot hold makes a stream that is not
+        ``finite``.
+
+        Raises
+        ------
+        InputError
+            When the value code cannot hold rows, or integers.
+        """
+        code = self.value_code
+        self.check_holds(stream.dtype, stream.width)
+        parts, values = code.encode(stream.values.contiguous(), key)
+        held = stream
+        if code.loses:
+            finite = stream.finite and all_finite(values)
+            held = SparseStream.unchecked(stream.indices, values, stream.size, finite)
+        parts = list(parts)
+        if stream.indices is not None:
+            parts.append(self.index_code.encode(stream.indices, stream.size))
+        nnz = None if stream.is_dense else stream.nnz
+        length = self.nbytes(nnz, stream.size, stream.value_bytes)
+        number = list(INDEX_CODES).index(self.indices) if nnz is not None else 0
+        header = Header.of(held, number, code.number, code.detail, length)
+        return Packet(join(header, parts), held)
+
+    def decode(self, message: Tensor, header: Header) -> SparseStream:
+        """Return the stream in ``message``; the tensors may be views of it.
+
+        Raises
+        ------
+        FormatError
+            When the message contradicts its header or itself. Decoding never reads out of bounds.
+        """
+        code, nnz = self.value_code, header.sparse_nnz
+        header.check(self.name, self.nbytes(nnz, header.size, header.value_bytes), code.loses)
+        parts, start = [], HEADER_BYTES
+        for nbytes in code.part_bytes(header.nnz, header.value_bytes):
+            parts.append(message[start : start + nbytes])
+            start += padded(nbytes)
+        values = code.decode(parts, header.nnz, header.dtype)
+        if header.width is not None:
+            values = values.view(header.nnz, header.width)
+        if nnz is None:
+            return SparseStream.unchecked(None, values, header.size, header.finite)
+        places = self.index_code.nbytes(nnz, header.size)
+        indices = self.index_code.decode(message[start : start + places], nnz, header.size)
+        return SparseStream.unchecked(indices, values, header.size, header.finite)
+
+
+RAW = Format()
+"""Indices and values as they are in memory."""
+
+
+def format_named(format: str | Format) -> Format:
+    """Return a format, or the one of that name, such as ``"packed"`` or ``"packed:4"``.
+
+    Raises
+    ------
+    InputError
+        For an unknown name, or anything else.
+    """
+    if isinstance(format, Format):
+        return format
+    if not isinstance(format, str):
+        raise InputError(
+            f"a format is a name, such as 'packed' or 'packed:4', or a Format, got {format!r}"
+        )
+    indices, colon, values = format.partition(":")
+    return Format(indices, values) if colon else Format(indices)
+
+
+def merge_messages(messages: Sequence[Tensor], like: SparseStream, op: Op) -> SparseStream | None:
+    """Reduce the streams of messages without decoding them, in the order given.
+
+    This needs two or more sparse `RAW` messages on the CPU, with scalar values and 4-byte indices,
+    and a built-in operation; the result is None for others.
+    """
+    if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
+        return None
+    arrays = [to_dlpack(message) for message in messages]
+    code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
+    merged = _cpu.merge_messages(arrays, like.size, code, op.name, threads)
+    if merged is None:
+        return None
+    indices, values, finite = merged
+    return SparseStream.unchecked(indices, values, like.size, finite)
+
+
+@lru_cache(maxsize=4096)
+def _dense_from(format: Format, size: int, value_bytes: int) -> int:
+    """Return `Format.dense_from`: the smallest count whose sparse message is longer."""
+    dense = format.nbytes(None, size, value_bytes)
+    shorter = bisect_right(
+        range(size + 1), dense, key=lambda nnz: format.nbytes(nnz, size, value_bytes)
+    )
+    return max(shorter, 1)

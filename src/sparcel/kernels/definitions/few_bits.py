@@ -1,0 +1,232 @@
+"""Vectors in few bits a value, with a scale for each block of values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparcel.errors import InputError
+from sparcel.kernels.philox import uniform
+
+SMALLEST, LARGEST = 2.0**-100, 3.4e38
+"""Rounding to nearest takes blocks of smaller magnitudes for zeros. No scale is larger, so that no
+level of it overflows."""
+
+
+class Quantized(NamedTuple):
+    """A vector ``[n]`` in few bits.
+
+    Attributes
+    ----------
+    codes
+        uint8 ``[ceil(n * bits / 8)]``. The first code of a byte takes its lowest bits; the sign is
+        the highest bit of a code.
+    scales
+        ``[scales_count(n, …)]``, bfloat16 or float32.
+    values
+        What `dequantize` makes of them, in the vector's dtype, and limited to its finite numbers.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    values: Tensor
+
+
+def scales_count(size: int, bits: int, block: int, stochastic: bool) -> int:
+    """Return how many scales `quantize` needs for ``size`` values."""
+    return -(-size // block) * (2 if bits == 2 and not stochastic else 1)
+
+
+def quantize(
+    x: Tensor,
+    bits: int,
+    block: int,
+    seed: int | None = None,
+    offset: int = 0,
+    scale: torch.dtype = torch.bfloat16,
+) -> Quantized:
+    """Quantise each block of a vector to signs and levels of a scale.
+
+    The scale of a block is its largest magnitude, and there are s = 2**(bits - 1) - 1 levels above
+    zero. Values are rounded to the nearest level. With 2 bits they are rounded to one of two
+    magnitudes, and there are two scales: the mean of the magnitudes up to the block's mean, and
+    that of the others.
+
+    With a ``seed``, this is QSGD (Alistarh et al. 2017), as in SparCML section 6: a magnitude
+    between two levels is rounded up with the probability that keeps its mean. The random number of
+    an entry depends only on ``seed`` and on ``offset`` + its position, so every machine gets the
+    same bits.
+
+    Zeros stay zero, except with two scales. A block with NaN or Inf decodes to NaN.
+
+    Parameters
+    ----------
+    x
+        Dense vector ``[n]``, float16, bfloat16, float32 or float64 (limited to float32's finite
+        numbers, and rounded to float32).
+    bits
+        8, 4 or 2 bits a value.
+    block
+        How many consecutive values share a scale.
+    seed
+        Selects the sequence of random numbers; any integer, modulo 2**64. None: nearest.
+    offset
+        Position of ``x[0]`` in that sequence, at least 0.
+    scale
+        The scales' dtype, bfloat16 or float32. In bfloat16 they are rounded to nearest, and with a
+        seed up.
+    """
+    check_codes(bits, block)
+    size, levels = x.numel(), 2 ** (bits - 1) - 1
+    rows = torch.nn.functional.pad(limited(x, torch.float32), (0, -size % block)).view(-1, block)
+    negative = torch.signbit(rows)
+    finite = rows.isfinite().all(dim=1)
+    if bits == 2 and seed is None:
+        steps, level = _two_means(rows.abs(), size)
+        scales = _rounded(steps, scale)
+    else:
+        largest = rows.abs().amax(dim=1)
+        scales = _rounded(largest.clamp(max=LARGEST), scale, up=seed is not None)
+        if seed is None:
+            scales = torch.where(largest < SMALLEST, 0, scales)
+            steps = _quotient(torch.full_like(largest, levels), scales.float())
+            level = (rows.abs() * steps[:, None] + 0.5).floor()
+        else:
+            exact = rows.abs() / scales.float()[:, None] * levels
+            lower = exact.floor()
+            # The comparison with the fraction is exact; adding a random number would round.
+            random = uniform(rows.numel(), seed, offset, x.device).view_as(rows)
+            level = lower + (random < exact - lower)
+        level = torch.where(scales[:, None] > 0, level.clamp(max=levels), 0)
+        negative &= level > 0
+        scales = scales[:, None]
+    scales = torch.where(finite[:, None], scales, torch.nan)
+    coded = level.nan_to_num(0).to(torch.uint8) | (negative.to(torch.uint8) << (bits - 1))
+    coded = torch.where(finite[:, None], coded, 0)
+    codes, scales = _pack(coded.view(-1)[:size], bits), scales.reshape(-1)
+    values = dequantize(codes, scales, size, bits, block)
+    return Quantized(codes, scales, limited(values, x.dtype))
+
+
+def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
+    """Turn codes and scales of `quantize` back into values.
+
+    A value is its level times the quotient of the scale and the number of levels.
+
+    Parameters
+    ----------
+    codes, scales
+        As in `Quantized`; with 2 bits, one or two scales a block.
+    size
+        Length of the vector that was quantised.
+    bits, block
+        As given to `quantize`.
+
+    Returns
+    -------
+    Tensor
+        float32 ``[size]``.
+
+    Raises
+    ------
+    InputError
+        When the lengths of ``codes`` or ``scales`` do not fit ``size``.
+    """
+    check_lengths(codes, scales, size, bits, block)
+    levels = 2 ** (bits - 1) - 1
+    code = _unpack(codes, bits)[:size]
+    places = torch.arange(size, device=codes.device) // block
+    if scales.numel() > -(-size // block):
+        magnitude = scales.float()[2 * places + (code & 1).long()]
+    else:
+        steps = _quotient(scales.float(), torch.full_like(scales, levels, dtype=torch.float32))
+        magnitude = (code & levels).float() * steps[places]
+    return torch.where(code > levels, -magnitude, magnitude)
+
+
+def check_codes(bits: int, block: int) -> None:
+    """Raise `InputError` unless there are codes of so many bits, in blocks of such a length."""
+    if bits not in (8, 4, 2):
+        raise InputError(f"bits must be 8, 4 or 2, got {bits}")
+    if block < 1:
+        raise InputError(f"block must be at least 1, got {block}")
+
+
+def check_lengths(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> None:
+    """Raise `InputError` where `dequantize` does."""
+    check_codes(bits, block)
+    nbytes, blocks = -(-size * bits // 8), -(-size // block)
+    counts = (blocks, 2 * blocks) if bits == 2 else (blocks,)
+    if codes.numel() != nbytes or scales.numel() not in counts:
+        raise InputError(
+            f"{size} values of {bits} bits in blocks of {block} need {nbytes} bytes and"
+            f" {' or '.join(map(str, counts))} scales, got {codes.numel()} and {scales.numel()}"
+        )
+
+
+def limited(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a vector in ``dtype``; finite numbers beyond its range become its largest."""
+    largest = torch.finfo(dtype).max
+    if largest >= torch.finfo(x.dtype).max:
+        return x.to(dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.where(wide.isfinite(), wide.clamp(-largest, largest), wide).to(dtype)
+
+
+def _quotient(one: Tensor, other: Tensor) -> Tensor:
+    """Return the correctly rounded quotients; dividing by a number may take its reciprocal."""
+    return one / other
+
+
+def _two_means(magnitudes: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the two means of each row ``[rows, block]``, and which of them each magnitude gets.
+
+    ``size`` values are not padding. Sums are of float64, by halves, so every machine gets the same.
+    """
+    rows, block = magnitudes.shape
+    lengths = torch.full((rows,), block, dtype=torch.float64, device=magnitudes.device)
+    if rows:
+        lengths[-1] = size - (rows - 1) * block
+    wide = magnitudes.double()
+    total = _sum_by_halves(wide)
+    above = wide > (total / lengths)[:, None]
+    count = above.sum(dim=1).double()
+    upper = _sum_by_halves(torch.where(above, wide, 0.0))
+    means = [(total - upper) / (lengths - count), torch.where(count > 0, upper / count, 0.0)]
+    return torch.stack(means, dim=1).float(), above.to(torch.uint8)
+
+
+def _sum_by_halves(rows: Tensor) -> Tensor:
+    """Return the sums of the rows ``[rows, block]``: half is added to half, again and again."""
+    width = 1 << max(rows.shape[1] - 1, 0).bit_length()
+    rows = torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
+    while width > 1:
+        width //= 2
+        rows = rows[:, :width] + rows[:, width:]
+    return rows[:, 0]
+
+
+def _rounded(scales: Tensor, dtype: torch.dtype, up: bool = False) -> Tensor:
+    """Return scales (float32, not negative) in ``dtype``, limited to its finite numbers."""
+    if dtype == torch.float32:
+        return scales
+    bits = scales.view(torch.int32)
+    bits = bits + (0xFFFF if up else 0x7FFF + (bits >> 16 & 1))
+    return (bits >> 16).clamp(max=0x7F7F).to(torch.int16).view(torch.bfloat16)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    per_byte = 8 // bits
+    rows = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
+    packed = torch.zeros(rows.shape[0], dtype=torch.uint8, device=codes.device)
+    for position in range(per_byte):
+        packed |= rows[:, position] << (position * bits)
+    return packed
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    codes: Tensor = (packed[:, None] >> shifts) & (2**bits - 1)
+    return codes.view(-1)
