@@ -42,12 +42,19 @@ class Method:
 
 
 def train(
-    data: Path, task: str, method: Method, seed: int, ranks: int, batch: int, lr: float
+    data: Path,
+    task: str,
+    method: Method,
+    seed: int,
+    ranks: int,
+    batch: int,
+    lr: float,
+    steps: int | None = None,
 ) -> dict[str, Any]:
-    """Train once, on as many samples with any batch, and return the row of results."""
+    """Train once and return the row of results; by default on as many samples with any batch."""
     torch.set_num_threads(1)
     start, usual = time.perf_counter(), TASKS[task]
-    steps = usual.steps * usual.batch // batch
+    steps = steps or usual.steps * usual.batch // batch
     run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed)
     report = sparcel.simulate(ranks, run.rank)
     volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]

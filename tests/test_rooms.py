@@ -25,7 +25,7 @@ MAP = re.search(r"## Rooms.*?```\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
-what joins and merges `COO`'s messages for `formats`, what parses and hashes for `rows`, and the
+what joins and merges messages for `formats`, what parses and hashes for `rows`, and the
 steps of linear models."""
 COMPILED_FOR = {"kernels", "comm", "formats", "rows", "linear"}
 
@@ -160,7 +160,7 @@ def step_of_ddp(_: Communicator) -> dict[str, set[str]]:
     ddp = DistributedDataParallel(torch.nn.Linear(100, 50, bias=False))
     handle = sparcel.attach(ddp, "gtopk", policy=lambda *_: False)
     loss = ddp(torch.ones(2, 100)).sum()
-    ways = ways_to({"accumulate_topk": kernels, "encode": Wire}, loss.backward)
+    ways = ways_to({"accumulate_topk": kernels, "pack": Wire}, loss.backward)
     handle.close()
     return ways
 
@@ -173,4 +173,4 @@ def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
     assert len({*selecting.split(" > "), *exchanging.split(" > ")}) <= 10
     first, second = run_on(2, step_of_ddp)
     assert first["accumulate_topk"] == second["accumulate_topk"] == {selecting}
-    assert exchanging in second["encode"]  # and the first sends the result
+    assert exchanging in second["pack"]  # and the first sends the result

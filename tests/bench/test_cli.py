@@ -18,7 +18,7 @@ from sparcel.cli.bench import _rates_source
 from sparcel.collectives import ALGORITHMS
 from sparcel.cost import Problem, predict, stated_rates
 from sparcel.errors import InputError
-from sparcel.formats import COO
+from sparcel.formats import RAW
 from sparcel.schemes import engine_stages
 
 _BENCH = [sys.executable, "-m", "sparcel", "bench"]
@@ -83,7 +83,7 @@ def test_every_row_is_right_and_plausible(everything: tuple[str, dict[str, Any]]
 @pytest.mark.processes
 def test_bytes_are_those_of_the_formulas(everything: tuple[str, dict[str, Any]]) -> None:
     cells = {cell["algorithm"]: cell for cell in everything[1]["cells"]}
-    stream = COO.max_bytes(_K, _SIZE, 4)
+    stream = RAW.nbytes(_K, _SIZE, 4)
     expected = {
         "dense fp32": 4 * _SIZE,
         "dense bf16": 2 * _SIZE,

@@ -16,7 +16,7 @@ from sparcel.bench.inputs import Case
 from sparcel.bench.phases import Stopwatch, watched
 from sparcel.bench.timing import Measured, time_contender
 from sparcel.comm import Communicator
-from sparcel.formats import COO
+from sparcel.formats import RAW
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -40,7 +40,7 @@ def test_ranks_agree_on_what_they_measured(run_on: RunOn) -> None:
     assert one == other
     assert len(one.seconds) == 4
     assert all(seconds > 0 for seconds in one.seconds)
-    assert one.bytes == COO.max_bytes(CASE.k, CASE.size, 4)
+    assert one.bytes == RAW.nbytes(CASE.k, CASE.size, 4)
     assert one.wrong == 0
     assert set(one.phases) == set(phases.PHASES)
     assert one.phases["encode"] > 0 and one.phases["exchange"] > 0 and one.phases["reduce"] > 0
@@ -108,9 +108,9 @@ def test_only_what_runs_while_it_is_watched_counts() -> None:
     def job(comm: Communicator) -> dict[str, float]:
         own, wire = SparseStream.from_dense(torch.arange(10.0)), Wire(comm)
         with watched() as watch:
-            wire.encode(own.largest(3))
+            wire.pack(own.largest(3))
         counted = dict(watch.seconds)
-        wire.decode(0, wire.encode(own), None)
+        wire.pack(own)
         assert watch.seconds == counted
         return counted
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel.comm import Communicator
-from sparcel.formats import COO
+from sparcel.formats import RAW
 from tests.ddp.models import known_gradient, observe, residuals_of
 
 pytestmark = pytest.mark.processes
@@ -126,7 +126,7 @@ def test_repeated_rows_travel_once(run_on: Any) -> None:
         expected = 0
         for step, total in enumerate(result["bytes_sent"]):
             rows = looked_up(rank, step, ROWS).unique().numel()
-            expected += COO.max_bytes(rows, ROWS, 4 * WIDTH)
+            expected += RAW.nbytes(rows, ROWS, 4 * WIDTH)
             assert total == expected
         assert expected < 3 * ROWS * WIDTH * 4 / 20
 

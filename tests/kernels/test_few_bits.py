@@ -1,4 +1,4 @@
-"""Few bits a value: the same bits everywhere, bounded errors, and unbiased where rounding is random."""
+"""Few bits a value: the same bits everywhere, bounded errors, and random rounding without bias."""
 
 import hypothesis.strategies as st
 import pytest

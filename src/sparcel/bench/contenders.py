@@ -22,11 +22,16 @@ from sparcel.bench.engines import BenchEngine
 from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.errors import known
+from sparcel.formats import RAW, Format
 from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL, Hierarchical, Scheme, scheme
+from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 EXCHANGES = ("gtopk", "oktopk")
 STEP = "step:"
+
+_NEAR = 0.01
+"""Values are whole numbers, of which averages, and what rounding takes, are inexact fractions."""
 
 
 def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
@@ -56,7 +61,9 @@ def names(asked: str, whole_step: bool, ranks_per_node: int) -> list[str]:
     return sorted(dict.fromkeys(chosen), key=lambda name: name not in DENSE)
 
 
-def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Contender | None:
+def contender(
+    name: str, case: Case, engine: BenchEngine, ranks_per_node: int, format: Format = RAW
+) -> Contender | None:
     """Return the row ``name`` of a case, or None if the engine does not support it."""
     if name in DENSE:
         return dense(case, engine, DENSE[name])
@@ -65,32 +72,67 @@ def contender(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -
     if name == SPARSE_COO:
         return sparse_coo(case, engine) if engine.name == "gloo" else None
     if name.startswith(STEP):
-        return _step(name.removeprefix(STEP), case, engine, ranks_per_node)
+        return _step(name.removeprefix(STEP), case, engine, ranks_per_node, format)
+    if format.loses:
+        return _rounded(name, case, engine, format)
     comm, k = engine.comm, case.k
     own = case.streams[comm.rank]
     if name == "gtopk":
         return Contender(
-            lambda: comm.run(lambda: gtopk(own, Wire(comm), k)).total,
+            lambda: comm.run(lambda: gtopk(own, Wire(comm, format), k)).total,
             lambda result: oracle.count_wrong(result, oracle.tree_largest(case.streams, k)),
         )
     if name == "oktopk":
         return Contender(
-            lambda: comm.run(lambda: oktopk(own, Wire(comm), k, k)).total,
+            lambda: comm.run(lambda: oktopk(own, Wire(comm, format), k, k)).total,
             lambda result: oracle.count_wrong(result, case.total.largest(k)),
         )
     return Contender(
-        lambda: comm.run(lambda: auto.all_reduce(own, Wire(comm), algorithm=name, max_nnz=k)),
+        lambda: comm.run(
+            lambda: auto.all_reduce(own, Wire(comm, format), algorithm=name, max_nnz=k)
+        ),
         lambda result: oracle.count_wrong(result, case.total),
     )
 
 
-def _step(name: str, case: Case, engine: BenchEngine, ranks_per_node: int) -> Contender:
+def _rounded(name: str, case: Case, engine: BenchEngine, format: Format) -> Contender:
+    """Return an exchange that rounds, checked with what all ranks lost and dropped."""
+    comm, k = engine.comm, case.k
+    own = case.streams[comm.rank]
+
+    def job() -> tuple[SparseStream, list[SparseStream]]:
+        wire = Wire(comm, format)
+        if name in EXCHANGES:
+            found = gtopk(own, wire, k) if name == "gtopk" else oktopk(own, wire, k, k)
+            total, dropped = found.total, [found.dropped]
+        else:
+            total, dropped = auto.all_reduce(own, wire, algorithm=name, max_nnz=k), []
+        return total, [*dropped, *(part.placed(at, own.size) for at, part in wire.take_lost())]
+
+    def wrong(result: tuple[SparseStream, list[SparseStream]]) -> int:
+        total, kept = result
+        balance = torch.zeros(own.size)
+        for part in kept:
+            balance += part.to_dense()
+        engine.all_reduce(balance)
+        balance += total.to_dense()
+        balance[case.total.indices] -= case.total.values.to(balance.dtype)
+        return int((balance.abs() > _NEAR).sum())
+
+    return Contender(lambda: comm.run(job), wrong)
+
+
+def _step(
+    name: str, case: Case, engine: BenchEngine, ranks_per_node: int, format: Format
+) -> Contender:
     """Return a whole step: accumulate, select, exchange, and update the parameters.
 
     Every iteration begins with an empty memory, so that selections keep their distribution.
     """
     comm = engine.comm
-    settings: dict[str, Any] = {} if name in SEND_ALL else {"density": case.density}
+    settings: dict[str, Any] = {}
+    if name not in SEND_ALL:
+        settings = {"density": case.density, "format": format}
     if name in ON_NODES:
         settings["ranks_per_node"] = ranks_per_node
     made = scheme(name, **settings)
@@ -124,5 +166,4 @@ def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: BenchEngine) -
     if (owed := made.owed) is not None:
         balance -= owed
     engine.all_reduce(balance)
-    # Round, because the average is inexact if the number of ranks is no power of two.
-    return int((balance - (update * engine.comm.size).round_()).count_nonzero())
+    return int(((balance - update * engine.comm.size).abs() > _NEAR).sum())

@@ -16,6 +16,7 @@ from sparcel.collectives import ALGORITHMS, OTHER_STAGES
 from sparcel.cost import Problem, Rates, measure, predict, read_rates
 from sparcel.errors import known
 from sparcel.fill_in import expected_union
+from sparcel.formats import RAW, Format
 from sparcel.schemes import PREDICTED, engine_stages, stages_of
 from sparcel.stages import Stages
 
@@ -56,15 +57,17 @@ def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
     return rates
 
 
-def predicted(name: str, case: Case, ranks_per_node: int, rates: Rates | None) -> float | None:
+def predicted(
+    name: str, case: Case, ranks_per_node: int, rates: Rates | None, format: Format = RAW
+) -> float | None:
     """Return the predicted seconds of the row ``name``, or None without a prediction."""
     stages = None if rates is None else stages_for(name, rates)
     if stages is None:
         return None
-    return predict(stages, problem_of(name, case, ranks_per_node), rates).seconds
+    return predict(stages, problem_of(name, case, ranks_per_node, format), rates).seconds
 
 
-def problem_of(name: str, case: Case, ranks_per_node: int) -> Problem:
+def problem_of(name: str, case: Case, ranks_per_node: int, format: Format = RAW) -> Problem:
     """Return the problem that the row ``name`` of a case solves."""
     dense = name in DENSE
     return Problem(
@@ -73,6 +76,7 @@ def problem_of(name: str, case: Case, ranks_per_node: int) -> Problem:
         ranks=case.ranks,
         ranks_per_node=ranks_per_node,
         spread=None if dense else _spread(case),
+        format=format,
     )
 
 

@@ -41,6 +41,8 @@ class Cell:
         Number of wrong coordinates in the checked results, summed over ranks.
     predicted
         Seconds predicted by the cost model; None without rates.
+    format
+        How sparse streams travelled; dense baselines have none.
     """
 
     engine: str
@@ -57,6 +59,7 @@ class Cell:
     speedup: float | None
     wrong: int
     predicted: float | None = None
+    format: str = "raw"
 
     @property
     def median(self) -> float:

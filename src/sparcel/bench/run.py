@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from sparcel.bench.settings import BenchSettings
 from sparcel.bench.timing import Measured, merged, time_contender
 from sparcel.comm import Communicator, launched
 from sparcel.cost import Rates, read_rates
+from sparcel.formats import format_named
 
 _BASELINE = "dense fp32"
 
@@ -150,11 +151,11 @@ def _cells(
     show: report.Show,
 ) -> list[Cell]:
     """Measure the cells of one case in rounds, so that passing disturbances hit all of them."""
-    each = network["ranks_per_node"]
+    each, format = network["ranks_per_node"], format_named(settings.format)
     found: dict[CellKey, list[Measured]] = {}
     for _ in range(settings.rounds):
         for place in group:
-            made = contender(place.algorithm, place.case, place.engine, each)
+            made = contender(place.algorithm, place.case, place.engine, each, format)
             if made is None:
                 show(None)
                 continue
@@ -165,9 +166,9 @@ def _cells(
             show(_cell(place, found[place][-1], network))
     cells = []
     for place, rounds in found.items():
-        cells.append(_cell(place, merged(rounds), network))
+        cells.append(replace(_cell(place, merged(rounds), network), format=settings.format))
         cells[-1].predicted = predicted(
-            place.algorithm, place.case, each, rates.get(place.engine.name)
+            place.algorithm, place.case, each, rates.get(place.engine.name), format
         )
     return cells
 

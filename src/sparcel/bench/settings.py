@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from sparcel.bench.engines import ENGINES
 from sparcel.bench.inputs import DISTRIBUTIONS
 from sparcel.errors import InputError, known
+from sparcel.formats import format_named
 from sparcel.schemes import checked_density
 
 
@@ -28,6 +29,8 @@ class BenchSettings:
         Sources of rates by engine: see `sparcel.bench.predicted.rates_for`.
     rate_bits_per_s
         Rate of a node's link; None to take it from the environment.
+    format
+        How sparse streams travel, by name.
     """
 
     sizes: tuple[int, ...]
@@ -44,8 +47,10 @@ class BenchSettings:
     json: str | None = None
     command: str = ""
     rates: dict[str, str] = field(default_factory=dict)
+    format: str = "raw"
 
     def __post_init__(self) -> None:
+        format_named(self.format)
         for density in self.densities:
             checked_density(density)
         for distribution in self.distributions:

@@ -40,6 +40,13 @@ def bench_command(
     algorithms: Annotated[
         str, typer.Option(help="Algorithms to measure, separated by commas, or all.")
     ] = "all",
+    format: Annotated[
+        str,
+        typer.Option(
+            help="How sparse streams travel: raw, packed, or rounded, such as packed:4 and "
+            "raw:bfloat16."
+        ),
+    ] = "raw",
     engines: Annotated[
         str,
         typer.Option(
@@ -121,6 +128,7 @@ def bench_command(
         rounds=rounds,
         whole_step=whole_step,
         gradients=None if gradients is None else str(gradients.resolve()),
+        format=format,
         rates=dict(_rates_source(item) for item in items(rates)),
         rate_bits_per_s=None if rate is None else units.bits_per_s(rate),
         json=None if json is None else str(json.resolve()),

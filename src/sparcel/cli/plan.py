@@ -37,6 +37,10 @@ def plan(
     density: Annotated[
         float, typer.Option(help="Share of the gradient that a rank sends: 0.01 is 1 %.")
     ] = 0.01,
+    format: Annotated[
+        str,
+        typer.Option(help="How sparse methods send it: raw, packed, or rounded, as packed:4."),
+    ] = "raw",
     compute: Annotated[
         str | None, typer.Option(help="Time of a forward and a backward pass: 120ms.")
     ] = None,
@@ -130,6 +134,7 @@ def plan(
         rates=found,
         bucket_bytes=round(bucket * (1 << 20)),
         topology=topology,
+        format=format,
     )
     _show(made)
 

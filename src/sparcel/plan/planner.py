@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sparcel._checks import check_type, number, whole_number
 from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
+from sparcel.formats import RAW, Format, format_named
 from sparcel.plan.models import Model, model_of
 from sparcel.plan.server import through_server
 from sparcel.schemes import ON_NODES, SEND_ALL, checked_density, engine_stages, stages_of
@@ -49,12 +50,15 @@ class Workload:
     bucket_bytes
         Gradients (float32) travel in buckets of so many bytes, in order, each as soon as it is
         ready and the one before has arrived. DDP's default is 25 MiB.
+    format
+        How the streams of sparse methods travel.
     """
 
     model: Model
     density: float
     compute_s: float
     bucket_bytes: int = 25 << 20
+    format: Format = RAW
 
     def __post_init__(self) -> None:
         checked_density(self.density)
@@ -140,6 +144,7 @@ def plan(
     rates: Rates | None = None,
     bucket_bytes: int = 25 << 20,
     topology: str = "all-reduce",
+    format: str | Format = "raw",
 ) -> Plan:
     """Return what a step of training takes with every method.
 
@@ -158,6 +163,8 @@ def plan(
         Of the float32 gradients that travel together.
     topology
         ``"all-reduce"``, or ``"parameter-server"``: all ranks send to one, and get from it.
+    format
+        How the streams of sparse methods travel, by name or as a `Format`.
 
     Gradients are assumed to become ready evenly in the last two thirds of the computation, and the
     ranks' indices to be independent: the most fill-in that there can be.
@@ -173,7 +180,7 @@ def plan(
     if rates.ranks > MOST_RANKS:
         raise InputError(f"a plan is for at most {MOST_RANKS} ranks, got {rates.ranks:,}")
     trained = model if isinstance(model, Model) else model_of(model)
-    work = Workload(trained, density, compute_s, bucket_bytes)
+    work = Workload(trained, density, compute_s, bucket_bytes, format_named(format))
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
@@ -203,7 +210,7 @@ def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> Plann
     """Send the buckets one after the other, each once it is ready."""
     size = work.model.parameters
     buckets = ceil(4 * size / work.bucket_bytes)
-    problem = _problem(ceil(size / buckets), work.density, rates)
+    problem = _problem(ceil(size / buckets), work, rates)
     bucket = predicted(problem)
     sent_until = 0.0
     for done in range(1, buckets + 1):
@@ -221,8 +228,9 @@ def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> Plann
     )
 
 
-def _problem(size: int, density: float, rates: Rates) -> Problem:
-    return Problem(size, max(1, ceil(density * size)), rates.ranks, rates.ranks_per_node)
+def _problem(size: int, work: Workload, rates: Rates) -> Problem:
+    k = max(1, ceil(work.density * size))
+    return Problem(size, k, rates.ranks, rates.ranks_per_node, format=work.format)
 
 
 def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float | None:

@@ -50,7 +50,7 @@ def assumptions(plan: Plan) -> str:
     said = f" ({rates.description})" if rates.description else ""
     return (
         f"{work.model.name}: {work.model.parameters:,} gradients, {_ms(work.compute_s)} ms to"
-        f" compute, {100 * work.density:g} % sent, in buckets of"
+        f" compute, {100 * work.density:g} % sent as {work.format.name}, in buckets of"
         f" {work.bucket_bytes / (1 << 20):g} MiB.\n"
         f"{nodes} {_plural('node', nodes)} of {rates.ranks_per_node}"
         f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)} {how}{said};"

@@ -1,0 +1,77 @@
+"""What training ends at for the bytes that it sends, with any density, format and method.
+
+    python benchmarks/frontier.py DATA --runs dense topk,0.08,packed:4 oktopk,0.08,packed:4,front
+
+A run is named by scheme, density and format, and by ``front`` if its first steps send more.
+``DATA``, tasks, seeds and the simulated cluster are those of `convergence.py`. Rows of the record
+tell ``share``: the bytes of a step at the worst rank, of those that a ring takes for the gradient
+in float32. Runs that the record has already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from pathlib import Path
+
+from convergence import RANKS, SUITE
+from record import RESULTS, Row, extend
+from task_training import Method, train
+from tasks import TASKS
+
+VALUE_BYTES = 4
+
+
+def trained(data: Path, task: str, run: str, seed: int, ranks: int, steps: int) -> Row:
+    """Train once, and return the row."""
+    usual = TASKS[task]
+    row = train(data, task, method_of(run), seed, ranks, usual.batch, usual.lr, steps)
+    model = usual.model(usual.read(data / usual.folder, seed))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dense = 2 * (ranks - 1) / ranks * VALUE_BYTES * parameters
+    return {**row, "run": run, "parameters": parameters, "share": row["bytes_a_step"] / dense}
+
+
+def method_of(run: str) -> Method:
+    """Return the method that a run names."""
+    scheme, *rest = run.split(",")
+    if not rest:
+        return Method(run, scheme)
+    density, format, *front = rest
+    if front not in ([], ["front"]):
+        raise SystemExit(f"{run}: only 'front' may follow the format")
+    settings = {"density": float(density), "format": format}
+    return Method(run, scheme, settings, frontload=bool(front))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
+    parser.add_argument("--runs", nargs="+", required=True, metavar="SCHEME,DENSITY,FORMAT[,front]")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--fewer-steps", type=int, default=1, help="by this factor; default: 1")
+    parser.add_argument("--output", type=Path, default=RESULTS / "frontier.json")
+    given = parser.parse_args()
+    jobs = [
+        {
+            "task": task,
+            "run": run,
+            "seed": seed,
+            "ranks": given.ranks,
+            "steps": TASKS[task].steps // given.fewer_steps,
+        }
+        for seed, run, task in product(given.seeds, given.runs, given.tasks)
+    ]
+    for row in extend(given.output, trained, given.data, jobs, given.processes):
+        print(
+            f"{row['task']}, {row['run']}, seed {row['seed']}: {row['accuracy']:.2%},"
+            f" loss {row['loss']:.4f}, {row['share']:.1%} of the bytes, {row['minutes']} minutes",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
