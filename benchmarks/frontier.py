@@ -3,9 +3,10 @@
     python benchmarks/frontier.py DATA --runs dense topk,0.08,packed:4 oktopk,0.08,packed:4,front
 
 A run is named by scheme, density and format, and by ``front`` if its first steps send more.
-``DATA``, tasks, seeds and the simulated cluster are those of `convergence.py`. Rows of the record
-tell ``share``: the bytes of a step at the worst rank, of those that a ring takes for the gradient
-in float32. Runs that the record has already are not repeated.
+``DATA``, tasks, seeds and the simulated cluster are those of `convergence.py`; collectives are
+chosen for links of 100 Mbit/s. Rows of the record tell ``share``: the bytes of a step at the worst
+rank, of those that a ring takes for the gradient in float32. Runs that the record has already are
+not repeated.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from record import RESULTS, Row, extend
 from task_training import Method, train
 from tasks import TASKS
 
+from sparcel.cost import stated_rates
+
 VALUE_BYTES = 4
+LINK = 12.5e6
+"""Bytes a second, 100 Mbit/s."""
+LATENCY_S = 100e-6
 
 
 def trained(data: Path, task: str, run: str, seed: int, ranks: int, steps: int) -> Row:
     """Train once, and return the row."""
     usual = TASKS[task]
-    row = train(data, task, method_of(run), seed, ranks, usual.batch, usual.lr, steps)
+    rates = stated_rates(bandwidth=LINK, latency_s=LATENCY_S, ranks=ranks)
+    row = train(data, task, method_of(run), seed, ranks, usual.batch, usual.lr, steps, rates)
     model = usual.model(usual.read(data / usual.folder, seed))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dense = 2 * (ranks - 1) / ranks * VALUE_BYTES * parameters

@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 import sparcel
 from sparcel.comm import Communicator
+from sparcel.rates import Rates
 from sparcel.schemes import momentum_of
 from sparcel.selectors import Selector
 from sparcel.training import Averager, stays_dense
@@ -50,12 +51,16 @@ def train(
     batch: int,
     lr: float,
     steps: int | None = None,
+    rates: Rates | None = None,
 ) -> dict[str, Any]:
-    """Train once and return the row of results; by default on as many samples with any batch."""
+    """Train once and return the row of results.
+
+    By default on as many samples with any batch, and with `sparcel.attach`'s default rates.
+    """
     torch.set_num_threads(1)
     start, usual = time.perf_counter(), TASKS[task]
     steps = steps or usual.steps * usual.batch // batch
-    run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed)
+    run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed, rates)
     report = sparcel.simulate(ranks, run.rank)
     volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
     return {
@@ -87,8 +92,10 @@ def train(
 class Run:
     """One training; `rank` is what each rank does."""
 
-    def __init__(self, data: Path, task: Task, method: Method, seed: int) -> None:
-        self.task, self.method, self.seed = task, method, seed
+    def __init__(
+        self, data: Path, task: Task, method: Method, seed: int, rates: Rates | None = None
+    ) -> None:
+        self.task, self.method, self.seed, self.rates = task, method, seed, rates
         self.split = task.read(data / task.folder, seed)
         torch.manual_seed(seed)
         self.model = task.model(self.split)
@@ -131,7 +138,9 @@ class Run:
 
     def averager(self, comm: Communicator) -> Averager:
         """Return what averages a rank's gradients, as `sparcel.attach` makes it."""
-        return Averager(self.named, self.scheme, group=comm, frontload=self.method.frontload)
+        return Averager(
+            self.named, self.scheme, group=comm, frontload=self.method.frontload, rates=self.rates
+        )
 
     def observe(
         self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager

@@ -1,5 +1,7 @@
 """The public collectives: checks of arguments, names, groups, and asynchronous calls."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -56,12 +58,26 @@ def test_every_collective_can_be_asynchronous():
     simulate(3, on_rank)
 
 
+def _whole(stream):
+    return SparseStream(stream.indices, stream.values.int(), stream.size)
+
+
+def _rows(stream):
+    return SparseStream(stream.indices, stream.values[:, None].expand(-1, 2), stream.size)
+
+
 BAD = [
     (lambda s, c: sparcel.all_reduce(s, "mean", group=c), r"op must be one of sum, .*'mean'"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="ringg", group=c), r"did you mean 'ring'\?"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="gtopk", group=c), r"gtopk\(stream, wire, k\)"),
     (lambda s, c: sparcel.all_reduce(s, algorithm="oktopk", group=c), r"oktopk\(stream, wire, k\)"),
     (lambda s, c: sparcel.all_reduce(s, format="pack", group=c), r"did you mean 'packed'\?"),
+    (lambda s, c: sparcel.all_reduce(s, format="raw:3", group=c), r"value code .*'3'"),
+    (lambda s, c: sparcel.all_reduce(s, "max", format="raw:4", group=c), r"sum.*max"),
+    (lambda s, c: sparcel.reduce_scatter(s, "min", c, format="raw:4"), r"sum.*min"),
+    (lambda s, c: sparcel.all_gather(_whole(s), c, format="raw:4"), r"scalar floats, got torch.i"),
+    (lambda s, c: sparcel.all_reduce(_rows(s), format="raw:4", group=c), r"scalar .* width 2"),
+    (lambda s, c: sparcel.broadcast(s, 0, c, format="auto"), r'format="auto" needs'),
     (lambda s, c: sparcel.all_reduce(s, group="world"), r"group must be .*, got 'world'"),
     (lambda s, c: sparcel.all_reduce(s.to_dense(), group=c), r"SparseStream.*got Tensor"),
     (lambda s, c: sparcel.all_gather([s], group=c), r"SparseStream.*got list"),
@@ -82,6 +98,39 @@ def test_bad_arguments_are_refused_before_anything_is_sent(call, message):
 
     with pytest.raises(InputError, match=message):
         simulate(2, on_rank)
+
+
+@pytest.mark.parametrize("format", ["packed:4", "raw:2", "raw:bfloat16"])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_what_a_format_rounds_away_is_returned(world, format):
+    generator = torch.Generator().manual_seed(world)
+    streams = [
+        sparcel.topk(torch.randn(300, generator=generator, dtype=torch.float64), 90)
+        for _ in range(world)
+    ]
+
+    def on_rank(comm):
+        own = streams[comm.rank]
+        return (
+            sparcel.all_reduce(own, group=comm, format=format),
+            sparcel.reduce_scatter(own, group=comm, format=format),
+            sparcel.all_gather(own, comm, format=format),
+            sparcel.broadcast(own if comm.rank == 0 else None, 0, comm, format=format),
+        )
+
+    results = simulate(world, on_rank).results
+    expected = sum(map(full, streams))
+    totals, regions, gathered, sent = zip(*results, strict=True)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+    assert all(same_stream(total, totals[0][0]) for total, _ in totals)
+    close(full(totals[0][0]) + sum(full(lost) for _, lost in totals), expected)
+    whole = torch.cat([full(region) for region, _ in regions])
+    close(whole + sum(full(lost) for _, lost in regions), expected)
+    for rank, (parts, lost) in enumerate(gathered):
+        assert all(map(same_stream, parts, gathered[0][0]))
+        close(full(parts[rank]) + full(lost), full(streams[rank]))
+    close(full(sent[-1][0]) + full(sent[0][1]), full(streams[0]))
+    assert not any(full(lost).any() for _, lost in sent[1:])
 
 
 def test_all_errors_derive_from_sparcel_error():

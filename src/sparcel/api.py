@@ -358,8 +358,8 @@ def _checked(format: str | Format, stream: SparseStream, op: Op = SUM) -> Format
         layout.check_holds(stream.dtype, stream.width)
         if op != SUM:
             raise InputError(
-                f"the format {layout.name!r} rounds sums, and what it lost of {op} could not be"
-                f" added; use {layout.exact.name!r}, which loses nothing"
+                f"the format {layout.name!r} rounds, which only sums allow, got {op};"
+                f" use {layout.exact.name!r}, which loses nothing"
             )
     return layout
 

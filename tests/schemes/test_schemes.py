@@ -130,10 +130,12 @@ def test_conserving_rule_keeps_a_sum_dropped_on_one_branch():
     assert together.tolist() == torch.tensor(BRANCHES).sum(dim=0).tolist() == [5, 11, 0]
 
 
+@pytest.mark.parametrize("format", ["raw", "packed:8"])
 @pytest.mark.parametrize("density", [0.1, 0.9])
 @pytest.mark.parametrize("name", ["gtopk", "oktopk"])
-def test_papers_rule_takes_back_values_that_did_not_win(name, density):
-    make = lambda: sparcel.scheme(name, density=density, put_back="own")  # noqa: E731
+def test_papers_rule_takes_back_values_that_did_not_win(name, density, format):
+    """Unrounded, also where a format rounded them before they lost."""
+    make = lambda: sparcel.scheme(name, density=density, put_back="own", format=format)  # noqa: E731
     gradients = [integers(rank, 0, 50) for rank in range(2)]
     update, memories, _ = step_once(make, 2, gradients)
     for gradient, memory in zip(gradients, memories, strict=True):

@@ -236,3 +236,18 @@ def test_a_whole_state_is_loaded_without_a_warning() -> None:
             averager.handle.load_state_dict(averager.handle.state_dict(), strict=False)
 
     simulate(2, on_rank)
+
+
+def test_a_checkpoint_of_another_format_loads() -> None:
+    """The memory is what it is, however it came about."""
+
+    def on_rank(comm: Communicator) -> None:
+        rounding = Averager(LIKE, TopK(0.05, format="packed:4"), group=comm)
+        queue_step(rounding, [list(LIKE)], gradients_of(comm.rank, 0), 0)
+        plain = Averager(LIKE, TopK(0.05), group=comm)
+        plain.handle.load_state_dict(rounding.handle.state_dict())
+        queue_step(plain, [list(LIKE)], gradients_of(comm.rank, 1), 0)
+        for averager in (rounding, plain):
+            assert any(bool(owed.any()) for owed in owed_by(averager, comm.rank).values())
+
+    simulate(2, on_rank)

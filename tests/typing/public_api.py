@@ -24,6 +24,8 @@ def collectives(stream: sparcel.SparseStream, group: torch.distributed.ProcessGr
     handle = sparcel.all_reduce(stream, algorithm="ring", async_op=True, format="packed")
     assert_type(handle.wait(), sparcel.SparseStream)
     assert_type(sparcel.all_gather(stream), list[sparcel.SparseStream])
+    total, lost = sparcel.all_reduce(stream, format="packed:4")
+    total.add(lost)  # Any
     longest = sparcel.Op(torch.maximum, float("-inf"))
     assert_type(sparcel.all_reduce(stream, longest), sparcel.SparseStream)
 
