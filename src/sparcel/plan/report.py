@@ -6,6 +6,7 @@ from statistics import mean
 
 from rich.table import Table
 
+from sparcel.formats import RAW
 from sparcel.plan import recorded
 from sparcel.plan.planner import BASELINE, WORTH, Plan, PlannedStep
 from sparcel.plan.recorded import RECORDED
@@ -48,9 +49,10 @@ def assumptions(plan: Plan) -> str:
     nodes = rates.ranks // rates.ranks_per_node
     how = "measured" if rates.measured else "stated"
     said = f" ({rates.description})" if rates.description else ""
+    layout = "" if work.format == RAW else f" as {work.format.name}"
     return (
         f"{work.model.name}: {work.model.parameters:,} gradients, {_ms(work.compute_s)} ms to"
-        f" compute, {100 * work.density:g} % sent as {work.format.name}, in buckets of"
+        f" compute, {100 * work.density:g} % sent{layout}, in buckets of"
         f" {work.bucket_bytes / (1 << 20):g} MiB.\n"
         f"{nodes} {_plural('node', nodes)} of {rates.ranks_per_node}"
         f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)} {how}{said};"
