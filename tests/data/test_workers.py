@@ -73,6 +73,8 @@ def read_all(cached):
     except RuntimeError as error:
         if re.search(r"worker .* killed|exited unexpectedly", str(error)):
             os._exit(TOLD)  # at once, since torch may tell of it a second time
+    except (EOFError, ConnectionError):  # it died while it handed a tensor over
+        os._exit(TOLD)
 
 
 @pytest.mark.processes

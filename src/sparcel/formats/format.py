@@ -66,6 +66,11 @@ class Format:
             self, "values", VALUES_BY_NAME[known(name, VALUES_BY_NAME, "a value code")]
         )
 
+    def __repr__(self) -> str:
+        """Return the shortest call that makes it."""
+        values = "" if self.value_code == PLAIN else f", {self.value_code!r}"
+        return f"Format({self.indices!r}{values})"
+
     @property
     def name(self) -> str:
         """What `format_named` reads; values in few bits are named by their bits alone."""
