@@ -173,7 +173,7 @@ def test_all_win_if_there_are_fewer_nonzeros_than_k():
 
 
 def test_more_ties_than_candidates_are_gathered():
-    """More ties than `FEW` remain after all bits are resolved; the lowest indices win."""
+    """More ties than `few` remain after all bits are resolved; the lowest indices win."""
     streams = streams_of("disjoint", "equal", 4, 40_000, 10_000)
     assert check(streams, 12_345).indices.tolist() == list(range(12_345))
 

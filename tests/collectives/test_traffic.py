@@ -52,11 +52,21 @@ COLLECTIVES = {
 }
 
 
+def bins(ranks):
+    return 2 ** int(log2(512 // max(1, ranks - 1))) if ranks <= 8 else 1024
+
+
+def edges(ranks):
+    later = max(bins(ranks), 4 * ranks)
+    return (4 * ranks if ranks <= 8 else later), later
+
+
 def levels(ranks, size):
     """Return the most sums of counts that finding the boundaries takes."""
-    cell, counters, sums = ceil(size / max(1024, 4 * ranks)), max(1024, 4 * ranks), 1
+    first, later = edges(ranks)
+    cell, sums = ceil(size / first), 1
     while cell > 1 and ranks > 1:
-        cell, sums = ceil(cell / (counters // (ranks - 1))), sums + 1
+        cell, sums = ceil(cell / (later // (ranks - 1))), sums + 1
     return sums
 
 
@@ -107,8 +117,10 @@ def evaluate(expression, ranks, size, count, value_bytes, bits=4):
         "shared": lambda t: 2 ** (t - 1) + ceil((ranks - powers) * 2 ** (t - 1) / powers),
         "ceil": ceil,
         "max": max,
-        "C": max(1024, 4 * ranks),
-        "h": ceil((8 * value_bytes - 12) / 10),
+        "E": edges(ranks)[0],
+        "C": edges(ranks)[1],
+        "H": bins(ranks),
+        "h": ceil((8 * value_bytes - 1 - max(8, log2(2 * bins(ranks)))) / log2(bins(ranks))),
         "levels": levels(ranks, size),
         "counting": ranks - 1 if direct else doubling,
         "counts": lambda m: evaluate(COSTS[adding]["bytes, at most"], ranks, m, m, 4),

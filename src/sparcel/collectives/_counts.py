@@ -39,6 +39,16 @@ _WORD = 0x5C_0C_07_00
 _FOREIGN = "rank {} sent rank {} no counts; every rank must call the same collective"
 
 
+def counters_for(ranks: int) -> int:
+    """Return how many counts to sum at a time, a power of two.
+
+    Few ranks sum in one round, so they sum few counts, 2 KB in all, and again where they must know
+    more. Many ranks take many rounds for a sum, so that a thousand counts take hardly longer.
+    """
+    most = 512 // max(1, ranks - 1) if ranks <= DIRECT_RANKS else 1024
+    return 1 << (most.bit_length() - 1)
+
+
 def sum_counts(
     counts: Tensor, comm: Communicator, limit: int, finite: bool = True
 ) -> tuple[Tensor, bool]:

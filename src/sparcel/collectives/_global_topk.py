@@ -12,6 +12,7 @@ from sparcel import kernels
 from sparcel._checks import all_finite
 from sparcel.collectives._counts import (
     Counted,
+    counters_for,
     gather_number_stages,
     gather_numbers,
     sum_counts,
@@ -21,12 +22,19 @@ from sparcel.comm import Communicator
 from sparcel.profiling import timed
 from sparcel.stages import Problem, Stage, Work
 
-FIRST_BITS, MORE_BITS = 11, 10
-"""Bits of the magnitude that the first and each later histogram resolve. Three histograms resolve
-all bits of a float32."""
 
-FEW = 1024
-"""The most candidates that are gathered: their values take no more bytes than a histogram."""
+def histogram_bits(ranks: int) -> tuple[int, int]:
+    """Return how many bits of the magnitude the first and each later histogram resolve.
+
+    The first one resolves at least a float32's exponent, of which few values occur.
+    """
+    more = counters_for(ranks).bit_length() - 1
+    return max(8, more + 1), more
+
+
+def few(ranks: int) -> int:
+    """Return the most candidates to gather: their values take no more bytes than a histogram."""
+    return min(1024, 4 * counters_for(ranks))
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
     found = _locate(counts, 0, width, min(k, int(counts.sum())))
     if finite and found.needed:  # the others are too small, and values may be many
         _, values = kernels.threshold_select(values, _magnitude(found.lowest, values.dtype))
-    while finite and found.needed < found.inside and found.inside > FEW and found.shift:
+    while finite and found.needed < found.inside and found.inside > few(comm.size) and found.shift:
         counts, _ = _histogram(values, comm, limit, found.shift, found.prefix, True)
         found = _locate(counts, found.prefix, found.shift, found.needed)
     if not finite:
@@ -118,7 +126,8 @@ def _histogram(
     values: Tensor, comm: Communicator, limit: int, shift: int, prefix: int | None, finite: bool
 ) -> tuple[Tensor, bool]:
     """Count how often each value of the next bits occurs in the magnitudes, summed over ranks."""
-    bits = min(shift, FIRST_BITS if prefix is None else MORE_BITS)
+    first, more = histogram_bits(comm.size)
+    bits = min(shift, first if prefix is None else more)
     counts = kernels.magnitude_histogram(values, shift - bits, 1 << bits, prefix)
     return sum_counts(counts, comm, limit, finite)
 
@@ -143,7 +152,7 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
     larger = int((above >= 1 << found.shift).sum())
     candidates = above[(above >= 0) & (above < 1 << found.shift)]
     # If all candidates win or all are equal, their number is enough.
-    listed = found.shift > 0 and found.inside <= FEW
+    listed = found.shift > 0 and found.inside <= few(comm.size)
     own = [torch.tensor([larger, candidates.numel()]), candidates]
     dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
     numbers = torch.cat(own[: 1 + listed]).to(dtype)

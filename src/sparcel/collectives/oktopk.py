@@ -9,14 +9,8 @@ from math import sqrt
 
 from sparcel import patterns
 from sparcel.collectives._blocks import blocks_stages, evening_pays, gather_blocks
-from sparcel.collectives._counts import Counted, counting_bytes, equally_counted
-from sparcel.collectives._global_topk import (
-    FEW,
-    FIRST_BITS,
-    MORE_BITS,
-    global_topk,
-    winners_stages,
-)
+from sparcel.collectives._counts import Counted, counters_for, counting_bytes, equally_counted
+from sparcel.collectives._global_topk import few, global_topk, histogram_bits, winners_stages
 from sparcel.collectives.gtopk import GlobalTopk, gathered_topk, gathered_topk_stages
 from sparcel.collectives.reduce_scatter import reduce_regions
 from sparcel.collectives.reduce_scatter import stages as reduce_stages
@@ -25,7 +19,7 @@ from sparcel.collectives.regions import (
     TOLERATED,
     balanced_boundaries,
     boundaries_stages,
-    counters_for,
+    edges_for,
 )
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
@@ -92,14 +86,14 @@ def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     """Compare the bytes of gathering all streams with the least that regions take.
 
     All ranks know both. Regions take 4k(P−1)/P words if nothing is balanced, the headers of the
-    split and two gathers, and a sum of counts for the boundaries. Those of `oktopk_held` take up to
-    2k/P words more.
+    split and two gathers, and counts of full length for the boundaries and two histograms. Those of
+    `oktopk_held` take up to 2k/P words more.
     """
     ranks, size = problem.ranks, problem.size
     header = problem.sparse_message(0)
     entries = (size if max_nnz is None else min(max_nnz, size)) + min(k, size)
     least = (problem.sparse_message(entries) - header) * (ranks - 1) / ranks
-    counts = counting_bytes(counters_for(ranks), ranks)
+    counts = counting_bytes(edges_for(ranks)[0] + 2 * counters_for(ranks), ranks)
     return (ranks - 1) * problem.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
 
 
@@ -171,26 +165,28 @@ SMALL = 1000
 """Small operations on counts: to find boundaries, to share out winners, and to compare costs. Their
 number is fitted to measured times."""
 
-_BINS = 40
-"""Assumed number of occupied bins of the first histogram: a few octaves of eight bins."""
+_OCTAVES = 5
+"""Assumed number of octaves that sums lie in."""
 
 
 def expected_course(problem: Problem) -> Course:
     """Return the course expected if entries are spread evenly and sums lie in a few octaves."""
     ranks, k = problem.ranks, problem.k
-    counters = counters_for(ranks)
-    sums = [equally_counted(counters, counters, ranks)]
-    inside = ranks * k / counters
+    first, later = edges_for(ranks)
+    sums = [equally_counted(first, first, ranks)]
+    inside = ranks * k / first
     # Assume that some boundary's cell is two standard deviations above the average.
     while ranks > 1 and inside + 2 * sqrt(inside) > max(ranks, TOLERANCE, k // TOLERATED):
-        parts = counters // (ranks - 1)
+        parts = later // (ranks - 1)
         edges = (ranks - 1) * (parts - 1)
         sums.append(equally_counted(edges, edges, ranks))
         inside /= parts
-    histograms = [equally_counted(1 << FIRST_BITS, _BINS, ranks)]
-    inside = problem.entries(problem.everyone) / _BINS
-    while inside > FEW:
-        bins, own = 1 << MORE_BITS, inside / ranks
+    first, more = histogram_bits(ranks)
+    bins = _OCTAVES << (first - 8)
+    histograms = [equally_counted(1 << first, bins, ranks)]
+    inside = problem.entries(problem.everyone) / bins
+    while inside > few(ranks):
+        bins, own = 1 << more, inside / ranks
         # Few ranks send all counts from the first nonzero one to the last.
         occupied = bins * own / (own + 2) if ranks <= DIRECT_RANKS else min(bins, own)
         histograms.append(equally_counted(bins, occupied, ranks))
