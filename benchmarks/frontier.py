@@ -2,11 +2,11 @@
 
     python benchmarks/frontier.py DATA --runs dense topk,0.08,packed:4 oktopk,0.08,packed:4,front
 
-A run is named by scheme, density and format, and by ``front`` if its first steps send more.
-``DATA``, tasks, seeds and the simulated cluster are those of `convergence.py`; collectives are
-chosen for links of 100 Mbit/s. Rows of the record tell ``share``: the bytes of a step at the worst
-rank, of those that a ring takes for the gradient in float32. Runs that the record has already are
-not repeated.
+A run is named by scheme, density and format, and by ``front`` if its first steps send more; or it
+is one of torch's hooks: ``bf16``, ``fp16``, ``powersgd,RANK`` (see `peers.py`). ``DATA``, tasks,
+seeds and the simulated cluster are those of `convergence.py`; collectives are chosen for links of
+100 Mbit/s. Rows of the record tell ``share``: the bytes of a step at the worst rank, of those that
+a ring takes for the gradient in float32. Runs that the record has already are not repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from convergence import RANKS, SUITE
+from peers import HALVES, train_with_hook
 from record import RESULTS, Row, extend
 from task_training import Method, train
 from tasks import TASKS
@@ -31,6 +32,9 @@ LATENCY_S = 100e-6
 def trained(data: Path, task: str, run: str, seed: int, ranks: int, steps: int) -> Row:
     """Train once, and return the row."""
     usual = TASKS[task]
+    if run in HALVES or run.startswith("powersgd,"):
+        done = train_with_hook(data, task, run, seed, steps)
+        return {"task": task, "run": run, "seed": seed, "ranks": ranks, **done}
     rates = stated_rates(bandwidth=LINK, latency_s=LATENCY_S, ranks=ranks)
     row = train(data, task, method_of(run), seed, ranks, usual.batch, usual.lr, steps, rates)
     model = usual.model(usual.read(data / usual.folder, seed))

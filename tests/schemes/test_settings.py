@@ -11,7 +11,7 @@ import pytest
 
 import sparcel
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.schemes import SCHEMES, Settings
+from sparcel.schemes import SCHEMES, Settings, chosen_scheme
 
 WITH_DENSITY = [name for name in SCHEMES if "density" in signature(SCHEMES[name]).parameters]
 
@@ -72,3 +72,14 @@ def test_a_default_given_by_hand_is_the_same_scheme(
 def test_other_densities_give_no_warning() -> None:
     with warnings.catch_warnings(action="error"):
         sparcel.scheme("topk", density=0.99, warmup=[1], warmup_steps=3).fresh()
+
+
+def test_without_a_name_the_recommended_settings_hold_where_none_differ():
+    assert repr(chosen_scheme(None, {})) == repr(
+        sparcel.scheme("oktopk", density=0.1, format="packed:4")
+    )
+    assert repr(chosen_scheme(None, {"density": 0.05})) == repr(
+        sparcel.scheme("oktopk", density=0.05, format="packed:4")
+    )
+    with pytest.raises(InputError, match="a setting of scheme 'oktopk'"):
+        chosen_scheme(None, {"bits": 4})

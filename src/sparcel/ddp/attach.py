@@ -28,7 +28,7 @@ from sparcel.training import Averager, Handle, Policy, Scope, stays_dense
 
 def attach(
     model: DistributedDataParallel,
-    scheme_or_name: Scheme | str,
+    scheme_or_name: Scheme | str | None = None,
     *,
     group: Group = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -52,8 +52,9 @@ def attach(
     model
         Wrapped in DDP, before its first backward pass.
     scheme_or_name
-        A name that `sparcel.scheme` knows, or a scheme that it made. Every bucket, or the model,
-        gets a fresh scheme with these settings.
+        A name that `sparcel.scheme` knows, or a scheme that it made. By default what is
+        recommended: ``"oktopk"`` at a density of 10 %, with 4-bit values (``format="packed:4"``).
+        Every bucket, or the model, gets a fresh scheme with these settings.
     group
         The ranks that the model was wrapped for: a torch process group, an MPI communicator of
         mpi4py, a sparcel communicator, or None for the model's process group.
@@ -75,7 +76,7 @@ def attach(
         checkpoint calls a part of it again; the parameters themselves stay as they are.
         ``optimizer`` is found at its first step if it is not given.
     settings
-        Settings of a scheme that is given by name: ``density=0.01``.
+        Settings of a scheme that is given by name, or of the recommended one: ``density=0.01``.
 
     Returns
     -------

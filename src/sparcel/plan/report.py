@@ -106,7 +106,7 @@ def not_counted(plan: Plan) -> str:
         times = "those of CPUs"
     gpu = f"Not measured: any time on a GPU. The times to select, pack and reduce are {times}."
     density = plan.workload.density
-    if density == 1:
+    if front_loaded(density, 0) == density:
         return gpu
     means = (mean(front_loaded(density, step) for step in range(count)) for count in _TRAININGS)
     trainings = zip(_TRAININGS, means, strict=True)

@@ -47,6 +47,7 @@ from sparcel.stages import Stages
 __all__ = [
     "ON_NODES",
     "PREDICTED",
+    "RECOMMENDED",
     "SCHEMES",
     "SEND_ALL",
     "Auto",
@@ -105,6 +106,10 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
+RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
+"""What ``"oktopk"`` is set to where no scheme is named. In recorded trainings it ended where dense
+training does, for the fewest bytes: docs/experiments.md, "Loss for the bytes"."""
+
 _STAGES_BY: dict[str, Callable[[Rates], Stages]] = {
     "topk": topk_stages_by,
     "sparcml": topk_stages_by,
@@ -162,14 +167,18 @@ def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
     return made
 
 
-def chosen_scheme(scheme_or_name: Scheme | str, settings: Settings) -> Scheme:
+def chosen_scheme(scheme_or_name: Scheme | str | None, settings: Settings) -> Scheme:
     """Return a scheme that is given, or the one of that name with these settings.
+
+    Without any it is ``"oktopk"`` with `RECOMMENDED`, where ``settings`` do not differ.
 
     Raises
     ------
     InputError
         When settings are given beside a scheme, which has its own, and as `scheme` raises.
     """
+    if scheme_or_name is None:
+        return scheme("oktopk", **RECOMMENDED | settings)
     if isinstance(scheme_or_name, str):
         return scheme(scheme_or_name, **settings)
     check_type(scheme_or_name, Scheme, "scheme", "sparcel.scheme('topk') makes one")

@@ -44,17 +44,22 @@ def checked_density(density: float, name: str = "density") -> float:
 FRONT = 7.0
 """With it, `front_loaded` sends three times as much if each coordinate would be sent ten times."""
 
+MOST_IN_FRONT = 0.1
+"""The density that `front_loaded` raises others to, at most: more was not worth its bytes."""
+
 
 def front_loaded(density: float, step: int) -> float:
     """Return a density that is higher in the first steps of a training, and falls to ``density``.
 
-    ``density·(1 + √(7 / (density·s)))``, where ``s`` is the step counted from 1, rounded down to a
-    power of two. At ``density=0.01``: 27 % in the first step, 4 % after a hundred, 2 % after a
-    thousand. Over a training of T steps its mean is at most ``1 + 2.5·√(7 / (density·T))`` times
-    the density: 3 times if the training sends each coordinate 10 times, 1.7 times at a hundred.
+    ``density·(1 + √(7 / (density·s)))``, but at most 10 %, where ``s`` is the step counted from 1,
+    rounded down to a power of two. At ``density=0.01``: 10 % in the first steps, 4 % after a
+    hundred, 2 % after a thousand; from 10 % on no more than ``density``. Over a training of T steps
+    its mean is at most ``1 + 2.5·√(7 / (density·T))`` times the density: 3 times if the training
+    sends each coordinate 10 times, 1.7 times at a hundred.
     """
     begun = 1 << ((step + 1).bit_length() - 1)
-    return min(1.0, density * (1 + math.sqrt(FRONT / (density * begun))))
+    raised = density * (1 + math.sqrt(FRONT / (density * begun)))
+    return max(density, min(MOST_IN_FRONT, raised))
 
 
 def count_for(density: float, size: int) -> int:

@@ -1,0 +1,104 @@
+"""Tables and plots of docs/experiments.md: what training ends at for the bytes that it sends.
+
+    python benchmarks/frontier_report.py
+
+prints the tables as Markdown and draws ``docs/figures/frontier_TASK.svg``, from the records of
+`frontier.py` and, for dense training, of `convergence.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp
+from statistics import mean
+
+from pages import apart, over_seeds, save, table
+from record import RESULTS, Row, rows_of
+
+COLUMNS = (
+    *("method", "ranks", "steps", "seeds", "bytes", "accuracy", "over dense"),
+    *("loss", "perplexity over dense"),
+)
+
+Setting = tuple[str, int, int]
+
+
+def all_rows() -> list[Row]:
+    """Return the runs of both records; dense training's ``share`` is 1."""
+    suite = rows_of(RESULTS / "convergence.json")
+    dense = [
+        {**row, "run": "dense", "share": 1.0}
+        for row in suite
+        if row["method"] == "dense" and _setting(row)[1:] == (8, 2000)
+    ]
+    return [*dense, *rows_of(RESULTS / "frontier.json")]
+
+
+def tasks_of(rows: Sequence[Row]) -> list[str]:
+    """Return the tasks that another method than dense training was run on."""
+    return sorted({row["task"] for row in rows if row["run"] != "dense"})
+
+
+def frontier_table(rows: Sequence[Row], task: str) -> Iterator[str]:
+    """Return the lines of a task's table, each method beside dense training with the same seeds."""
+    of_task = [row for row in rows if row["task"] == task]
+    dense = {(*_setting(row), row["seed"]): row for row in of_task if row["run"] == "dense"}
+    runs: dict[tuple[Setting, str], list[Row]] = {}
+    for row in sorted(of_task, key=_order):
+        runs.setdefault((_setting(row), row["run"]), []).append(row)
+    return table(COLUMNS, (_cells(run, found, dense) for (_, run), found in runs.items()))
+
+
+def _order(row: Row) -> tuple[int, int, bool, str, int]:
+    """Sort by setting; in it dense training first, then by name."""
+    return row["ranks"], -row["steps"], row["run"] != "dense", row["run"], row["seed"]
+
+
+def _setting(row: Row) -> Setting:
+    return row["task"], row["ranks"], row["steps"]
+
+
+def _cells(run: str, found: Sequence[Row], dense: Mapping[tuple[object, ...], Row]) -> list[str]:
+    pairs = [(row, dense[*_setting(row), row["seed"]]) for row in found]
+    points = [100 * (row["accuracy"] - base["accuracy"]) for row, base in pairs]
+    more = [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]
+    beside = over_seeds(points, 2), over_seeds(more, 2) + " %"
+    if run == "dense":
+        beside = apart([100 * row["accuracy"] for row in found], 2), ""
+    return [
+        run,
+        *(str(found[0][key]) for key in ("ranks", "steps")),
+        str(len(found)),
+        f"{mean(row['share'] for row in found):.1%}",
+        f"{mean(row['accuracy'] for row in found):.2%}",
+        beside[0],
+        f"{mean(row['loss'] for row in found):.4f}",
+        beside[1],
+    ]
+
+
+def draw(rows: Sequence[Row], task: str) -> None:
+    """Draw the loss at the end against the share of the bytes, the mean over the seeds."""
+    from matplotlib import pyplot as plt
+
+    shown = [row for row in rows if _setting(row) == (task, 8, 2000)]
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for run in dict.fromkeys(row["run"] for row in sorted(shown, key=_order)):
+        found = [row for row in shown if row["run"] == run]
+        place = 100 * mean(row["share"] for row in found), mean(row["loss"] for row in found)
+        axes.plot(*place, "s" if run == "dense" else "o")
+        axes.annotate(run, place, xytext=(4, 4), textcoords="offset points", fontsize="small")
+    axes.set(xscale="log", xlabel="bytes, % of dense float32", ylabel="loss at the end", title=task)
+    save(figure, f"frontier_{task}")
+
+
+def main() -> None:
+    rows = all_rows()
+    for task in tasks_of(rows):
+        print(f"### {task}\n")
+        print("\n".join(frontier_table(rows, task)), end="\n\n")
+        draw(rows, task)
+
+
+if __name__ == "__main__":
+    main()
