@@ -120,13 +120,14 @@ def demo() -> Faults:
 
 def experiments() -> Faults:
     report: Any = importlib.import_module("convergence_report")
+    lab_report: Any = importlib.import_module("lab_report")
     gtopk_paper: Any = importlib.import_module("gtopk_paper")
     signals_report: Any = importlib.import_module("signals_report")
     rows = {
         name: report.rows_of(report.RESULTS / f"{name}.json")
         for name in (
             *("causes", "convergence", "convergence_sweeps"),
-            *("lab_training", "papers_recipes", "signals"),
+            *("papers_recipes", "signals"),
         )
     }
     suite = rows["convergence"]
@@ -135,7 +136,8 @@ def experiments() -> Faults:
         *report.put_back_table(suite),
         *report.sweeps_table(rows["convergence_sweeps"], suite),
         *report.recipes_table(rows["papers_recipes"]),
-        *report.lab_table(rows["lab_training"]),
+        *lab_report.trainings_table(lab_report.lab_rows()),
+        *lab_report.seconds_table(lab_report.lab_rows()),
         *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
         *signals_report.tables(rows["signals"]),
     ]

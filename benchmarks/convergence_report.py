@@ -1,9 +1,8 @@
-"""Tables and plots of docs/experiments.md, from the records of `causes.py`, `convergence.py`
-and `lab_training.py`.
+"""Tables and plots of docs/experiments.md, from the records of `causes.py` and `convergence.py`.
 
     python benchmarks/convergence_report.py
 
-prints the tables as Markdown and draws ``docs/figures/convergence_TASK.svg`` and ``lab_TASK.svg``.
+prints the tables as Markdown and draws ``docs/figures/convergence_TASK.svg``.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ SWEEPS = (
 RECIPES = (
     *("recipe", "batch", "steps", "seeds", "dense accuracy", "accuracy", "seeds' differences"),
     *("mean", "dense loss", "loss", "seeds' differences", "mean", "sent"),
-)
-LAB = (
-    *("task", "network", "method", "ms a step", "minutes", "seconds to DDP's loss at a quarter"),
-    *("accuracy", "over DDP", "loss", "over DDP", "fewer bytes"),
 )
 
 
@@ -118,7 +113,7 @@ def sweeps_table(sweeps: Sequence[Row], suite: Sequence[Row]) -> Iterator[str]:
                 str(row["steps"]),
                 f"{row['density']:.1%}",
                 f"{row['density_before']:.1%}",
-                *_beside(row, dense[_setting(row)]),
+                *beside(row, dense[_setting(row)]),
             )
             for row in others
         ),
@@ -155,35 +150,7 @@ def _training(row: Row) -> tuple[int, int, int]:
     return row["batch"], row["steps"], row["seed"]
 
 
-def lab_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of the trainings over a network, beside DDP alone."""
-    base = {_network(row): row for row in rows if row["method"] == "DDP"}
-    return table(LAB, (_lab_cells(row, base[_network(row)]) for row in rows))
-
-
-def _lab_cells(row: Row, base: Row) -> Sequence[str]:
-    wanted, seconds = base["train_losses"][len(base["train_losses"]) // 4], row["train_seconds"]
-    reached = (
-        f"{second:.0f}"
-        for loss, second in zip(row["train_losses"], seconds, strict=True)
-        if loss is not None and loss <= wanted
-    )
-    return (
-        *_network(row),
-        row["method"],
-        f"{1e3 * seconds[-1] / row['steps']:.0f}",
-        f"{seconds[-1] / 60:.1f}",
-        next(reached, "never"),
-        *_beside(row, base),
-        f"{row['compression']:.1f}×",
-    )
-
-
-def _network(row: Row) -> tuple[str, str]:
-    return row["task"], row["network"]
-
-
-def _beside(row: Row, base: Row) -> Sequence[str]:
+def beside(row: Row, base: Row) -> Sequence[str]:
     """Return the accuracy and the loss of a run, each followed by its difference."""
     return (
         f"{row['accuracy']:.2%}",
@@ -202,20 +169,13 @@ def draw(rows: Sequence[Row], task: str) -> None:
 
     shown = [row for row in rows if row["task"] == task and row["seed"] == 0]
     shown = [row for row in shown if ", " not in row["method"]]
-    _draw_losses(shown, steps, "step", f"convergence_{task}")
-
-
-def draw_lab(rows: Sequence[Row], task: str) -> None:
-    """Draw the training loss of each method against time."""
-    shown = [row for row in rows if row["task"] == task]
-    minutes: Places = lambda row: [second / 60 for second in row["train_seconds"]]  # noqa: E731
-    _draw_losses(shown, minutes, "minutes", f"lab_{task}")
+    draw_losses(shown, steps, "step", f"convergence_{task}")
 
 
 Places = Callable[[Row], list[float]]
 
 
-def _draw_losses(rows: Sequence[Row], places: Places, label: str, name: str) -> None:
+def draw_losses(rows: Sequence[Row], places: Places, label: str, name: str) -> None:
     """Draw losses at their places, with the baseline in bold."""
     from matplotlib import pyplot as plt
 
@@ -255,10 +215,6 @@ def main() -> None:
         draw(rows, task)
     print("\n".join(sweeps_table(rows_of(RESULTS / "convergence_sweeps.json"), rows)), end="\n\n")
     print("\n".join(recipes_table(rows_of(RESULTS / "papers_recipes.json"))), end="\n\n")
-    lab = rows_of(RESULTS / "lab_training.json")
-    print("\n".join(lab_table(lab)))
-    for task in {row["task"] for row in lab}:
-        draw_lab(lab, task)
 
 
 if __name__ == "__main__":

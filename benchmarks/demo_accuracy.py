@@ -55,7 +55,7 @@ def main() -> None:
     for row in (row for one in runs for row in one["methods"]):
         accuracies.setdefault(row["method"], []).append(row["accuracy"])
     means = {method: mean(values) for method, values in accuracies.items()}
-    above = {method: 100 * (value - means["dense fp32"]) for method, value in means.items()}
+    above = {method: 100 * (value - means["DDP"]) for method, value in means.items()}
     document = {
         **origin,
         "data": name,
@@ -67,7 +67,7 @@ def main() -> None:
         "seeds": list(seeds),
         "accuracy_by_seed": accuracies,
         "accuracy_mean": means,
-        "points_above_dense_fp32": above,
+        "points_above_ddp": above,
     }
     path = RESULTS / f"demo_accuracy_{name}.json"
     path.write_text(json.dumps(document, indent=2) + "\n")

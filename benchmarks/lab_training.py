@@ -6,22 +6,26 @@ Run it in each rank of an emulated cluster:
         --task speech --output benchmarks/results/lab_training.json
 
 ``DATA`` holds the folders of the tasks. The methods train one after the other, from the same start
-and on the same batches. ``DDP`` is DistributedDataParallel alone; the others are attached to it
-with nothing but a density. The time of a step contains all that a user waits for: the batch, both
-passes, the exchange and the optimiser. Trainings that the output has are not repeated.
+and on the same batches: DistributedDataParallel alone, with hooks of torch, and with sparcel as
+`sparcel.attach` does it if no method is named. The time of a step contains all that a user waits
+for: the batch, both passes, the exchange and the optimiser. In the second half of a training rank 0
+evaluates the model every now and then, while the clock stands. Trainings that the output has are
+not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from convergence import JUDGED, METHODS
 from machine import machine
+from peers import register
 from record import Row, rows_of, write
 from task_training import Method, Run, evaluate
 from tasks import TASKS, batches, loss_of
@@ -30,25 +34,36 @@ from torch.nn.parallel import DistributedDataParallel
 import sparcel
 
 POINTS = 50
-DDP = Method("DDP", "dense")
-TRAINED = (
-    DDP,
-    Method("dense bf16", "dense", {"wire": "bfloat16"}),
-    *(method for method in METHODS if method.label in JUDGED),
-)
+HELD_OUT = 20
+"""How often the model is evaluated in the second half of a training, on `WINDOWS` samples."""
+WINDOWS = 500
+
+HOOKS = {"DDP": None, "bf16": "bf16", "PowerSGD 4": "powersgd,4"}
+"""Hooks of torch, by the methods' labels."""
+
+ONE_BUCKET = {"bucket_cap_mb": 1000}
+"""For PowerSGD: with several buckets, its collectives over Gloo interleave differently on ranks."""
+
+METHODS = (*HOOKS, "sparcel")
 
 
-def trained(arguments: argparse.Namespace, method: Method) -> Row:
+def trained(arguments: argparse.Namespace, label: str) -> Row:
     """Train with one method and return its row; all ranks call."""
     task = TASKS[arguments.task]
     task = replace(task, steps=arguments.steps or task.steps)
-    run = Run(arguments.data, task, method, arguments.seed)
-    model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
-    handle = None
-    if method is not DDP:
-        handle = sparcel.attach(model, run.scheme, optimizer=run.optimizer)
+    run = Run(arguments.data, task, Method(label, "dense"), arguments.seed)
+    handle, hook = None, HOOKS.get(label)
+    buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
+    model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
+    if label == "sparcel":
+        handle = sparcel.attach(model, optimizer=run.optimizer)
+    share = register(model, hook, task.steps) if hook else lambda: 1.0
     rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split
-    seconds = []
+    windows = replace(split, x_test=split.x_test[:WINDOWS], y_test=split.y_test[:WINDOWS])
+    second_half = range(task.steps // 2, task.steps)
+    looked_at = {second_half[-1 - len(second_half) * n // HELD_OUT] for n in range(HELD_OUT)}
+    seconds: list[float] = []
+    held_out: list[tuple[int, float, float]] = []
     dist.barrier()
     start = perf_counter()
     for step, batch in enumerate(
@@ -61,22 +76,31 @@ def trained(arguments: argparse.Namespace, method: Method) -> Row:
         run.update(step)
         run.losses[step] = loss.item() / ranks
         seconds.append(perf_counter() - start)
+        if step in looked_at:
+            if rank == 0:
+                loss_now = evaluate(run.model, windows)["loss"]
+                held_out.append((step + 1, seconds[-1], loss_now))
+                run.model.train()
+            dist.barrier()
+            start = perf_counter() - seconds[-1]
     losses = torch.tensor(run.losses)
     dist.all_reduce(losses)
     run.losses = losses.tolist()
-    compression = 1.0
+    compression = 1 / share()
     if handle is not None:
         compression = handle.stats().compression
         handle.close()
     return {
         "task": task.name,
-        "method": method.label,
+        "method": label,
         "seed": arguments.seed,
         "steps": task.steps,
         "network": arguments.network,
         "ranks": ranks,
         **evaluate(run.model, split),
         "compression": compression,
+        "step_s": median(end - start for start, end in pairwise(seconds)),
+        "held_out": held_out,
         "train_losses": run.smoothed(POINTS),
         "train_seconds": [float(part[-1]) for part in torch.tensor(seconds).tensor_split(POINTS)],
     }
@@ -90,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the task's")
     parser.add_argument("--network", default="100mbit", help="what the lab was told, to record it")
-    parser.add_argument("--methods", nargs="+", metavar="LABEL", help="default: all")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -100,11 +124,10 @@ def main() -> None:
     steps = arguments.steps or TASKS[arguments.task].steps
     training = arguments.task, arguments.network, arguments.seed, steps
     dist.barrier()  # all have read what rank 0 will write
-    for method in TRAINED:
-        wanted = arguments.methods is None or method.label in arguments.methods
-        if not wanted or (*training, method.label) in done:
+    for label in arguments.methods:
+        if (*training, label) in done:
             continue
-        row = trained(arguments, method)
+        row = trained(arguments, label)
         rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
         if dist.get_rank() == 0:
             print(

@@ -79,9 +79,9 @@ class Characters(nn.Module):
 
 
 class Words(nn.Module):
-    """A language model of words: two transformer layers; embedding and output share weights."""
+    """A language model of words: transformer layers; embedding and output share weights."""
 
-    def __init__(self, words: int, length: int, width: int = 64) -> None:
+    def __init__(self, words: int, length: int, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -90,7 +90,7 @@ class Words(nn.Module):
             width, 4, 4 * width, 0.0, batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(
-            layer, 2, nn.LayerNorm(width), enable_nested_tensor=False
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
         )
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         self.register_buffer("hidden", hidden, persistent=False)

@@ -270,6 +270,28 @@ TASKS = {
             adamw=True,
             clip=1.0,
         ),
+        Task(
+            "medium words",
+            "wikitext-2",
+            _wikitext,
+            lambda _: Words(VOCABULARY, 32, width=160, layers=3),
+            16,
+            600,
+            2e-3,
+            adamw=True,
+            clip=1.0,
+        ),
+        Task(
+            "wide words",
+            "wikitext-2",
+            _wikitext,
+            lambda _: Words(VOCABULARY, 32, width=320, layers=4),
+            16,
+            400,
+            1e-3,
+            adamw=True,
+            clip=1.0,
+        ),
         Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05),
         Task(
             "intents",
@@ -283,4 +305,5 @@ TASKS = {
     )
 }
 """All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
-``batchnorm`` is ``images`` with batch norms, which take the samples of one rank."""
+``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words`` and
+``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over links."""
