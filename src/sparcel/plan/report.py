@@ -53,13 +53,15 @@ def assumptions(plan: Plan) -> str:
     said = f" ({rates.description})" if rates.description else ""
     length = ""
     if work.steps is not None:
-        length = f"; {work.steps:,} {_plural('step', work.steps)} at {100 * work.density:g} %"
+        length = (
+            f"\nMeans over {work.steps:,} steps at {100 * work.density:g} %, more in the first."
+        )
     return (
         f"{work.model.name}: {work.model.parameters:,} gradients, {_ms(work.compute_s)} ms to"
-        f" compute, in buckets of {work.bucket_bytes / (1 << 20):g} MiB{length}.\n"
+        f" compute, in buckets of {work.bucket_bytes / (1 << 20):g} MiB.\n"
         f"{nodes} {_plural('node', nodes)} of {rates.ranks_per_node}"
         f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)} {how}{said};"
-        f" {plan.topology}."
+        f" {plan.topology}.{length}"
     )
 
 
