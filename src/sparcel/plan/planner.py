@@ -34,7 +34,7 @@ predictions are not better than that."""
 
 MOST_RANKS = 512
 """How many ranks a plan is for at most: it lists what a rank exchanges with every other one, which
-takes about a second then."""
+takes about a second then, and several for the mean over a training."""
 
 _FLIP_FACTORS = (1e-4, 1e4)
 
