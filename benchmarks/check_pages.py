@@ -175,8 +175,8 @@ def plan() -> Faults:
     console = r"^```console\n\$ sparcel (plan .*)\n((?:.*\n)*?)```$"
     sessions = re.findall(console, text_of(page), re.MULTILINE)
     answers = [shown for _, shown in sessions if shown]
-    if len(answers) != 4 or not any("Stay dense" in one for one in answers):
-        yield f"{page} has not four answers, one of them dense"
+    if len(answers) != 5 or not any("Stay dense" in one for one in answers):
+        yield f"{page} has not five answers, one of them dense"
     if not any("Use " in one for one in answers):
         yield f"{page} has no answer that recommends a method"
     for command, shown in sessions:

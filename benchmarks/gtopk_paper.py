@@ -63,7 +63,7 @@ def rows() -> Iterator[Sequence[str]]:
         steps = [case.step(one) for one in (case.dense, case.topk, case.gtopk)]
         compute = steps[-1]
         planned = plan(case.model, compute_s=0, density=DENSITY, rates=rates)
-        by_method = {row.method: row.step for row in planned.rows}
+        by_method = {row.method: row.work + row.exchange for row in planned.rows}
         exchanges = [by_method[name] for name in ("dense fp32", "topk", "gtopk")]
         dense, _, gtopk = (compute + exchange for exchange in exchanges)
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from sparcel import cost
@@ -9,7 +10,7 @@ from sparcel.collectives import ALGORITHMS
 from sparcel.formats import RAW, Format
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
-from sparcel.stages import Problem, Stages
+from sparcel.stages import Problem, Stage, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
@@ -40,7 +41,13 @@ def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:
 
 def stages_by(rates: Rates) -> Stages:
     """Return the stages of ``algorithm="auto"`` where these are the rates."""
-    return lambda problem: ALGORITHMS[fastest(problem.foreseen, rates)].stages(problem)
+
+    def stages(problem: Problem) -> Iterable[Stage]:
+        # The engine's own sum does not travel in a format.
+        name = fastest(problem.foreseen, rates, by_engine=not problem.format.loses)
+        return ALGORITHMS[name].stages(problem)
+
+    return stages
 
 
 def _choose(

@@ -86,9 +86,8 @@ class Problem:
 
     def stored(self, ranks: Sequence[int], start: int, stop: int) -> float:
         """Return `entries`, or all of ``[start, stop)`` if one of the ranks' streams is dense."""
-        counts = [self.k] if self.union is None else [self.entries([rank]) for rank in ranks]
-        dense = any(self.is_dense(count) for count in counts)
-        return stop - start if dense else self.entries(ranks, start, stop)
+        most = self.k if self.union is None else max(self.entries([rank]) for rank in ranks)
+        return stop - start if self.is_dense(most) else self.entries(ranks, start, stop)
 
     def expected(self, streams: float) -> float:
         """Return how many coordinates the sum of this many ranks' streams is expected to have."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparcel
-from sparcel.schemes import Hierarchical, Meter, Request, TopK, front_loaded
+from sparcel.schemes import Hierarchical, Meter, Request, TopK, front_loaded, front_loaded_shares
 from sparcel.schemes.density import count_for
 from tests.schemes.steps import integers, normal, owed_by, simulate_nodes, total
 
@@ -33,7 +33,10 @@ def test_the_front_stays_from_one_power_of_two_to_the_next(density, power, data)
 
 @given(densities, st.integers(1, 3000))
 def test_what_the_front_costs_in_a_training_is_bounded(density, steps):
+    shares = front_loaded_shares(density, steps)
     mean = sum(front_loaded(density, step) for step in range(steps)) / steps
+    assert sum(shares.values()) == pytest.approx(1)
+    assert sum(one * share for one, share in shares.items()) == pytest.approx(mean)
     assert mean <= density * (1 + 2.5 * math.sqrt(7 / (density * steps)))
 
 

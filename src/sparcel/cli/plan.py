@@ -29,7 +29,8 @@ _NETWORK = ("nodes", "ranks_per_node", "bandwidth", "latency", "node_bandwidth",
 def plan(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="resnet50, bert-base, gpt2, llama-7b …, see sparcel.plan.MODELS.")
+        str,
+        typer.Option(help="resnet50, bert-base, gpt2, llama-3.2-1b …, see sparcel.plan.MODELS."),
     ] = "resnet50",
     parameters: Annotated[
         str | None, typer.Option(help="Number of parameters, instead of --model: 25.6M, 7B.")
@@ -41,6 +42,10 @@ def plan(
         str,
         typer.Option(help="How sparse methods send it: raw, packed, or rounded, as packed:4."),
     ] = "raw",
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Length of the training, whose first steps send more."),
+    ] = None,
     compute: Annotated[
         str | None, typer.Option(help="Time of a forward and a backward pass: 120ms.")
     ] = None,
@@ -135,6 +140,7 @@ def plan(
         bucket_bytes=round(bucket * (1 << 20)),
         topology=topology,
         format=format,
+        steps=steps,
     )
     _show(made)
 

@@ -64,7 +64,7 @@ def count(stages: Stages, problem: Problem) -> Counts:
     return Counts(*map(sum, zip(Counts(0, 0, 0, 0, 0), *counted, strict=True)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _listed(stages: Stages, problem: Problem) -> tuple[Stage, ...]:
     """List the stages once for all rates; a plan asks again for many bandwidths."""
     return tuple(stages(problem))

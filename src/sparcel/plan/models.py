@@ -56,8 +56,12 @@ MODELS = {
         # The checkpoints of Radford et al. 2019, with tied embeddings.
         _language("gpt2", 124_439_808, 1024),
         _language("gpt2-xl", 1_557_611_200, 1024),
-        # Touvron et al. 2023, table 2.
+        # Touvron et al. 2023, table 2; "Llama 2", table 1: the same shapes, longer sequences.
         _language("llama-7b", 6_738_415_616, 2048),
+        _language("llama-2-7b", 6_738_415_616, 4096),
+        # The checkpoint's config.json: 16 layers of 2048, MLPs of 8192, keys and values of 512,
+        # 128,256 tokens with tied embeddings; sequences as in Llama 3's pre-training.
+        _language("llama-3.2-1b", 1_235_814_400, 8192),
     )
 }
 """Models by name."""

@@ -3,93 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sparcel._checks import check_type, number, whole_number
-from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
+from sparcel._checks import check_type
+from sparcel.cost import Rates, default_rates, predict
 from sparcel.errors import InputError
-from sparcel.formats import RAW, Format, format_named
+from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
+from sparcel.plan.recorded import UNNAMED
 from sparcel.plan.server import through_server
-from sparcel.schemes import ON_NODES, SEND_ALL, checked_density, engine_stages, stages_of
-from sparcel.stages import Stages
+from sparcel.plan.steps import (
+    DENSE,
+    PlannedStep,
+    Predict,
+    Workload,
+    is_dense,
+    mean_step,
+)
+from sparcel.schemes import DEFAULT, ON_NODES, RECOMMENDED, stages_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-BASELINE = "dense bf16"
-DENSE: dict[str, Stages] = {"dense fp32": engine_stages(4), BASELINE: engine_stages(2)}
-"""DDP's own all-reduce."""
-
 SPARSE = ("topk", "gtopk", "oktopk", "scalecom")
 
-_BACKWARD = 2 / 3
-"""Share of the computation that is the backward pass, in which gradients become ready evenly."""
-
 WORTH = 1.1
-"""How many times as fast sparse must be for a plan to advise it: predictions are not better than
-that, and error feedback is one thing more that may go wrong."""
+"""How many times as fast a method must be for a plan to advise it in place of one that loses less:
+predictions are not better than that."""
 
 MOST_RANKS = 512
 """How many ranks a plan is for at most: it lists what a rank exchanges with every other one, which
-takes about a second then."""
+takes about a second then, and several for the mean over a training."""
 
 _FLIP_FACTORS = (1e-4, 1e4)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained, and how it is exchanged.
-
-    Attributes
-    ----------
-    compute_s
-        Seconds of a forward and a backward pass.
-    bucket_bytes
-        Gradients (float32) travel in buckets of so many bytes, in order, each as soon as it is
-        ready and the one before has arrived. DDP's default is 25 MiB.
-    format
-        How the streams of sparse methods travel.
-    """
-
-    model: Model
-    density: float
-    compute_s: float
-    bucket_bytes: int = 25 << 20
-    format: Format = RAW
-
-    def __post_init__(self) -> None:
-        checked_density(self.density)
-        number(self.compute_s, "compute_s", at_least=0)
-        whole_number(self.bucket_bytes, "bucket_bytes", at_least=4)
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step with one method; seconds.
-
-    ``select``, ``pack`` (into messages and out of them), ``exchange`` and ``reduce`` are those of
-    all buckets, ``step`` what passes from one step to the next, and ``exposed`` the part of it in
-    which nothing is computed. ``bytes`` are a rank's.
-    """
-
-    method: str
-    step: float
-    select: float
-    pack: float
-    exchange: float
-    reduce: float
-    exposed: float
-    bytes: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """Every method's step, the fastest first.
 
-    The advice is the fastest dense method, unless a sparse one is `WORTH` as many times as fast.
+    The advice is the fastest dense method, unless the best sparse one is `WORTH` times as fast.
 
     Attributes
     ----------
@@ -116,19 +70,16 @@ class Plan:
 
     @property
     def best_sparse(self) -> PlannedStep:
-        """The fastest of the others."""
+        """`UNNAMED`, unless another sparse method is `WORTH` times as fast; then the fastest."""
         return _best(self.rows)[1]
 
 
-def is_dense(method: str) -> bool:
-    """Tell whether a method sends everything."""
-    return method in (*DENSE, *SEND_ALL)
-
-
 def _best(rows: Sequence[PlannedStep]) -> tuple[PlannedStep, PlannedStep]:
-    """Return the fastest dense and the fastest sparse method of sorted rows."""
+    """Return the best dense and the best sparse method of sorted rows."""
     dense = next(row for row in rows if is_dense(row.method))
-    return dense, next(row for row in rows if not is_dense(row.method))
+    sparse = [row for row in rows if not is_dense(row.method)]
+    near = (row for row in sparse if row.method == UNNAMED and row.step <= WORTH * sparse[0].step)
+    return dense, next(near, sparse[0])
 
 
 def _advised(rows: Sequence[PlannedStep]) -> PlannedStep:
@@ -145,6 +96,7 @@ def plan(
     bucket_bytes: int = 25 << 20,
     topology: str = "all-reduce",
     format: str | Format = "raw",
+    steps: int | None = None,
 ) -> Plan:
     """Return what a step of training takes with every method.
 
@@ -165,9 +117,14 @@ def plan(
         ``"all-reduce"``, or ``"parameter-server"``: all ranks send to one, and get from it.
     format
         How the streams of sparse methods travel, by name or as a `Format`.
+    steps
+        The length of the training, over which times are averaged: sparse methods send more in its
+        first steps. None for those of a step after these.
 
-    Gradients are assumed to become ready evenly in the last two thirds of the computation, and the
-    ranks' indices to be independent: the most fill-in that there can be.
+    What `attach` does without a name is planned, too, with its own density and format, and of all
+    sparse methods the step-ahead before the forward pass. Gradients are assumed to become ready
+    evenly in the last two thirds of the computation, and the ranks' indices to be independent: the
+    most fill-in that there can be.
 
     Raises
     ------
@@ -180,17 +137,19 @@ def plan(
     if rates.ranks > MOST_RANKS:
         raise InputError(f"a plan is for at most {MOST_RANKS} ranks, got {rates.ranks:,}")
     trained = model if isinstance(model, Model) else model_of(model)
-    work = Workload(trained, density, compute_s, bucket_bytes, format_named(format))
+    work = Workload(trained, density, compute_s, bucket_bytes, format_named(format), steps)
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
     def rows(rates: Rates) -> tuple[PlannedStep, ...]:
         nodes = ON_NODES if 1 < rates.ranks_per_node < rates.ranks else ()
         if topology == "parameter-server":
-            found = [_row(name, work, through_server(name, rates), rates) for name in _SERVED]
+            found = [mean_step(name, work, through_server(name, rates), rates) for name in _SERVED]
         else:
             methods = (*DENSE, *SPARSE, *nodes)
-            found = [_row(name, work, _in_ring(name, rates), rates) for name in methods]
+            found = [mean_step(name, work, _in_ring(name, rates), rates) for name in methods]
+            own = replace(work, density=RECOMMENDED["density"], format=_UNNAMED_FORMAT)
+            found.append(mean_step(UNNAMED, own, _in_ring(DEFAULT, rates), rates))
         return tuple(sorted(found, key=lambda row: row.step))
 
     return Plan(work, rates, rows(rates), _flip(rows, rates), topology)
@@ -198,39 +157,12 @@ def plan(
 
 _SERVED = (*DENSE, "topk", "scalecom")
 
-Predict = Callable[[Problem], Prediction]
+_UNNAMED_FORMAT = format_named(RECOMMENDED["format"])
 
 
 def _in_ring(method: str, rates: Rates) -> Predict:
     stages = DENSE[method] if method in DENSE else stages_of(method, rates)
     return lambda problem: predict(stages, problem, rates)
-
-
-def _row(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
-    """Send the buckets one after the other, each once it is ready."""
-    size = work.model.parameters
-    buckets = ceil(4 * size / work.bucket_bytes)
-    problem = _problem(ceil(size / buckets), work, rates)
-    bucket = predicted(problem)
-    sent_until = 0.0
-    for done in range(1, buckets + 1):
-        ready = work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
-        sent_until = max(ready, sent_until) + bucket.seconds
-    return PlannedStep(
-        method,
-        step=sent_until,
-        select=buckets * bucket.select,
-        pack=buckets * bucket.encode,
-        exchange=buckets * bucket.exchange,
-        reduce=buckets * bucket.reduce,
-        exposed=sent_until - work.compute_s,
-        bytes=buckets * bucket.bytes,
-    )
-
-
-def _problem(size: int, work: Workload, rates: Rates) -> Problem:
-    k = max(1, ceil(work.density * size))
-    return Problem(size, k, rates.ranks, rates.ranks_per_node, format=work.format)
 
 
 def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float | None:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from statistics import mean
-
 from rich.table import Table
 
 from sparcel.formats import RAW
 from sparcel.plan import recorded
-from sparcel.plan.planner import BASELINE, WORTH, Plan, PlannedStep
-from sparcel.plan.recorded import RECORDED
+from sparcel.plan.planner import WORTH, Plan
+from sparcel.plan.recorded import RECORDED, UNNAMED
+from sparcel.plan.steps import BASELINE, PlannedStep, is_dense
 from sparcel.schemes import front_loaded
 
 
 def table(plan: Plan) -> Table:
     """Return every method's step, the fastest first."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2))
-    shown.add_column("method")
-    for title in ("step", "exposed", "select", "pack", "exchange", "reduce"):
+    shown = Table(box=None, pad_edge=False, padding=(0, 1))
+    shown.add_column("method", no_wrap=True)
+    shown.add_column("sends", no_wrap=True)
+    for title in ("step", "exposed", "ahead", "work", "exchange"):
         shown.add_column(f"{title}\nms", justify="right")
     shown.add_column("sent\nMB", justify="right")
     shown.add_column("\n×", justify="right")
     shown.add_column("lost\npoints", justify="right")
     baseline = next(row for row in plan.rows if row.method == BASELINE)
     for row in plan.rows:
-        parts = (row.select, row.pack, row.exchange, row.reduce)
+        times = (row.step, row.exposed, row.ahead, row.work, row.exchange)
         shown.add_row(
             row.method,
-            *(_ms(seconds) for seconds in (row.step, row.exposed, *parts)),
+            _sends(row),
+            *map(_ms, times),
             _short(row.bytes / 1e6),
             f"{baseline.step / row.step:.2f}",
             f"{-RECORDED[row.method].worst[0]:.1f}" if row.method in RECORDED else "",
@@ -36,10 +37,11 @@ def table(plan: Plan) -> Table:
 
 
 LEGEND = (
-    f"×: how many times as fast as {BASELINE}, overlapped. exposed: what the step takes beyond the"
-    " computation, since buckets travel while the rest of the backward pass goes on. lost: points"
-    " of accuracy below dense training in recorded trainings, on the worst of"
-    f" {len(recorded.TASKS)} tasks, at {100 * recorded.DENSITY:g} %; lower densities may lose more."
+    f"×: times as fast as {BASELINE}, overlapped. exposed: what the step takes beyond its"
+    " computation. ahead: step-ahead, before the forward pass. work: to select, pack and add up."
+    " lost: points of accuracy below dense training, on the worst of"
+    f" {len(recorded.TASKS)} recorded tasks; {UNNAMED} at {100 * RECORDED[UNNAMED].density:g} %,"
+    " others at 1 %, lower densities may lose more."
 )
 
 
@@ -49,14 +51,17 @@ def assumptions(plan: Plan) -> str:
     nodes = rates.ranks // rates.ranks_per_node
     how = "measured" if rates.measured else "stated"
     said = f" ({rates.description})" if rates.description else ""
-    layout = "" if work.format == RAW else f" as {work.format.name}"
+    length = ""
+    if work.steps is not None:
+        length = (
+            f"\nMeans over {work.steps:,} steps at {100 * work.density:g} %, more in the first."
+        )
     return (
         f"{work.model.name}: {work.model.parameters:,} gradients, {_ms(work.compute_s)} ms to"
-        f" compute, {100 * work.density:g} % sent{layout}, in buckets of"
-        f" {work.bucket_bytes / (1 << 20):g} MiB.\n"
+        f" compute, in buckets of {work.bucket_bytes / (1 << 20):g} MiB.\n"
         f"{nodes} {_plural('node', nodes)} of {rates.ranks_per_node}"
         f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)} {how}{said};"
-        f" {plan.topology}."
+        f" {plan.topology}.{length}"
     )
 
 
@@ -67,54 +72,46 @@ def verdict(plan: Plan) -> str:
         times = sparse.step / dense.step
         compared = f"{times:.2f} times as long" if times >= 1 else f"{1 / times:.2f} times as fast"
         first = (
-            f"Stay dense: {_step(dense)}. The best sparse method, {sparse.method}, takes"
-            f" {_ms(sparse.step)} ms for {_mb(sparse)}, {compared}: it selects, packs and adds up"
-            f" for {_ms(sparse.select + sparse.pack + sparse.reduce)} ms."
+            f"Stay dense: with {dense.method} {_step(dense)}. The best sparse method,"
+            f" {sparse.method}, takes {_ms(sparse.step)} ms and {_mb(sparse)}, {compared}."
         )
-    else:
-        first = (
-            f"Use {sparse.method}: {_step(sparse)}. The best dense method, {dense.method}, takes"
-            f" {_ms(dense.step)} ms for {_mb(dense)}, {dense.step / sparse.step:.1f} times as long."
-        )
-    caution = "" if plan.advised is dense else f"\n\n{_caution(sparse)}"
-    return f"{first} {_flip(plan)}{caution}"
+        return f"{first} {_flip(plan)}"
+    fastest = next(row for row in plan.rows if not is_dense(row.method))
+    beside = "" if fastest is sparse else f" No other is {WORTH} times as fast."
+    return (
+        f"Use {sparse.method}: {_step(sparse)}. The best dense method, {dense.method}, takes"
+        f" {_ms(dense.step)} ms and {_mb(dense)}, {dense.step / sparse.step:.1f} times as long."
+        f"{beside} {_flip(plan)}\n\n{_caution(sparse)}"
+    )
 
 
 def _caution(row: PlannedStep) -> str:
     """Return what a method that keeps coordinates back lost in recorded trainings."""
     known = RECORDED[row.method]
     points, task = known.worst
-    setting = f"{recorded.STEPS:,} steps at {100 * recorded.DENSITY:g} % on {recorded.RANKS} ranks"
-    seeds = f"{known.seeds} {_plural('seed', known.seeds)}"
+    density = f"{100 * known.density:g} %"
     return (
-        f"{row.method} changes training: coordinates are applied later than in dense training. In"
-        f" recorded trainings ({len(recorded.TASKS)} small tasks, {setting}, {seeds} each) it lost"
-        f" {-points:.1f} points of accuracy on its worst task, {task}, and had"
-        f" {known.perplexity:.1f} % more perplexity on words. Compare the accuracy with dense"
+        f"It changes training: coordinates are applied later. In recorded trainings at {density}"
+        f" ({len(recorded.TASKS)} small tasks, {recorded.STEPS:,} steps, {recorded.RANKS} ranks,"
+        f" {known.seeds} {_plural('seed', known.seeds)}) it lost {-points:.1f} points of accuracy"
+        f" on its worst task, {task}, and had {abs(known.perplexity):.1f} %"
+        f" {'more' if known.perplexity > 0 else 'less'} perplexity on words. Compare with dense"
         " training."
     )
 
 
-_TRAININGS = (120, 1_000, 10_000)
-"""Steps of trainings for which a plan tells the mean density."""
-
-
 def not_counted(plan: Plan) -> str:
     """Return what the predicted times leave out, and what they rest on."""
-    times = "those of one core of a CPU, scaled by the memory's bandwidth"
+    times = "of one core of a CPU, scaled by the memory's bandwidth"
     if plan.rates.measured:
-        times = "those of CPUs"
-    gpu = f"Not measured: any time on a GPU. The times to select, pack and reduce are {times}."
+        times = "of CPUs"
+    gpu = f"Not measured: any time on a GPU. Times of work are those {times}."
     density = plan.workload.density
-    if front_loaded(density, 0) == density:
+    if plan.workload.steps is not None or front_loaded(density, 0) == density:
         return gpu
-    means = (mean(front_loaded(density, step) for step in range(count)) for count in _TRAININGS)
-    trainings = zip(_TRAININGS, means, strict=True)
-    more = ", ".join(f"{_short(100 * share)} % in {count:,} steps" for count, share in trainings)
     return (
-        "Not counted: front-loading. Unless it is switched off, sparse methods send more in the"
-        " first steps of a training, which then take longer than the table says. The mean density"
-        f" is {more}.\n{gpu}"
+        "Not counted: the first steps, in which sparse methods send more; --steps, the length of"
+        f" the training, averages them in.\n{gpu}"
     )
 
 
@@ -130,9 +127,17 @@ def _flip(plan: Plan) -> str:
 
 def _step(row: PlannedStep) -> str:
     return (
-        f"with {row.method} a step takes {_ms(row.step)} ms, {_ms(row.exposed)} ms of them waiting"
-        f" for {_mb(row)} a rank"
+        f"a step takes {_ms(row.step)} ms, {_ms(row.exposed)} ms of them beyond"
+        f" the computation, and each rank sends {_mb(row)}"
     )
+
+
+def _sends(row: PlannedStep) -> str:
+    """Return the share of the gradient that a rank sends, and the format if it is not plain."""
+    if is_dense(row.method):
+        return "all"
+    share = f"{_short(100 * row.density)} %"
+    return share if row.format == RAW else f"{share} {row.format.name}"
 
 
 def _mb(row: PlannedStep) -> str:

@@ -14,7 +14,7 @@ from sparcel.schemes.auto import stages_by as auto_stages_by
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.dense import Dense, engine_stages
 from sparcel.schemes.dense import stages as dense_stages
-from sparcel.schemes.density import checked_density, front_loaded
+from sparcel.schemes.density import checked_density, front_loaded, front_loaded_shares
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.hierarchical import (
@@ -45,6 +45,7 @@ from sparcel.schemes.topk import stages_by as topk_stages_by
 from sparcel.stages import Stages
 
 __all__ = [
+    "DEFAULT",
     "ON_NODES",
     "PREDICTED",
     "RECOMMENDED",
@@ -70,6 +71,7 @@ __all__ = [
     "factor_at_switch",
     "filter_of",
     "front_loaded",
+    "front_loaded_shares",
     "momentum_of",
     "scheme",
     "stages_of",
@@ -106,8 +108,11 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
+DEFAULT = "oktopk"
+"""The scheme where none is named."""
+
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
-"""What ``"oktopk"`` is set to where no scheme is named. In recorded trainings it ended where dense
+"""What `DEFAULT` is set to where no scheme is named. In recorded trainings it ended where dense
 training does, for the fewest bytes: docs/experiments.md, "Loss for the bytes"."""
 
 _STAGES_BY: dict[str, Callable[[Rates], Stages]] = {
@@ -170,7 +175,7 @@ def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
 def chosen_scheme(scheme_or_name: Scheme | str | None, settings: Settings) -> Scheme:
     """Return a scheme that is given, or the one of that name with these settings.
 
-    Without any it is ``"oktopk"`` with `RECOMMENDED`, where ``settings`` do not differ.
+    Without any it is `DEFAULT` with `RECOMMENDED`, where ``settings`` do not differ.
 
     Raises
     ------
@@ -178,7 +183,7 @@ def chosen_scheme(scheme_or_name: Scheme | str | None, settings: Settings) -> Sc
         When settings are given beside a scheme, which has its own, and as `scheme` raises.
     """
     if scheme_or_name is None:
-        return scheme("oktopk", **RECOMMENDED | settings)
+        return scheme(DEFAULT, **RECOMMENDED | settings)
     if isinstance(scheme_or_name, str):
         return scheme(scheme_or_name, **settings)
     check_type(scheme_or_name, Scheme, "scheme", "sparcel.scheme('topk') makes one")

@@ -62,6 +62,18 @@ def front_loaded(density: float, step: int) -> float:
     return max(density, min(MOST_IN_FRONT, raised))
 
 
+def front_loaded_shares(density: float, steps: int) -> dict[float, float]:
+    """Return the densities that `front_loaded` gives in a training, each with its share of steps.
+
+    There are few, because the density only changes at powers of two.
+    """
+    shares: dict[float, float] = {}
+    for begun in (1 << power for power in range(steps.bit_length())):
+        shown = front_loaded(density, begun - 1)
+        shares[shown] = shares.get(shown, 0.0) + min(begun, steps + 1 - begun) / steps
+    return shares
+
+
 def count_for(density: float, size: int) -> int:
     """Return how many of ``size`` coordinates a density asks for: max(1, ⌈density·n⌉)."""
     return max(1, math.ceil(density * size))

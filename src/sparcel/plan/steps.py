@@ -1,0 +1,140 @@
+"""A step of training with one method, on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil
+
+from sparcel._checks import number, whole_number
+from sparcel.cost import Prediction, Problem, Rates, work_seconds
+from sparcel.formats import RAW, Format
+from sparcel.plan.models import Model
+from sparcel.schemes import SEND_ALL, checked_density, engine_stages, front_loaded_shares
+from sparcel.schemes.density import count_for
+from sparcel.stages import Stages
+from sparcel.training.ahead import ahead_work
+
+BASELINE = "dense bf16"
+DENSE: dict[str, Stages] = {"dense fp32": engine_stages(4), BASELINE: engine_stages(2)}
+"""DDP's own all-reduce."""
+
+_BACKWARD = 2 / 3
+"""Share of the computation that is the backward pass, in which gradients become ready evenly."""
+
+Predict = Callable[[Problem], Prediction]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and how it is exchanged.
+
+    Attributes
+    ----------
+    compute_s
+        Seconds of a forward and a backward pass.
+    bucket_bytes
+        Gradients (float32) travel in buckets of so many bytes, in order, each as soon as it is
+        ready and the one before has arrived. DDP's default is 25 MiB.
+    format
+        How the streams of sparse methods travel.
+    steps
+        The length of the training, in whose first steps sparse methods send more. None: a step
+        after these.
+    """
+
+    model: Model
+    density: float
+    compute_s: float
+    bucket_bytes: int = 25 << 20
+    format: Format = RAW
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        checked_density(self.density)
+        number(self.compute_s, "compute_s", at_least=0)
+        whole_number(self.bucket_bytes, "bucket_bytes", at_least=4)
+        if self.steps is not None:
+            whole_number(self.steps, "steps", at_least=1)
+
+    @property
+    def densities(self) -> dict[float, float]:
+        """The densities of the steps, each with its share of them."""
+        if self.steps is None:
+            return {self.density: 1.0}
+        return front_loaded_shares(self.density, self.steps)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step with one method, in the mean over the training; seconds.
+
+    ``select``, ``pack`` (into messages and out of them), ``exchange`` and ``reduce`` are those of
+    all buckets, ``ahead`` is what step-ahead adds to the forward pass, ``step`` what passes from
+    one step to the next, and ``exposed`` what it takes beyond the computation. ``bytes`` are a
+    rank's, ``density`` and ``format`` what it sends.
+    """
+
+    method: str
+    density: float
+    format: Format
+    step: float
+    ahead: float
+    select: float
+    pack: float
+    exchange: float
+    reduce: float
+    exposed: float
+    bytes: float
+
+    @property
+    def work(self) -> float:
+        """What ranks compute for the exchange."""
+        return self.select + self.pack + self.reduce
+
+
+def is_dense(method: str) -> bool:
+    """Tell whether a method sends everything."""
+    return method in (*DENSE, *SEND_ALL)
+
+
+_MEANS = ("density", "step", "ahead", "select", "pack", "exchange", "reduce", "exposed", "bytes")
+
+
+def mean_step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
+    """Return the mean of the training's steps, where a bucket's exchange is as ``predicted``."""
+    if is_dense(method):
+        return _step(method, replace(work, density=1.0, format=RAW), predicted, rates)
+    steps = [
+        (_step(method, replace(work, density=density), predicted, rates), share)
+        for density, share in work.densities.items()
+    ]
+    means = {name: sum(share * getattr(step, name) for step, share in steps) for name in _MEANS}
+    return replace(steps[0][0], **means)
+
+
+def _step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
+    """Send the buckets one after the other, each once it is ready."""
+    size = work.model.parameters
+    buckets = ceil(4 * size / work.bucket_bytes)
+    each = ceil(size / buckets)
+    k, here = count_for(work.density, each), rates.ranks_per_node
+    bucket = predicted(Problem(each, k, rates.ranks, here, format=work.format))
+    ahead = 0.0 if is_dense(method) else work_seconds(ahead_work(size), rates)
+    sent_until = 0.0
+    for done in range(1, buckets + 1):
+        ready = ahead + work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
+        sent_until = max(ready, sent_until) + bucket.seconds
+    return PlannedStep(
+        method,
+        work.density,
+        work.format,
+        step=sent_until,
+        ahead=ahead,
+        select=buckets * bucket.select,
+        pack=buckets * bucket.encode,
+        exchange=buckets * bucket.exchange,
+        reduce=buckets * bucket.reduce,
+        exposed=sent_until - work.compute_s,
+        bytes=buckets * bucket.bytes,
+    )
