@@ -21,7 +21,6 @@ from sparcel.schemes import (
     Scheme,
     SparCML,
     TopK,
-    connect_nodes,
 )
 from sparcel.selectors import RandomK
 from tests.schemes.steps import integers, simulate_nodes
@@ -109,7 +108,7 @@ def test_a_dense_scheme_that_a_driver_begins_with_compares_gradients_once(
     def on_rank(comm: Communicator) -> list[int]:
         scheme, sent = make(), []
         scheme.load_state_dict({"steps": steps, "memory": None})
-        comm.run(lambda: connect_nodes(scheme, comm))
+        comm.run(lambda: scheme.connect(comm))
         for _ in range(3):
             before = comm.traffic.messages_sent
             begin(scheme, comm)

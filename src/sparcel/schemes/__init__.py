@@ -17,13 +17,7 @@ from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import checked_density, front_loaded
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import stages as gtopk_stages
-from sparcel.schemes.hierarchical import (
-    Hierarchical,
-    connect_nodes,
-    factor_at_switch,
-    filter_of,
-    momentum_of,
-)
+from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
@@ -65,12 +59,8 @@ __all__ = [
     "TopK",
     "checked_density",
     "chosen_scheme",
-    "connect_nodes",
     "engine_stages",
-    "factor_at_switch",
-    "filter_of",
     "front_loaded",
-    "momentum_of",
     "scheme",
     "stages_of",
 ]

@@ -97,7 +97,7 @@ class Auto(Sparsifier):
 
     @property
     def chosen(self) -> str | None:
-        """The method that the scheme took last; None before the first step."""
+        """See `Scheme.chosen`; None before the first step."""
         return self._contest.chosen if self._contest else None
 
     @property

@@ -48,12 +48,42 @@ class Scheme(ABC):
     @property
     def owed(self) -> Tensor | None:
         """What this rank still owes to the updates: the memory, or memory/β under a filter."""
-        return self.memory
+        memory, beta = self.memory, self.filter_at(self.steps)
+        return memory if memory is None or beta == 1 else memory / beta
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """The names of what `coordinates` holds after a step; empty for a dense scheme."""
         return ()
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that the scheme corrects; 0 if it has none."""
+        return 0.0
+
+    @property
+    def chosen(self) -> str | None:
+        """The method that the scheme took last; None if it does not choose."""
+        return None
+
+    def filter_at(self, step: int) -> float:
+        """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
+        return 1.0
+
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
+        return after / before
+
+    def connect(self, comm: Communicator) -> None:  # noqa: B027
+        """Make the connections of the first step now, in a job of ``comm``; all ranks call.
+
+        Only schemes that tell nodes apart need any.
+
+        Raises
+        ------
+        InputError
+            When nodes have different numbers of ranks.
+        """
 
     def step(
         self,
@@ -174,6 +204,11 @@ class Scheme(ABC):
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the state of the coordinates ``[start, stop)``, by name, without copying."""
         return {}
+
+    def forget(self) -> None:
+        """Set all that is remembered of the coordinates to zero."""
+        for part in self.coordinates().values():
+            part.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state that a later run needs: the memory, the number of steps."""

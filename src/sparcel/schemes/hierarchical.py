@@ -26,7 +26,6 @@ from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme, averaged
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Problem, Stage, Stages, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, gather_stages
@@ -76,15 +75,32 @@ class Hierarchical(Scheme):
     @property
     def owed(self) -> Tensor | None:
         """See `Scheme.owed`."""
-        beta = filter_of(self, self.steps)
+        memory, beta = self.memory, self.filter_at(self.steps)
         if self._loaded is not None:  # the next step may rescale it
-            beta /= factor_at_switch(self, self._loaded.get("beta", beta), beta)
-        return self.memory if self.memory is None or beta == 1 else self.memory / beta
+            beta /= self.factor_at_switch(self._loaded.get("beta", beta), beta)
+        return memory if memory is None or beta == 1 else memory / beta
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return self.inner.remembers
+
+    @property
+    def momentum(self) -> float:
+        """See `Scheme.momentum`."""
+        return self.inner.momentum
+
+    def filter_at(self, step: int) -> float:
+        """See `Scheme.filter_at`."""
+        return self.inner.filter_at(step)
+
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """See `Scheme.factor_at_switch`."""
+        return self.inner.factor_at_switch(before, after)
+
+    def connect(self, comm: Communicator) -> None:
+        """See `Scheme.connect`."""
+        self.inner.connect(comm.grid(self.ranks_per_node).across)
 
     def reduce(
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
@@ -124,6 +140,11 @@ class Hierarchical(Scheme):
         stop = self._size if stop is None else stop
         shards = self.inner.coordinates()
         return {name: self._placed(shard, start, stop) for name, shard in shards.items()}
+
+    def forget(self) -> None:
+        """See `Scheme.forget`."""
+        self._loaded = None
+        self.inner.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
@@ -198,43 +219,6 @@ class Hierarchical(Scheme):
             front_loaded=request.front_loaded,
             meter=request.meter,
         )
-
-
-def connect_nodes(scheme: Scheme, comm: Communicator) -> None:
-    """Connect the ranks of each node and of each shard, inside a job of ``comm``; all ranks call.
-
-    Otherwise a scheme's first step does it. Schemes without nodes need nothing.
-
-    Raises
-    ------
-    InputError
-        When nodes have different numbers of ranks.
-    """
-    if isinstance(scheme, Hierarchical):
-        connect_nodes(scheme.inner, comm.grid(scheme.ranks_per_node).across)
-
-
-def momentum_of(scheme: Scheme) -> float:
-    """Return the momentum that a scheme corrects, 0 if it has none."""
-    if isinstance(scheme, Hierarchical):
-        return momentum_of(scheme.inner)
-    return scheme.momentum if isinstance(scheme, Sparsifier) else 0.0
-
-
-def filter_of(scheme: Scheme, step: int) -> float:
-    """Return the filter β (ScaleCom) that a scheme's memory is scaled by at a step; 1 is none."""
-    if isinstance(scheme, Hierarchical):
-        return filter_of(scheme.inner, step)
-    return scheme.filter_at(step) if isinstance(scheme, Sparsifier) else 1.0
-
-
-def factor_at_switch(scheme: Scheme, before: float, after: float) -> float:
-    """Return what a scheme's memory is multiplied by when its filter β changes."""
-    if isinstance(scheme, Hierarchical):
-        return factor_at_switch(scheme.inner, before, after)
-    if isinstance(scheme, Sparsifier):
-        return scheme.factor_at_switch(before, after)
-    return after / before  # what is owed is flushed
 
 
 def _gather_shards(

@@ -76,11 +76,11 @@ class ScaleCom(Sparsifier):
         super().__post_init__()
 
     def filter_at(self, step: int) -> float:
-        """See `Sparsifier.filter_at`."""
+        """See `Scheme.filter_at`."""
         return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0
 
     def factor_at_switch(self, before: float, after: float) -> float:
-        """See `Sparsifier.factor_at_switch`."""
+        """See `Scheme.factor_at_switch`."""
         keeps_memory = self.beta_switch == "memory"
         return 1.0 if keeps_memory else super().factor_at_switch(before, after)
 

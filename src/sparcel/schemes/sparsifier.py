@@ -128,23 +128,9 @@ class Sparsifier(Scheme):
         return self._memory.residual
 
     @property
-    def owed(self) -> Tensor | None:
-        """See `Scheme.owed`."""
-        beta = self.filter_at(self.steps)
-        return self.memory if self.memory is None or beta == 1 else self.memory / beta
-
-    @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
-
-    def filter_at(self, step: int) -> float:
-        """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
-        return 1.0
-
-    def factor_at_switch(self, before: float, after: float) -> float:
-        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
-        return after / before
 
     def reduce(
         self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None

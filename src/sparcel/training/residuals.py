@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.memory import saturate, wide_dtype
-from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
+from sparcel.schemes import Layer, Scheme
 from sparcel.training.flush import Flush
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 
@@ -56,12 +56,12 @@ class Residuals:
     @property
     def filter(self) -> float:
         """The memory's low-pass filter β; 1 is none."""
-        return filter_of(self.template, self.steps)
+        return self.template.filter_at(self.steps)
 
     @property
     def momentum(self) -> float:
         """The momentum that the scheme corrects; what is remembered is then a sum of velocities."""
-        return momentum_of(self.template)
+        return self.template.momentum
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -138,12 +138,8 @@ class Residuals:
 
     def chosen(self) -> dict[str, str]:
         """Return the method that ``"auto"`` chose last, by tensor; empty for other schemes."""
-        schemes = {name: vector.scheme for name, (vector, _) in self._vectors.items()}
-        return {
-            name: scheme.chosen
-            for name, scheme in schemes.items()
-            if isinstance(scheme, Auto) and scheme.chosen is not None
-        }
+        chosen = {name: vector.scheme.chosen for name, (vector, _) in self._vectors.items()}
+        return {name: method for name, method in chosen.items() if method is not None}
 
     def commit(
         self, vectors: Iterable[Vector], left: Mapping[str, Tensor], will_owe: bool
@@ -159,7 +155,7 @@ class Residuals:
         before, layout = self.filter, self.layout()
         names = {*self._vectors, *self._loaded, *self.flush.owed}
         parts = {name: self.of(name) for name in names}
-        parts = _scaled(parts, filter_of(template, self.steps) / before)
+        parts = _scaled(parts, template.filter_at(self.steps) / before)
         self.flush.pending = not template.remembers and bool(self.owed_kinds)
         self.template, self._loaded_layout = template, layout
         self._replace(parts)
@@ -179,8 +175,8 @@ class Residuals:
         anything. ``beta`` is the filter that the residuals were saved under, None for that of now;
         ``layout`` is that of the step before.
         """
-        after = filter_of(self.template, steps)
-        factor = factor_at_switch(self.template, after if beta is None else beta, after)
+        after = self.template.filter_at(steps)
+        factor = self.template.factor_at_switch(after if beta is None else beta, after)
         residuals = _scaled(residuals, factor)  # may lack memory for it, and then nothing changes
         self._loaded_layout, self._layout_ends = layout, steps + _FIRST_STEPS
         self.steps = steps
