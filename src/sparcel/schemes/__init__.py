@@ -21,6 +21,7 @@ from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
+from sparcel.schemes.outcome import Begun
 from sparcel.schemes.presets import (
     dgc,
     hitopk,
@@ -45,6 +46,7 @@ __all__ = [
     "SCHEMES",
     "SEND_ALL",
     "Auto",
+    "Begun",
     "Dense",
     "GTopK",
     "Hierarchical",

@@ -24,7 +24,8 @@ from sparcel.errors import InputError
 from sparcel.formats import Expected
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._stages import apply_stages
-from sparcel.schemes.base import Scheme, averaged
+from sparcel.schemes.base import Scheme
+from sparcel.schemes.outcome import Reduced, averaged
 from sparcel.schemes.request import Request
 from sparcel.stages import Problem, Stage, Stages, Work, copied
 from sparcel.stream import SparseStream
@@ -103,8 +104,13 @@ class Hierarchical(Scheme):
         self.inner.connect(comm.grid(self.ranks_per_node).across)
 
     def reduce(
-        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
-    ) -> tuple[SparseStream, int]:
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
         here = comm.grid(self.ranks_per_node)
         node = Wire(here.node)
@@ -116,21 +122,19 @@ class Hierarchical(Scheme):
                 self._bring_loaded(gradient, here.node)
                 shard = sum_regions(gradient, node, wide_dtype(gradient.dtype))
             of_shard = self._of_shard(request, shard, comm)
-            total, divisor = self.inner.reduce(shard, here.across, of_shard)
+            inner = self.inner.reduce(shard, here.across, of_shard)
         with request.meter.communicating():
-            average = averaged(total, divisor, gradient.dtype)
+            average = averaged(inner, gradient.dtype)
             whole = _gather_shards(average, node, boundaries, scratch)
-        if scratch is gradient and whole.indices is not None:
+        if in_place and whole.indices is not None:
             gradient.zero_()
-        return whole, 1
+        return Reduced(whole, None, inner=inner)
 
-    def commit(self) -> None:
-        """See `Scheme.commit`."""
-        super().commit()
-        self.inner.finite = self.finite
-        self.inner.commit()
-        if self.finite:
-            self._loaded = None
+    def _take_effect(self, reduced: Reduced) -> None:
+        super()._take_effect(reduced)
+        assert reduced.inner is not None, "reduce gave it"
+        self.inner._take_effect(reduced.inner)
+        self._loaded = None
 
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """See `Scheme.coordinates`; copies, zero outside the shard that this rank serves."""

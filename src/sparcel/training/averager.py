@@ -258,7 +258,7 @@ class Averager:
             raise InputError("the step has no tensors; call queue() before finish()")
         step.end()
         if step.finite:
-            flushed = it.residuals.commit(step.vectors, step.left, step.will_owe)
+            flushed = it.residuals.commit(step.begun, step.left, step.will_owe)
             step.meter.count_flushed(flushed)
         it.account(step.costs(), step.finite)
         return step.rows

@@ -15,7 +15,7 @@ from sparcel.comm import Communicator, Job, Traffic, ring_bytes
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
-from sparcel.schemes import Meter, Request
+from sparcel.schemes import Begun, Meter, Request, Scheme
 from sparcel.stream import SparseStream
 from sparcel.training.layout import Queued, joined, zeros_in
 from sparcel.training.residuals import Vector
@@ -40,8 +40,8 @@ class Transaction:
     """Whether the tensors of all ranks were finite so far."""
     rows: dict[str, Tensor] = field(default_factory=dict)
     """The averages of sparse gradients, by name."""
-    vectors: list[Vector] = field(default_factory=list)
-    """The vectors whose schemes have to commit."""
+    begun: list[tuple[Scheme, Begun]] = field(default_factory=list)
+    """What the vectors' schemes have begun, and have to commit."""
     left: dict[str, Tensor] = field(default_factory=dict)
     """What tensors owe of an old memory after this step, which adds a share to their gradients."""
     will_owe: bool = False
@@ -146,8 +146,8 @@ class Transaction:
             request = Request(
                 served.layers, withheld, apart, front_loaded=it.frontload, meter=self.meter
             )
-            self._exchange_vector(served, flat, request, self._scale())
-            sent_whole = flat is vector and served.scheme.sent_whole
+            begun = self._exchange_vector(served, flat, request, self._scale())
+            sent_whole = flat is vector and begun.reduced.sent_whole
         if not sent_whole:
             self._small += zip(places, gradients, strict=True)
 
@@ -162,7 +162,7 @@ class Transaction:
 
     def _exchange_vector(
         self, vector: Vector, gradient: Tensor, request: Request, scale: float
-    ) -> None:
+    ) -> Begun:
         """Replace a gradient, which a GradScaler has scaled, by its update.
 
         A scheme with memory gets it unscaled; another one gets it as it is, with the share of this
@@ -174,11 +174,12 @@ class Transaction:
         self.left |= self.session.residuals.flush.add_to(
             gradient, vector.pieces, request.withheld, scale
         )
-        self.vectors.append(vector)
-        vector.scheme.begin(gradient, self.comm, request, out=gradient)
-        self.finite &= vector.scheme.finite
+        begun = vector.scheme.begin(gradient, self.comm, request, in_place=True)
+        self.begun.append((vector.scheme, begun))
+        self.finite &= begun.finite
         if unscaled:
             gradient.mul_(scale)
+        return begun
 
     def exchange_rows(self, name: str, gradient: Tensor) -> None:
         """Average a sparse gradient over the ranks; nothing is left out.
