@@ -226,16 +226,13 @@ class Averager:
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         small = [piece for piece in pieces if piece.name in dense]
         large = [piece for piece in pieces if piece.name not in dense]
-        step = self._open(places)
-        step.updates.append(vector)
-        return step.queue(lambda: step.take(Queued(vector, small, large)))
+        return self._open(places).queue(Queued(vector, small, large))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
         it = self._session
         check_gradient(name, gradient, it.treatment)
-        step = self._open([name])
-        step.queue(lambda: step.exchange_rows(name, gradient))
+        self._open([name]).queue_rows(name, gradient)
 
     def finish(self) -> dict[str, Tensor]:
         """Exchange what is left of the step, wait for all updates, and commit; all ranks call.

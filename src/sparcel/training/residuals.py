@@ -82,10 +82,11 @@ class Residuals:
 
     def vectors(
         self, pieces: tuple[Piece, ...], gradient: Tensor
-    ) -> Iterator[tuple[Vector, Tensor]]:
-        """Yield the vectors in which to exchange the pieces of a gradient, each with its tensor.
+    ) -> Iterator[tuple[Vector, Tensor, bool]]:
+        """Yield the vectors in which to exchange the pieces of a gradient.
 
-        As a rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
+        Each comes with its tensor, and with whether its pieces have moved to another layout. As a
+        rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
         selected depends on a tensor's neighbours, and after a checkpoint a driver may begin with
         others. The first steps therefore select from copies in the loaded layout; what they become
         is copied to ``gradient`` when the iteration goes on. A layout of several vectors is not
@@ -97,11 +98,11 @@ class Residuals:
         if self._joined is not None and len(others) > 1:
             others = []
         if not others:
-            yield self.vector(pieces, gradient), gradient
+            yield self.vector(pieces, gradient), gradient, False
         for moved, size in others:
             flat = gradient.new_zeros(size)
             copy_pieces(gradient, pieces, flat, moved)
-            yield self.vector(moved, flat), flat
+            yield self.vector(moved, flat), flat, True
             copy_pieces(flat, moved, gradient, pieces)
 
     def vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
