@@ -100,6 +100,7 @@ def stages(problem: Problem, course: Course) -> Iterator[Stage]:
     region = course.boundaries[problem.rank + 1] - course.boundaries[problem.rank]
     yield Work("small", SMALL)
     yield from reduce_stages(problem, course.boundaries)
+    yield Work("add", region)  # the copy of what is held
     yield scattered(problem.entries(problem.everyone) / problem.ranks)
     yield from winners_stages(problem, region, course.histograms, course.listed)
     yield Work("select", region, times=2 * SELECT_ONLY)  # what may win, and what wins

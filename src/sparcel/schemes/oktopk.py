@@ -202,4 +202,5 @@ def stages(problem: Problem) -> Iterator[Stage]:
         k_of_all = min(size, k * ranks // (ranks - 1))
         spread = None if problem.spread is None else max(k_of_all, problem.spread)
         yield from held_stages(replace(problem, k=k_of_all, spread=spread), course)
+        yield scattered(k)
     yield from apply_stages(problem, k)
