@@ -126,8 +126,7 @@ class Memory:
 
     def take_all(self) -> None:
         """Take everything out of scratch."""
-        assert self._scratch is not None, "take_all follows accumulate"
-        self._scratch.zero_()
+        self.kept.zero_()
 
     @property
     def kept(self) -> Tensor:

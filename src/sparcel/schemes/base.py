@@ -95,12 +95,13 @@ class Scheme(ABC):
             A sparcel communicator, a torch process group, an MPI communicator, or None for torch's
             default group; all its ranks call.
         out
-            Where to write the update; a new tensor like ``gradient`` by default.
+            Where to write the update; a new tensor like ``gradient`` by default. ``gradient`` will
+            do, but ``in_place`` saves a pass.
         request
             Settings of this step.
         in_place
-            Write the update to ``gradient``, without ``out``. The step clears it as it reads it,
-            which saves a pass; after an error it may hold anything.
+            Write the update to ``gradient``, without ``out``. The step clears it as it reads it, so
+            after an error it may hold anything.
 
         Returns
         -------
