@@ -55,7 +55,7 @@ def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
 
     def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
         scheme = Hierarchical(inner(k / stream.size), min(8, max(1, comm.size // 2)))
-        return scheme.reduce(stream.to_dense(), comm, Request())[0]
+        return scheme.reduce(stream.to_dense(), comm, Request()).total
 
     return step
 

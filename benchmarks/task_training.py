@@ -23,7 +23,6 @@ from torch.func import functional_call
 import sparcel
 from sparcel.comm import Communicator
 from sparcel.rates import Rates
-from sparcel.schemes import momentum_of
 from sparcel.selectors import Selector
 from sparcel.training import Averager, stays_dense
 
@@ -101,10 +100,10 @@ class Run:
         self.model = task.model(self.split)
         self.named = dict(self.model.named_parameters())
         self.scheme = method.make()
-        if task.adamw and momentum_of(self.scheme):  # there is no correction of Adam's momentum
+        if task.adamw and self.scheme.momentum:  # there is no correction of Adam's momentum
             self.scheme = replace(self.scheme, momentum=0.0)
         corrected = [name for name, p in self.named.items() if not stays_dense(name, p)]
-        self.optimizer = task.optimizer(self.model, corrected if momentum_of(self.scheme) else ())
+        self.optimizer = task.optimizer(self.model, corrected if self.scheme.momentum else ())
         self.losses = [0.0] * task.steps
         self.dense_steps = self.clipped_steps = 0
         self._updates: dict[str, Tensor] = {}

@@ -144,7 +144,7 @@ ON_RANKS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "tensors scheme group scaler policy densities rates scope withhold_zeros",
     ),
     (parallel, {"op": sums_of_squares, "tensors": [X]}, "op group additive"),
-    (sparcel.scheme("topk").step, {"gradient": X}, "gradient out request"),
+    (sparcel.scheme("topk").step, {"gradient": X}, "gradient out request in_place"),
     (sparcel.scheme("topk").step_stream, {"gradient": X}, "gradient request"),
 ]
 """Calls that take a group, or a communicator."""

@@ -14,9 +14,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel import kernels
-from sparcel.comm import Communicator, TorchCommunicator
-from sparcel.wire import Wire
+from sparcel import _cpu
+from sparcel.comm import Communicator
+from sparcel.comm.jobs import JobQueue
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "sparcel"
@@ -118,7 +118,7 @@ def files_of(stack: list[inspect.FrameInfo]) -> list[str]:
     """Return the files of the package that a call came through, the caller's callers first."""
     files = [Path(frame.filename) for frame in reversed(stack)]
     inside = [file.relative_to(PACKAGE) for file in files if file.is_relative_to(PACKAGE)]
-    return [str(file.with_suffix("")) for file in inside if file.parts[0] != "comm"]
+    return [str(file.with_suffix("")) for file in inside]
 
 
 def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, set[str]]:
@@ -130,25 +130,25 @@ def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, 
     job = threading.local()
 
     def noted(name: str, own: Callable[..., object]) -> Callable[..., object]:
-        def note(*args: object, **kwargs: object) -> object:
+        def note(*args: object) -> object:
             files = [*getattr(job, "came", ()), *files_of(inspect.stack()[1:])]
             ways[name].add(" > ".join(file for file, _ in groupby(files)))
-            return own(*args, **kwargs)
+            return own(*args)
 
         return note
 
-    def submit(comm: TorchCommunicator, work: Callable[[], object]) -> object:
+    def submit(queue: JobQueue, work: Callable[[], object]) -> object:
         came = files_of(inspect.stack()[1:])
 
         def follow() -> object:
             job.came = came
             return work()
 
-        return own_submit(comm, follow)
+        return own_submit(queue, follow)
 
-    own_submit = TorchCommunicator.submit
+    own_submit = JobQueue.submit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchCommunicator, "submit", submit)
+        patch.setattr(JobQueue, "submit", submit)
         for name, owner in targets.items():
             patch.setattr(owner, name, noted(name, getattr(owner, name)))
         run()
@@ -160,17 +160,29 @@ def step_of_ddp(_: Communicator) -> dict[str, set[str]]:
     ddp = DistributedDataParallel(torch.nn.Linear(100, 50, bias=False))
     handle = sparcel.attach(ddp, "gtopk", policy=lambda *_: False)
     loss = ddp(torch.ones(2, 100)).sum()
-    ways = ways_to({"accumulate_topk": kernels, "pack": Wire}, loss.backward)
+    ways = ways_to({"accumulate_topk": _cpu, "exchange": _cpu.Mesh}, loss.backward)
     handle.close()
     return ways
+
+
+def drawn(lines: dict[str, list[str]], *names: str) -> str:
+    """Join lines of the drawing to a way; each begins where the one before ends."""
+    files: list[str] = []
+    for name in names:
+        assert not files or files[-1] == lines[name][0]
+        files += lines[name][bool(files) :]
+    return " > ".join(files)
 
 
 @pytest.mark.processes
 def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
     drawing = re.search(r"### The way of a gradient.*?```\n(.*?)```", DESIGN, re.DOTALL)
     assert drawing is not None
-    selecting, exchanging = drawing.group(1).splitlines()
-    assert len({*selecting.split(" > "), *exchanging.split(" > ")}) <= 10
+    named = dict(line.split(maxsplit=1) for line in drawing.group(1).splitlines())
+    lines = {name: files.split(" > ") for name, files in named.items()}
+    assert list(lines) == ["queue", "run", "begin", "select", "exchange", "sum", "send"]
+    selecting = drawn(lines, "queue", "run", "begin", "select")
+    exchanging = drawn(lines, "queue", "run", "begin", "exchange", "sum", "send")
     first, second = run_on(2, step_of_ddp)
     assert first["accumulate_topk"] == second["accumulate_topk"] == {selecting}
-    assert exchanging in second["pack"]  # and the first sends the result
+    assert exchanging in first["exchange"] & second["exchange"]

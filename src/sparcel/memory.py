@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ from sparcel.stream import SparseStream
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""
+
+Placed = tuple[int, SparseStream]
+"""A stream of consecutive coordinates of a vector, with the place of the first."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class Share:
 class Memory:
     """A residual and one scratch vector, which change places when a step commits.
 
-    A step computes ``scratch = residual + gradient − sent``, to which an exchange may add what
-    arrives, and leaves the residual as it was until `commit`. Both are float32, or float64 for
-    float64 gradients.
+    A step computes ``scratch = residual + gradient − selected``, to which `settle` applies what an
+    exchange has returned, and leaves the residual as it was until `commit`. Both are float32, or
+    float64 for float64 gradients.
 
     Parameters
     ----------
@@ -115,42 +118,39 @@ class Memory:
     ) -> SparseStream:
         """Leave all of residual + gradient in scratch, and return it as a dense stream.
 
-        The stream shares the scratch's storage. `take` takes out what is sent of it.
+        The stream shares the scratch's storage. `settle` takes out what was sent of it.
         """
         with self._entered(gradient, ranks, withheld, clear) as addition:
             *_, finite = kernels.accumulate_topk(addition, 0)
         return SparseStream.unchecked(None, addition.scratch, gradient.numel(), finite)
 
-    def take(self, indices: Tensor) -> Tensor:
-        """Take these coordinates (``[nnz]``, unique) out of scratch and return their values."""
-        assert self._scratch is not None, "take follows accumulate"
-        values = self._scratch.index_select(0, indices)
-        kernels.scatter(self._scratch, indices, torch.zeros_like(values))
-        return values
-
     def take_all(self) -> None:
         """Take everything out of scratch."""
-        assert self._scratch is not None, "take_all follows accumulate"
-        self._scratch.zero_()
+        self.kept.zero_()
 
     @property
     def kept(self) -> Tensor:
-        """What the step keeps back, ``[size]``; an exchange may change it."""
+        """What the step keeps back, ``[size]``; `settle` alone changes it."""
         assert self._scratch is not None, "kept follows select"
         return self._scratch
 
-    def give_back(self, stream: SparseStream, start: int = 0) -> None:
-        """Add a stream, whose first coordinate is ``start``, to what the step keeps back.
+    def settle(
+        self,
+        enters: Iterable[Placed] = (),
+        leaves: Iterable[SparseStream] = (),
+        returns: Iterable[Placed] = (),
+    ) -> None:
+        """Apply to what the step keeps back what an exchange has returned.
 
-        Sums are limited to the largest finite number, because Inf may not enter memory and the
-        other ranks have finished the step already.
+        ``enters`` is added. Then the coordinates of ``leaves``, sparse streams of the whole vector,
+        are set to 0, and ``returns`` is added. Sums are limited to the largest finite number,
+        because Inf may not enter memory and the other ranks have finished the step already.
         """
-        assert self._scratch is not None, "give_back follows select"
-        part = self._scratch[start : start + stream.size]
-        if stream.indices is None:
-            saturate(part.add_(stream.values))
-        else:
-            kernels.add_saturated(part, stream.indices, stream.values)
+        self._add(enters)
+        for stream in leaves:
+            assert stream.indices is not None, "what leaves is sparse"
+            kernels.scatter(self.kept, stream.indices, torch.zeros_like(stream.values))
+        self._add(returns)
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""
@@ -206,6 +206,14 @@ class Memory:
                 f" {residual.device}, got a gradient of {gradient.numel()} on {gradient.device};"
                 " make one scheme for each vector"
             )
+
+    def _add(self, streams: Iterable[Placed]) -> None:
+        for start, stream in streams:
+            part = self.kept[start : start + stream.size]
+            if stream.indices is None:
+                saturate(part.add_(stream.values))
+            else:
+                kernels.add_saturated(part, stream.indices, stream.values)
 
     @contextmanager
     def _entered(

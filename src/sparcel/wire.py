@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -264,7 +264,7 @@ def collective(
             ("format", wire.format),
         )
         same = call_of(function, facts, args, tuple(kwargs.items()))
-        return wire.comm.call(same, lambda: function(stream, wire, *args, **kwargs))
+        return wire.comm.call(same, partial(function, stream, wire, *args, **kwargs))
 
     return call
 

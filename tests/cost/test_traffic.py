@@ -323,7 +323,8 @@ def held(stream: SparseStream, comm: Communicator, k: int) -> None:
     """Find boundaries, and sum in regions that hold nothing yet."""
     boundaries, _ = oktopk_module.balanced_boundaries(stream, comm, k)
     region = torch.zeros(boundaries[comm.rank + 1] - boundaries[comm.rank])
-    held_module.oktopk_held(stream, region, boundaries, Wire(comm), k, k)
+    nothing = stream.slice(0, region.numel()).empty_like()
+    held_module.oktopk_held(stream, region, nothing, boundaries, Wire(comm), k, k)
 
 
 def steps_of_held(problem: Problem, course: Course) -> Iterator[Stage]:

@@ -146,8 +146,9 @@ def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch
             update = scheme.step(gradient, comm)
             cost = {name: value - before[name] for name, value in vars(comm.traffic).items()}
             before = vars(comm.traffic).copy()
-            reference = comm.run(lambda: plain.begin(gradient, comm)).to_dense()  # noqa: B023
-            plain.commit()
+            begun = comm.run(lambda: plain.begin(gradient, comm))  # noqa: B023
+            reference = begun.average.to_dense()
+            plain.commit(begun)
             dense = {name: value - before[name] for name, value in vars(comm.traffic).items()}
             kept.append(None if scheme.memory is None else scheme.memory.clone())
             same = same_bits(update, reference)
@@ -217,7 +218,6 @@ def test_dense_step_with_an_infinite_gradient_does_not_count():
             if step == 1 and comm.rank == 1:
                 gradient[3] = float("inf")
             update = scheme.step(gradient, comm)
-            assert scheme.finite == (step != 1)
             assert bool(update.isnan().all()) == (step == 1)
         return scheme.steps
 

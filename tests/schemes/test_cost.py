@@ -13,7 +13,7 @@ from sparcel.schemes import Request
 from sparcel.selectors import SELECTORS
 from tests.collectives.test_traffic import COSTS, evaluate
 from tests.sampling import meeting
-from tests.schemes.steps import integers, normal
+from tests.schemes.steps import normal
 
 SETTINGS = {
     "allgather": ("topk", {"density": 0.01, "algorithm": "allgather"}),
@@ -119,13 +119,16 @@ SPARSE_WORK = {
 
 @pytest.mark.parametrize(("setting", "world"), meeting(SPARSE_WORK, [1, 2, 5], each=1))
 def test_steady_state_allocates_nothing_as_large_as_the_vector(setting, world):
-    """Only the update is allowed, if no ``out`` is given; not even a mask of bytes is."""
+    """Only the update is allowed, if no ``out`` is given; not even a mask of bytes is.
+
+    The copy that an owner makes of its region is smaller: regions are of about the same size.
+    """
     size, (name, settings) = 200_000, SPARSE_WORK[setting]
 
     def on_rank(comm):
         scheme = sparcel.scheme(name, **(settings | {"density": 0.002}))
         out = torch.empty(size)
-        gradients = [integers(comm.rank, step, size).float() for step in range(4)]
+        gradients = [normal(comm.rank, step, size) for step in range(4)]
         for gradient in gradients[:2]:
             scheme.step(gradient, comm, out)
         with Allocations(size, [out, *gradients]) as allocations:

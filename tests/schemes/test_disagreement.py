@@ -12,6 +12,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import MismatchError, SparcelError
 from sparcel.schemes import (
     Auto,
+    Begun,
     Dense,
     GTopK,
     Hierarchical,
@@ -21,7 +22,6 @@ from sparcel.schemes import (
     Scheme,
     SparCML,
     TopK,
-    connect_nodes,
 )
 from sparcel.selectors import RandomK
 from tests.schemes.steps import integers, simulate_nodes
@@ -65,7 +65,7 @@ def step_stream(scheme: Scheme, comm: Communicator) -> object:
     return scheme.step_stream(integers(comm.rank, 0, 60), comm)
 
 
-def begin(scheme: Scheme, comm: Communicator) -> object:
+def begin(scheme: Scheme, comm: Communicator) -> Begun:
     return comm.submit(lambda: scheme.begin(integers(comm.rank, 0, 60), comm)).wait()
 
 
@@ -109,11 +109,10 @@ def test_a_dense_scheme_that_a_driver_begins_with_compares_gradients_once(
     def on_rank(comm: Communicator) -> list[int]:
         scheme, sent = make(), []
         scheme.load_state_dict({"steps": steps, "memory": None})
-        comm.run(lambda: connect_nodes(scheme, comm))
+        comm.run(lambda: scheme.connect(comm))
         for _ in range(3):
             before = comm.traffic.messages_sent
-            begin(scheme, comm)
-            scheme.commit()
+            scheme.commit(begin(scheme, comm))
             sent.append(comm.traffic.messages_sent - before)
         return sent
 

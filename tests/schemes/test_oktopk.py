@@ -38,30 +38,35 @@ def test_the_largest_of_all_regions_are_taken_out(layout, world, size, k, dtype,
     streams = [stream.largest(size) for stream in case_of(layout, world, size, dtype).streams]
     boundaries = [0, *sorted(random.randint(0, size) for _ in range(world - 1)), size]
     before = integers(3, 1, size, dtype)
+    added = SparseStream.from_dense(integers(5, 2, size, dtype)).largest(size // 3)
 
     def on_rank(comm):
         start, stop = boundaries[comm.rank : comm.rank + 2]
-        held = before[start:stop].clone()
-        return oktopk_held(streams[comm.rank], held, boundaries, Wire(comm), k), held
+        held, own = before[start:stop].clone(), added.slice(start, stop)
+        outcome = oktopk_held(streams[comm.rank], held, own, boundaries, Wire(comm), k)
+        assert torch.equal(held, before[start:stop])
+        return outcome
 
     found = simulate(world, on_rank).results
-    sums = before + sum(map(full, streams))
+    sums = before + full(added) + sum(map(full, streams))
     winners = SparseStream(None, sums, size).largest(k)
-    assert all(same_stream(outcome.total, winners) for outcome, _ in found)
-    assert torch.equal(torch.cat([held for _, held in found]), sums - full(winners))
-    assert torch.equal(before + torch.cat([full(outcome.arrived) for outcome, _ in found]), sums)
-    assert torch.equal(sum(full(outcome.released) for outcome, _ in found), full(winners))
+    assert all(same_stream(outcome.total, winners) for outcome in found)
+    arrived = torch.cat([full(outcome.arrived) for outcome in found])
+    assert torch.equal(before + full(added) + arrived, sums)
+    assert torch.equal(sum(full(outcome.released) for outcome in found), full(winners))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["held", "stream"])
 def test_a_region_that_is_not_finite_voids_the_total(where, poison):
+    nothing = SparseStream(torch.tensor([], dtype=torch.int32), torch.tensor([]), 5)
+
     def on_rank(comm):
         held, values = torch.ones(5), torch.ones(2)
         if comm.rank == 1:
             (held if where == "held" else values)[0] = poison
         stream = SparseStream(torch.tensor([3, 11]), values, 15)
-        return oktopk_held(stream, held, [0, 5, 10, 15], Wire(comm), 4)
+        return oktopk_held(stream, held, nothing, [0, 5, 10, 15], Wire(comm), 4)
 
     for outcome in simulate(3, on_rank).results:
         assert not outcome.total.finite
@@ -102,10 +107,13 @@ def test_what_a_selection_has_of_a_region_is_replaced_by_others(size, cuts, own,
     memory = Memory()
     shares = [Share(0, size, selector("exact"), k)]
     selection = memory.select(gradient, shares, 0, 1)
-    sent = select_elsewhere(memory.kept, selection, shares, boundaries, own)
-    assert sent.nnz <= selection.nnz
-    assert torch.equal(full(sent), elsewhere(gradient, k, boundaries, own))
-    assert torch.equal(memory.kept, gradient - full(sent))
+    rest = memory.kept.clone()
+    choice = select_elsewhere(memory.kept, selection, shares, boundaries, own)
+    assert same_bits(memory.kept, rest)
+    assert choice.sent.nnz <= selection.nnz
+    assert torch.equal(full(choice.sent), elsewhere(gradient, k, boundaries, own))
+    memory.settle([(boundaries[own], choice.unsent)], [choice.instead])
+    assert torch.equal(memory.kept, gradient - full(choice.sent))
 
 
 @pytest.mark.parametrize(
@@ -121,8 +129,8 @@ def test_a_layers_coordinates_are_replaced_by_its_own(boundaries, own, sent):
     shares = [Share(start, stop, selector("exact"), k) for start, stop, k in layers]
     selection = memory.select(torch.arange(1.0, 101), shares, 0, 2)
     assert selection.indices.tolist() == [*range(27, 40), *range(94, 100)]
-    found = select_elsewhere(memory.kept, selection, shares, boundaries, own)
-    assert found.indices.tolist() == sent
+    choice = select_elsewhere(memory.kept, selection, shares, boundaries, own)
+    assert choice.sent.indices.tolist() == sent
 
 
 def test_an_owner_adds_its_region_and_sends_of_the_others():
@@ -201,13 +209,13 @@ def test_owners_receive_few_entries_where_all_replace_what_they_selected(world, 
     received = torch.zeros(world)
     lock = Lock()
 
-    def count(stream, held, boundaries, wire, *rest):
+    def count(stream, held, own, boundaries, wire, *rest):
         parts = stream.split(boundaries)
         with lock:
             received.add_(
                 torch.tensor([part.nnz * (r != wire.rank) for r, part in enumerate(parts)])
             )
-        return oktopk_held(stream, held, boundaries, wire, *rest)
+        return oktopk_held(stream, held, own, boundaries, wire, *rest)
 
     monkeypatch.setattr(schemes_oktopk, "oktopk_held", count)
     simulate(
@@ -238,9 +246,9 @@ def test_a_void_step_takes_nothing_out_of_memory():
         before = scheme.memory.clone()
         scheme.step(normal(0, 0, 100).sign() * 3e38, comm, request=request)
         assert same_bits(scheme.memory, before)
-        return scheme.finite, request.meter.magnitude
+        return scheme.steps, request.meter.magnitude
 
-    assert simulate(4, on_rank).results == [(False, 0.0)] * 4
+    assert simulate(4, on_rank).results == [(1, 0.0)] * 4
 
 
 def test_papers_rule_takes_back_values_on_large_vectors():

@@ -356,6 +356,9 @@ def test_state_does_not_change_while_training_continues(name):
 BAD_CALLS = {
     "another size": lambda scheme, comm: scheme.step(torch.ones(7), comm),
     "strided out": lambda scheme, comm: scheme.step(torch.ones(8), comm, out=torch.ones(16)[::2]),
+    "out beside in_place": lambda scheme, comm: scheme.step(
+        torch.ones(8), comm, out=torch.ones(8), in_place=True
+    ),
     "integers": lambda scheme, comm: scheme.step(torch.ones(8, dtype=torch.int32), comm),
     "an operation that the engine lacks": lambda scheme, comm: sparcel.all_reduce(
         sparcel.SparseStream.from_dense(torch.ones(8)),

@@ -59,8 +59,8 @@ def train(comm: Communicator, scheme: Scheme, steps: Sequence[Layout], gap: int)
                 part = gradient_of(piece.name, comm.rank, number)
                 gradient[piece.start : piece.stop] = part
             vector = residuals.vector(pieces, gradient)
-            vector.scheme.begin(gradient, comm, Request(vector.layers), out=gradient)
-            vector.scheme.commit()
+            begun = vector.scheme.begin(gradient, comm, Request(vector.layers), in_place=True)
+            vector.scheme.commit(begun)
             for piece in pieces:
                 left[piece.name] -= gradient[piece.start : piece.stop]
         residuals.steps += 1

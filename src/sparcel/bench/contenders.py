@@ -23,7 +23,7 @@ from sparcel.bench.inputs import Case
 from sparcel.collectives import ALGORITHMS, gtopk, oktopk
 from sparcel.errors import known
 from sparcel.formats import RAW, Format
-from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL, Hierarchical, Scheme, scheme
+from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL, Scheme, scheme
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -147,14 +147,8 @@ def _step(
     return Contender(
         run,
         lambda update: _lost(made, gradient, update, engine),
-        reset=lambda: _forget(made),
+        reset=made.forget,
     )
-
-
-def _forget(made: Scheme) -> None:
-    inner = made.inner if isinstance(made, Hierarchical) else made
-    for remembered in inner.coordinates().values():
-        remembered.zero_()
 
 
 def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: BenchEngine) -> int:

@@ -1,4 +1,4 @@
-"""Ok-Topk that sums into the owners' memory, where what does not win stays."""
+"""Ok-Topk that adds to what the owners hold, where what does not win stays."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class HeldTopk:
 def oktopk_held(
     stream: SparseStream,
     held: Tensor,
+    own: SparseStream,
     boundaries: Sequence[int],
     wire: Wire,
     k: int,
@@ -53,9 +54,9 @@ def oktopk_held(
     ----------
     stream
         Sparse, scalar float values: what this rank sends, at most ``max_nnz`` entries.
-    held
-        ``[boundaries[rank + 1] - boundaries[rank]]``, the stream's dtype: this rank's region. It is
-        changed in place, and meaningless if the total is not finite.
+    held, own
+        This rank's region: ``[boundaries[rank + 1] - boundaries[rank]]``, the stream's dtype, and a
+        sparse stream of that size, which is added to it.
     boundaries
         P+1, the same on all ranks: rank r owns ``[boundaries[r], boundaries[r + 1])``.
     k
@@ -76,16 +77,17 @@ def oktopk_held(
     def add_and_take() -> HeldTopk:
         start, size = boundaries[wire.rank], stream.size
         arrived = reduce_regions(stream, boundaries, wire, max_nnz=max_nnz)
-        if arrived.indices is None:
-            held.add_(arrived.values)
-        else:
-            kernels.scatter_reduce(held, arrived.indices, arrived.values, SUM)
-        winners = global_topk(held, wire.comm, k, size, arrived.finite)
+        sums = held.clone()
+        for part in (own, arrived):
+            if part.indices is None:
+                sums.add_(part.values)
+            else:
+                kernels.scatter_reduce(sums, part.indices, part.values, SUM)
+        winners = global_topk(sums, wire.comm, k, size, arrived.finite)
         if not winners.finite:
             return HeldTopk(stream.void_like(), arrived, stream.empty_like())
-        indices, values = timed("select")(kernels.topk)(held, winners.counts[wire.rank])
-        kernels.scatter(held, indices, values.new_zeros(values.numel()))
-        block = SparseStream.unchecked(indices, values, held.numel())
+        indices, values = timed("select")(kernels.topk)(sums, winners.counts[wire.rank])
+        block = SparseStream.unchecked(indices, values, sums.numel())
         evened = evening_pays(problem_of(stream, wire), winners.counts, boundaries)
         total = gather_blocks(block, winners.counts, boundaries, wire, evened)
         return HeldTopk(total, arrived, block.placed(start, size))
@@ -98,6 +100,7 @@ def stages(problem: Problem, course: Course) -> Iterator[Stage]:
     region = course.boundaries[problem.rank + 1] - course.boundaries[problem.rank]
     yield Work("small", SMALL)
     yield from reduce_stages(problem, course.boundaries)
+    yield Work("add", region)  # the copy of what is held
     yield scattered(problem.entries(problem.everyone) / problem.ranks)
     yield from winners_stages(problem, region, course.histograms, course.listed)
     yield Work("select", region, times=2 * SELECT_ONLY)  # what may win, and what wins

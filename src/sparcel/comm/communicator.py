@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Self, TypeVar
 
 import torch
@@ -176,7 +176,7 @@ class Communicator(ABC):
         MismatchError
             On all ranks, when ranks make different calls at the same place of the program.
         """
-        return self.run(lambda: self.calls.within(call, self.label, job))
+        return self.run(partial(self.calls.within, call, self.label, job))
 
     @abstractmethod
     def submit(self, job: Callable[[], T]) -> Job[T]:

@@ -22,7 +22,7 @@ from sparcel.ddp.names import model_name, model_patterns
 from sparcel.ddp.optimizer import check_momentum
 from sparcel.errors import InputError, known
 from sparcel.rates import Rates
-from sparcel.schemes import Scheme, Settings, chosen_scheme, momentum_of
+from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Handle, Policy, Scope, stays_dense
 
 
@@ -143,7 +143,7 @@ def attach(
         # DDP throws away the update of a parameter that no rank used, so none may be sent.
         withhold_zeros=model.find_unused_parameters or model.static_graph,
     )
-    handle, momentum = averager.handle, momentum_of(chosen)
+    handle, momentum = averager.handle, chosen.momentum
     sparse = {name: parameters[name] for name in handle.sparse}
     try:  # a warning may be made an error
         if momentum and sparse:

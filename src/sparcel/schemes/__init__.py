@@ -17,16 +17,11 @@ from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import checked_density, front_loaded, front_loaded_shares
 from sparcel.schemes.gtopk import GTopK
 from sparcel.schemes.gtopk import stages as gtopk_stages
-from sparcel.schemes.hierarchical import (
-    Hierarchical,
-    connect_nodes,
-    factor_at_switch,
-    filter_of,
-    momentum_of,
-)
+from sparcel.schemes.hierarchical import Hierarchical
 from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
+from sparcel.schemes.outcome import Begun
 from sparcel.schemes.presets import (
     dgc,
     hitopk,
@@ -52,6 +47,7 @@ __all__ = [
     "SCHEMES",
     "SEND_ALL",
     "Auto",
+    "Begun",
     "Dense",
     "GTopK",
     "Hierarchical",
@@ -66,13 +62,9 @@ __all__ = [
     "TopK",
     "checked_density",
     "chosen_scheme",
-    "connect_nodes",
     "engine_stages",
-    "factor_at_switch",
-    "filter_of",
     "front_loaded",
     "front_loaded_shares",
-    "momentum_of",
     "scheme",
     "stages_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -18,33 +19,45 @@ CROWD = 4
 bounds what the region's owner receives, and leaves most choices free."""
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A choice outside of one region: ``sent = selection − unsent + instead``, all sparse.
+
+    ``unsent`` is what the selection has of the region, and is numbered from the region's start.
+    """
+
+    sent: SparseStream
+    unsent: SparseStream
+    instead: SparseStream
+
+
 def select_elsewhere(
     rest: Tensor,
     selection: SparseStream,
     shares: Sequence[Share],
     boundaries: Sequence[int],
     own: int,
-) -> SparseStream:
-    """Put back what a selection has of one region, and take others instead, at most as many.
+) -> Elsewhere:
+    """Leave out what a selection has of one region, and take others instead, at most as many.
 
     Parameters
     ----------
     rest
-        ``[size]``: what the selection left. What is put back and taken changes it in place.
+        ``[size]``: what the selection left.
     selection, shares
         A sparse selection, and how many coordinates of which ranges it was made of.
     boundaries, own
         Region r is ``[boundaries[r], boundaries[r + 1])``; nothing of the region ``own`` is sent.
 
-    If a share gives back m coordinates, it takes the m largest that are left of it in the other
+    If a share leaves out m coordinates, it takes the m largest that are left of it in the other
     regions, but of none more than `CROWD` times an equal part.
     """
     regions, size = list(pairwise(boundaries)), selection.size
     start, stop = regions.pop(own)
     low, inside, high = selection.split([0, start, stop, size])
     assert inside.indices is not None, "selections are sparse"
-    kernels.scatter(rest[start:stop], inside.indices, inside.values)
-    streams = [concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)]
+    outside = concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)
+    others = [selection.empty_like()]
     for share in shares:
         edges = [min(max(edge - start, 0), stop - start) for edge in (share.start, share.stop)]
         places = inside.indices.new_tensor(edges)
@@ -54,12 +67,13 @@ def select_elsewhere(
         parts = [(lo, hi) for lo, hi in parts if lo < hi]
         if m and parts:
             most = min(m, -(-CROWD * m // len(regions)))
-            streams.append(_take_largest(rest, parts, m, most))
-    return reduce(streams, SUM, dense_at=size + 1)
+            others.append(_largest(rest, parts, m, most))
+    instead = reduce(others, SUM, dense_at=size + 1)
+    return Elsewhere(reduce([outside, instead], SUM, dense_at=size + 1), inside, instead)
 
 
-def _take_largest(rest: Tensor, parts: Sequence[Range], k: int, most: int) -> SparseStream:
-    """Take the k largest of increasing ranges out of a vector, ``most`` of each at most."""
+def _largest(rest: Tensor, parts: Sequence[Range], k: int, most: int) -> SparseStream:
+    """Return the k largest of increasing ranges of a vector, ``most`` of each at most."""
     found = [kernels.topk(rest[start:stop], most) for start, stop in parts]
     size = rest.numel()
     dtype = kernels.index_dtype(size)
@@ -67,6 +81,4 @@ def _take_largest(rest: Tensor, parts: Sequence[Range], k: int, most: int) -> Sp
         [places.to(dtype) + start for (places, _), (start, _) in zip(found, parts, strict=True)]
     )
     places, values = kernels.topk(torch.cat([values for _, values in found]), k)
-    indices = indices.index_select(0, places)
-    kernels.scatter(rest, indices, torch.zeros_like(values))
-    return SparseStream.unchecked(indices, values, size)
+    return SparseStream.unchecked(indices.index_select(0, places), values, size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparcel.collectives.gtopk import GlobalTopk
-from sparcel.schemes.sparsifier import Exchanged
+from sparcel.schemes.exchange import Exchanged
 from sparcel.stream import SparseStream, reduce
 from sparcel.wire import Wire
 
@@ -21,4 +21,4 @@ def settled(outcome: GlobalTopk, sent: SparseStream, wire: Wire, put_back: str) 
     if put_back == "own":
         lost = [stream.placed(start, sent.size) for start, stream in wire.take_lost()]
         kept = reduce([sent.without(total), *(stream.within(total) for stream in lost)])
-    return Exchanged(total, sent, kept, complete=False)
+    return Exchanged(total, sent, complete=False, kept=kept)

@@ -20,12 +20,14 @@ from sparcel.schemes._contest import Contest
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import count_for
+from sparcel.schemes.exchange import Exchanged, Selection
 from sparcel.schemes.gtopk import exchange_gtopk
 from sparcel.schemes.gtopk import stages as gtopk_stages
 from sparcel.schemes.oktopk import exchange_oktopk
 from sparcel.schemes.oktopk import stages as oktopk_stages
+from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.schemes.topk import exchange_topk
 from sparcel.schemes.topk import stages_by as topk_stages_by
 from sparcel.stages import Problem, Stages
@@ -97,7 +99,7 @@ class Auto(Sparsifier):
 
     @property
     def chosen(self) -> str | None:
-        """The method that the scheme took last; None before the first step."""
+        """See `Scheme.chosen`; None before the first step."""
         return self._contest.chosen if self._contest else None
 
     @property
@@ -111,25 +113,29 @@ class Auto(Sparsifier):
         return dict(self._contest.measured) if self._contest else {}
 
     def reduce(
-        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
-    ) -> tuple[SparseStream, int]:
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Reduced:
         """See `Scheme.reduce`."""
         contest = self._choose(gradient, comm, request)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
-        self.sent_whole = contest.chosen == "dense" and not (self._owing or self._alters)
+        sends_whole = contest.chosen == "dense" and not (self._owing or self._alters)
         started = self._clock()
-        reduce = self._plain.reduce if self.sent_whole else super().reduce
-        total, divisor = reduce(gradient, comm, request, scratch)
-        contest.record(self._clock() - started, total.finite)
-        return total, divisor
+        reduce = self._plain.reduce if sends_whole else super().reduce
+        reduced = reduce(gradient, comm, request, scratch, in_place)
+        contest.record(self._clock() - started, reduced.total.finite)
+        return reduced
 
-    def commit(self) -> None:
-        """See `Scheme.commit`."""
-        if not self.sent_whole:
-            super().commit()
-        elif self.finite:
+    def _take_effect(self, reduced: Reduced) -> None:
+        if reduced.sent_whole:
             self.steps += 1
             self._memory.load({})  # it is all zeros
+        else:
+            super()._take_effect(reduced)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`; all ranks of the next step have loaded, or none."""

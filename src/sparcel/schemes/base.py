@@ -10,12 +10,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel._checks import FLOAT_DTYPES, all_finite, check_like, check_type
+from sparcel._checks import FLOAT_DTYPES, check_like, check_type, flag
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory
+from sparcel.schemes.outcome import Begun, Reduced, averaged, write_update
 from sparcel.schemes.request import Request
 from sparcel.stream import SparseStream
 
@@ -30,10 +30,6 @@ class Scheme(ABC):
 
     steps: int = field(default=0, init=False, repr=False)
     """How many steps have taken effect."""
-    finite: bool = field(default=True, init=False, repr=False)
-    """Whether the vectors of all ranks were finite in the last step begun."""
-    sent_whole: bool = field(default=False, init=False, repr=False)
-    """Whether the last step begun sent the gradient as it is, with what `Request.apart` names."""
     _agreed: bool = field(default=False, init=False, repr=False)
     """Whether the ranks' gradients were compared in a step that a driver began."""
 
@@ -48,12 +44,38 @@ class Scheme(ABC):
     @property
     def owed(self) -> Tensor | None:
         """What this rank still owes to the updates: the memory, or memory/β under a filter."""
-        return self.memory
+        memory, beta = self.memory, self.filter_at(self.steps)
+        return memory if memory is None or beta == 1 else memory / beta
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """The names of what `coordinates` holds after a step; empty for a dense scheme."""
         return ()
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that the scheme corrects; 0 if it has none."""
+        return 0.0
+
+    @property
+    def chosen(self) -> str | None:
+        """The method that the scheme took last; None if it does not choose."""
+        return None
+
+    def filter_at(self, step: int) -> float:
+        """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
+        return 1.0
+
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
+        return after / before
+
+    def connect(self, comm: Communicator) -> None:  # noqa: B027
+        """Make the connections of the first step now, in a job of ``comm``; all ranks call.
+
+        Schemes without nodes need none. If nodes have different numbers of ranks, it raises
+        `InputError`.
+        """
 
     def step(
         self,
@@ -61,21 +83,25 @@ class Scheme(ABC):
         comm: Group = None,
         out: Tensor | None = None,
         request: Request | None = None,
+        in_place: bool = False,
     ) -> Tensor:
         """Return the average over ranks of the coordinates that the scheme sends, and commit.
 
         Parameters
         ----------
         gradient
-            ``[size]``, contiguous, any float dtype. Left as it was, unless it is also ``out``: the
-            step then clears it as it reads it, so after an error it may hold anything.
+            ``[size]``, contiguous, any float dtype. Left as it was, unless ``in_place``.
         comm
             A sparcel communicator, a torch process group, an MPI communicator, or None for torch's
             default group; all its ranks call.
         out
-            Where to write the update; a new tensor like ``gradient`` by default.
+            Where to write the update; a new tensor like ``gradient`` by default. ``gradient`` will
+            do, but ``in_place`` saves a pass.
         request
             Settings of this step.
+        in_place
+            Write the update to ``gradient``, without ``out``. The step clears it as it reads it, so
+            after an error it may hold anything.
 
         Returns
         -------
@@ -90,9 +116,12 @@ class Scheme(ABC):
         """
         ranks = resolve(comm)
         self._check(gradient)
-        update = update_like(gradient.detach(), out)
-        self._transact(gradient.detach(), ranks, request, update)
-        return update
+        if flag(in_place, "in_place") and out is not None:
+            raise InputError("in_place=True writes the update to the gradient; leave out out=")
+        own = gradient.detach()
+        update = own if in_place else update_like(own, out)
+        self._transact(own, ranks, request, update, in_place)
+        return gradient if in_place else update
 
     def step_stream(
         self, gradient: Tensor, comm: Group = None, request: Request | None = None
@@ -117,55 +146,74 @@ class Scheme(ABC):
         gradient: Tensor,
         comm: Communicator,
         request: Request | None = None,
-        out: Tensor | None = None,
-    ) -> SparseStream:
-        """Do the step except for `commit`, inside a job of ``comm``; return `step_stream`'s stream.
+        in_place: bool = False,
+    ) -> Begun:
+        """Do the step except for `commit`, inside a job of ``comm``.
 
-        For drivers of several vectors, which commit all of them or none. The update is also
-        written to ``out``, if given, as `step` does; a dense stream then shares its storage. The
-        ranks' gradients are compared in this scheme's first step only, also if it has loaded a
-        state, where an exchange alone would not.
+        For drivers of several vectors, which commit all of them or none. With ``in_place`` the
+        update is also written to ``gradient``, as `step` does; a dense average then shares its
+        storage. The ranks' gradients are compared in this scheme's first step only, also if it has
+        loaded a state, where an exchange alone would not.
         """
-        request = request or Request()
+        out = gradient if in_place else None
+        begun = self._begin(gradient, comm, request or Request(), out, in_place, not self._agreed)
+        self._agreed = True
+        return begun
 
-        def job() -> SparseStream:
-            if not self._agreed:
+    def _begin(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        out: Tensor | None,
+        in_place: bool,
+        agree: bool,
+    ) -> Begun:
+        """Do the step except for `commit`; ``in_place`` tells that ``out`` is the gradient."""
+
+        def job() -> Begun:
+            if agree:
                 self._agree(gradient, comm)
-                self._agreed = True
-            return self._begin(gradient, comm, request, out)
+            reduced = self.reduce(gradient, comm, request, out, in_place)
+            size = reduced.total.size
+            coordinates = size if reduced.sent_whole else request.count(size)
+            request.meter.coordinates += coordinates
+            request.meter.reduced += min(reduced.total.nnz, coordinates)
+            with profiled("update"):
+                average = averaged(reduced, gradient.dtype, out)
+                if out is not None:
+                    write_update(average, out, cleared=in_place)
+            return Begun(average, reduced)
 
         return comm.call(self._call(gradient, comm, request), job)
 
-    def _begin(
-        self, gradient: Tensor, comm: Communicator, request: Request, out: Tensor | None
-    ) -> SparseStream:
-        if out is not None and out.data_ptr() == gradient.data_ptr():
-            out = gradient  # so that it is cleared as it is read
-        total, divisor = self.reduce(gradient, comm, request, out)
-        coordinates = total.size if self.sent_whole else request.count(total.size)
-        request.meter.coordinates += coordinates
-        request.meter.reduced += min(total.nnz, coordinates)
-        with profiled("update"):
-            average = averaged(total, divisor, gradient.dtype, out)
-            self.finite = average.finite
-            if out is not None:
-                _write(average, out, cleared=out is gradient)
-        return average
-
     @abstractmethod
     def reduce(
-        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
-    ) -> tuple[SparseStream, int]:
-        """Exchange, and return a sum, the same on all ranks, with the divisor of the average.
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Reduced:
+        """Exchange, and return the sum over the ranks; `commit` follows as after `begin`.
 
-        For schemes that are made of other schemes; `commit` follows as after `begin`. The sum may
-        use ``scratch``, a tensor like ``gradient``, as its storage. If ``scratch`` is the gradient
-        itself and the sum is sparse, the gradient is zero afterwards.
+        Parameters
+        ----------
+        scratch
+            A tensor like ``gradient``, which the sum may use as its storage.
+        in_place
+            Whether ``scratch`` is the gradient. If the sum is sparse, it is zero afterwards.
         """
 
-    def commit(self) -> None:
-        """Make the last step begun take effect, unless a vector was not finite."""
-        self.steps += self.finite
+    def commit(self, begun: Begun) -> None:
+        """Make a step take effect, unless a vector was not finite."""
+        if begun.finite:
+            self._take_effect(begun.reduced)
+
+    def _take_effect(self, reduced: Reduced) -> None:
+        """Remember what a finite step leaves."""
+        self.steps += 1
 
     def fresh(self) -> Self:
         """Return a scheme with the same settings and nothing remembered."""
@@ -174,6 +222,11 @@ class Scheme(ABC):
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the state of the coordinates ``[start, stop)``, by name, without copying."""
         return {}
+
+    def forget(self) -> None:
+        """Set all that is remembered of the coordinates to zero."""
+        for part in self.coordinates().values():
+            part.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state that a later run needs: the memory, the number of steps."""
@@ -202,19 +255,19 @@ class Scheme(ABC):
         self.steps = int(state["steps"])
 
     def _transact(
-        self, gradient: Tensor, comm: Communicator, request: Request | None, out: Tensor | None
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request | None,
+        out: Tensor | None,
+        in_place: bool = False,
     ) -> SparseStream:
-        """Begin a step in a job of ``comm``, and commit it."""
+        """Begin a step and commit it; return the average."""
         request = request or Request()
         check_type(request, Request, "request")
-
-        def job() -> SparseStream:
-            self._agree(gradient, comm)
-            return self._begin(gradient, comm, request, out)
-
-        average = comm.call(self._call(gradient, comm, request), job)
-        self.commit()
-        return average
+        begun = self._begin(gradient, comm, request, out, in_place, agree=True)
+        self.commit(begun)
+        return begun.average
 
     def _call(self, gradient: Tensor, comm: Communicator, request: Request) -> Call:
         """Describe a step by the settings that all ranks must share."""
@@ -234,40 +287,6 @@ class Scheme(ABC):
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:  # noqa: B027
         """Compare the ranks' gradients, in a scheme whose exchange does not."""
-
-
-def averaged(
-    total: SparseStream, divisor: int, dtype: torch.dtype, out: Tensor | None = None
-) -> SparseStream:
-    """Return ``total / divisor`` in ``dtype``, empty if it is not finite; dense in ``out``.
-
-    All ranks find the same, because ``total`` is the same on all of them.
-    """
-    if total.values is out:  # who wrote it there has divided, and checked the result
-        return total if total.finite else total.empty_like()
-    if total.indices is None and out is not None:
-        values = torch.div(total.values, divisor, out=out)
-    elif divisor == 1:
-        values = total.values.to(dtype)
-    else:
-        values = (total.values / divisor).to(dtype)
-    finite = total.finite and all_finite(values)
-    average = SparseStream.unchecked(total.indices, values, total.size, finite)
-    return average if finite else average.empty_like()
-
-
-def _write(average: SparseStream, update: Tensor, cleared: bool) -> None:
-    """Write an average to ``update``, which a dense one shares already; NaN if not finite.
-
-    ``cleared`` tells that ``update`` is zero already, except where a dense average is written.
-    """
-    if not average.finite:
-        update.fill_(float("nan"))
-    elif average.indices is not None:
-        if cleared:
-            kernels.scatter(update, average.indices, average.values)
-        else:
-            average.to_dense(out=update)
 
 
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:

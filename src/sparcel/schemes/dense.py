@@ -14,6 +14,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import known
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
+from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
 from sparcel.stages import EngineSum, Problem, Stage, Stages, Work
 from sparcel.stream import SparseStream
@@ -40,11 +41,15 @@ class Dense(Scheme):
             known(self.wire, _WIRES, "wire")
 
     def reduce(
-        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
-    ) -> tuple[SparseStream, int]:
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already."""
         size, meter = gradient.numel(), request.meter
-        self.sent_whole = True
         with meter.communicating():
             # An average cannot overflow half precision, but a sum could.
             average = torch.div(gradient, request.divisor(comm), out=scratch)
@@ -54,7 +59,8 @@ class Dense(Scheme):
         meter.asked += size
         meter.selected += size
         finite = all_finite(average)
-        return SparseStream.unchecked(None, average, size, finite), 1
+        total = SparseStream.unchecked(None, average, size, finite)
+        return Reduced(total, None, sent_whole=True)
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))

@@ -10,7 +10,8 @@ from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.errors import known
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes._stages import apply_stages, select_stages
-from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.exchange import Exchanged, Selection
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Problem, Stage, scattered
 from sparcel.wire import Wire
 

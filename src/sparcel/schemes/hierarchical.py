@@ -24,9 +24,9 @@ from sparcel.errors import InputError
 from sparcel.formats import Expected
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._stages import apply_stages
-from sparcel.schemes.base import Scheme, averaged
+from sparcel.schemes.base import Scheme
+from sparcel.schemes.outcome import Reduced, averaged
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Problem, Stage, Stages, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, gather_stages
@@ -76,19 +76,41 @@ class Hierarchical(Scheme):
     @property
     def owed(self) -> Tensor | None:
         """See `Scheme.owed`."""
-        beta = filter_of(self, self.steps)
+        memory, beta = self.memory, self.filter_at(self.steps)
         if self._loaded is not None:  # the next step may rescale it
-            beta /= factor_at_switch(self, self._loaded.get("beta", beta), beta)
-        return self.memory if self.memory is None or beta == 1 else self.memory / beta
+            beta /= self.factor_at_switch(self._loaded.get("beta", beta), beta)
+        return memory if memory is None or beta == 1 else memory / beta
 
     @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return self.inner.remembers
 
+    @property
+    def momentum(self) -> float:
+        """See `Scheme.momentum`."""
+        return self.inner.momentum
+
+    def filter_at(self, step: int) -> float:
+        """See `Scheme.filter_at`."""
+        return self.inner.filter_at(step)
+
+    def factor_at_switch(self, before: float, after: float) -> float:
+        """See `Scheme.factor_at_switch`."""
+        return self.inner.factor_at_switch(before, after)
+
+    def connect(self, comm: Communicator) -> None:
+        """See `Scheme.connect`."""
+        self.inner.connect(comm.grid(self.ranks_per_node).across)
+
     def reduce(
-        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
-    ) -> tuple[SparseStream, int]:
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
         here = comm.grid(self.ranks_per_node)
         node = Wire(here.node)
@@ -100,21 +122,19 @@ class Hierarchical(Scheme):
                 self._bring_loaded(gradient, here.node)
                 shard = sum_regions(gradient, node, wide_dtype(gradient.dtype))
             of_shard = self._of_shard(request, shard, comm)
-            total, divisor = self.inner.reduce(shard, here.across, of_shard)
+            inner = self.inner.reduce(shard, here.across, of_shard)
         with request.meter.communicating():
-            average = averaged(total, divisor, gradient.dtype)
+            average = averaged(inner, gradient.dtype)
             whole = _gather_shards(average, node, boundaries, scratch)
-        if scratch is gradient and whole.indices is not None:
+        if in_place and whole.indices is not None:
             gradient.zero_()
-        return whole, 1
+        return Reduced(whole, None, inner=inner)
 
-    def commit(self) -> None:
-        """See `Scheme.commit`."""
-        super().commit()
-        self.inner.finite = self.finite
-        self.inner.commit()
-        if self.finite:
-            self._loaded = None
+    def _take_effect(self, reduced: Reduced) -> None:
+        super()._take_effect(reduced)
+        assert reduced.inner is not None, "reduce gave it"
+        self.inner._take_effect(reduced.inner)
+        self._loaded = None
 
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """See `Scheme.coordinates`; copies, zero outside the shard that this rank serves."""
@@ -124,6 +144,11 @@ class Hierarchical(Scheme):
         stop = self._size if stop is None else stop
         shards = self.inner.coordinates()
         return {name: self._placed(shard, start, stop) for name, shard in shards.items()}
+
+    def forget(self) -> None:
+        """See `Scheme.forget`."""
+        self._loaded = None
+        self.inner.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
@@ -198,43 +223,6 @@ class Hierarchical(Scheme):
             front_loaded=request.front_loaded,
             meter=request.meter,
         )
-
-
-def connect_nodes(scheme: Scheme, comm: Communicator) -> None:
-    """Connect the ranks of each node and of each shard, inside a job of ``comm``; all ranks call.
-
-    Otherwise a scheme's first step does it. Schemes without nodes need nothing.
-
-    Raises
-    ------
-    InputError
-        When nodes have different numbers of ranks.
-    """
-    if isinstance(scheme, Hierarchical):
-        connect_nodes(scheme.inner, comm.grid(scheme.ranks_per_node).across)
-
-
-def momentum_of(scheme: Scheme) -> float:
-    """Return the momentum that a scheme corrects, 0 if it has none."""
-    if isinstance(scheme, Hierarchical):
-        return momentum_of(scheme.inner)
-    return scheme.momentum if isinstance(scheme, Sparsifier) else 0.0
-
-
-def filter_of(scheme: Scheme, step: int) -> float:
-    """Return the filter β (ScaleCom) that a scheme's memory is scaled by at a step; 1 is none."""
-    if isinstance(scheme, Hierarchical):
-        return filter_of(scheme.inner, step)
-    return scheme.filter_at(step) if isinstance(scheme, Sparsifier) else 1.0
-
-
-def factor_at_switch(scheme: Scheme, before: float, after: float) -> float:
-    """Return what a scheme's memory is multiplied by when its filter β changes."""
-    if isinstance(scheme, Hierarchical):
-        return factor_at_switch(scheme.inner, before, after)
-    if isinstance(scheme, Sparsifier):
-        return scheme.factor_at_switch(before, after)
-    return after / before  # what is owed is flushed
 
 
 def _gather_shards(

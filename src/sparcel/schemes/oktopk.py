@@ -25,7 +25,9 @@ from sparcel.schemes._elsewhere import select_elsewhere
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes._state import STATE_HINT
-from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.exchange import Exchanged, Selection
+from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.selectors import selector
 from sparcel.stages import Problem, Stage, Work, scattered
 from sparcel.wire import Wire
@@ -42,26 +44,32 @@ def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped")
 
 
 def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
-    """Sum in the owners' memories, and take the k largest out of them.
+    """Add all that is sent to what the owners hold, and take the k largest out of it.
 
     Sums would fill up a rank's selection. So it puts back what it selected of its own region, and
     takes others instead. The boundaries are balanced for the selections as they were before.
     """
-    selected, memory, most = selection.stream, selection.memory, selection.most
+    selected, most = selection.stream, selection.most
     call = Call.of("exchange_held", {"k": selection.k, "most": most})
     boundaries, finite = wire.comm.call(
         call, lambda: balanced_boundaries(selected, wire.comm, most)
     )
     if not finite:
         return Exchanged(selected.void_like(), selected)
-    rest = memory.kept
-    sent = select_elsewhere(rest, selected, selection.shares, boundaries, wire.rank)
-    held = rest[boundaries[wire.rank] : boundaries[wire.rank + 1]]
-    found = oktopk_held(sent, held, boundaries, wire, selection.k, most)
+    start, stop = boundaries[wire.rank : wire.rank + 2]
+    choice = select_elsewhere(selection.rest, selected, selection.shares, boundaries, wire.rank)
+    held = selection.rest[start:stop]
+    found = oktopk_held(choice.sent, held, choice.unsent, boundaries, wire, selection.k, most)
     if not found.total.finite:
-        return Exchanged(found.total, sent)
+        return Exchanged(found.total, choice.sent)
     return Exchanged(
-        found.total, sent, complete=False, arrived=found.arrived, released=found.released
+        found.total,
+        choice.sent,
+        complete=False,
+        unsent=(start, choice.unsent),
+        instead=choice.instead,
+        arrived=(start, found.arrived),
+        released=found.released,
     )
 
 
@@ -92,8 +100,7 @@ class OkTopK(Sparsifier):
     threshold_steps: int | None = None
     boundary_steps: int | None = None
     put_back: str = "dropped"
-    _estimates: Estimates = field(init=False, repr=False)
-    _estimated: Estimates = field(init=False, repr=False)
+    _estimates: Estimates = field(default_factory=Estimates, init=False, repr=False)
 
     def __post_init__(self) -> None:
         known(self.threshold, ["exact", "reuse"], "threshold")
@@ -104,12 +111,11 @@ class OkTopK(Sparsifier):
         if reuses and self.selector == "exact":
             self.selector = selector("reuse", period=self.threshold_steps)
         super().__post_init__()
-        self._estimates = self._estimated = Estimates()
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         if self.threshold_steps is None or self.boundary_steps is None:  # nothing is reused
             return exchange_oktopk(selection, wire, self.put_back)
-        outcome, self._estimated = oktopk_reuse(
+        outcome, estimates = oktopk_reuse(
             selection.stream,
             wire,
             selection.k,
@@ -118,13 +124,12 @@ class OkTopK(Sparsifier):
             renew_threshold=self.steps % self.threshold_steps == 0,
             max_nnz=selection.most,
         )
-        return settled(outcome, selection.stream, wire, self.put_back)
+        exchanged = settled(outcome, selection.stream, wire, self.put_back)
+        return replace(exchanged, estimates=estimates)
 
-    def commit(self) -> None:
-        """See `Scheme.commit`."""
-        super().commit()
-        if self.finite:
-            self._estimates = self._estimated
+    def _take_effect(self, reduced: Reduced) -> None:
+        super()._take_effect(reduced)
+        self._estimates = reduced.estimates or self._estimates
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
@@ -137,7 +142,7 @@ class OkTopK(Sparsifier):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`."""
         super().restore(state)
-        self._estimates = self._estimated = _estimates_of(state)
+        self._estimates = _estimates_of(state)
 
 
 def _estimates_of(state: Mapping[str, Any]) -> Estimates:
@@ -197,4 +202,5 @@ def stages(problem: Problem) -> Iterator[Stage]:
         k_of_all = min(size, k * ranks // (ranks - 1))
         spread = None if problem.spread is None else max(k_of_all, problem.spread)
         yield from held_stages(replace(problem, k=k_of_all, spread=spread), course)
+        yield scattered(k)
     yield from apply_stages(problem, k)

@@ -16,8 +16,9 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import Expected
 from sparcel.schemes._stages import SMALL, apply_stages
+from sparcel.schemes.exchange import Exchanged, Selection
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.selectors import Selector
 from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
@@ -76,11 +77,11 @@ class ScaleCom(Sparsifier):
         super().__post_init__()
 
     def filter_at(self, step: int) -> float:
-        """See `Sparsifier.filter_at`."""
+        """See `Scheme.filter_at`."""
         return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0
 
     def factor_at_switch(self, before: float, after: float) -> float:
-        """See `Sparsifier.factor_at_switch`."""
+        """See `Scheme.factor_at_switch`."""
         keeps_memory = self.beta_switch == "memory"
         return 1.0 if keeps_memory else super().factor_at_switch(before, after)
 
@@ -100,12 +101,14 @@ class ScaleCom(Sparsifier):
             nothing = mine.void_like()
             return Exchanged(nothing, nothing)
         assert chosen.indices is not None, "the leader selects"
-        values = mine.values if wire.rank == leader else self._memory.take(chosen.indices)
+        leads = wire.rank == leader
+        values = mine.values if leads else selection.rest.index_select(0, chosen.indices)
         stream = SparseStream.unchecked(None, values, values.numel(), mine.finite)
         sums = halving_doubling(stream, wire)
         total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
         sent = SparseStream.unchecked(chosen.indices, values, chosen.size, mine.finite)
-        return Exchanged(total, sent, _lost_of(chosen, wire, values))
+        instead = None if leads else sent  # the leader alone has taken it out of memory
+        return Exchanged(total, sent, kept=_lost_of(chosen, wire, values), instead=instead)
 
     def _leader(self, ranks: Communicator | Wire) -> int:
         return self.steps % ranks.size

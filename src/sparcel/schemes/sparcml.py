@@ -8,7 +8,8 @@ from sparcel._checks import whole_number
 from sparcel.collectives.split_allgather import split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import FewBits, Format
-from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.exchange import Exchanged, Selection
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.schemes.topk import exchange_topk
 from sparcel.wire import Wire
 

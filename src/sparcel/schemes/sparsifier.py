@@ -13,62 +13,19 @@ from sparcel import auto
 from sparcel._checks import check_type, checked_filter, number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
-from sparcel.memory import Memory, Share, emptied
+from sparcel.memory import Memory, Placed, Share, emptied
 from sparcel.ops import SUM
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
+from sparcel.schemes.exchange import Exchanged, Selection, magnitude_of
 from sparcel.schemes.meter import Meter
+from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
-
-
-@dataclass(frozen=True)
-class Selection:
-    """A rank's selection from memory + gradient.
-
-    ``k`` is the number of coordinates that the density asks for. ``most`` is an upper bound on the
-    entries that any rank selected. Both are the same on all ranks. ``shares`` tell how many
-    coordinates were to be taken of which range. ``memory`` keeps the rest.
-    """
-
-    stream: SparseStream
-    k: int
-    most: int
-    shares: Sequence[Share]
-    memory: Memory
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """The result of an exchange of the ranks' selections.
-
-    ``total`` is the sum that all ranks apply; ``sent`` is what this rank contributed. ``kept`` goes
-    back to this rank's memory. ``complete`` tells that ``total`` has all coordinates of ``sent``.
-    ``arrived`` and ``released`` are what the exchange put into this rank's memory and took out.
-    """
-
-    total: SparseStream
-    sent: SparseStream
-    kept: SparseStream | None = None
-    complete: bool = True
-    arrived: SparseStream | None = None
-    released: SparseStream | None = None
-
-    @property
-    def applied(self) -> list[SparseStream]:
-        """What ``total`` has of this rank's memory: of what it sent, and of what was released."""
-        sent = self.sent if self.complete else self.sent.within(self.total)
-        return [sent] if self.released is None else [sent, self.released]
-
-    @property
-    def magnitude(self) -> float:
-        """The magnitude that leaves this rank's memory, less what comes back or arrives."""
-        out, back = (self.sent, self.released), (self.kept, self.arrived)
-        return sum(map(_magnitude, out)) - sum(map(_magnitude, back))
 
 
 @dataclass(eq=False)
@@ -128,45 +85,33 @@ class Sparsifier(Scheme):
         return self._memory.residual
 
     @property
-    def owed(self) -> Tensor | None:
-        """See `Scheme.owed`."""
-        beta = self.filter_at(self.steps)
-        return self.memory if self.memory is None or beta == 1 else self.memory / beta
-
-    @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return ("memory", "velocity") if self.momentum else ("memory",)
 
-    def filter_at(self, step: int) -> float:
-        """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
-        return 1.0
-
-    def factor_at_switch(self, before: float, after: float) -> float:
-        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
-        return after / before
-
     def reduce(
-        self, gradient: Tensor, comm: Communicator, request: Request, scratch: Tensor | None = None
-    ) -> tuple[SparseStream, int]:
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None = None,
+        in_place: bool = False,
+    ) -> Reduced:
         """See `Scheme.reduce`."""
-        clear = scratch is gradient
-        if clear:
+        divisor = request.divisor(comm)
+        if in_place:
             for start, stop in request.apart:
                 gradient[start:stop] = 0
-        with emptied(gradient, () if clear else request.apart):
+        with emptied(gradient, () if in_place else request.apart):
             if self._sends_all(request):
-                total = self._sum_all(gradient, comm, request)
-            else:
-                total = self._sum_selected(gradient, comm, request, clear)
-        return total, request.divisor(comm)
+                return Reduced(self._sum_all(gradient, comm, request), divisor)
+            outcome = self._sum_selected(gradient, comm, request, clear=in_place)
+            return Reduced(outcome.total, divisor, estimates=outcome.estimates)
 
-    def commit(self) -> None:
-        """See `Scheme.commit`."""
-        super().commit()
-        if self.finite:
-            beta = self.filter_at(self.steps)
-            self._memory.commit(beta, self.factor_at_switch(self._memory.beta, beta))
+    def _take_effect(self, reduced: Reduced) -> None:
+        super()._take_effect(reduced)
+        beta = self.filter_at(self.steps)
+        self._memory.commit(beta, self.factor_at_switch(self._memory.beta, beta))
 
     def fresh(self) -> Self:
         """See `Scheme.fresh`."""
@@ -220,16 +165,16 @@ class Sparsifier(Scheme):
             # The engine's own sum does not travel in a format.
             algorithm = "auto" if wire.format.loses else "dense"
             total = auto.all_reduce(everything, wire, SUM, algorithm, everything.size)
-            if total is everything:  # this rank is alone
+            if wire.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
         self._memory.take_all()
-        self._give_back_lost(wire, meter)
+        self._memory.settle(returns=self._lost(wire, meter))
         return total
 
     def _sum_selected(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
-    ) -> SparseStream:
-        """Take a selection out of memory + gradient, exchange it, and return the sum over ranks."""
+    ) -> Exchanged:
+        """Take a selection out of memory + gradient, exchange it, and settle with the memory."""
         meter = request.meter
         self._shares = self._divided(gradient.numel(), request)
         k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
@@ -238,18 +183,18 @@ class Sparsifier(Scheme):
             taken = self._take(gradient, comm, request, clear)
         wire = self._wire(comm, gradient.numel(), k)
         with meter.communicating():
-            outcome = self._exchange(Selection(taken, k, most, self._shares, self._memory), wire)
+            selection = Selection(taken, k, most, self._shares, self._memory.kept)
+            outcome = self._exchange(selection, wire)
         meter.selected += outcome.sent.nnz
         if outcome.total.finite:
             meter.magnitude += outcome.magnitude
-        if outcome.kept is not None:
-            self._memory.give_back(outcome.kept)
-        self._give_back_lost(wire, meter)
+        lost = self._lost(wire, meter)
+        self._memory.settle(outcome.enters, outcome.leaves, [*outcome.returns, *lost])
         if self.momentum:
             for applied in outcome.applied:
                 assert applied.indices is not None, "what leaves memory is sparse"
                 self._memory.forget_velocity(applied.indices)
-        return outcome.total
+        return outcome
 
     def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
         """Return what carries ``k`` of ``size`` coordinates in this step."""
@@ -261,11 +206,11 @@ class Sparsifier(Scheme):
             return self.format
         return auto.fastest_format(size, k, comm.rates)
 
-    def _give_back_lost(self, wire: Wire, meter: Meter) -> None:
-        """Remember what rounding took from this rank."""
-        for start, stream in wire.take_lost():
-            self._memory.give_back(stream, start)
-            meter.magnitude -= _magnitude(stream)
+    def _lost(self, wire: Wire, meter: Meter) -> Sequence[Placed]:
+        """Return what rounding took from this rank, which stays in memory."""
+        lost = wire.take_lost()
+        meter.magnitude -= sum(magnitude_of(stream) for _, stream in lost)
+        return lost
 
     def _take(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
@@ -308,10 +253,3 @@ class Sparsifier(Scheme):
         density = own or self.density
         in_front = request.front_loaded and not self.warmup
         return front_loaded(density, self.steps) if in_front else density
-
-
-def _magnitude(stream: SparseStream | None) -> float:
-    """Return the sum of the magnitudes of a stream's values; 0 for none."""
-    if stream is None:
-        return 0.0
-    return float(stream.values.abs().sum())  # four times as fast as torch's 1-norm

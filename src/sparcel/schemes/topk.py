@@ -10,7 +10,8 @@ from sparcel import auto
 from sparcel.collectives import check_algorithm
 from sparcel.rates import Rates
 from sparcel.schemes._stages import apply_stages, select_stages
-from sparcel.schemes.sparsifier import Exchanged, Selection, Sparsifier
+from sparcel.schemes.exchange import Exchanged, Selection
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Problem, Stage, Stages
 from sparcel.wire import Wire
 

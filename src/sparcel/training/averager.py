@@ -226,16 +226,13 @@ class Averager:
         pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
         small = [piece for piece in pieces if piece.name in dense]
         large = [piece for piece in pieces if piece.name not in dense]
-        step = self._open(places)
-        step.updates.append(vector)
-        return step.queue(lambda: step.take(Queued(vector, small, large)))
+        return self._open(places).queue(Queued(vector, small, large))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""
         it = self._session
         check_gradient(name, gradient, it.treatment)
-        step = self._open([name])
-        step.queue(lambda: step.exchange_rows(name, gradient))
+        self._open([name]).queue_rows(name, gradient)
 
     def finish(self) -> dict[str, Tensor]:
         """Exchange what is left of the step, wait for all updates, and commit; all ranks call.
@@ -258,7 +255,7 @@ class Averager:
             raise InputError("the step has no tensors; call queue() before finish()")
         step.end()
         if step.finite:
-            flushed = it.residuals.commit(step.vectors, step.left, step.will_owe)
+            flushed = it.residuals.commit(step.begun, step.left, step.will_owe)
             step.meter.count_flushed(flushed)
         it.account(step.costs(), step.finite)
         return step.rows

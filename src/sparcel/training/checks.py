@@ -14,7 +14,7 @@ from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
 from sparcel.rates import Rates
-from sparcel.schemes import Scheme, connect_nodes, momentum_of
+from sparcel.schemes import Scheme
 from sparcel.training.policy import Policy, Treatment
 
 
@@ -102,12 +102,11 @@ def check_alike(
 
 def check_switch(before: Scheme, after: Scheme) -> None:
     """Raise `InputError` unless what one scheme remembers means the same to another."""
-    old, new = momentum_of(before), momentum_of(after)
-    if old != new:
+    if before.momentum != after.momentum:
         raise InputError(
-            f"{before} corrects momentum={old:g}, and {after} corrects {new:g}: memory is a sum of"
-            " velocities or of gradients, and the optimiser's momentum has to fit; switch between"
-            " schemes of the same momentum"
+            f"{before} corrects momentum={before.momentum:g}, and {after} corrects"
+            f" {after.momentum:g}: memory is a sum of velocities or of gradients, and the"
+            " optimiser's momentum has to fit; switch between schemes of the same momentum"
         )
 
 
@@ -123,7 +122,7 @@ def check_nodes(scheme: Scheme, comm: Communicator) -> None:
 
     def connect() -> InputError | None:
         try:
-            connect_nodes(scheme, comm)
+            scheme.connect(comm)
         except InputError as error:
             return error
         return None

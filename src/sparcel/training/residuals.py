@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel.memory import saturate, wide_dtype
-from sparcel.schemes import Auto, Layer, Scheme, factor_at_switch, filter_of, momentum_of
+from sparcel.schemes import Begun, Layer, Scheme
 from sparcel.training.flush import Flush
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 
@@ -56,12 +56,12 @@ class Residuals:
     @property
     def filter(self) -> float:
         """The memory's low-pass filter β; 1 is none."""
-        return filter_of(self.template, self.steps)
+        return self.template.filter_at(self.steps)
 
     @property
     def momentum(self) -> float:
         """The momentum that the scheme corrects; what is remembered is then a sum of velocities."""
-        return momentum_of(self.template)
+        return self.template.momentum
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -82,10 +82,11 @@ class Residuals:
 
     def vectors(
         self, pieces: tuple[Piece, ...], gradient: Tensor
-    ) -> Iterator[tuple[Vector, Tensor]]:
-        """Yield the vectors in which to exchange the pieces of a gradient, each with its tensor.
+    ) -> Iterator[tuple[Vector, Tensor, bool]]:
+        """Yield the vectors in which to exchange the pieces of a gradient.
 
-        As a rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
+        Each comes with its tensor, and with whether its pieces have moved to another layout. As a
+        rule this is one vector, whose tensor is ``gradient`` itself. But which coordinates are
         selected depends on a tensor's neighbours, and after a checkpoint a driver may begin with
         others. The first steps therefore select from copies in the loaded layout; what they become
         is copied to ``gradient`` when the iteration goes on. A layout of several vectors is not
@@ -97,11 +98,11 @@ class Residuals:
         if self._joined is not None and len(others) > 1:
             others = []
         if not others:
-            yield self.vector(pieces, gradient), gradient
+            yield self.vector(pieces, gradient), gradient, False
         for moved, size in others:
             flat = gradient.new_zeros(size)
             copy_pieces(gradient, pieces, flat, moved)
-            yield self.vector(moved, flat), flat
+            yield self.vector(moved, flat), flat, True
             copy_pieces(flat, moved, gradient, pieces)
 
     def vector(self, pieces: tuple[Piece, ...], gradient: Tensor) -> Vector:
@@ -138,19 +139,15 @@ class Residuals:
 
     def chosen(self) -> dict[str, str]:
         """Return the method that ``"auto"`` chose last, by tensor; empty for other schemes."""
-        schemes = {name: vector.scheme for name, (vector, _) in self._vectors.items()}
-        return {
-            name: scheme.chosen
-            for name, scheme in schemes.items()
-            if isinstance(scheme, Auto) and scheme.chosen is not None
-        }
+        chosen = {name: vector.scheme.chosen for name, (vector, _) in self._vectors.items()}
+        return {name: method for name, method in chosen.items() if method is not None}
 
     def commit(
-        self, vectors: Iterable[Vector], left: Mapping[str, Tensor], will_owe: bool
+        self, begun: Iterable[tuple[Scheme, Begun]], left: Mapping[str, Tensor], will_owe: bool
     ) -> float:
         """Let a step take effect, and return the magnitude that was flushed; see `Flush.commit`."""
-        for vector in vectors:
-            vector.scheme.commit()
+        for scheme, step in begun:
+            scheme.commit(step)
         self.steps += 1
         return self.flush.commit(left, will_owe)
 
@@ -159,7 +156,7 @@ class Residuals:
         before, layout = self.filter, self.layout()
         names = {*self._vectors, *self._loaded, *self.flush.owed}
         parts = {name: self.of(name) for name in names}
-        parts = _scaled(parts, filter_of(template, self.steps) / before)
+        parts = _scaled(parts, template.filter_at(self.steps) / before)
         self.flush.pending = not template.remembers and bool(self.owed_kinds)
         self.template, self._loaded_layout = template, layout
         self._replace(parts)
@@ -179,8 +176,8 @@ class Residuals:
         anything. ``beta`` is the filter that the residuals were saved under, None for that of now;
         ``layout`` is that of the step before.
         """
-        after = filter_of(self.template, steps)
-        factor = factor_at_switch(self.template, after if beta is None else beta, after)
+        after = self.template.filter_at(steps)
+        factor = self.template.factor_at_switch(after if beta is None else beta, after)
         residuals = _scaled(residuals, factor)  # may lack memory for it, and then nothing changes
         self._loaded_layout, self._layout_ends = layout, steps + _FIRST_STEPS
         self.steps = steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from sparcel.comm import Communicator, Job, Traffic, ring_bytes
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
-from sparcel.schemes import Meter, Request
+from sparcel.schemes import Begun, Meter, Request, Scheme
 from sparcel.stream import SparseStream
+from sparcel.training._rows import coalesced, poisoned
 from sparcel.training.layout import Queued, joined, zeros_in
 from sparcel.training.residuals import Vector
 from sparcel.training.session import Session
@@ -40,8 +42,8 @@ class Transaction:
     """Whether the tensors of all ranks were finite so far."""
     rows: dict[str, Tensor] = field(default_factory=dict)
     """The averages of sparse gradients, by name."""
-    vectors: list[Vector] = field(default_factory=list)
-    """The vectors whose schemes have to commit."""
+    begun: list[tuple[Scheme, Begun]] = field(default_factory=list)
+    """What the vectors' schemes have begun, and have to commit."""
     left: dict[str, Tensor] = field(default_factory=dict)
     """What tensors owe of an old memory after this step, which adds a share to their gradients."""
     will_owe: bool = False
@@ -84,10 +86,22 @@ class Transaction:
             raise InputError(f"tensors {twice} are queued already in this step; finish() it first")
         self._names |= names
 
-    def queue(self, job: Callable[[], None]) -> Job[None]:
-        """Run ``job`` after all jobs queued before, and after the device's work queued so far."""
-        self._jobs.append(self.comm.submit(_following(job, self.device)))
-        return self._jobs[-1]
+    def queue(self, queued: Queued) -> Job[None]:
+        """Exchange a vector in its turn, or hold it if one selection is made over all vectors."""
+        self.updates.append(queued.vector)
+        return self._submit(partial(self._take, queued))
+
+    def queue_rows(self, name: str, gradient: Tensor) -> None:
+        """Average a sparse gradient over the ranks in its turn; nothing is left out.
+
+        Parameters
+        ----------
+        gradient
+            Sparse COO with one sparse dimension, as ``nn.Embedding(sparse=True)`` makes it.
+            Repeated rows are added up before they are sent. Half precisions are sent as float32,
+            so that sums are as exact as those of the memory.
+        """
+        self._submit(partial(self._exchange_rows, name, gradient))
 
     def end(self) -> None:
         """Exchange the small tensors, and wait until all updates are in place.
@@ -100,8 +114,8 @@ class Transaction:
             What the first failing job raised.
         """
         if self.session.treatment.scope == "model":
-            self.queue(self._exchange_held)
-        self.queue(self._finish)
+            self._submit(self._exchange_held)
+        self._submit(self._finish)
         with profiled("wait"):
             for job in self._jobs:
                 job.wait()
@@ -119,8 +133,12 @@ class Transaction:
             **vars(self.meter),
         )
 
-    def take(self, queued: Queued) -> None:
-        """Exchange a vector, or hold it if one selection is made over all vectors."""
+    def _submit(self, job: Callable[[], None]) -> Job[None]:
+        """Run ``job`` after all jobs queued before, and after the device's work queued so far."""
+        self._jobs.append(self.comm.submit(_following(job, self.device)))
+        return self._jobs[-1]
+
+    def _take(self, queued: Queued) -> None:
         self.meter.dense_bytes += ring_bytes(queued.vector.nbytes, self.comm.size)
         if self.session.treatment.scope == "model" and queued.large:
             self._held.append(queued)
@@ -139,15 +157,15 @@ class Transaction:
         places = [vector[piece.start : piece.stop] for piece in small]
         gradients = [place.clone() for place in places]
         sent_whole = False
-        for served, flat in it.residuals.vectors(large, vector) if large else ():
+        for served, flat, moved in it.residuals.vectors(large, vector) if large else ():
             # A vector in another layout has no small tensors.
-            apart = [(piece.start, piece.stop) for piece in small] if flat is vector else []
+            apart = [] if moved else [(piece.start, piece.stop) for piece in small]
             withheld = zeros_in(flat, served.pieces) if it.withhold_zeros else []
             request = Request(
                 served.layers, withheld, apart, front_loaded=it.frontload, meter=self.meter
             )
-            self._exchange_vector(served, flat, request, self._scale())
-            sent_whole = flat is vector and served.scheme.sent_whole
+            begun = self._exchange_vector(served, flat, request, self._scale())
+            sent_whole = begun.reduced.sent_whole and not moved
         if not sent_whole:
             self._small += zip(places, gradients, strict=True)
 
@@ -162,7 +180,7 @@ class Transaction:
 
     def _exchange_vector(
         self, vector: Vector, gradient: Tensor, request: Request, scale: float
-    ) -> None:
+    ) -> Begun:
         """Replace a gradient, which a GradScaler has scaled, by its update.
 
         A scheme with memory gets it unscaled; another one gets it as it is, with the share of this
@@ -174,22 +192,14 @@ class Transaction:
         self.left |= self.session.residuals.flush.add_to(
             gradient, vector.pieces, request.withheld, scale
         )
-        self.vectors.append(vector)
-        vector.scheme.begin(gradient, self.comm, request, out=gradient)
-        self.finite &= vector.scheme.finite
+        begun = vector.scheme.begin(gradient, self.comm, request, in_place=True)
+        self.begun.append((vector.scheme, begun))
+        self.finite &= begun.finite
         if unscaled:
             gradient.mul_(scale)
+        return begun
 
-    def exchange_rows(self, name: str, gradient: Tensor) -> None:
-        """Average a sparse gradient over the ranks; nothing is left out.
-
-        Parameters
-        ----------
-        gradient
-            Sparse COO with one sparse dimension, as ``nn.Embedding(sparse=True)`` makes it.
-            Repeated rows are added up before they are sent. Half precisions are sent as float32,
-            so that sums are as exact as those of the memory.
-        """
+    def _exchange_rows(self, name: str, gradient: Tensor) -> None:
         dtype, shape = gradient.dtype, gradient.shape
         dense_bytes = shape.numel() * dtype.itemsize
         gradient = gradient.to(wide_dtype(dtype)).coalesce()
@@ -206,7 +216,7 @@ class Transaction:
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
         average = total.values.reshape(-1, *shape[1:]).to(dtype)
-        self.rows[name] = _coalesced(indices, average, shape)
+        self.rows[name] = coalesced(indices, average, shape)
 
     def _finish(self) -> None:
         if self._small:
@@ -226,7 +236,7 @@ class Transaction:
         """Make all updates NaN."""
         for update in self.updates:
             update.fill_(math.nan)
-        self.rows = {name: _poisoned(average) for name, average in self.rows.items()}
+        self.rows = {name: poisoned(average) for name, average in self.rows.items()}
 
     def _exchange_small(self) -> None:
         places, gradients = zip(*self._small, strict=True)
@@ -248,40 +258,6 @@ class Transaction:
         average = total.values / self.comm.size
         self.finite &= total.finite and all_finite(average)
         return SparseStream.unchecked(total.indices, average, total.size)
-
-
-def _poisoned(rows: Tensor) -> Tensor:
-    """Return a sparse gradient of NaN with the same rows, or with the first if there are none."""
-    indices, values = rows.indices(), rows.values()
-    if not indices.numel() and rows.shape[0]:
-        indices, values = indices.new_zeros(1, 1), values.new_zeros(1, *rows.shape[1:])
-    return torch.sparse_coo_tensor(
-        indices,
-        torch.full_like(values, math.nan),
-        rows.shape,
-        is_coalesced=True,
-        check_invariants=False,
-    )
-
-
-def _coalesced(indices: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """Return the sparse tensor that holds ``rows`` at sorted, unique ``indices``.
-
-    Up to torch 2.12, `torch.sparse_coo_tensor` warns that it checks nothing even if it is told to
-    check nothing. The operation that it calls does not warn.
-    """
-    coalesced: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
-        1,
-        rows.ndim - 1,
-        shape,
-        indices.long()[None],
-        rows,
-        dtype=rows.dtype,
-        layout=torch.sparse_coo,
-        device=rows.device,
-        is_coalesced=True,
-    )
-    return coalesced
 
 
 def _following(job: Callable[[], None], device: torch.device) -> Callable[[], None]:

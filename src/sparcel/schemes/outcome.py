@@ -1,0 +1,89 @@
+"""What a step tells before it takes effect: the sum, its average, and what to remember of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparcel import kernels
+from sparcel._checks import all_finite
+from sparcel.collectives.oktopk_reuse import Estimates
+from sparcel.stream import SparseStream
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The sum of a step, and what its scheme remembers of it if the step takes effect.
+
+    Attributes
+    ----------
+    total
+        The sum, the same on all ranks.
+    divisor
+        That of the average. None: ``total`` is the average already, in the gradient's dtype, not
+        ``finite`` if it has NaN or Inf; a dense one is in the scratch that `Scheme.reduce` got.
+    sent_whole
+        Whether the gradient was sent as it is, with what `Request.apart` names.
+    estimates
+        What a later step of `OkTopK` may reuse.
+    inner
+        What the scheme inside of `Hierarchical` has reduced.
+    """
+
+    total: SparseStream
+    divisor: int | None
+    sent_whole: bool = False
+    estimates: Estimates | None = None
+    inner: Reduced | None = None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step that has not taken effect; `Scheme.commit` makes it.
+
+    ``average`` is that of ``reduced``, in the gradient's dtype. It is empty and not ``finite`` if
+    the step is void, on all ranks alike.
+    """
+
+    average: SparseStream
+    reduced: Reduced
+
+    @property
+    def finite(self) -> bool:
+        """Whether the vectors of all ranks, and their average, are finite."""
+        return self.average.finite
+
+
+def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) -> SparseStream:
+    """Return the average in ``dtype``, empty if it is not finite; a dense one is in ``out``.
+
+    All ranks find the same, because the total is the same on all of them.
+    """
+    total, divisor = reduced.total, reduced.divisor
+    if divisor is None and total.dtype == dtype:
+        return total if total.finite else total.empty_like()
+    if total.indices is None and out is not None:
+        values = torch.div(total.values, divisor or 1, out=out)
+    elif divisor is None or divisor == 1:
+        values = total.values.to(dtype)
+    else:
+        values = (total.values / divisor).to(dtype)
+    finite = total.finite and all_finite(values)
+    average = SparseStream.unchecked(total.indices, values, total.size, finite)
+    return average if finite else average.empty_like()
+
+
+def write_update(average: SparseStream, update: Tensor, cleared: bool) -> None:
+    """Write an average to ``update``, where a dense one is already; NaN if it is not finite.
+
+    ``cleared`` tells that ``update`` is zero, unless the average is dense.
+    """
+    if not average.finite:
+        update.fill_(float("nan"))
+    elif average.indices is not None:
+        if cleared:
+            kernels.scatter(update, average.indices, average.values)
+        else:
+            average.to_dense(out=update)
