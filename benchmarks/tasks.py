@@ -305,5 +305,6 @@ TASKS = {
     )
 }
 """All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
-``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words`` and
-``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over links."""
+``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words``
+and ``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over
+links."""
