@@ -80,7 +80,7 @@ def oktopk_held(
             held.add_(arrived.values)
         else:
             kernels.scatter_reduce(held, arrived.indices, arrived.values, SUM)
-        winners = global_topk(held, wire.comm, k, size, arrived.finite)
+        winners = global_topk(held, wire.comm, k, size, bool(arrived.finite))
         if not winners.finite:
             return HeldTopk(stream.void_like(), arrived, stream.empty_like())
         indices, values = timed("select")(kernels.topk)(held, winners.counts[wire.rank])

@@ -120,7 +120,7 @@ class Auto(Sparsifier):
         started = self._clock()
         reduce = self._plain.reduce if self.sent_whole else super().reduce
         total, divisor = reduce(gradient, comm, request, scratch)
-        contest.record(self._clock() - started, total.finite)
+        contest.record(self._clock() - started, bool(total.finite))
         return total, divisor
 
     def commit(self) -> None:

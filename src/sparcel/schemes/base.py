@@ -147,7 +147,7 @@ class Scheme(ABC):
         request.meter.reduced += min(total.nnz, coordinates)
         with profiled("update"):
             average = averaged(total, divisor, gradient.dtype, out)
-            self.finite = average.finite
+            self.finite = bool(average.finite)
             if out is not None:
                 _write(average, out, cleared=out is gradient)
         return average
