@@ -10,7 +10,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor
 
 from sparcel import formats, patterns
-from sparcel.comm import DIRECT_RANKS, Communicator, call_of
+from sparcel.comm import DIRECT_RANKS, Communicator, call_of, gather_in_rounds
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import HEADER_BYTES, RAW, Expected, Format, Message, Packet, merge_messages
 from sparcel.ops import SUM, Op
@@ -123,20 +123,22 @@ class Wire:
             stream, hash((self.format.seed, self.step, owner, self._packed))
         )
         self._packed += 1
-        if packet.stream is not stream and packet.stream.finite and owner == self.rank:
-            lost = stream.values - packet.stream.values
+        held = packet.stream
+        if held is not stream and owner == self.rank:
+            lost = stream.values - held.values
             self._lost.append(
-                Lost(start, SparseStream.unchecked(stream.indices, lost, stream.size))
+                Lost(start, SparseStream.unchecked(held.indices, lost, held.size, held.finite))
             )
         return packet
 
     def take_lost(self) -> list[Lost]:
         """Return what rounding took from this rank since the last call.
 
-        The result of a sum plus what all ranks lost is the sum of their streams.
+        The result of a sum plus what all ranks lost is the sum of their streams. Nothing is lost of
+        a stream that is not finite, which is asked here and not while packing.
         """
         lost, self._lost = self._lost, []
-        return lost
+        return [one for one in lost if one.stream.finite]
 
     def exchange(
         self, sends: Mapping[int, Packet], receives: Mapping[int, Expected]
@@ -226,9 +228,8 @@ class Wire:
         def cut(parts: Sequence[Tensor], ranks: Sequence[int]) -> list[Message]:
             return _cut(parts, len(ranks), ranks[0], self.rank)
 
-        return self.comm.gather_in_rounds(
-            message, [at_most] * self.size, formats.joined, cut, self.control
-        )
+        bounds = [at_most] * self.size
+        return gather_in_rounds(self.comm, message, bounds, formats.joined, cut, self.control)
 
     @timed("decode")
     def decode(self, source: int, message: Message, expected: Expected | None) -> SparseStream:

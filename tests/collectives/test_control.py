@@ -5,7 +5,7 @@ import torch
 
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, all_gather, broadcast
-from sparcel.formats import RAW
+from sparcel.formats import Format
 from sparcel.ops import SUM
 from sparcel.stream import concatenate, reduce
 from sparcel.wire import Wire
@@ -46,9 +46,15 @@ def test_gathered_and_broadcast_messages_are_forwarded_unread(world):
 
 
 def test_a_flag_on_a_device_is_not_read_on_its_way():
-    streams = [dense(10, "meta") for _ in range(3)]
-    streams[1].finite = torch.tensor(True, device="meta")
-    for stream in (reduce(streams), concatenate(streams)):
-        control, payload = RAW.encode(stream).message
+    """Rounding asks for one; sums and messages pass it on."""
+
+    def program(comm):
+        wire = Wire(comm, Format("raw", "float16"))
+        packets = [wire.pack(dense(10, "meta")) for _ in range(3)]
+        streams = [packet.stream for packet in packets]
+        return [*packets, *(wire.exact.pack(f(streams)) for f in (reduce, concatenate))]
+
+    for (control, payload), stream in simulate(1, program).results[0]:
         assert stream.finite.is_meta
-        assert control.is_meta and payload.is_meta
+        assert control.is_meta
+        assert payload.is_meta

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.comm import ALL_CONTROL, Call, Communicator
+from sparcel.comm import ALL_CONTROL, Call, Communicator, gather_in_rounds
 from sparcel.formats import Expected, Packet, nbytes_of, whole
 from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
@@ -134,7 +134,7 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
         return messages
 
     bounds = [sizes[(rank - root) % comm.size] for rank in range(comm.size)]
-    gathered = comm.gather_in_rounds(own, bounds, list, cut)
+    gathered = gather_in_rounds(comm, own, bounds, list, cut)
     return torch.cat([*gathered[root:], *gathered[:root]])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparcel import patterns
 from sparcel.comm.calls import Call, Calls
 from sparcel.comm.engine import ALL_CONTROL, other_length
+from sparcel.comm.in_rounds import gather_in_rounds
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
@@ -237,40 +238,7 @@ class Communicator(ABC):
             messages: tuple[Tensor, ...] = arrived.split(lengths)
             return messages
 
-        return torch.cat(self.gather_in_rounds(block, nbytes, list, cut, control))
-
-    def gather_in_rounds(
-        self,
-        own: T,
-        at_most: Sequence[int],
-        join: Callable[[list[T]], Sequence[Tensor]],
-        cut: Callable[[list[Tensor], Sequence[int]], Sequence[T]],
-        control: int = 0,
-    ) -> list[T]:
-        """Return the messages of all ranks, by rank, in ⌈log₂P⌉ rounds by Bruck's pattern.
-
-        Parameters
-        ----------
-        own
-            This rank's message.
-        at_most
-            The most bytes of each rank's message; the same on all ranks.
-        join
-            Given several messages, returns the parts of the one in which they travel.
-        cut
-            Given what came, in parts, and the ranks whose messages it holds, returns these
-            messages.
-        control
-            How many bytes of each rank's message are control; `join` puts these first.
-        """
-        held = [own]  # the messages of this rank and of those that follow it
-        for below, above, _, count in patterns.bruck(self.rank, self.size):
-            ranks = [(above + place) % self.size for place in range(count)]
-            bound = sum([at_most[rank] for rank in ranks])
-            leaving = {below: join(held[:count])}
-            came = self.exchange_parts(leaving, {above: bound}, count * control)[above]
-            held += cut(came, ranks)
-        return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
+        return torch.cat(gather_in_rounds(self, block, nbytes, list, cut, control))
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node, by rank; all ranks call, in a job.

@@ -145,8 +145,7 @@ class Header(NamedTuple):
             raise FormatError(
                 f"message of {control.numel()} bytes is shorter than a header ({HEADER_BYTES})"
             )
-        # Control is on the host, unless a message was scattered in parts, regardless of what is in
-        # them.
+        # Control is on the host, except in a message that was scattered, as long broadcasts are.
         start = control if control.is_cpu else control[:HEADER_BYTES].cpu()
         fields = _LAYOUT.unpack_from(start.numpy().data)
         magic, version, index_code, code, flags, width, values, size, nnz, length = fields

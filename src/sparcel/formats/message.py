@@ -61,11 +61,8 @@ def joined(messages: Sequence[Message]) -> Message:
     """Return the parts of several messages in one: the headers, then the payloads."""
     if len(messages) == 1:
         return messages[0]
-    apart = [
-        message if len(message) == 2 else (message[0][:HEADER_BYTES], payload_of(message))
-        for message in messages
-    ]
-    return [*(header for header, _ in apart), *(payload for _, payload in apart)]
+    headers = [m[0] if len(m) == 2 else m[0][:HEADER_BYTES] for m in messages]
+    return [*headers, *map(payload_of, messages)]
 
 
 def cut(parts: Sequence[Tensor], count: int) -> list[Message]:
@@ -91,8 +88,8 @@ def cut(parts: Sequence[Tensor], count: int) -> list[Message]:
         lengths = [Header.parse(header).payload_bytes for header in headers]
         if len(headers) != count or sum(lengths) != payload.numel():
             raise FormatError(
-                f"{len(headers)} headers with {lengths} bytes to follow, where {count} and"
-                f" {payload.numel()} are there"
+                f"{len(headers)} of {count} headers, which announce {sum(lengths)} bytes, and"
+                f" {payload.numel()} bytes"
             )
         parts = (*headers, *payload.split(lengths))
     if len(parts) != 2 * count:

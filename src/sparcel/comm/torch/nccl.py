@@ -1,7 +1,7 @@
 """The engine for NCCL process groups; both sides of an NCCL transfer must know its length.
 
-This code follows torch's documentation and has not been run, because no machine with two GPUs was
-available.
+This code follows torch's documentation. `tests/comm/torch/test_nccl.py` runs it over Gloo's process
+groups; it has not been run over NCCL's, because no machine with two GPUs was available.
 """
 
 from __future__ import annotations
