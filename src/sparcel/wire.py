@@ -71,7 +71,7 @@ class Wire:
     @property
     def exact(self) -> Wire:
         """A wire that loses nothing, over the same communicator and with the same index code."""
-        return Wire(self.comm, self.format.exact)
+        return Wire(self.comm, self.format.exact, control=self.control)
 
     def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
