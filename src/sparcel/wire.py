@@ -164,7 +164,7 @@ class Wire:
     def exchange_lists(
         self, peer: int, sends: Sequence[Packet], receives: Sequence[Expected]
     ) -> list[Packet]:
-        """Send a peer several packets in one message, and receive as many, each if there are any.
+        """Send ``peer`` packets in one message, and receive as many; either list may be empty.
 
         Raises as `exchange`.
         """
