@@ -32,17 +32,30 @@ Output join_message(nb::bytes header, const std::vector<Input>& parts) {
     return give(std::move(message), length, dtype_of<uint8_t>());
 }
 
+// The parts of a message: its header and its payload, or one that holds both.
+using Message = std::vector<Bytes>;
+
+// Returns what `read_sparse` does, for a message in one or two parts.
+template <class Value>
+std::optional<StreamView<int32_t, Value>> read_message(const Message& message, uint64_t size,
+                                                       uint8_t dtype, bool& finite) {
+    if (message.empty() || message.size() > 2 || message[0].size() < sizeof(Header)) return {};
+    const Bytes &control = message.front(), &last = message.back();
+    const size_t before = message.size() == 1 ? sizeof(Header) : 0;
+    return read_sparse<Value>(control.data(), last.data() + before, last.size() - before, size,
+                              dtype, finite);
+}
+
 // Reduces the streams in messages. Returns the indices, the values and whether all are finite, or
 // None if a message is not a plain sparse one of that size and dtype. `dtype` is its code in
 // message headers.
-nb::object merge_messages(const std::vector<Bytes>& messages, uint64_t size, uint8_t dtype,
+nb::object merge_messages(const std::vector<Message>& messages, uint64_t size, uint8_t dtype,
                           std::string_view op, int threads) {
     const auto run = [&]<class Value>(Type<Value>) -> nb::object {
         std::vector<StreamView<int32_t, Value>> views;
         bool finite = true;
-        for (const Bytes& message : messages) {
-            const auto view =
-                read_sparse<Value>(message.data(), message.size(), size, dtype, finite);
+        for (const Message& message : messages) {
+            const auto view = read_message<Value>(message, size, dtype, finite);
             if (!view) return nb::none();
             views.push_back(*view);
         }

@@ -151,10 +151,16 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
 
 def all_finite(values: Tensor) -> bool:
     """Tell whether all values are finite, without allocating a mask as large as ``values``."""
+    return bool(finite_flag(values))
+
+
+def finite_flag(values: Tensor) -> bool | Tensor:
+    """Return `all_finite` as `SparseStream.finite` has it: for a device, on the device."""
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    flag = torch.isfinite(low) & torch.isfinite(high)
+    return bool(flag) if flag.is_cpu else flag
 
 
 def check_part(part: object, name: str, size: int | None, hint: str) -> None:

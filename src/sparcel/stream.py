@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce as fold
 from itertools import pairwise
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -55,9 +57,10 @@ class SparseStream:
     indices: Tensor | None
     values: Tensor
     size: int
-    finite: bool
+    finite: bool | Tensor
     """False if a vector that entered the stream held NaN or Inf; the values are then meaningless.
-    Every reduction passes the flag on, so all ranks learn of it without an extra message."""
+    Every reduction passes the flag on, so all ranks learn of it without an extra message. A stream
+    on a device may have it there, as a 0-dimensional tensor, until somebody needs to know."""
 
     def __init__(self, indices: Tensor | None, values: Tensor, size: int) -> None:
         size = whole_number(size, "size", at_least=0)
@@ -69,7 +72,7 @@ class SparseStream:
 
     @classmethod
     def unchecked(
-        cls, indices: Tensor | None, values: Tensor, size: int, finite: bool = True
+        cls, indices: Tensor | None, values: Tensor, size: int, finite: bool | Tensor = True
     ) -> SparseStream:
         """Make a stream without checking its parts; the caller guarantees that they are valid."""
         stream = cls.__new__(cls)
@@ -293,7 +296,7 @@ def reduce(
             raise InputError(f"streams must agree in size, dtype and width: {first} and {other}")
     if len(streams) == 1:
         return first
-    finite = all(stream.finite for stream in streams)
+    finite = all_of([stream.finite for stream in streams])
     pairs = [(s.indices, s.values) for s in streams if s.indices is not None]
     if len(pairs) == len(streams):
         indices, values = kernels.merge(pairs, op)
@@ -328,7 +331,7 @@ def concatenate(
     if not streams:
         raise InputError("concatenate needs at least one stream, got none")
     size = sum(stream.size for stream in streams)
-    finite = all(stream.finite for stream in streams)
+    finite = all_of([stream.finite for stream in streams])
     nnz = sum(stream.nnz for stream in streams)
     if nnz >= (dense_from(size, streams[0].value_bytes) if dense_at is None else dense_at):
         fill = op.neutral_for(streams[0].dtype)
@@ -344,6 +347,11 @@ def concatenate(
         start += stream.size
     values = torch.cat([stream.values for stream in streams])
     return SparseStream.unchecked(torch.cat(indices), values, size, finite)
+
+
+def all_of(flags: Sequence[bool | Tensor]) -> bool | Tensor:
+    """Return whether all flags are true, on the device where one of them is."""
+    return fold(and_, flags, True)
 
 
 def dense_from(size: int, value_bytes: int) -> int:

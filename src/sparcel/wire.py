@@ -10,9 +10,9 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor
 
 from sparcel import formats, patterns
-from sparcel.comm import DIRECT_RANKS, Communicator, call_of
+from sparcel.comm import DIRECT_RANKS, Communicator, call_of, gather_in_rounds
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats import RAW, Expected, Format, Packet, merge_messages
+from sparcel.formats import HEADER_BYTES, RAW, Expected, Format, Message, Packet, merge_messages
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
 from sparcel.stages import Exchange, most_bytes
@@ -46,6 +46,9 @@ class Wire:
         How streams are laid out in them; the same on all ranks.
     step
         Decides random rounding, together with the format's seed; the same on all ranks.
+    control
+        How many bytes of a packet are control, which a receiver gets on its host: the header's, or
+        `ALL_CONTROL` where the streams are on the host.
 
     Attributes
     ----------
@@ -53,8 +56,14 @@ class Wire:
         Those of the communicator.
     """
 
-    def __init__(self, comm: Communicator, format: Format = RAW, step: int = 0) -> None:
-        self.comm, self.format, self.step = comm, format, step
+    def __init__(
+        self,
+        comm: Communicator,
+        format: Format = RAW,
+        step: int = 0,
+        control: int = HEADER_BYTES,
+    ) -> None:
+        self.comm, self.format, self.step, self.control = comm, format, step, control
         self.rank, self.size = comm.rank, comm.size
         self._lost: list[Lost] = []
         self._packed = 0
@@ -62,7 +71,7 @@ class Wire:
     @property
     def exact(self) -> Wire:
         """A wire that loses nothing, over the same communicator and with the same index code."""
-        return Wire(self.comm, self.format.exact)
+        return Wire(self.comm, self.format.exact, control=self.control)
 
     def compact(self, stream: SparseStream, op: Op = SUM) -> SparseStream:
         """Return the stream itself, or a dense one where that takes fewer bytes on the wire."""
@@ -114,20 +123,22 @@ class Wire:
             stream, hash((self.format.seed, self.step, owner, self._packed))
         )
         self._packed += 1
-        if packet.stream is not stream and packet.stream.finite and owner == self.rank:
-            lost = stream.values - packet.stream.values
+        held = packet.stream
+        if held is not stream and owner == self.rank:
+            lost = stream.values - held.values
             self._lost.append(
-                Lost(start, SparseStream.unchecked(stream.indices, lost, stream.size))
+                Lost(start, SparseStream.unchecked(held.indices, lost, held.size, held.finite))
             )
         return packet
 
     def take_lost(self) -> list[Lost]:
         """Return what rounding took from this rank since the last call.
 
-        The result of a sum plus what all ranks lost is the sum of their streams.
+        The result of a sum plus what all ranks lost is the sum of their streams. Nothing is lost of
+        a stream that is not finite, which is asked here and not while packing.
         """
         lost, self._lost = self._lost, []
-        return lost
+        return [one for one in lost if one.stream.finite]
 
     def exchange(
         self, sends: Mapping[int, Packet], receives: Mapping[int, Expected]
@@ -143,26 +154,28 @@ class Wire:
         CommunicationError
             See `Communicator.exchange`.
         """
-        messages = self.comm.exchange(
+        messages = self.comm.exchange_parts(
             {rank: packet.message for rank, packet in sends.items()},
             {rank: self.most_bytes(one) for rank, one in receives.items()},
+            self.control,
         )
         return {rank: self._read(rank, m, receives[rank]) for rank, m in messages.items()}
 
     def exchange_lists(
-        self, sends: Mapping[int, Sequence[Packet]], receives: Mapping[int, Sequence[Expected]]
-    ) -> dict[int, list[Packet]]:
-        """Do what `exchange` does with several packets in a message."""
-        arrived = self.comm.exchange_parts(
-            {rank: [packet.message for packet in several] for rank, several in sends.items()},
-            {rank: sum(map(self.most_bytes, several)) for rank, several in receives.items()},
-        )
-        packets = {}
-        for rank, parts in arrived.items():
-            expected = receives[rank]
-            messages = _cut(parts, len(expected), rank, self.rank)
-            packets[rank] = [self._read(rank, *one) for one in zip(messages, expected, strict=True)]
-        return packets
+        self, peer: int, sends: Sequence[Packet], receives: Sequence[Expected]
+    ) -> list[Packet]:
+        """Send ``peer`` packets in one message, and receive as many; either list may be empty.
+
+        Raises as `exchange`.
+        """
+        count = len(sends) or len(receives)
+        leaving = {peer: formats.joined([packet.message for packet in sends])} if sends else {}
+        coming = {peer: sum(map(self.most_bytes, receives))} if receives else {}
+        arrived = self.comm.exchange_parts(leaving, coming, count * self.control)
+        if not receives:
+            return []
+        messages = _cut(arrived[peer], count, peer, self.rank)
+        return [self._read(peer, *one) for one in zip(messages, receives, strict=True)]
 
     def exchange_and_reduce(
         self,
@@ -177,16 +190,17 @@ class Wire:
         What comes is like ``own`` and has at most ``max_nnz`` entries. It is not decoded where
         messages can be reduced as they are.
         """
-        messages = self.comm.exchange(
+        messages = self.comm.exchange_parts(
             {rank: packet.message for rank, packet in sends.items()},
             dict.fromkeys(sources, self.most_bytes(Expected.like(own, max_nnz))),
+            self.control,
         )
         packed = [packet for packet in sends.values() if packet.stream is own]
         return self._reduce_messages(messages, own, packed[0] if packed else None, op)
 
     def gather(self, own: Packet, expected: Sequence[Expected]) -> list[SparseStream]:
         """Give every rank the stream of every rank, by rank; rank r sends ``expected[r]``."""
-        messages = gather(own.message, self.comm, max(map(self.most_bytes, expected)))
+        messages = self.gather_messages(own.message, max(map(self.most_bytes, expected)))
         return [
             own.stream if rank == self.rank else self.decode(rank, message, expected[rank])
             for rank, message in enumerate(messages)
@@ -198,12 +212,27 @@ class Wire:
         """Give every rank the stream of every rank, reduced in the order of the ranks."""
         packet = self.pack(own)
         at_most = self.most_bytes(Expected.like(own, max_nnz))
-        messages = dict(enumerate(gather(packet.message, self.comm, at_most)))
+        messages = dict(enumerate(self.gather_messages(packet.message, at_most)))
         del messages[self.rank]
         return self._reduce_messages(messages, packet.stream, packet, op)
 
+    def gather_messages(self, message: Message, at_most: int) -> list[Message]:
+        """Give every rank the message of every rank, by rank; ``at_most`` bounds the bytes of each.
+
+        Few ranks send short messages to each other, all at once: see `DIRECT_RANKS`. Otherwise by
+        Bruck's pattern, in ⌈log₂P⌉ rounds.
+        """
+        if _goes_direct(self.size, at_most):
+            return self.comm.gather_parts(message, at_most, self.control)
+
+        def cut(parts: Sequence[Tensor], ranks: Sequence[int]) -> list[Message]:
+            return _cut(parts, len(ranks), ranks[0], self.rank)
+
+        bounds = [at_most] * self.size
+        return gather_in_rounds(self.comm, message, bounds, formats.joined, cut, self.control)
+
     @timed("decode")
-    def decode(self, source: int, message: Tensor, expected: Expected | None) -> SparseStream:
+    def decode(self, source: int, message: Message, expected: Expected | None) -> SparseStream:
         """Return the stream that rank ``source`` sent, which may be any if ``expected`` is None.
 
         Errors name both ranks.
@@ -220,12 +249,12 @@ class Wire:
                 f"rank {source} sent rank {self.rank} a bad message: {error}"
             ) from None
 
-    def _read(self, source: int, message: Tensor, expected: Expected) -> Packet:
+    def _read(self, source: int, message: Message, expected: Expected) -> Packet:
         return Packet(message, self.decode(source, message, expected))
 
     @timed("reduce")
     def _reduce_messages(
-        self, messages: Mapping[int, Tensor], own: SparseStream, packet: Packet | None, op: Op
+        self, messages: Mapping[int, Message], own: SparseStream, packet: Packet | None, op: Op
     ) -> SparseStream:
         """Reduce the other ranks' streams, in messages, with ``own``, by rank.
 
@@ -269,23 +298,8 @@ def collective(
     return call
 
 
-def gather(message: Tensor, comm: Communicator, at_most: int) -> list[Tensor]:
-    """Give every rank the message of every rank, by rank; ``at_most`` bounds the bytes of each.
-
-    Few ranks send short messages to each other, all at once: see `DIRECT_RANKS`. Otherwise by
-    Bruck's pattern, in ⌈log₂P⌉ rounds.
-    """
-    if _goes_direct(comm.size, at_most):
-        return comm.gather(message, at_most)
-
-    def cut(parts: list[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-        return _cut(parts, len(ranks), ranks[0], comm.rank)
-
-    return comm.gather_in_rounds(message, [at_most] * comm.size, cut)
-
-
 def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
-    """Return what each rank sends and receives in `gather`.
+    """Return what each rank sends and receives in `Wire.gather`.
 
     Rank r's message has ``blocks[r]`` bytes, which all ranks know.
     """
@@ -303,7 +317,7 @@ def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
 def gather_stages(
     blocks: Sequence[float], rank: int, at_most: float, inside: bool = False
 ) -> Iterator[Exchange]:
-    """Yield the stages of `gather` for a rank, where rank r's message has ``blocks[r]`` bytes."""
+    """Yield the stages of `Wire.gather` for a rank; rank r's message has ``blocks[r]`` bytes."""
     ranks = len(blocks)
     if ranks == 1:
         return
@@ -317,15 +331,15 @@ def gather_stages(
         yield Exchange("shift", (sent,), (received,), distance, inside)
 
 
-def _cut(parts: Sequence[Tensor], count: int, source: int, rank: int) -> list[Tensor]:
+def _cut(parts: Sequence[Tensor], count: int, source: int, rank: int) -> list[Message]:
     """Return the messages that rank ``source`` has sent in one to a rank."""
-    messages = [message for part in parts for message in formats.decode_all(part)]
-    if len(messages) != count:
+    try:
+        return formats.cut(parts, count)
+    except FormatError as error:
         raise FormatError(
-            f"rank {source} sent rank {rank} {len(messages)} messages in one, where {count} were"
-            " expected; every rank must call the same collective"
-        )
-    return messages
+            f"rank {source} sent rank {rank} something else than {count} messages in one: {error};"
+            " every rank must call the same collective"
+        ) from None
 
 
 def _goes_direct(ranks: int, at_most: float) -> bool:

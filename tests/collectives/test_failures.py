@@ -66,10 +66,10 @@ def outcomes(world, culprit, call, function):
         if comm.rank == culprit:
             exchange, calls = comm.exchange_parts, iter(range(10**6))
 
-            def failing(sends, receives):
+            def failing(*args):
                 if next(calls) == call:
                     raise DiskError("the disk is full")
-                return exchange(sends, receives)
+                return exchange(*args)
 
             comm.exchange_parts = failing
         try:

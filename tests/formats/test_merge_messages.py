@@ -27,10 +27,16 @@ def alike(draw):
     return op, streams
 
 
-@given(alike())
-def test_merging_messages_equals_decoding_and_reducing(case):
+def encoded(streams):
+    return [RAW.encode(stream).message for stream in streams]
+
+
+@given(alike(), st.booleans())
+def test_merging_messages_equals_decoding_and_reducing(case, apart):
     op, streams = case
-    messages = [RAW.encode(stream).message for stream in streams]
+    messages = encoded(streams)
+    if apart:  # as headers and payloads
+        messages = formats.cut(formats.joined(messages), len(messages))
     total = merge_messages(messages, streams[0], op)
     assert total is not None
     expected = reduce([formats.decode(message) for message in messages], op)
@@ -38,14 +44,15 @@ def test_merging_messages_equals_decoding_and_reducing(case):
     assert same_stream(total.compact(op), expected)
 
 
-@given(alike(), st.integers(0, 10**6), st.integers(1, 255))
-def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
+@given(alike(), st.booleans(), st.integers(0, 10**6), st.integers(1, 255))
+def test_a_corrupt_message_is_refused_or_harmless(case, apart, position, flip):
     """A wrong byte never causes a read out of bounds; decoding says what is wrong."""
     op, streams = case
-    messages = [RAW.encode(stream).message for stream in streams]
-    corrupt = messages[-1].clone()
-    corrupt[position % corrupt.numel()] ^= flip
-    total = merge_messages([*messages[:-1], corrupt], streams[0], op)
+    *messages, (last,) = encoded(streams)
+    last = last.clone()
+    last[position % last.numel()] ^= flip
+    corrupt = [last[:HEADER_BYTES], last[HEADER_BYTES:]] if apart else [last]
+    total = merge_messages([*messages, corrupt], streams[0], op)
     try:
         decoded = formats.decode(corrupt, streams[0])
     except SparcelError:
@@ -60,25 +67,26 @@ def test_a_corrupt_message_is_refused_or_harmless(case, position, flip):
 def test_a_message_of_rows_or_of_another_format_is_refused(case, field, number):
     """The header's width or detail tells that the message is of another kind."""
     op, streams = case
-    messages = [RAW.encode(stream).message for stream in streams]
-    messages[0][field] = number
+    messages = encoded(streams)
+    messages[0][0][field] = number
     assert merge_messages(messages, streams[0], op) is None
 
 
 @given(alike(), st.integers(1, 20))
 def test_message_followed_by_more_bytes_is_refused(case, count):
     op, streams = case
-    messages = [RAW.encode(stream).message for stream in streams]
-    messages[0] = torch.cat((messages[0], torch.zeros(count, dtype=torch.uint8)))
-    assert merge_messages(messages, streams[0], op) is None
+    (message,), *others = encoded(streams)
+    longer = torch.cat((message, torch.zeros(count, dtype=torch.uint8)))
+    assert merge_messages([[longer], *others], streams[0], op) is None
 
 
 @given(alike(), st.data())
 def test_a_truncated_message_is_refused(case, data):
     op, streams = case
-    messages = [RAW.encode(stream).message for stream in streams]
-    short = messages[0][: data.draw(st.integers(0, messages[0].numel() - 1))].clone()
-    assert merge_messages([short, *messages[1:]], streams[0], op) is None
+    (message,), *others = encoded(streams)
+    short = message[: data.draw(st.integers(0, message.numel() - 1))].clone()
+    for parts in ([short], [short[:HEADER_BYTES], short[HEADER_BYTES:]], [], [short] * 3):
+        assert merge_messages([*others, parts], streams[0], op) is None
 
 
 def test_messages_that_need_decoding_are_left_to_the_caller():
@@ -96,6 +104,6 @@ def test_messages_that_need_decoding_are_left_to_the_caller():
     for format in (Format("packed"), Format("raw", 4)):
         pair = [message, format.encode(sparse).message]
         assert merge_messages(pair, sparse, SUM) is None
-    unaligned = torch.cat((torch.zeros(1, dtype=torch.uint8), message))[1:]
-    assert merge_messages([message, unaligned], sparse, SUM) is None
-    assert message.numel() == HEADER_BYTES + 16
+    unaligned = torch.cat((torch.zeros(1, dtype=torch.uint8), message[0]))[1:]
+    assert merge_messages([message, [unaligned]], sparse, SUM) is None
+    assert message[0].numel() == HEADER_BYTES + 16

@@ -1,4 +1,4 @@
-"""Messages and their header: round trips, bounds, and messages that are not streams."""
+"""Messages and their header: round trips, joining, bounds, and messages that are not streams."""
 
 import struct
 
@@ -11,7 +11,7 @@ from sparcel import SparseStream, _cpu, formats
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import RAW, FewBits, Format
 from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
-from sparcel.formats.parts import join_by_torch
+from sparcel.formats.message import message_by_torch
 from sparcel.stages import most_bytes
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import (
@@ -41,7 +41,12 @@ FORMATS = [
 
 
 def encode(stream, format=RAW):
-    return format.encode(stream).message
+    (message,) = format.encode(stream).message
+    return message
+
+
+def decode(message, like=None):
+    return formats.decode([message], like)
 
 
 @st.composite
@@ -65,7 +70,7 @@ def tensor_of(data):
 def decodes_or_refuses(data):
     """Decode a message, and read the whole stream if decoding succeeds."""
     try:
-        stream = formats.decode(tensor_of(data))
+        stream = decode(tensor_of(data))
     except FormatError:
         return
     SparseStream(stream.indices, stream.values, stream.size)
@@ -78,9 +83,9 @@ def decodes_or_refuses(data):
 def test_a_message_holds_the_stream_of_its_packet(case, finite, key):
     format, stream = case
     stream.finite = finite
-    message, held = format.encode(stream, key)
-    assert same_stream(formats.decode(message), held)
-    assert same_stream(formats.decode(message, like=stream), held)
+    (message,), held = format.encode(stream, key)
+    assert same_stream(decode(message), held)
+    assert same_stream(decode(message, like=stream), held)
     assert held is stream or format.loses
     nnz = None if stream.is_dense else stream.nnz
     assert message.numel() == format.nbytes(nnz, stream.size, stream.value_bytes)
@@ -97,21 +102,21 @@ def test_the_memory_of_a_large_message_returns_to_the_pool():
 def test_a_stream_beyond_32_bits_round_trips(format):
     size = 2**40
     stream = SparseStream(torch.tensor([5, size - 1]), torch.tensor([1.0, 1.0]), size)
-    assert same_stream(formats.decode(encode(stream, format)), stream)
+    assert same_stream(decode(encode(stream, format)), stream)
 
 
 @pytest.mark.parametrize("format", [RAW, PACKED], ids=str)
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -0.0, 1e-45])
 def test_exact_values_travel_bit_for_bit(special, format):
     stream = SparseStream(torch.tensor([2]), torch.tensor([special]), 9)
-    assert same_stream(formats.decode(encode(stream, format)), stream)
+    assert same_stream(decode(encode(stream, format)), stream)
 
 
 @given(lists_of_indices(), st.sampled_from(DTYPES), st.sampled_from([None, 0, 1, 3]), ops)
 def test_any_indices_round_trip_packed(case, dtype, width, op):
     indices, size = case
     stream = SparseStream(indices, values_at(indices % 1000, 1, dtype, op, width), size)
-    assert same_stream(formats.decode(encode(stream, PACKED)), stream)
+    assert same_stream(decode(encode(stream, PACKED)), stream)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -122,7 +127,7 @@ def test_any_stride_is_encoded(count, width):
     values = wide[:count, 0, 5] if width is None else wide[:count, :width, 5]
     indices = torch.arange(20, dtype=torch.int32)[::7][:count]
     stream = SparseStream.unchecked(indices, values, 40)
-    decoded = formats.decode(encode(stream))
+    decoded = decode(encode(stream))
     assert decoded.values.shape == shape
     assert torch.equal(decoded.values, values)
     assert torch.equal(decoded.indices, indices)
@@ -132,7 +137,9 @@ def test_any_stride_is_encoded(count, width):
 def test_other_devices_join_the_same_message(stream):
     message = encode(stream)
     parts = [part for part in (stream.values, stream.indices) if part is not None]
-    assert torch.equal(join_by_torch(Header.parse(message), parts), message)
+    header, payload = message_by_torch(Header.parse(message), parts)
+    assert torch.equal(torch.cat([header, payload]), message)
+    assert same_stream(formats.decode([header, payload]), stream)
 
 
 def test_indices_of_another_dtype_are_not_sent():
@@ -163,18 +170,64 @@ def test_most_bytes_bounds_every_compact_stream(size, dtype, width, op, nnz, sla
     assert length <= most_bytes(RAW, nnz + slack, size, stream.value_bytes)
 
 
-@given(st.lists(streams(), max_size=5))
-def test_decode_all_cuts_joined_messages(several):
-    buffer = torch.cat([torch.empty(0).byte(), *map(encode, several)])
-    decoded = [formats.decode(message) for message in formats.decode_all(buffer)]
-    assert len(decoded) == len(several)
-    assert all(map(same_stream, decoded, several))
+def in_parts(parts, count):
+    """Return a message as communicators return it: whole, in two parts, or in those sent."""
+    whole = torch.cat(list(parts))
+    return [whole], [whole[: 40 * count], whole[40 * count :]], parts
+
+
+@given(st.lists(streams(), min_size=1, max_size=5), st.integers(0, 2))
+def test_joined_messages_are_cut_apart_and_joined_anew(several, way):
+    messages, count = [RAW.encode(stream).message for stream in several], len(several)
+    parts = in_parts(formats.joined(messages), count)[way]
+    for _ in range(2):
+        messages = formats.cut(parts, count)
+        assert len(messages) == count
+        assert all(map(same_stream, map(formats.decode, messages), several))
+        parts = formats.joined(messages)
+
+
+@given(st.lists(streams(), min_size=2, max_size=4), st.integers(0, 1), st.data())
+def test_a_message_of_fewer_or_more_messages_is_not_cut(several, way, data):
+    count = len(several)
+    parts = formats.joined([RAW.encode(stream).message for stream in several])
+    for other in {2, count - 1, count + 1, count + 2} - {1, count}:
+        with pytest.raises(FormatError):
+            formats.cut(in_parts(parts, count)[way], other)
+    buffer = torch.cat(list(parts))
+    cut = data.draw(st.integers(0, buffer.numel() - 1))
+    with pytest.raises(FormatError):
+        formats.cut([buffer[:cut]], count)
+    with pytest.raises(FormatError, match="which announce"):
+        formats.cut([torch.cat([buffer, buffer[:8]])], count)
+
+
+def test_control_alone_tells_what_a_message_holds():
+    """On torch's meta device tensors have no bytes, so nothing can have read any."""
+    values = torch.ones(5, device="meta")
+    messages = [RAW.encode(SparseStream(None, values[:n], n)).message for n in (5, 0, 3)]
+    parts = formats.joined(messages)
+    assert [part.device.type for part in parts] == ["cpu"] * 3 + ["meta"] * 3
+    parts = [torch.cat(list(parts[:3])), torch.cat(list(parts[3:]))]  # as an engine returns them
+    for message, size in zip(formats.cut(parts, 3), (5, 0, 3), strict=True):
+        stream = formats.decode(message)
+        assert stream.device.type == "meta"
+        assert stream.values.shape == (size,)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_finite_may_be_a_tensor_until_the_header_is_parsed(finite):
+    stream = make_stream([1, 4], 0, 30)
+    plain = Header.parse(encode(stream))._replace(finite=finite)
+    header = plain._replace(finite=torch.tensor(finite))
+    assert header.control().tolist() == list(plain.pack())
+    assert Header.parse(header.control()) == plain
 
 
 def test_decoding_makes_views():
     stream = make_stream([1, 4], 0, 30)
     message = encode(stream)
-    decoded = formats.decode(message)
+    decoded = decode(message)
     assert decoded.values.untyped_storage().data_ptr() == message.untyped_storage().data_ptr()
     assert decoded.indices.untyped_storage().data_ptr() == message.untyped_storage().data_ptr()
 
@@ -183,14 +236,14 @@ def test_decoding_makes_views():
 def test_decode_ignores_bytes_after_a_message(stream):
     message = encode(stream)
     longer = torch.cat([message, torch.full((13,), 255, dtype=torch.uint8)])
-    assert same_stream(formats.decode(longer), stream)
+    assert same_stream(decode(longer), stream)
 
 
 @pytest.mark.parametrize("shift", range(1, ALIGNMENT))
 def test_decode_reads_a_misaligned_message(shift):
     stream = make_stream([1, 4, 5], 0, 30, torch.float64)
     askew = torch.cat([torch.zeros(shift, dtype=torch.uint8), encode(stream)])[shift:]
-    assert same_stream(formats.decode(askew), stream)
+    assert same_stream(decode(askew), stream)
 
 
 @given(formatted())
@@ -199,7 +252,7 @@ def test_a_message_truncated_at_any_byte_is_refused(case):
     message = encode(stream, format)
     for length in range(message.numel()):
         with pytest.raises(FormatError, match=r"shorter than a header|truncated"):
-            formats.decode(message[:length])
+            decode(message[:length])
 
 
 @pytest.mark.parametrize("position", range(HEADER_BYTES))
@@ -230,7 +283,7 @@ def test_overwritten_bytes_are_refused_or_harmless(data, case):
 def test_garbage_is_refused(data):
     decodes_or_refuses(data)
     decodes_or_refuses(b"SPCL" + data)
-    decodes_or_refuses(b"SPCL\x02" + data)
+    decodes_or_refuses(b"SPCL\x03" + data)
 
 
 EXTREMES = st.sampled_from([0, 1, 2, 3, 7, 8, 40, 48, 56, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1])
@@ -246,28 +299,29 @@ EXTREMES = st.sampled_from([0, 1, 2, 3, 7, 8, 40, 48, 56, 2**31, 2**32 - 1, 2**6
     body=st.binary(max_size=64),
 )
 def test_forged_headers_are_refused_or_harmless(kind, code, flags, width, detail, counts, body):
-    header = struct.pack("<4sBBBBIIQQQ", b"SPCL", 2, kind, code, flags, width, detail, *counts)
+    header = struct.pack("<4sBBBBIIQQQ", b"SPCL", 3, kind, code, flags, width, detail, *counts)
     decodes_or_refuses(header + body)
     fitting = struct.pack(
-        "<4sBBBBIIQQQ", b"SPCL", 2, kind, code, flags, width, detail, *counts[:2], 40 + len(body)
+        "<4sBBBBIIQQQ", b"SPCL", 3, kind, code, flags, width, detail, *counts[:2], 40 + len(body)
     )
     decodes_or_refuses(fitting + body)
 
 
-@given(st.data())
-def test_joined_messages_with_a_forged_length_are_cut_or_refused(data):
-    first = bytearray(bytes_of(encode(make_stream([1, 5], 0, 20))))
-    second = bytes_of(encode(make_stream([2], 1, 20)))
-    gap = data.draw(st.integers(0, 12))
-    struct.pack_into("<Q", first, 32, len(first) + gap)
+@given(st.integers(-60, 60), st.integers(-60, 60), st.integers(0, 40), st.integers(0, 2))
+def test_joined_messages_with_forged_lengths_are_cut_or_refused(first, second, more, way):
+    messages = [encode(make_stream([1, 5], 0, 20)), encode(make_stream([2], 1, 20))]
+    for message, change in zip(messages, (first, second), strict=True):
+        message[32:40].view(torch.int64).add_(change)
+    parts = formats.joined([[message] for message in messages])
+    parts = [*parts[:-1], torch.cat([parts[-1], torch.zeros(more, dtype=torch.uint8)])]
     try:
-        messages = formats.decode_all(tensor_of(bytes(first) + bytes(gap) + second))
-        for message in messages:
+        for message in formats.cut(in_parts(parts, 2)[way], 2):
             formats.decode(message)
     except FormatError:
-        assert gap
+        assert first or second or more
     else:
-        assert not gap
+        assert not (first or second)
+        assert not more or way == 2  # a part may be longer than its message
 
 
 BASE = make_stream([1, 2, 5], 0, 40)
@@ -278,7 +332,7 @@ def forged(format=RAW, **changes):
     message = encode(BASE, format)
     header = Header.parse(message)
     message = torch.cat((message, torch.zeros(1000, dtype=torch.uint8)))
-    header._replace(**changes).pack_into(message)
+    message[:HEADER_BYTES] = header._replace(**changes).control()
     return message
 
 
@@ -314,14 +368,14 @@ FOUR = Format("raw", 4)
 )
 def test_decode_says_what_is_wrong_with_a_message(message, error):
     with pytest.raises(FormatError, match=error):
-        formats.decode(message)
+        decode(message)
 
 
 def test_decode_refuses_another_version_and_asks_for_one_release():
     message = encode(BASE)
     message[4] = 1
-    with pytest.raises(FormatError, match=r"version 1, .* reads version 2; install the same"):
-        formats.decode(message)
+    with pytest.raises(FormatError, match=r"version 1, .* reads version 3; install the same"):
+        decode(message)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +389,7 @@ def test_decode_refuses_another_version_and_asks_for_one_release():
 )
 def test_decode_refuses_a_stream_unlike_the_expected_one(like):
     with pytest.raises(MismatchError, match=r"size 40, torch\.float32, width None, but one of"):
-        formats.decode(encode(BASE), like)
+        decode(encode(BASE), like)
 
 
 def test_packed_indices_out_of_range_or_order_are_refused():
@@ -343,10 +397,10 @@ def test_packed_indices_out_of_range_or_order_are_refused():
     words = message[56:].view(torch.int64)
     assert int(words[0]) == 0b101_010_001_0000111
     words[0] = 0b111_010_001_1000011
-    assert formats.decode(message).indices.tolist() == [1, 2, 39]
+    assert decode(message).indices.tolist() == [1, 2, 39]
     words[0] = 0b101_010_010_0000111
     with pytest.raises(FormatError, match="index 2 at position 1 is out of order"):
-        formats.decode(message)
+        decode(message)
     words[0] = 0b101_010_001_0000011
     with pytest.raises(FormatError, match="it does not hold 3 packed indices"):
-        formats.decode(message)
+        decode(message)

@@ -136,7 +136,7 @@ def test_every_rank_names_nodes_with_gradients_of_different_size(run_on, name, l
 @contextmanager
 def exchanging_by(comm: Communicator, exchange: Callable[..., Any]) -> Iterator[None]:
     """Replace the exchange of this communicator and of all split from it."""
-    by_exchange = {"exchange": exchange, "gather": Communicator.gather}
+    by_exchange = {"exchange_parts": exchange, "gather_parts": Communicator.gather_parts}
     with patch.multiple(type(comm), **by_exchange):
         yield
 
@@ -144,12 +144,12 @@ def exchanging_by(comm: Communicator, exchange: Callable[..., Any]) -> Iterator[
 def fails_in_its_second_step(comm, name):
     """Return each rank's error, and whether its memory is that of the last committed step."""
     scheme = SCHEMES[name]()
-    exchange, before = type(comm).exchange, None
+    exchange, before = type(comm).exchange_parts, None
 
-    def failing(part, sends, receives):
+    def failing(*args):
         if scheme.steps == 1 and comm.rank == 1:
             raise OSError("the disk is full")
-        return exchange(part, sends, receives)
+        return exchange(*args)
 
     with launched(comm), exchanging_by(comm, failing):
         try:
@@ -187,16 +187,16 @@ def killed_in_a_step(comm, make, exchanges):
     last step took.
     """
     scheme, done = make(), 0
-    exchange = TorchCommunicator.exchange
+    exchange = TorchCommunicator.exchange_parts
 
-    def mortal(part, sends, receives):
+    def mortal(*args):
         nonlocal done
         done += scheme.steps == 2
         if comm.rank == 2 and done == exchanges:
             os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(part, sends, receives)
+        return exchange(*args)
 
-    with launched(comm), patch.object(TorchCommunicator, "exchange", mortal):
+    with launched(comm), patch.object(TorchCommunicator, "exchange_parts", mortal):
         while True:
             before, start = copy_of(scheme.memory), time.monotonic()
             try:

@@ -1,7 +1,7 @@
 """Sums and gathers of counts, from which the ranks make decisions.
 
 Counts do not travel in the streams' format. Few ranks send them as bare integers, many ranks as
-plainly encoded streams.
+plainly encoded streams. Either way they are control altogether, and stay on the host.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.collectives.recursive_doubling import recursive_doubling
 from sparcel.collectives.recursive_doubling import stages as recursive_doubling_stages
-from sparcel.comm import DIRECT_RANKS, Communicator
+from sparcel.comm import ALL_CONTROL, DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import RAW
 from sparcel.stages import Exchange, Problem, Stage, UnionSize, Work, copied
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, gather, gather_stages
+from sparcel.wire import Wire, gather_stages
 
 _FEW_RANKS = 16
 """The most ranks with which counts are summed by recursive doubling. It takes half the rounds of
@@ -65,11 +65,11 @@ def sum_counts(
     dtype = torch.int32 if limit < 1 << 31 else torch.int64
     if comm.size <= DIRECT_RANKS:
         return _sum_directly(counts.to("cpu", dtype), comm, finite)
-    stream = SparseStream.from_dense(counts.to(comm.device, dtype))
+    stream = SparseStream.from_dense(counts.to("cpu", dtype))
     stream.finite = finite
     add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
-    total = add(stream, Wire(comm))
-    return total.to_dense().to("cpu", torch.int64), total.finite
+    total = add(stream, Wire(comm, control=ALL_CONTROL))
+    return total.to_dense().long(), bool(total.finite)
 
 
 def _sum_directly(counts: Tensor, comm: Communicator, finite: bool) -> tuple[Tensor, bool]:
@@ -116,12 +116,12 @@ def gather_numbers(
     if comm.size <= DIRECT_RANKS:
         parts, finite = _gather_directly(numbers.cpu().numpy(), comm, at_most, finite)
         return [torch.from_numpy(part.astype(np.int64)) for part in parts], finite
-    own = SparseStream.unchecked(None, numbers.to(comm.device), numbers.numel(), finite)
-    wire = Wire(comm)
-    messages = gather(wire.pack(own).message, comm, _numbers_bytes(at_most, own.dtype.itemsize))
+    own = SparseStream.unchecked(None, numbers.cpu(), numbers.numel(), finite)
+    wire = Wire(comm, control=ALL_CONTROL)
+    longest = _numbers_bytes(at_most, own.dtype.itemsize)
+    messages = wire.gather_messages(wire.pack(own).message, longest)
     streams = [wire.decode(rank, message, None) for rank, message in enumerate(messages)]
-    finite = all(stream.finite for stream in streams)
-    return [stream.values.to("cpu", torch.int64) for stream in streams], finite
+    return [stream.values.long() for stream in streams], all(stream.finite for stream in streams)
 
 
 def _gather_directly(
@@ -129,13 +129,13 @@ def _gather_directly(
 ) -> tuple[list[np.ndarray], bool]:
     """Gather integers that follow a single word instead of a header, which is slow to decode."""
     word = numbers.dtype.type([_WORD + finite])
-    message = torch.from_numpy(np.concatenate((word, numbers))).view(torch.uint8).to(comm.device)
-    arrived = comm.gather(message, (1 + at_most) * numbers.itemsize)
+    message = torch.from_numpy(np.concatenate((word, numbers))).view(torch.uint8)
+    arrived = comm.gather(message, (1 + at_most) * numbers.itemsize, ALL_CONTROL)
     words, parts = [], []
     for rank, part in enumerate(arrived):
         if part.numel() % numbers.itemsize or not part.numel():
             raise FormatError(_FOREIGN.format(rank, comm.rank))
-        integers = part.cpu().numpy().view(numbers.dtype)
+        integers = part.numpy().view(numbers.dtype)
         words.append(int(integers[0]))
         parts.append(integers[1:])
         if words[-1] not in (_WORD, _WORD + 1):

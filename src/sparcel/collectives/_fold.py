@@ -36,9 +36,9 @@ def unfold(packets: list[Packet], wire: Wire, expected: Sequence[Expected]) -> l
     if partner is None:
         return packets
     if wire.rank < powers:
-        wire.exchange_lists({partner: packets}, {})
+        wire.exchange_lists(partner, packets, [])
         return packets
-    return wire.exchange_lists({}, {partner: expected})[partner]
+    return wire.exchange_lists(partner, [], expected)
 
 
 def fold_stages(problem: Problem) -> Iterator[Stage]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparcel import patterns
-from sparcel.comm import Call, Communicator
-from sparcel.formats import Expected
+from sparcel.comm import ALL_CONTROL, Call, Communicator, gather_in_rounds
+from sparcel.formats import Expected, Packet, nbytes_of, whole
 from sparcel.stages import Exchange, Problem, Stage, Work, copied
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -47,21 +47,20 @@ def broadcast(
     comm = wire.comm
 
     def job() -> SparseStream:
-        packet = message = None
+        packet = None
         if wire.rank == root:
             assert stream is not None, "the root passes a stream"
             packet = wire.pack(stream)
-            message = packet.message
         if expected is not None:
             at_most = wire.most_bytes(expected)
         else:
-            at_most = _largest(0 if message is None else message.numel(), comm)
+            at_most = _largest(0 if packet is None else nbytes_of(packet.message), comm)
         if _goes_whole(wire.size, at_most):
-            message = _down_tree(message, comm, root, at_most)
-        else:
-            cuts = patterns.regions(at_most, wire.size)
-            message = _gather(_scatter(message, comm, root, cuts), comm, root, cuts)
-        return wire.decode(root, message, expected) if packet is None else packet.stream
+            return _down_tree(packet, wire, root, at_most, expected)
+        cuts = patterns.regions(at_most, wire.size)
+        held = None if packet is None else whole(packet.message)
+        message = _gather(_scatter(held, comm, root, cuts), comm, root, cuts)
+        return wire.decode(root, [message], expected) if packet is None else packet.stream
 
     facts = {"root": root, "expected": expected, "format": wire.format}
     return comm.call(Call.of("broadcast", facts), job)
@@ -72,9 +71,7 @@ def tree_broadcast(
 ) -> SparseStream:
     """Return the root's stream on every rank, sent down a binomial tree: ⌈log₂P⌉ rounds."""
     packet = None if stream is None else wire.pack(stream)
-    message = None if packet is None else packet.message
-    message = _down_tree(message, wire.comm, root, wire.most_bytes(expected))
-    return wire.decode(root, message, expected) if packet is None else packet.stream
+    return _down_tree(packet, wire, root, wire.most_bytes(expected), expected)
 
 
 def _largest(number: int, comm: Communicator) -> int:
@@ -83,22 +80,25 @@ def _largest(number: int, comm: Communicator) -> int:
     Every rank hears from every other one, directly or not, so none returns if the ranks disagree.
     """
     for below, above, *_ in patterns.bruck(comm.rank, comm.size):
-        leaving = torch.tensor([number], device=comm.device).view(torch.uint8)
-        arrived = comm.exchange({below: leaving}, {above: _LENGTH_BYTES})[above]
+        leaving = torch.tensor([number], device="cpu").view(torch.uint8)
+        arrived = comm.exchange({below: leaving}, {above: _LENGTH_BYTES}, ALL_CONTROL)[above]
         number = max(number, int(arrived.view(torch.int64)))
     return number
 
 
-def _down_tree(message: Tensor | None, comm: Communicator, root: int, at_most: int) -> Tensor:
-    """Send the root's message down a binomial tree."""
-    for to, source, *_ in patterns.binomial_tree(comm.rank, comm.size, root):
+def _down_tree(
+    packet: Packet | None, wire: Wire, root: int, at_most: int, expected: Expected | None
+) -> SparseStream:
+    """Send the root's packet down a binomial tree, and return its stream."""
+    message = None if packet is None else packet.message
+    for to, source, *_ in patterns.binomial_tree(wire.rank, wire.size, root):
         if to is not None:
             assert message is not None, "a rank sends only what it has received"
-            comm.exchange({to: message}, {})
+            wire.comm.exchange_parts({to: message}, {}, wire.control)
         elif source is not None:
-            message = comm.exchange({}, {source: at_most})[source]
+            message = wire.comm.exchange_parts({}, {source: at_most}, wire.control)[source]
     assert message is not None, "the root has the message, every other rank has a parent"
-    return message
+    return wire.decode(root, message, expected) if packet is None else packet.stream
 
 
 def _scatter(message: Tensor | None, comm: Communicator, root: int, cuts: Sequence[int]) -> Tensor:
@@ -134,7 +134,7 @@ def _gather(own: Tensor, comm: Communicator, root: int, cuts: Sequence[int]) -> 
         return messages
 
     bounds = [sizes[(rank - root) % comm.size] for rank in range(comm.size)]
-    gathered = comm.gather_in_rounds(own, bounds, cut)
+    gathered = gather_in_rounds(comm, own, bounds, list, cut)
     return torch.cat([*gathered[root:], *gathered[:root]])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparcel import patterns
-from sparcel._checks import all_finite
+from sparcel._checks import all_finite, finite_flag
 from sparcel.collectives.allgather_reduce import allgather
 from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.collectives.broadcast import tree_broadcast, tree_stages
@@ -56,7 +56,7 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
         elif child is not None:
             arrived = wire.exchange({}, {child: Expected.like(total, k)})[child]
             pair = wire.reduce([total, arrived.stream])
-            pair.finite = pair.finite and all_finite(pair.values)
+            pair.finite = pair.finite & finite_flag(pair.values)
             total, rest = pair.topk(k)
             dropped.append(rest)
     winners = wire.compact(total) if wire.rank == 0 else None

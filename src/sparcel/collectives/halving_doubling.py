@@ -65,7 +65,7 @@ def _double(own: Packet, boundaries: Sequence[int], wire: Wire) -> list[Packet]:
     for peer, _, distance, _ in patterns.doubling(wire.rank, len(boundaries) - 1):
         first = peer // distance * distance
         expected = regions[first : first + distance]
-        arrived = wire.exchange_lists({peer: held}, {peer: expected})[peer]
+        arrived = wire.exchange_lists(peer, held, expected)
         held = [*held, *arrived] if wire.rank < peer else [*arrived, *held]
     return held
 

@@ -50,7 +50,7 @@ def balanced_boundaries(
 
     def count_below(edges: Tensor) -> tuple[Tensor, bool]:
         local = torch.searchsorted(indices, edges.to(indices))
-        return sum_counts(local, comm, limit, stream.finite)
+        return sum_counts(local, comm, limit, bool(stream.finite))
 
     start, stop = torch.tensor([0]), torch.tensor([size])
     edges = torch.cat((_subdivide(start, stop, first), stop))

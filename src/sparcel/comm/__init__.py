@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from sparcel.comm.calls import Call, call_of, digest
 from sparcel.comm.communicator import DIRECT_RANKS, Communicator
+from sparcel.comm.engine import ALL_CONTROL
+from sparcel.comm.in_rounds import gather_in_rounds
 from sparcel.comm.jobs import Job
 from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "ALL_CONTROL",
     "DIRECT_RANKS",
     "Call",
     "Communicator",
@@ -39,6 +42,7 @@ __all__ = [
     "Traffic",
     "call_of",
     "digest",
+    "gather_in_rounds",
     "launched",
     "resolve",
     "resolve_or_alone",

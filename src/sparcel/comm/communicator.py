@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.comm.calls import Call, Calls
-from sparcel.comm.engine import other_length
+from sparcel.comm.engine import ALL_CONTROL, other_length
+from sparcel.comm.in_rounds import gather_in_rounds
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
 from sparcel.comm.traffic import Traffic
@@ -36,7 +37,7 @@ class Communicator(ABC):
     timeout
         Seconds after which a hanging exchange raises.
     device
-        The device that holds messages: the CPU, or the engine's device.
+        The device that holds payloads: the CPU, or the engine's device.
     carrier
         The name of what carries the messages: Gloo, NCCL, MPI, a simulated cluster.
     traffic
@@ -63,17 +64,26 @@ class Communicator(ABC):
 
     @abstractmethod
     def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
     ) -> dict[int, list[Tensor]]:
         """Exchange messages that are given in parts; return those received in parts, by source.
 
-        A message is the bytes of its parts in order. The boundaries of parts are not transmitted:
-        the communicator is free to return a message in any number of parts. Otherwise as
-        `exchange`.
+        A message is the bytes of its parts in order. The first ``control`` bytes of each message
+        are control: the receiver gets them on the host. The rest is payload, which the receiver
+        gets on `device`, and which no host reads in between. A message arrives whole, where host
+        and device are the same; or as control and payload; or in the parts that were sent.
+        Otherwise as `exchange`.
+
+        Parameters
+        ----------
+        sends
+            Parts (uint8, contiguous) by destination. Those of control may be on the host.
+        control
+            The same at both ends. `ALL_CONTROL` for messages without payload.
         """
 
     def exchange(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, int]
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, int], control: int = 0
     ) -> dict[int, Tensor]:
         """Send and receive messages, all outstanding at once; return those received, by source.
 
@@ -85,6 +95,8 @@ class Communicator(ABC):
         receives
             Upper bound of the message's bytes, by source. Both ends must give the same bound; the
             receiver need not know the size itself.
+        control
+            0: the messages are payload. `ALL_CONTROL`: they are control.
 
         Raises
         ------
@@ -95,24 +107,30 @@ class Communicator(ABC):
             When a message belongs to another call than the one under way here, or is longer than
             its bound; or when another rank found this. The communicator cannot be used after that.
         """
-        received = self.exchange_parts({rank: [sent] for rank, sent in sends.items()}, receives)
-        return {
-            rank: parts[0] if len(parts) == 1 else torch.cat(parts)
-            for rank, parts in received.items()
-        }
+        parts = {rank: [sent] for rank, sent in sends.items()}
+        received = self.exchange_parts(parts, receives, control)
+        return {rank: _whole(message) for rank, message in received.items()}
 
-    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
+    def gather_parts(
+        self, parts: Sequence[Tensor], at_most: int, control: int
+    ) -> list[Sequence[Tensor]]:
         """Send a message to every other rank; return the messages of all ranks, by rank.
 
         This takes one round. ``at_most`` bounds the bytes of each message and is equal on all
-        ranks. Otherwise as `exchange`.
+        ranks. Otherwise as `exchange_parts`.
         """
         rounds = patterns.rotation(self.rank, self.size)
-        messages = self.exchange(
-            {to: message for to, *_ in rounds}, {source: at_most for _, source, *_ in rounds}
-        )
-        messages[self.rank] = message
+        sends = {to: parts for to, *_ in rounds}
+        receives = {source: at_most for _, source, *_ in rounds}
+        messages: dict[int, Sequence[Tensor]] = {
+            self.rank: parts,
+            **self.exchange_parts(sends, receives, control),
+        }
         return [messages[rank] for rank in range(self.size)]
+
+    def gather(self, message: Tensor, at_most: int, control: int = 0) -> list[Tensor]:
+        """Do what `gather_parts` does with messages in one part; ``control`` as in `exchange`."""
+        return [_whole(parts) for parts in self.gather_parts([message], at_most, control)]
 
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
@@ -191,14 +209,15 @@ class Communicator(ABC):
 
         One round up to `DIRECT_RANKS` ranks, ⌈log₂P⌉ beyond.
         """
-        held = torch.tensor([number], device=self.device)
-        blocks = self.gather_blocks(held.view(torch.uint8), [held.nbytes] * self.size)
+        held = torch.tensor([number], device="cpu")
+        blocks = self.gather_blocks(held.view(torch.uint8), [held.nbytes] * self.size, ALL_CONTROL)
         return blocks.view(torch.int64).tolist()
 
-    def gather_blocks(self, block: Tensor, nbytes: Sequence[int]) -> Tensor:
+    def gather_blocks(self, block: Tensor, nbytes: Sequence[int], control: int = 0) -> Tensor:
         """Return the bytes (uint8) of all ranks, by rank, end to end.
 
-        All ranks know that rank r gives ``nbytes[r]``. Rounds: as `gather_numbers`.
+        All ranks know that rank r gives ``nbytes[r]``. ``control`` is as in `exchange`. Rounds: as
+        `gather_numbers`.
 
         Raises
         ------
@@ -206,7 +225,7 @@ class Communicator(ABC):
             As `exchange`, and when a rank sends more or fewer bytes than that.
         """
         if self.size <= DIRECT_RANKS:
-            blocks = self.gather(block, max(nbytes))
+            blocks = self.gather(block, max(nbytes), control)
             for rank, (one, expected) in enumerate(zip(blocks, nbytes, strict=True)):
                 if one.numel() != expected:
                     raise other_length(rank, one.numel(), self.rank, expected)
@@ -219,32 +238,7 @@ class Communicator(ABC):
             messages: tuple[Tensor, ...] = arrived.split(lengths)
             return messages
 
-        return torch.cat(self.gather_in_rounds(block, nbytes, cut))
-
-    def gather_in_rounds(
-        self,
-        own: Tensor,
-        at_most: Sequence[int],
-        cut: Callable[[list[Tensor], Sequence[int]], Sequence[Tensor]],
-    ) -> list[Tensor]:
-        """Return the messages of all ranks, by rank, in ⌈log₂P⌉ rounds by Bruck's pattern.
-
-        Parameters
-        ----------
-        own
-            This rank's message.
-        at_most
-            The most bytes of each rank's message; the same on all ranks.
-        cut
-            Given what came, in any parts, and the ranks whose messages it holds end to end, returns
-            these messages.
-        """
-        held = [own]  # the messages of this rank and of those that follow it
-        for below, above, _, count in patterns.bruck(self.rank, self.size):
-            ranks = [(above + place) % self.size for place in range(count)]
-            bound = sum([at_most[rank] for rank in ranks])
-            held += cut(self.exchange_parts({below: held[:count]}, {above: bound})[above], ranks)
-        return [held[(rank - self.rank) % self.size] for rank in range(self.size)]
+        return torch.cat(gather_in_rounds(self, block, nbytes, list, cut, control))
 
     def nodes(self) -> list[int]:
         """Return the number of each rank's node, by rank; all ranks call, in a job.
@@ -294,6 +288,10 @@ class Communicator(ABC):
     @cached_property
     def _grids(self) -> dict[int | None, Grid]:
         return {}
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 _across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)

@@ -88,17 +88,17 @@ class ConnectedCommunicator(Communicator):
 
     @timed("messages")
     def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
     ) -> dict[int, list[Tensor]]:
-        """See `Communicator.exchange_parts`; messages arrive in one part."""
+        """See `Communicator.exchange_parts`."""
 
         def job() -> dict[int, list[Tensor]]:
-            received = self.engine.exchange(sends, receives, self.calls.fingerprint)
+            received = self.engine.exchange(sends, receives, self.calls.fingerprint, control)
             self.traffic.count(
                 [sum([part.numel() for part in parts]) for parts in sends.values()],
-                [message.numel() for message in received.values()],
+                [sum([part.numel() for part in parts]) for parts in received.values()],
             )
-            return {rank: [message] for rank, message in received.items()}
+            return received
 
         return self.run(job)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -14,12 +15,16 @@ from sparcel.ops import Op
 SAME_CALLS = "all ranks must make the same calls, in the same order and with the same arguments"
 
 
+ALL_CONTROL = sys.maxsize
+"""How many bytes of a message are control if it has no payload."""
+
+
 class Engine(Protocol):
     """Connections of one communicator; only one thread at a time uses them."""
 
     @property
     def device(self) -> torch.device:
-        """The device that holds messages."""
+        """The device that holds payloads."""
 
     @property
     def carrier(self) -> str:
@@ -30,9 +35,13 @@ class Engine(Protocol):
         """Whether a thread is inside the engine and waits for a peer."""
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
-    ) -> dict[int, Tensor]:
-        """See `Communicator.exchange_parts`; messages arrive whole.
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, int],
+        call: int,
+        control: int,
+    ) -> dict[int, list[Tensor]]:
+        """See `Communicator.exchange_parts`; an engine on the CPU need not part a message.
 
         Messages carry the fingerprint ``call``, in a form that the engine chooses.
 

@@ -1,14 +1,15 @@
 """Formats: how a stream is laid out in bytes for the wire.
 
 A format is an index code (`indices`) times a value code (`values`). Every message begins with a
-`header` that names both. `decode` therefore decodes any message, and several messages can follow
-each other in one buffer.
+`header` that names both, so `decode` decodes any message. The header is control, which a receiver
+needs on its host; what follows is payload, which stays on its device (`message`).
 """
 
-from sparcel.formats.codec import decode, decode_all
+from sparcel.formats.codec import decode
 from sparcel.formats.expected import Expected
 from sparcel.formats.format import RAW, Format, Packet, format_named, merge_messages
 from sparcel.formats.header import HEADER_BYTES, Header
+from sparcel.formats.message import Message, cut, joined, nbytes_of, whole
 from sparcel.formats.values import FewBits, HalfValues, PlainValues, ValueCode
 
 __all__ = [
@@ -19,11 +20,15 @@ __all__ = [
     "Format",
     "HalfValues",
     "Header",
+    "Message",
     "Packet",
     "PlainValues",
     "ValueCode",
+    "cut",
     "decode",
-    "decode_all",
     "format_named",
+    "joined",
     "merge_messages",
+    "nbytes_of",
+    "whole",
 ]

@@ -1,27 +1,26 @@
-"""Messages of any format: decoding by the header, and cutting joined messages apart."""
+"""Messages of any format: decoding by the header."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from torch import Tensor
-
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats.expected import Expected
 from sparcel.formats.format import Format
-from sparcel.formats.header import ALIGNMENT, Header
+from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
 from sparcel.formats.indices import INDEX_CODES
+from sparcel.formats.message import Message, payload_of
 from sparcel.formats.values import value_code
 from sparcel.stream import SparseStream
 
 
-def decode(message: Tensor, like: Expected | SparseStream | None = None) -> SparseStream:
+def decode(message: Message, like: Expected | SparseStream | None = None) -> SparseStream:
     """Return the stream at the start of ``message``.
 
     Parameters
     ----------
     message
-        uint8. If its address is a multiple of 8 bytes, the stream's tensors may be views of it.
+        If its address is a multiple of 8 bytes, the stream's tensors may be views of it.
     like
         Has the expected size, dtype and width; None accepts any.
 
@@ -32,7 +31,7 @@ def decode(message: Tensor, like: Expected | SparseStream | None = None) -> Spar
     MismatchError
         When the stream has another size, dtype or width than ``like``.
     """
-    header = Header.parse(message)
+    header, payload = Header.parse(message[0]), payload_of(message)
     format = _format_of(header.index_code, header.value_code, header.detail)
     found = (header.size, header.dtype, header.width)
     expected = found if like is None else (like.size, like.dtype, like.width)
@@ -42,11 +41,14 @@ def decode(message: Tensor, like: Expected | SparseStream | None = None) -> Spar
                 *(f"size {s}, {d}, width {w}" for s, d, w in (found, expected))
             )
         )
-    if message.numel() > header.length:
-        message = message[: header.length]
-    if message.storage_offset() % ALIGNMENT or message.data_ptr() % ALIGNMENT:
-        message = message.clone()
-    return format.decode(message, header)
+    if payload.numel() < header.payload_bytes:
+        raise FormatError(
+            f"truncated message: its header says {header.length} bytes,"
+            f" {HEADER_BYTES + payload.numel()} are there"
+        )
+    if payload.storage_offset() % ALIGNMENT or payload.data_ptr() % ALIGNMENT:
+        payload = payload.clone()
+    return format.decode(payload, header)
 
 
 @lru_cache(maxsize=64)
@@ -57,15 +59,3 @@ def _format_of(index_code: int, number: int, detail: int) -> Format:
             f"unknown index code {index_code}; install the same release on every rank"
         )
     return Format(list(INDEX_CODES)[index_code], value_code(number, detail))
-
-
-def decode_all(buffer: Tensor) -> list[Tensor]:
-    """Cut a buffer of consecutive messages into a list of messages."""
-    messages: list[Tensor] = []
-    while left := buffer.numel():
-        length = Header.parse(buffer).length
-        if length == left:
-            return [*messages, buffer]
-        messages.append(buffer[:length])
-        buffer = buffer[length:]
-    return messages

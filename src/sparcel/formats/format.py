@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
-from sparcel._checks import all_finite
+from sparcel._checks import finite_flag
 from sparcel.errors import InputError, known
 from sparcel.formats.header import DTYPE_CODES, HEADER_BYTES, Header, padded
 from sparcel.formats.indices import INDEX_CODES, IndexCode
-from sparcel.formats.parts import join
+from sparcel.formats.message import Message, message_of
 from sparcel.formats.values import PLAIN, VALUES_BY_NAME, ValueCode
 from sparcel.ops import Op
 from sparcel.stream import SparseStream
@@ -25,9 +25,9 @@ from sparcel.stream import dense_from as dense_in_memory_from
 
 
 class Packet(NamedTuple):
-    """A message (uint8 ``[nbytes]``), and the stream that every rank reads from it."""
+    """A message, and the stream that every rank reads from it."""
 
-    message: Tensor
+    message: Message
     stream: SparseStream
 
 
@@ -150,7 +150,7 @@ class Format:
         parts, values = code.encode(stream.values.contiguous(), key)
         held = stream
         if code.loses:
-            finite = stream.finite and all_finite(values)
+            finite = stream.finite & finite_flag(values)
             held = SparseStream.unchecked(stream.indices, values, stream.size, finite)
         parts = list(parts)
         if stream.indices is not None:
@@ -159,10 +159,10 @@ class Format:
         length = self.nbytes(nnz, stream.size, stream.value_bytes)
         number = list(INDEX_CODES).index(self.indices) if nnz is not None else 0
         header = Header.of(held, number, code.number, code.detail, length)
-        return Packet(join(header, parts), held)
+        return Packet(message_of(header, parts), held)
 
-    def decode(self, message: Tensor, header: Header) -> SparseStream:
-        """Return the stream in ``message``; the tensors may be views of it.
+    def decode(self, payload: Tensor, header: Header) -> SparseStream:
+        """Return the stream in ``payload``; the tensors may be views of it.
 
         Raises
         ------
@@ -171,9 +171,9 @@ class Format:
         """
         code, nnz = self.value_code, header.sparse_nnz
         header.check(self.name, self.nbytes(nnz, header.size, header.value_bytes), code.loses)
-        parts, start = [], HEADER_BYTES
+        parts, start = [], 0
         for nbytes in code.part_bytes(header.nnz, header.value_bytes):
-            parts.append(message[start : start + nbytes])
+            parts.append(payload[start : start + nbytes])
             start += padded(nbytes)
         values = code.decode(parts, header.nnz, header.dtype)
         if header.width is not None:
@@ -181,7 +181,7 @@ class Format:
         if nnz is None:
             return SparseStream.unchecked(None, values, header.size, header.finite)
         places = self.index_code.nbytes(nnz, header.size)
-        indices = self.index_code.decode(message[start : start + places], nnz, header.size)
+        indices = self.index_code.decode(payload[start : start + places], nnz, header.size)
         return SparseStream.unchecked(indices, values, header.size, header.finite)
 
 
@@ -207,15 +207,15 @@ def format_named(format: str | Format) -> Format:
     return Format(indices, values) if colon else Format(indices)
 
 
-def merge_messages(messages: Sequence[Tensor], like: SparseStream, op: Op) -> SparseStream | None:
+def merge_messages(messages: Sequence[Message], like: SparseStream, op: Op) -> SparseStream | None:
     """Reduce the streams of messages without decoding them, in the order given.
 
     This needs two or more sparse `RAW` messages on the CPU, with scalar values and 4-byte indices,
     and a built-in operation; the result is None for others.
     """
-    if like.width is not None or op.name is None or not messages[0].is_cpu or len(messages) < 2:
+    if like.width is not None or op.name is None or not messages[0][-1].is_cpu or len(messages) < 2:
         return None
-    arrays = [to_dlpack(message) for message in messages]
+    arrays = [[to_dlpack(part) for part in message] for message in messages]
     code, threads = DTYPE_CODES[like.dtype], torch.get_num_threads()
     merged = _cpu.merge_messages(arrays, like.size, code, op.name, threads)
     if merged is None:

@@ -1,4 +1,7 @@
-"""The 40-byte header of every message: its codes, the stream's kind, and the counts."""
+"""The 40-byte header of every message: its codes, the stream's kind, and the counts.
+
+The header is the message's control: it alone tells how long the payload is, and what it holds.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from sparcel.stream import SparseStream
 
 _LAYOUT = struct.Struct("<4sBBBBIIQQQ")
 _MAGIC = b"SPCL"
-_VERSION = 2
+_VERSION = 3
 _DENSE, _NON_FINITE, _ROWS = 1, 2, 8
+_FLAGS_AT = 7
 _DTYPES = {
     0: torch.float16,
     1: torch.bfloat16,
@@ -41,6 +45,7 @@ class Header(NamedTuple):
 
     ``index_code`` and ``value_code`` are the codes' numbers; ``detail`` holds the value code's
     settings, in 24 bits. ``length`` counts the bytes of the whole message, header included.
+    ``finite`` is that of the stream, and a bool in a header that was received.
     """
 
     index_code: int
@@ -51,7 +56,7 @@ class Header(NamedTuple):
     nnz: int
     width: int | None
     dense: bool
-    finite: bool
+    finite: bool | Tensor
     length: int
 
     @classmethod
@@ -76,6 +81,11 @@ class Header(NamedTuple):
     def value_bytes(self) -> int:
         """Bytes of one coordinate's value, or of its row of values."""
         return self.dtype.itemsize * (1 if self.width is None else self.width)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the message after the header."""
+        return self.length - HEADER_BYTES
 
     @property
     def sparse_nnz(self) -> int | None:
@@ -113,25 +123,30 @@ class Header(NamedTuple):
             self.length,
         )
 
-    def pack_into(self, message: Tensor) -> None:
-        """Write the header to the first bytes of ``message`` (uint8, any device)."""
-        message[:HEADER_BYTES] = torch.frombuffer(bytearray(self.pack()), dtype=torch.uint8)
+    def control(self) -> Tensor:
+        """Return the header's bytes as a tensor, on the host, or on the device of ``finite``."""
+        if not isinstance(self.finite, Tensor):
+            return torch.frombuffer(bytearray(self.pack()), dtype=torch.uint8)
+        control = self._replace(finite=True).control().to(self.finite.device)
+        control[_FLAGS_AT] += _NON_FINITE * ~self.finite
+        return control
 
     @classmethod
-    def parse(cls, message: Tensor) -> Self:
-        """Read the header at the start of ``message`` and check it against the message's length.
+    def parse(cls, control: Tensor) -> Self:
+        """Read the header at the start of ``control``.
 
         Raises
         ------
         FormatError
-            When the message is too short, was not written by sparcel, has another version, or
-            contradicts itself.
+            When it is too short, was not written by sparcel, has another version, or contradicts
+            itself.
         """
-        if message.numel() < HEADER_BYTES:
+        if control.numel() < HEADER_BYTES:
             raise FormatError(
-                f"message of {message.numel()} bytes is shorter than a header ({HEADER_BYTES})"
+                f"message of {control.numel()} bytes is shorter than a header ({HEADER_BYTES})"
             )
-        start = message if message.is_cpu else message[:HEADER_BYTES].cpu()
+        # Control is on the host, except in a message that was scattered, as long broadcasts are.
+        start = control if control.is_cpu else control[:HEADER_BYTES].cpu()
         fields = _LAYOUT.unpack_from(start.numpy().data)
         magic, version, index_code, code, flags, width, values, size, nnz, length = fields
         if magic != _MAGIC:
@@ -148,10 +163,8 @@ class Header(NamedTuple):
             raise FormatError(f"header counts {nnz} stored coordinates of {size}, dense={dense}")
         if length % ALIGNMENT:
             raise FormatError(f"header says {length} bytes, not a multiple of {ALIGNMENT}")
-        if not HEADER_BYTES <= length <= message.numel():
-            raise FormatError(
-                f"truncated message: its header says {length} bytes, {message.numel()} are there"
-            )
+        if length < HEADER_BYTES:
+            raise FormatError(f"header says {length} bytes, fewer than its own")
         return cls(
             index_code=index_code,
             value_code=values & 0xFF,

@@ -127,7 +127,7 @@ class Auto(Sparsifier):
         started = self._clock()
         reduce = self._plain.reduce if sends_whole else super().reduce
         reduced = reduce(gradient, comm, request, scratch, in_place)
-        contest.record(self._clock() - started, reduced.total.finite)
+        contest.record(self._clock() - started, bool(reduced.total.finite))
         return reduced
 
     def _take_effect(self, reduced: Reduced) -> None:

@@ -53,7 +53,7 @@ class Begun:
     @property
     def finite(self) -> bool:
         """Whether the vectors of all ranks, and their average, are finite."""
-        return self.average.finite
+        return bool(self.average.finite)
 
 
 def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) -> SparseStream:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparcel._checks import all_finite
+from sparcel._checks import all_finite, finite_flag
 from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job, Traffic, ring_bytes
 from sparcel.errors import InputError
@@ -205,7 +205,7 @@ class Transaction:
         gradient = gradient.to(wide_dtype(dtype)).coalesce()
         rows = gradient.values().reshape(-1, shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
-        stream.finite = all_finite(rows)
+        stream.finite = finite_flag(rows)
         total = self._sum(stream)
         self.meter.dense_bytes += ring_bytes(dense_bytes, self.comm.size)
         self.meter.coordinates += shape.numel()
@@ -244,7 +244,7 @@ class Transaction:
         wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
         stream = SparseStream.unchecked(None, vector, vector.numel())
-        stream.finite = all_finite(vector)
+        stream.finite = finite_flag(vector)
         total = self._sum(stream, max_nnz=stream.size)
         self.meter.count_whole(vector.numel())
         parts = total.values.split([place.numel() for place in places])
@@ -256,7 +256,7 @@ class Transaction:
         with self.meter.communicating():
             total = all_reduce(stream, Wire(self.comm), max_nnz=max_nnz)
         average = total.values / self.comm.size
-        self.finite &= total.finite and all_finite(average)
+        self.finite &= bool(total.finite) and all_finite(average)
         return SparseStream.unchecked(total.indices, average, total.size)
 
 

@@ -92,9 +92,9 @@ def test_a_run_repeats_exactly(world, seed):
         def on_rank(comm):
             exchange = comm.exchange_parts
 
-            def noting(sends, receives):
+            def noting(sends, receives, control):
                 order.append((comm.rank, len(sends), len(receives)))
-                return exchange(sends, receives)
+                return exchange(sends, receives, control)
 
             comm.exchange_parts = noting
             return sparcel.all_reduce(case.streams[comm.rank], group=comm)

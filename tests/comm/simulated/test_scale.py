@@ -37,7 +37,7 @@ def test_messages_in_parts_count_as_if_they_were_joined(world):
         return torch.cat(list(parts)).tolist()
 
     def on_rank(comm, exchange):
-        received = exchange(comm, parts_of_others(comm), dict.fromkeys(everybody(comm), 9))
+        received = exchange(comm, parts_of_others(comm), dict.fromkeys(everybody(comm), 9), 0)
         return {source: joined(parts) for source, parts in received.items()}
 
     shared = simulate(world, lambda comm: on_rank(comm, type(comm).exchange_parts))
@@ -56,7 +56,7 @@ def test_a_message_received_whole_has_its_parts_joined():
         peer = 1 - comm.rank
         if comm.rank:
             return comm.exchange({peer: message(7)}, {peer: 9})[peer].tolist()
-        return comm.exchange_parts({peer: [message(1), message(2, 3)]}, {peer: 9})[peer]
+        return comm.exchange_parts({peer: [message(1), message(2, 3)]}, {peer: 9}, 0)[peer]
 
     whole, parts = simulate(2, on_rank).results[::-1]
     assert whole == [1, 2, 3]
@@ -65,7 +65,7 @@ def test_a_message_received_whole_has_its_parts_joined():
 
 def test_parts_above_the_bound_are_named():
     def on_rank(comm):
-        comm.exchange_parts({1 - comm.rank: [message(1, 2, 3)] * 3}, {1 - comm.rank: 8})
+        comm.exchange_parts({1 - comm.rank: [message(1, 2, 3)] * 3}, {1 - comm.rank: 8}, 0)
 
     with pytest.raises(MismatchError, match=r"rank \d sent 9 bytes to rank \d, .* at most 8"):
         simulate(2, on_rank)
@@ -89,9 +89,9 @@ def test_sharing_parts_changes_nothing_that_is_counted(name, monkeypatch):
 def joining(exchange_parts):
     """Return an ``exchange_parts`` that joins parts before sending, as real communicators do."""
 
-    def whole(comm, sends, receives):
+    def whole(comm, sends, receives, control):
         joined = {rank: [torch.cat(list(parts))] for rank, parts in sends.items()}
-        return exchange_parts(comm, joined, receives)
+        return exchange_parts(comm, joined, receives, control)
 
     return whole
 

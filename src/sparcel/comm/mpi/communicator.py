@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 from mpi4py import MPI
@@ -52,18 +53,20 @@ class MpiCommunicator(ConnectedCommunicator):
         return connected
 
     @timed("messages")
-    def gather(self, message: Tensor, at_most: int) -> list[Tensor]:
-        """See `Communicator.gather`; MPI's own all-gather carries small messages."""
+    def gather_parts(
+        self, parts: Sequence[Tensor], at_most: int, control: int
+    ) -> list[Sequence[Tensor]]:
+        """See `Communicator.gather_parts`; MPI's own all-gather carries small messages."""
         if at_most > _PADDED_BYTES:
-            return super().gather(message, at_most)
+            return super().gather_parts(parts, at_most, control)
 
-        def job() -> list[Tensor]:
+        def job() -> list[Sequence[Tensor]]:
             assert isinstance(self.engine, MpiEngine), "MpiRendezvous makes it"
-            messages = self.engine.gather(message, at_most, self.calls.fingerprint)
+            messages = self.engine.gather(parts, at_most, self.calls.fingerprint)
             lengths = [other.numel() for other in messages]
             own = lengths.pop(self.rank)
             self.traffic.count([own] * len(lengths), lengths)
-            return messages
+            return [[message] for message in messages]
 
         return self.run(job)
 

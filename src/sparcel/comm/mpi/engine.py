@@ -89,9 +89,13 @@ class MpiEngine:
         return self._busy.locked()
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
-    ) -> dict[int, Tensor]:
-        """See `Engine.exchange`; a message's tag tells its call."""
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, int],
+        call: int,
+        control: int,
+    ) -> dict[int, list[Tensor]]:
+        """See `Engine.exchange`; a message's tag tells its call, and messages arrive whole."""
         comm, tag = self._comm, call % self._tags
         buffers = [_cpu.empty(at_most) for at_most in receives.values()]
         messages = [
@@ -113,11 +117,11 @@ class MpiEngine:
             if status.Get_tag() != tag:
                 raise other_call(self.names[peer], self.names[self.rank])
         return {
-            peer: buffer[: status.Get_count(MPI.BYTE)]
+            peer: [buffer[: status.Get_count(MPI.BYTE)]]
             for peer, buffer, status in zip(receives, buffers, statuses, strict=False)
         }
 
-    def gather(self, message: Tensor, at_most: int, call: int) -> list[Tensor]:
+    def gather(self, parts: Sequence[Tensor], at_most: int, call: int) -> list[Tensor]:
         """Return the messages of all ranks, by rank; each travels padded to ``at_most`` bytes.
 
         Raises
@@ -125,19 +129,22 @@ class MpiEngine:
         MismatchError, LostPeerError
             As `exchange`.
         """
-        if message.numel() > at_most:
+        nbytes = sum([part.numel() for part in parts])
+        if nbytes > at_most:
             raise MismatchError(
                 f"rank {self.names[self.rank]} must send at most {at_most} bytes, got a message"
-                f" of {message.numel()}"
+                f" of {nbytes}"
             )
         slot_bytes = _HEADER.size + -(-at_most // _WORD_BYTES) * _WORD_BYTES
         starts = range(0, len(self.names) * slot_bytes, slot_bytes)
         # Zeros, because slots may stay unwritten if ranks disagree on the bound. A bytearray is
         # faster than a tensor, and every microsecond counts on this path.
         padded = bytearray(len(self.names) * slot_bytes)
-        _HEADER.pack_into(padded, starts[self.rank], at_most, call, message.numel())
+        _HEADER.pack_into(padded, starts[self.rank], at_most, call, nbytes)
         begin = starts[self.rank] + _HEADER.size
-        padded[begin : begin + message.numel()] = message.numpy().data
+        for part in parts:
+            padded[begin : begin + part.numel()] = part.numpy().data
+            begin += part.numel()
         with self._busy:
             self._check_peers()
             request = self._comm.Iallgather(MPI.IN_PLACE, [padded, MPI.BYTE])

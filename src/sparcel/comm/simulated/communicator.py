@@ -38,7 +38,7 @@ class SimulatedCommunicator(Communicator):
 
     @timed("messages")
     def exchange_parts(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int]
+        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], control: int
     ) -> dict[int, list[Tensor]]:
         """See `Communicator.exchange_parts`; parts are neither copied nor joined."""
         cluster, me = self.cluster, self.members[self.rank]

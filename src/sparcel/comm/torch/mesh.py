@@ -49,9 +49,13 @@ class Mesh:
         self._mesh = _cpu.Mesh([-1 if peer is None else peer.detach() for peer in sockets])
 
     def exchange(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, int], call: int
-    ) -> dict[int, Tensor]:
-        """See `Engine.exchange`; parts are uint8 and contiguous.
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, int],
+        call: int,
+        control: int,
+    ) -> dict[int, list[Tensor]]:
+        """See `Engine.exchange`; parts are uint8 and contiguous, and messages arrive whole.
 
         Raises
         ------
@@ -68,7 +72,7 @@ class Mesh:
             )
         if fault:
             self._fail(fault, peer, length, receives.get(peer, 0))
-        return dict(zip(receives, arrived, strict=True))
+        return {peer: [message] for peer, message in zip(receives, arrived, strict=True)}
 
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int], call: int
