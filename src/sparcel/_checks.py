@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from numbers import Real
 from typing import Any
 
@@ -154,7 +155,7 @@ def all_finite(values: Tensor) -> bool:
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return isfinite(low) and isfinite(high)
 
 
 def check_part(part: object, name: str, size: int | None, hint: str) -> None:

@@ -77,6 +77,10 @@ def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> N
     _cpu.expand(dense.detach(), filler, indices, converted, _width(dense))
 
 
+def check_indices(indices: Tensor, size: int) -> int:
+    return _cpu.check_indices(to_dlpack(indices), size)
+
+
 def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return _cpu.within(indices, values.detach(), others, _columns(values))
 
@@ -102,13 +106,15 @@ def quantize(
     key = None if seed is None else seed % 2**64
     narrow, threads = scale == torch.bfloat16, torch.get_num_threads()
     wide = few_bits.limited(x.detach(), torch.float32)
-    codes, scales, values = _cpu.quantize(wide, bits, block, key, offset, narrow, threads)
+    made = _cpu.quantize(to_dlpack(wide), bits, block, key, offset, narrow, threads)
+    codes, scales, values = made
     return few_bits.Quantized(codes, scales, few_bits.limited(values, x.dtype))
 
 
 def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
     few_bits.check_lengths(codes, scales, size, bits, block)
-    return _cpu.dequantize(codes, scales, size, bits, block, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    return _cpu.dequantize(to_dlpack(codes), to_dlpack(scales), size, bits, block, threads)
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:
