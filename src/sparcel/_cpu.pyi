@@ -82,6 +82,7 @@ def quantize(
 def dequantize(
     codes: Array, scales: Array, size: int, bits: int, block: int, threads: int
 ) -> Tensor: ...
+def limited(x: Array, brain: bool, threads: int) -> Tensor: ...
 def hash_ngrams(
     text: NDArray[np.uint8],
     offsets: NDArray[np.int64],

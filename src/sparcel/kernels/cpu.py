@@ -94,6 +94,12 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     return _cpu.magnitude_histogram(x.detach(), shift, bins, prefix, torch.get_num_threads())
 
 
+def limited(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype != torch.float32 or dtype not in (torch.float16, torch.bfloat16):
+        return few_bits.limited(x, dtype)
+    return _cpu.limited(to_dlpack(x), dtype == torch.bfloat16, torch.get_num_threads())
+
+
 def quantize(
     x: Tensor,
     bits: int,
@@ -105,10 +111,10 @@ def quantize(
     few_bits.check_codes(bits, block)
     key = None if seed is None else seed % 2**64
     narrow, threads = scale == torch.bfloat16, torch.get_num_threads()
-    wide = few_bits.limited(x.detach(), torch.float32)
+    wide = limited(x.detach(), torch.float32)
     made = _cpu.quantize(to_dlpack(wide), bits, block, key, offset, narrow, threads)
     codes, scales, values = made
-    return few_bits.Quantized(codes, scales, few_bits.limited(values, x.dtype))
+    return few_bits.Quantized(codes, scales, limited(values, x.dtype))
 
 
 def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
