@@ -48,7 +48,7 @@ format: $(VENV)/built ## format the sources
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-sanitize: $(VENV)/built ## the C++ kernels under sanitizers, and each header compiled alone
+sanitize: $(VENV)/built ## the C++ kernels under sanitizers, mutated messages, and each header compiled alone
 	PATH="$(abspath $(BIN)):$$PATH" tests/kernels/sanitize.sh
 
 clean: ## remove what the other targets made
