@@ -11,7 +11,7 @@ CONSTRAINTS := constraints-dev.txt
 NODES := 4
 RATE := 1gbit
 
-CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+CPP_SOURCES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
 .PHONY: help demo test quick check lint types pages format sanitize clean
