@@ -193,6 +193,7 @@ uint64_t unpack_word(Packing packing, uint64_t bits, uint64_t first_bit, uint64_
                      Index* indices) {
     using Unsigned = std::make_unsigned_t<Index>;
     using Eight [[gnu::vector_size(8 * sizeof(Index))]] = Unsigned;
+    // A plain bitmap has no bits but those of coordinates, so that ones count as well as zeros.
     const Eight ones = packing.plain ? Eight{0, 1, 2, 3, 4, 5, 6, 7} : Eight{};
     for (int byte = 0; byte < 8; ++byte, bits >>= 8, first_bit += 8) {
         Eight zeros;
