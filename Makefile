@@ -11,7 +11,7 @@ CONSTRAINTS := constraints-dev.txt
 NODES := 4
 RATE := 1gbit
 
-CPP_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+CPP_SOURCES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
 .PHONY: help demo test quick check lint types pages format sanitize clean
@@ -48,7 +48,7 @@ format: $(VENV)/built ## format the sources
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_SOURCES)
 
-sanitize: $(VENV)/built ## the C++ kernels under sanitizers, and each header compiled alone
+sanitize: $(VENV)/built ## the C++ kernels under sanitizers, mutated messages, and each header compiled alone
 	PATH="$(abspath $(BIN)):$$PATH" tests/kernels/sanitize.sh
 
 clean: ## remove what the other targets made

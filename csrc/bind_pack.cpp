@@ -28,7 +28,7 @@ nb::object unpack(const Input& words, uint64_t count, int64_t size) {
     require(words.dtype() == dtype_of<int64_t>() && words.size() == packing.words,
             "the words must be those of so many indices");
     return with_index_for(size_t(size), [&]<class Index>(Type<Index>) -> nb::object {
-        Buffer<Index> indices(count);
+        Buffer<Index> indices(count + kUnpackSlack);
         const bool unpacked = [&] {
             nb::gil_scoped_release release;
             return unpack_indices(packing, data<uint64_t>(words), indices.data());

@@ -71,6 +71,22 @@ Output dequantize_vector(const Input& codes, const Input& scales, size_t size, i
     return give(std::move(values), size, dtype_of<float>());
 }
 
+// Returns float32 numbers in 16 bits, finite ones limited to the largest.
+Output limit_vector(const Input& x, bool brain, int threads) {
+    require(x.dtype() == dtype_of<float>(), "values must be float32");
+    const size_t n = x.size(), tasks = useful_threads(n, threads);
+    Buffer<uint16_t> narrow(n);
+    const auto pass = brain ? kernels().narrow.brain : kernels().narrow.half;
+    {
+        nb::gil_scoped_release release;
+        parallel(tasks, [&](size_t task) {
+            const size_t begin = split_point(n, task, tasks), end = split_point(n, task + 1, tasks);
+            pass(data<float>(x) + begin, end - begin, narrow.data() + begin);
+        });
+    }
+    return give(std::move(narrow), n, brain ? dtype_of<Brain>() : dtype_of<Half>());
+}
+
 }  // namespace
 
 void bind_quantize(nb::module_& module) {
@@ -79,6 +95,7 @@ void bind_quantize(nb::module_& module) {
                "offset"_a, "narrow"_a, "threads"_a);
     module.def("dequantize", dequantize_vector, "codes"_a.noconvert(), "scales"_a.noconvert(),
                "size"_a, "bits"_a, "block"_a, "threads"_a);
+    module.def("limited", limit_vector, "x"_a.noconvert(), "brain"_a, "threads"_a);
 }
 
 }  // namespace sparcel

@@ -22,7 +22,7 @@ void over_parts(const Coding& coding, size_t n, int threads, const Run& run) {
     const size_t tasks = std::min(useful_threads(n, threads), std::max<size_t>(parts, 1));
     parallel(tasks, [&](size_t task) {
         Buffer<uint8_t> codes(std::min(entries, n) + 8);
-        Buffer<double> sums(coding.two_means ? coding.width() : 0);
+        Buffer<double> sums(coding.two_means ? coding.block : 0);
         for (size_t part = split_point(parts, task, tasks);
              part < split_point(parts, task + 1, tasks); ++part) {
             run(part * entries, std::min(n, (part + 1) * entries), codes.data(), sums.data());

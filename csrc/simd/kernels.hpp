@@ -1,7 +1,6 @@
 // The passes over whole vectors, compiled once per instruction set and chosen at run time.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -89,12 +88,11 @@ struct Coding {
     size_t per_byte() const { return size_t(8 / bits); }
     size_t code_bytes(size_t n) const { return (n + per_byte() - 1) / per_byte(); }
     size_t scales_of(size_t n) const { return (n + block - 1) / block * scales(); }
-    size_t width() const { return std::bit_ceil(block); }
 };
 
 // The passes over several blocks; `codes` has a byte for each value, with 8 bytes of room after
-// them. Random number i is number `offset + i` of the sequence. `sums` has room for a block's
-// width.
+// them, and `sums` has room for as many numbers as a block has. Random number i is number
+// `offset + i` of the sequence.
 struct CodePasses {
     void (*quantize)(const Coding& coding, const float* x, size_t n, uint64_t offset, double* sums,
                      uint8_t* codes, float* scales, float* values);
@@ -102,6 +100,12 @@ struct CodePasses {
                        float* values);
     void (*pack)(int bits, uint8_t* codes, size_t n, uint8_t* packed);
     void (*unpack)(int bits, const uint8_t* packed, size_t n, uint8_t* codes);
+};
+
+// Rounds x[0, n) to 16 bits, to nearest; finite numbers stay finite.
+struct NarrowPasses {
+    void (*half)(const float* x, size_t n, uint16_t* narrow);
+    void (*brain)(const float* x, size_t n, uint16_t* narrow);
 };
 
 // The passes that read a vector as it is stored.
@@ -120,6 +124,7 @@ struct Kernels {
     Accumulate<float, uint32_t> accumulate32;
     Accumulate<double, uint64_t> accumulate64;
     CodePasses codes;
+    NarrowPasses narrow;
 
     template <class Storage>
     const Readers<Storage>& readers() const {

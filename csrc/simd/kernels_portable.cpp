@@ -1,4 +1,5 @@
 #include "accumulate_pass.hpp"
+#include "narrow_pass.hpp"
 #include "passes.hpp"
 #include "quantize_pass.hpp"
 #include "vectors_portable.hpp"
@@ -13,6 +14,7 @@ const Kernels portable_kernels = {
     FloatPasses<Vector32>::accumulate,
     FloatPasses<Vector64>::accumulate,
     code_passes,
+    narrow_passes,
 };
 
 }  // namespace sparcel

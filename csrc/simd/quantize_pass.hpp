@@ -3,12 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #include "bits.hpp"
 #include "kernels.hpp"
+#include "narrow_pass.hpp"
 
 namespace sparcel {
 namespace {
@@ -58,18 +60,6 @@ struct Window {
     }
 };
 
-inline float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
 // Returns the largest magnitude of a block, NaN if one is not finite.
 inline float largest_magnitude(const float* x, size_t n) {
     uint32_t largest = 0;
@@ -77,8 +67,7 @@ inline float largest_magnitude(const float* x, size_t n) {
         const uint32_t bits = bits_of(x[i]) & Bits<uint32_t>::magnitude;
         largest = bits > largest ? bits : largest;
     }
-    constexpr uint32_t infinity = 0x7f800000;
-    return largest < infinity ? from_bits(largest) : __builtin_nanf("");
+    return largest < kInfinity ? from_bits(largest) : __builtin_nanf("");
 }
 
 // Returns a scale that is not negative as bfloat16 has it, limited to the largest finite one.
@@ -128,39 +117,43 @@ inline void round_at_random(const float* x, size_t n, int levels, float scale, u
     }
 }
 
-// Adds half of `width`, a power of two, to the other half, again and again.
-inline double sum_by_halves(double* sums, size_t width) {
-    while (width > 1) {
-        width /= 2;
-        for (size_t i = 0; i < width; ++i) sums[i] += sums[width + i];
+// Returns the sum of n numbers, where half of them are added to the other half, again and again.
+// Zeros, which change no sum, fill them up to a power of two. `sums` has room for half of these.
+template <class Number>
+inline double sum_by_halves(size_t n, const Number& number, double* sums) {
+    size_t half = std::bit_ceil(n) / 2;
+    if (half == 0) return number(0);
+    for (size_t i = 0; i < n - half; ++i) sums[i] = number(i) + number(half + i);
+    for (size_t i = n - half; i < half; ++i) sums[i] = number(i);
+    while (half > 1) {
+        half /= 2;
+        for (size_t i = 0; i < half; ++i) sums[i] += sums[half + i];
     }
     return sums[0];
 }
 
 // Rounds a block to two magnitudes, the means of those up to the mean and of those above.
-inline void round_to_means(const float* x, size_t n, size_t width, bool narrow, double* sums,
-                           uint8_t* codes, float* scales, float* values) {
-    for (size_t i = 0; i < n; ++i) sums[i] = double(__builtin_fabsf(x[i]));
-    std::fill(sums + n, sums + width, 0.0);
-    const double total = sum_by_halves(sums, width), mean = total / double(n);
-    size_t count = 0;
+inline void round_to_means(const float* x, size_t n, bool narrow, double* sums, uint8_t* codes,
+                           float* scales, float* values) {
+    const auto magnitude = [x](size_t i) { return double(__builtin_fabsf(x[i])); };
+    const double total = sum_by_halves(n, magnitude, sums), mean = total / double(n);
+    const auto above = [=](size_t i) { return magnitude(i) > mean; };
+    const double upper =
+        sum_by_halves(n, [=](size_t i) { return above(i) ? magnitude(i) : 0; }, sums);
+    uint32_t count = 0;
     for (size_t i = 0; i < n; ++i) {
-        const double magnitude = double(__builtin_fabsf(x[i]));
-        const bool above = magnitude > mean;
-        sums[i] = above ? magnitude : 0;
-        count += above;
-        codes[i] = uint8_t(above + (uint8_t(bits_of(x[i]) >> 31) << 1));
+        count += above(i);
+        codes[i] = uint8_t(above(i) | bits_of(x[i]) >> 31 << 1);
     }
-    std::fill(sums + n, sums + width, 0.0);
-    const double upper = sum_by_halves(sums, width);
-    scales[0] = float((total - upper) / double(n - count));
-    scales[1] = count ? float(upper / double(count)) : 0;
+    float low = float((total - upper) / double(n - count));
+    float high = count ? float(upper / double(count)) : 0;
     if (narrow) {
-        scales[0] = narrow_scale(scales[0], false);
-        scales[1] = narrow_scale(scales[1], false);
+        low = narrow_scale(low, false);
+        high = narrow_scale(high, false);
     }
+    scales[0] = low, scales[1] = high;
     for (size_t i = 0; i < n; ++i) {
-        values[i] = signed_as(codes[i] & 1 ? scales[1] : scales[0], codes[i] >> 1);
+        values[i] = signed_as(codes[i] & 1 ? high : low, codes[i] >> 1);
     }
 }
 
@@ -177,8 +170,7 @@ inline void quantize_blocks(const Coding& coding, const float* x, size_t n, uint
             std::memset(codes + at, 0, length);
             std::fill_n(values + at, length, largest);
         } else if (coding.scales() == 2) {
-            round_to_means(x + at, length, coding.width(), coding.narrow, sums, codes + at, scales,
-                           values + at);
+            round_to_means(x + at, length, coding.narrow, sums, codes + at, scales, values + at);
         } else if (largest == 0 || (!coding.stochastic && largest < smallest)) {
             *scales = 0;
             std::memset(codes + at, 0, length);

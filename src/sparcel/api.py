@@ -17,7 +17,7 @@ from sparcel.wire import Wire
 
 T = TypeVar("T")
 
-Exact: TypeAlias = Literal["raw", "packed", "auto"]
+Exact: TypeAlias = Literal["raw", "packed", "chunked", "auto"]
 """The formats that lose nothing, by name; with any other the result is ``(result, lost)``."""
 
 

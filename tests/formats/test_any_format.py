@@ -1,4 +1,4 @@
-"""Collectives, schemes and costs work with any format, also if sparcel does not contain it."""
+"""Collectives, schemes and costs work with any format."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL
 from sparcel.stages import most_bytes
 from sparcel.wire import Wire
 from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
-from tests.formats.toys import toys
 from tests.sampling import meeting
 from tests.strategies import same_stream, streams
 
-with toys():
-    EXACT = [Format("packed"), Format("deltas")]
+EXACT = [Format("packed"), Format("chunked")]
 LOSSY = [
     Format("packed", 4),
     Format("raw", 8),
@@ -48,12 +46,6 @@ LOSSY = [
 WORLDS = range(1, 10)
 SIZE, K = 9001, 300
 id_of = lambda format: format.name  # noqa: E731
-
-
-@pytest.fixture(autouse=True)
-def known_toys():
-    with toys():
-        yield
 
 
 REDUCTIONS = {

@@ -18,7 +18,7 @@ from tests.strategies import FLOATS, make_stream
 PACKED = Format("packed")
 NAMES = [
     f"{indices}{values}"
-    for indices in ("raw", "packed")
+    for indices in ("raw", "packed", "chunked")
     for values in ("", ":float16", ":bfloat16", ":8", ":4", ":2")
 ]
 SIZES = st.integers(0, 2**63 - 1) | st.integers(0, 3000)

@@ -27,10 +27,11 @@ from tests.strategies import (
 )
 
 PACKED = Format("packed")
-EXACT = st.sampled_from([RAW, PACKED])
+CHUNKED = Format("chunked")
 FORMATS = [
     RAW,
     PACKED,
+    CHUNKED,
     Format("raw", "float16"),
     Format("packed", "bfloat16"),
     Format("packed", 8),
@@ -105,18 +106,24 @@ def test_a_stream_beyond_32_bits_round_trips(format):
     assert same_stream(decode(encode(stream, format)), stream)
 
 
-@pytest.mark.parametrize("format", [RAW, PACKED], ids=str)
+@pytest.mark.parametrize("format", [RAW, PACKED, CHUNKED], ids=str)
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -0.0, 1e-45])
 def test_exact_values_travel_bit_for_bit(special, format):
     stream = SparseStream(torch.tensor([2]), torch.tensor([special]), 9)
     assert same_stream(decode(encode(stream, format)), stream)
 
 
-@given(lists_of_indices(), st.sampled_from(DTYPES), st.sampled_from([None, 0, 1, 3]), ops)
-def test_any_indices_round_trip_packed(case, dtype, width, op):
+@given(
+    lists_of_indices(),
+    st.sampled_from([PACKED, CHUNKED]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, 0, 1, 3]),
+    ops,
+)
+def test_any_indices_round_trip(case, format, dtype, width, op):
     indices, size = case
     stream = SparseStream(indices, values_at(indices % 1000, 1, dtype, op, width), size)
-    assert same_stream(decode(encode(stream, PACKED)), stream)
+    assert same_stream(decode(encode(stream, format)), stream)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -259,6 +266,7 @@ def test_a_message_truncated_at_any_byte_is_refused(case):
 def test_a_flipped_bit_of_the_header_is_refused_or_harmless(position):
     for stream, format in (
         (make_stream([0, 3, 8], 1, 12), RAW),
+        (make_stream([0, 3, 8], 1, 12), CHUNKED),
         (make_stream([0, 3], 1, 12, torch.float16, width=3), PACKED),
         (make_stream([0, 3], 1, 2**33), Format("packed", 4)),
         (SparseStream(None, torch.arange(5.0), 5), Format("raw", 2)),
@@ -403,4 +411,18 @@ def test_packed_indices_out_of_range_or_order_are_refused():
         decode(message)
     words[0] = 0b101_010_001_0000011
     with pytest.raises(FormatError, match="it does not hold 3 packed indices"):
+        decode(message)
+
+
+def test_chunked_indices_of_wrong_counts_or_order_are_refused():
+    stream = make_stream([1, 4095, 4096, 9000], 0, 3 * 4096)
+    message = encode(stream, CHUNKED)
+    counts, places = message[56:62].view(torch.int16), message[62:68]
+    assert counts.tolist() == [2, 1, 1]
+    assert places.tolist() == [0x01, 0xF0, 0xFF, 0x00, 0x80, 0x32]
+    counts[0], counts[1] = 1, 2
+    with pytest.raises(FormatError, match="index 4096 at position 2 is out of order"):
+        decode(message)
+    counts[0] = -1
+    with pytest.raises(FormatError, match="its chunks do not hold 4 indices"):
         decode(message)

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of the C++ code under the address and undefined-behaviour sanitizers. It builds the
 # extension with the sanitizers in a directory of its own and loads it instead of the installed one.
+# The program that mutates messages can be run again, with more of them:
+# build/sanitize/fuzz_messages 10000000
 # Needs the development environment's `python` first on PATH.
 set -euo pipefail
 
@@ -18,6 +20,9 @@ cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 cmake --build "$build" --parallel 2
 cmake --build "$build" --target headers --parallel 2 # each header alone includes what it uses
 
+export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+"$build/fuzz_messages" 200000
+
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
 # Python is built without the sanitizer, so the sanitizer's runtime must be loaded before Python. So
 # must libstdc++, or the runtime does not see exceptions. Leaks in Python itself are ignored.
@@ -25,7 +30,6 @@ runtime="$("$compiler" -print-file-name=libasan.so):$("$compiler" -print-file-na
 cd "$root"
 LD_PRELOAD=$runtime \
     ASAN_OPTIONS=detect_leaks=0 \
-    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     SPARCEL_CPU_DIRECTORY=$build \
     python -m pytest tests/kernels tests/comm/torch/test_mesh.py tests/formats tests/rows -q \
     -p tests.kernels.sanitized "$@"

@@ -58,6 +58,25 @@ def test_several_threads_give_the_same_bits(isa: str, bits: int, seed: int | Non
     assert same_bits(values, expected.values)
 
 
+@given(isas, cases(), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+def test_limited_has_the_bits_of_the_reference(isa: str, case: Case, dtype: torch.dtype) -> None:
+    x = case.vector()
+    with using(isa):
+        assert same(kernels.limited(x, dtype), reference.limited(x, dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_limited_rounds_to_nearest_and_stays_finite(isa: str, dtype: torch.dtype) -> None:
+    """For all numbers of 16 bits, those halfway between two, and the next of these."""
+    exact = torch.arange(0, 1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    between = (exact[:-1] + exact[1:]) / 2
+    step = torch.tensor(torch.inf)
+    x = torch.cat((exact, between, between.nextafter(step), between.nextafter(-step)))
+    with using(isa):
+        assert same(kernels.limited(x, dtype), reference.limited(x, dtype))
+
+
 @given(cases((torch.float32,)), bits_, blocks, seeds, scales_)
 def test_values_stay_within_one_level(
     case: Case, bits: int, block: int, seed: int | None, scale: torch.dtype

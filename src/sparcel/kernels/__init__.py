@@ -19,7 +19,6 @@ from sparcel.kernels.definitions import few_bits, packing, reduce, select, sets,
 from sparcel.kernels.definitions.common import index_dtype as index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
-from sparcel.kernels.definitions.few_bits import limited as limited
 from sparcel.kernels.definitions.few_bits import scales_count as scales_count
 from sparcel.kernels.definitions.packing import packed_words as packed_words
 from sparcel.kernels.definitions.squares import CHUNK as CHUNK
@@ -36,9 +35,10 @@ scatter_reduce = by_device(reduce.scatter_reduce, cpu=cpu.scatter_reduce)
 scatter = by_device(reduce.scatter, cpu=cpu.scatter)
 expand = by_device(reduce.expand, cpu=cpu.expand)
 add_saturated = by_device(reduce.add_saturated, cpu=_cpu.add_saturated)
-check_indices = by_device(reduce.check_indices, cpu=_cpu.check_indices)
+check_indices = by_device(reduce.check_indices, cpu=cpu.check_indices)
 within = by_device(sets.within, cpu=cpu.within)
 without = by_device(sets.without, cpu=cpu.without)
+limited = by_device(few_bits.limited, cpu=cpu.limited)
 quantize = by_device(few_bits.quantize, cpu=cpu.quantize)
 dequantize = by_device(few_bits.dequantize, cpu=cpu.dequantize)
 pack_indices = by_device(packing.pack_indices, cpu=cpu.pack_indices)

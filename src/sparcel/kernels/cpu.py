@@ -77,6 +77,10 @@ def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> N
     _cpu.expand(dense.detach(), filler, indices, converted, _width(dense))
 
 
+def check_indices(indices: Tensor, size: int) -> int:
+    return _cpu.check_indices(to_dlpack(indices), size)
+
+
 def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return _cpu.within(indices, values.detach(), others, _columns(values))
 
@@ -90,6 +94,12 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
     return _cpu.magnitude_histogram(x.detach(), shift, bins, prefix, torch.get_num_threads())
 
 
+def limited(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype != torch.float32 or dtype not in (torch.float16, torch.bfloat16):
+        return few_bits.limited(x, dtype)
+    return _cpu.limited(to_dlpack(x), dtype == torch.bfloat16, torch.get_num_threads())
+
+
 def quantize(
     x: Tensor,
     bits: int,
@@ -101,14 +111,16 @@ def quantize(
     few_bits.check_codes(bits, block)
     key = None if seed is None else seed % 2**64
     narrow, threads = scale == torch.bfloat16, torch.get_num_threads()
-    wide = few_bits.limited(x.detach(), torch.float32)
-    codes, scales, values = _cpu.quantize(wide, bits, block, key, offset, narrow, threads)
-    return few_bits.Quantized(codes, scales, few_bits.limited(values, x.dtype))
+    wide = limited(x.detach(), torch.float32)
+    made = _cpu.quantize(to_dlpack(wide), bits, block, key, offset, narrow, threads)
+    codes, scales, values = made
+    return few_bits.Quantized(codes, scales, limited(values, x.dtype))
 
 
 def dequantize(codes: Tensor, scales: Tensor, size: int, bits: int, block: int) -> Tensor:
     few_bits.check_lengths(codes, scales, size, bits, block)
-    return _cpu.dequantize(codes, scales, size, bits, block, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    return _cpu.dequantize(to_dlpack(codes), to_dlpack(scales), size, bits, block, threads)
 
 
 def pack_indices(indices: Tensor, size: int) -> Tensor:

@@ -34,9 +34,9 @@ def by_device(definition: Callable[P, T], **compiled: Callable[P, T]) -> Callabl
 
 def _device_of(first: Any) -> str:
     """Return the type of the first argument's device, "" if it has tensors on several or none."""
-    if isinstance(first, Addition):
-        first = first.memory
     if isinstance(first, Tensor):
         return first.device.type
+    if isinstance(first, Addition):
+        return first.memory.device.type
     types = {_device_of(one) for one in first}
     return types.pop() if len(types) == 1 else ""

@@ -168,6 +168,8 @@ def check_lengths(codes: Tensor, scales: Tensor, size: int, bits: int, block: in
 
 def limited(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a vector in ``dtype``; finite numbers beyond its range become its largest."""
+    if x.dtype == dtype:
+        return x
     largest = torch.finfo(dtype).max
     if largest >= torch.finfo(x.dtype).max:
         return x.to(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from sparcel.kernels.definitions.common import index_dtype
 _MOST_LOW_BITS = 57  # so many can be read at once, from any bit of a byte on
 
 
+@lru_cache(maxsize=256)  # the lengths of a message are asked for several times
 def packed_words(count: int, size: int) -> int:
     """Return how many words `pack_indices` needs for ``count`` indices below ``size``.
 

@@ -1,0 +1,196 @@
+// Decodes mutated messages, which must be refused or harmless. The sanitizers see reads out of
+// bounds, because all buffers have exactly the bytes that a decoder may read.
+//
+//     fuzz_messages COUNT [SEED]
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "merge.hpp"
+#include "message.hpp"
+#include "pack.hpp"
+#include "quantize.hpp"
+
+namespace sparcel {
+namespace {
+
+using Bytes = std::span<uint8_t>;
+
+std::mt19937_64 engine;
+
+uint64_t below(uint64_t bound) { return engine() % bound; }
+bool one_in(uint64_t count) { return below(count) == 0; }
+
+void expect(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "%s\n", what);
+    std::abort();
+}
+
+template <class T>
+Bytes bytes_of(std::vector<T>& items) {
+    return {reinterpret_cast<uint8_t*>(items.data()), items.size() * sizeof(T)};
+}
+
+// Flips bits, sets bytes, and copies bytes to other places.
+void mutate(Bytes bytes) {
+    if (bytes.empty()) return;
+    for (uint64_t times = 1 + below(4); times > 0; --times) {
+        const uint64_t place = below(bytes.size()), from = below(bytes.size());
+        const uint64_t length = 1 + below(bytes.size() - std::max(place, from));
+        switch (below(3)) {
+            case 0:
+                bytes[place] ^= uint8_t(1 << below(8));
+                break;
+            case 1:
+                bytes[place] = one_in(2) ? uint8_t(0 - below(2)) : uint8_t(engine());
+                break;
+            default:
+                std::memmove(&bytes[place], &bytes[from], length);
+        }
+    }
+}
+
+// Mostly small, so that mutations of few bits matter; sometimes at the limits of the index types.
+template <class Index>
+uint64_t draw_size() {
+    const uint64_t most = uint64_t(std::numeric_limits<Index>::max());
+    return one_in(8) ? most - below(100) : 1 + below(one_in(2) ? 100 : 5000);
+}
+
+template <class Index>
+std::vector<Index> draw_indices(uint64_t size) {
+    std::vector<Index> indices(below(std::min<uint64_t>(size, 100) + 1));
+    for (Index& index : indices) index = Index(below(size));
+    std::sort(indices.begin(), indices.end());
+    indices.erase(std::unique(indices.begin(), indices.end()), indices.end());
+    return indices;
+}
+
+template <class Index>
+bool are_valid(const Index* indices, size_t count, uint64_t size) {
+    for (size_t i = 0; i < count; ++i) {
+        if (indices[i] < 0 || uint64_t(indices[i]) >= size) return false;
+        if (i > 0 && indices[i] <= indices[i - 1]) return false;
+    }
+    return true;
+}
+
+constexpr uint8_t kFloat32 = 2;  // its code in headers
+
+std::vector<uint64_t> plain_message(const std::vector<int32_t>& indices, uint64_t size) {
+    const uint64_t part = padded(4 * indices.size());
+    const Header header{{'S', 'P', 'C', 'L'},     2, 0, kFloat32, 0, 0, 0, size, indices.size(),
+                        sizeof(Header) + 2 * part};
+    std::vector<uint64_t> message(header.length / 8);
+    const Bytes bytes = bytes_of(message);
+    std::memcpy(bytes.data(), &header, sizeof header);
+    if (part) std::memcpy(&bytes[sizeof header + part], indices.data(), 4 * indices.size());
+    return message;
+}
+
+// Reads plain messages, of which one is mutated or truncated, and merges them. Returns whether the
+// mutated one was read.
+bool read_plain() {
+    const uint64_t size = draw_size<int32_t>();
+    std::vector<uint64_t> other = plain_message(draw_indices<int32_t>(size), size);
+    std::vector<uint64_t> message = plain_message(draw_indices<int32_t>(size), size);
+    mutate(one_in(4) ? bytes_of(message) : bytes_of(message).subspan(sizeof(Header)));
+    std::vector<uint8_t> exact(bytes_of(message).begin(), bytes_of(message).end());
+    if (one_in(4)) {
+        exact.resize(below(exact.size()));
+        exact.shrink_to_fit();
+    }
+    bool finite = true;
+    const auto whole =
+        read_sparse<float>(bytes_of(other).data(), 8 * other.size(), size, kFloat32, finite);
+    expect(whole.has_value(), "a valid message was refused");
+    const auto view = read_sparse<float>(exact.data(), exact.size(), size, kFloat32, finite);
+    if (!view) return false;
+    expect(are_valid(view->indices, view->count, size), "invalid indices were accepted");
+    const std::vector<StreamView<int32_t, float>> views = {*whole, *view};
+    const auto merged = merge<AddOp, int32_t, float>(views, 1, 1);
+    expect(are_valid(merged.indices.data(), merged.count, size), "a merge has invalid indices");
+    return true;
+}
+
+// Unpacks mutated indices, also with other counts than they were packed with. Returns whether they
+// were accepted.
+template <class Index>
+bool read_packed() {
+    uint64_t size = draw_size<Index>();
+    const std::vector<Index> indices = draw_indices<Index>(size);
+    uint64_t count = indices.size();
+    std::vector<uint64_t> words(Packing(count, size).words);
+    expect(pack_indices(Packing(count, size), indices.data(), words.data()), "not packed");
+    std::vector<Index> found(count + kUnpackSlack);
+    expect(unpack_indices(Packing(count, size), words.data(), found.data()) &&
+               std::equal(indices.begin(), indices.end(), found.begin()),
+           "valid indices do not come back");
+    if (one_in(4)) {
+        size = std::max<uint64_t>(one_in(2) ? size : draw_size<Index>(), 1);
+        count = below(std::min<uint64_t>(size, 200) + 1);
+        words.resize(Packing(count, size).words);
+        words.shrink_to_fit();
+    }
+    mutate(bytes_of(words));
+    found = std::vector<Index>(count + kUnpackSlack);
+    if (!unpack_indices(Packing(count, size), words.data(), found.data())) return false;
+    if (check_indices(found.data(), count, int64_t(size)) >= 0) return false;
+    expect(are_valid(found.data(), count, size), "invalid indices were accepted");
+    return true;
+}
+
+// Turns mutated codes and scales into values; any bytes stand for some.
+void read_few_bits() {
+    const size_t n = below(300);
+    Coding coding{.bits = 2 << below(3),
+                  .block = 8 * (1 + below(20)),
+                  .two_means = false,
+                  .narrow = one_in(2),
+                  .stochastic = one_in(2),
+                  .seed = engine()};
+    coding.two_means = coding.bits == 2 && !coding.stochastic;
+    std::vector<float> x(n), scales(coding.scales_of(n)), values(n);
+    for (float& each : x) each = float(int64_t(engine())) * 0x1p-60f;
+    std::vector<uint8_t> codes(coding.code_bytes(n));
+    quantize(coding, x.data(), n, engine() >> 1, 1, codes.data(), scales.data(), values.data());
+    mutate(bytes_of(codes));
+    mutate(bytes_of(scales));
+    dequantize(coding, codes.data(), scales.data(), n, 1, values.data());
+}
+
+int run(uint64_t count, uint64_t seed) {
+    engine.seed(seed);
+    uint64_t accepted = 0;
+    for (uint64_t i = 0; i < count; ++i) {
+        if (i % 1024 == 0) {
+            constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
+            set_isa(kNames[i / 1024 % 3]);
+        }
+        const bool plain = one_in(2);
+        accepted += plain       ? read_plain()
+                    : one_in(2) ? read_packed<int32_t>()
+                                : read_packed<int64_t>();
+        if (!plain) read_few_bits();
+    }
+    std::printf("%llu mutated messages: %llu accepted, all harmless\n",
+                static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted));
+    return 0;
+}
+
+}  // namespace
+}  // namespace sparcel
+
+int main(int argc, char** argv) {
+    const auto argument = [&](int place, uint64_t otherwise) {
+        return argc > place ? std::strtoull(argv[place], nullptr, 10) : otherwise;
+    };
+    return sparcel::run(argument(1, 100'000), argument(2, 0));
+}
