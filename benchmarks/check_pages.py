@@ -120,6 +120,7 @@ def demo() -> Faults:
 
 def experiments() -> Faults:
     report: Any = importlib.import_module("convergence_report")
+    frontier_report: Any = importlib.import_module("frontier_report")
     lab_report: Any = importlib.import_module("lab_report")
     gtopk_paper: Any = importlib.import_module("gtopk_paper")
     signals_report: Any = importlib.import_module("signals_report")
@@ -143,6 +144,9 @@ def experiments() -> Faults:
     ]
     for task in sorted({row["task"] for row in suite if row["method"] != "dense"}):
         lines += report.suite_table(suite, task)
+    frontier = frontier_report.all_rows()
+    for task in frontier_report.tasks_of(frontier):
+        lines += frontier_report.frontier_table(frontier, task)
     balancing = recorded("balancing")["rows"]
     lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
     yield from absent("docs/experiments.md", lines)

@@ -277,7 +277,7 @@ TASKS = {
             lambda _: Words(VOCABULARY, 32, width=160, layers=3),
             16,
             600,
-            2e-3,
+            1e-3,
             adamw=True,
             clip=1.0,
         ),

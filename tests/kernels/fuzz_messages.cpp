@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <span>
 #include <vector>
@@ -86,13 +87,20 @@ constexpr uint8_t kFloat32 = 2;  // its code in headers
 
 std::vector<uint64_t> plain_message(const std::vector<int32_t>& indices, uint64_t size) {
     const uint64_t part = padded(4 * indices.size());
-    const Header header{{'S', 'P', 'C', 'L'},     2, 0, kFloat32, 0, 0, 0, size, indices.size(),
+    const Header header{{'S', 'P', 'C', 'L'},     3, 0, kFloat32, 0, 0, 0, size, indices.size(),
                         sizeof(Header) + 2 * part};
     std::vector<uint64_t> message(header.length / 8);
     const Bytes bytes = bytes_of(message);
     std::memcpy(bytes.data(), &header, sizeof header);
     if (part) std::memcpy(&bytes[sizeof header + part], indices.data(), 4 * indices.size());
     return message;
+}
+
+// Reads the message in `bytes`, which has a header at least.
+std::optional<StreamView<int32_t, float>> read_message(Bytes bytes, uint64_t size) {
+    bool finite = true;
+    const Bytes payload = bytes.subspan(sizeof(Header));
+    return read_sparse<float>(bytes.data(), payload.data(), payload.size(), size, kFloat32, finite);
 }
 
 // Reads plain messages, of which one is mutated or truncated, and merges them. Returns whether the
@@ -104,14 +112,12 @@ bool read_plain() {
     mutate(one_in(4) ? bytes_of(message) : bytes_of(message).subspan(sizeof(Header)));
     std::vector<uint8_t> exact(bytes_of(message).begin(), bytes_of(message).end());
     if (one_in(4)) {
-        exact.resize(below(exact.size()));
+        exact.resize(sizeof(Header) + below(exact.size() - sizeof(Header) + 1));
         exact.shrink_to_fit();
     }
-    bool finite = true;
-    const auto whole =
-        read_sparse<float>(bytes_of(other).data(), 8 * other.size(), size, kFloat32, finite);
+    const auto whole = read_message(bytes_of(other), size);
     expect(whole.has_value(), "a valid message was refused");
-    const auto view = read_sparse<float>(exact.data(), exact.size(), size, kFloat32, finite);
+    const auto view = read_message(exact, size);
     if (!view) return false;
     expect(are_valid(view->indices, view->count, size), "invalid indices were accepted");
     const std::vector<StreamView<int32_t, float>> views = {*whole, *view};
