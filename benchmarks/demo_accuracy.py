@@ -1,4 +1,4 @@
-"""Accuracy of each method of ``examples/slow_network.py``, as the mean over seeds.
+"""Accuracy and loss of each method of ``examples/slow_network.py``, as means over seeds.
 
     python benchmarks/demo_accuracy.py [--data FILE.npz] [--seeds 5] [--steps 120]
 
@@ -51,11 +51,14 @@ def main() -> None:
     origin["command"] = origin["command"].replace(str(arguments.data), name)
     seeds = range(arguments.seeds)
     runs = [trained(seed, arguments) for seed in seeds]
-    accuracies: dict[str, list[float]] = {}
-    for row in (row for one in runs for row in one["methods"]):
-        accuracies.setdefault(row["method"], []).append(row["accuracy"])
-    means = {method: mean(values) for method, values in accuracies.items()}
-    above = {method: 100 * (value - means["DDP"]) for method, value in means.items()}
+    rows = [row for one in runs for row in one["methods"]]
+    found = {
+        row["method"]: {
+            measured: [one[measured] for one in rows if one["method"] == row["method"]]
+            for measured in ("accuracy", "loss")
+        }
+        for row in rows
+    }
     document = {
         **origin,
         "data": name,
@@ -65,14 +68,12 @@ def main() -> None:
         "steps": arguments.steps,
         "density": arguments.density,
         "seeds": list(seeds),
-        "accuracy_by_seed": accuracies,
-        "accuracy_mean": means,
-        "points_above_ddp": above,
+        "by_seed": found,
     }
     path = RESULTS / f"demo_accuracy_{name}.json"
     path.write_text(json.dumps(document, indent=2) + "\n")
-    for method, value in means.items():
-        print(f"{method:<12} {100 * value:6.2f} %  {above[method]:+.2f} points")
+    for method, by_seed in found.items():
+        print(f"{method:<12} {mean(by_seed['accuracy']):7.2%}  loss {mean(by_seed['loss']):.3f}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ METHODS = (*HOOKS, "sparcel")
 
 
 def trained(arguments: argparse.Namespace, label: str) -> Row:
-    """Train with one method and return its row; all ranks call."""
+    """Train with one method and return its row, which is whole on rank 0; all ranks call."""
     task = TASKS[arguments.task]
     task = replace(task, steps=arguments.steps or task.steps)
     run = Run(arguments.data, task, Method(label, "dense"), arguments.seed)
@@ -97,7 +97,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
         "steps": task.steps,
         "network": arguments.network,
         "ranks": ranks,
-        **evaluate(run.model, split),
+        **(evaluate(run.model, split) if rank == 0 else {}),
         "compression": compression,
         "step_s": median(end - start for start, end in pairwise(seconds)),
         "held_out": held_out,
