@@ -229,7 +229,8 @@ def merge_messages(messages: Sequence[Message], like: SparseStream, op: Op) -> S
 def _dense_from(format: Format, size: int, value_bytes: int) -> int:
     """Return `Format.dense_from`: the smallest count whose sparse message is longer."""
     dense = format.nbytes(None, size, value_bytes)
+    # With all coordinates the sparse message is longer, since it has indices.
     shorter = bisect_right(
-        range(size + 1), dense, key=lambda nnz: format.nbytes(nnz, size, value_bytes)
+        range(size), dense, key=lambda nnz: format.nbytes(nnz, size, value_bytes)
     )
     return max(shorter, 1)
