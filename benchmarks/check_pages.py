@@ -147,6 +147,7 @@ def experiments() -> Faults:
     frontier = frontier_report.all_rows()
     for task in frontier_report.tasks_of(frontier):
         lines += frontier_report.frontier_table(frontier, task)
+    lines += frontier_report.adam_table(recorded("adam")["rows"])
     balancing = recorded("balancing")["rows"]
     lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
     yield from absent("docs/experiments.md", lines)

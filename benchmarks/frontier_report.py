@@ -2,8 +2,8 @@
 
     python benchmarks/frontier_report.py
 
-prints the tables as Markdown and draws ``docs/figures/frontier_TASK.svg``, from the records of
-`frontier.py` and, for dense training, of `convergence.py`.
+prints the tables as Markdown and draws ``docs/figures/frontier_TASK.svg`` for the tasks of the
+suite, from the records of `frontier.py`, of `adam.py` and, for dense training, of `convergence.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp
 from statistics import mean
 
+from convergence import SUITE
 from pages import apart, over_seeds, save, table
 from record import RESULTS, Row, rows_of
 
@@ -19,6 +20,8 @@ COLUMNS = (
     *("method", "ranks", "steps", "seeds", "bytes", "accuracy", "over dense"),
     *("loss", "perplexity over dense"),
 )
+
+ADAM = "task", "method", "changed", "seeds", "accuracy", "loss", "perplexity over as it is"
 
 Setting = tuple[str, int, int]
 
@@ -77,6 +80,23 @@ def _cells(run: str, found: Sequence[Row], dense: Mapping[tuple[object, ...], Ro
     ]
 
 
+def adam_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what `adam.py` changed, beside the same training as it is."""
+    return table(ADAM, _adam_cells(rows))
+
+
+def _adam_cells(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    base = {(row["task"], row["run"], row["seed"]): row for row in rows if row["way"] == "as it is"}
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["run"], row["way"], row["seed"])):
+        found.setdefault((row["task"], row["run"], row["way"]), []).append(row)
+    for (task, run, way), runs in found.items():
+        more = [100 * (exp(row["loss"] - base[task, run, row["seed"]]["loss"]) - 1) for row in runs]
+        accuracy, loss = (mean(row[key] for row in runs) for key in ("accuracy", "loss"))
+        beside = f"{over_seeds(more, 1)} %"
+        yield task, run, way, str(len(runs)), f"{accuracy:.2%}", f"{loss:.4f}", beside
+
+
 def draw(rows: Sequence[Row], task: str) -> None:
     """Draw the loss at the end against the share of the bytes, the mean over the seeds."""
     from matplotlib import pyplot as plt
@@ -97,7 +117,9 @@ def main() -> None:
     for task in tasks_of(rows):
         print(f"### {task}\n")
         print("\n".join(frontier_table(rows, task)), end="\n\n")
-        draw(rows, task)
+        if task in SUITE:
+            draw(rows, task)
+    print("\n".join(adam_table(rows_of(RESULTS / "adam.json"))))
 
 
 if __name__ == "__main__":

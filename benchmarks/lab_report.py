@@ -61,7 +61,7 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
         wanted = final + math.log(1.01)
         reached = [(step, second) for step, second, loss in row["held_out"] if loss <= wanted]
         step_s = fast[row["task"], row["method"]]
-        found = ("never",) * 4
+        found: Sequence[str] = "never", "", f"{1e3 * step_s:.0f}", ""
         if reached:
             step, second = reached[0]
             found = f"{step}", f"{second:.0f}", f"{1e3 * step_s:.0f}", f"{step * step_s:.0f}"

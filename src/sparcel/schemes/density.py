@@ -45,7 +45,7 @@ FRONT = 7.0
 """With it, `front_loaded` sends three times as much if each coordinate would be sent ten times."""
 
 MOST_IN_FRONT = 0.1
-"""The density that `front_loaded` raises others to, at most: more was not worth its bytes."""
+"""The density that `front_loaded` raises others to, at most."""
 
 
 def front_loaded(density: float, step: int) -> float:
