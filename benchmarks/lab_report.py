@@ -60,12 +60,14 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
         *_, (_, _, final) = base[_training(row)]["held_out"]
         wanted = final + math.log(1.01)
         reached = [(step, second) for step, second, loss in row["held_out"] if loss <= wanted]
-        step_s = fast[row["task"], row["method"]]
-        found: Sequence[str] = "never", "", f"{1e3 * step_s:.0f}", ""
-        if reached:
-            step, second = reached[0]
-            found = f"{step}", f"{second:.0f}", f"{1e3 * step_s:.0f}", f"{step * step_s:.0f}"
-        yield row["task"], row["method"], *found
+        step_s = fast.get((row["task"], row["method"]))
+        step, second = reached[0] if reached else (None, None)
+        yield (
+            *(row["task"], row["method"], "never" if step is None else f"{step}"),
+            "" if second is None else f"{second:.0f}",
+            "" if step_s is None else f"{1e3 * step_s:.0f}",
+            "" if step_s is None or step is None else f"{step * step_s:.0f}",
+        )
 
 
 def whole(rows: Sequence[Row]) -> list[Row]:

@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
     parser.add_argument("--task", choices=TASKS, default="speech")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="default: the task's")
+    parser.add_argument("--steps", type=int, help=f"{POINTS} or more; default: the task's")
     parser.add_argument("--network", default="100mbit", help="what the lab was told, to record it")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--output", type=Path, required=True)
