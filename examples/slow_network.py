@@ -139,7 +139,7 @@ class Training:
             model, gradient_as_bucket_view=True, bucket_cap_mb=1000 if attach is powersgd else None
         )
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        self.handle = attach(self.model, self.optimizer)
+        self.attach, self.handle = attach, attach(self.model, self.optimizer)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         order, count = torch.Generator().manual_seed(arguments.seed), len(self.y)
         epochs = math.ceil(self.steps * BATCH * ranks / count)
@@ -161,6 +161,10 @@ class Training:
         link = link_bytes()
         return self.handle.stats().bytes_sent if self.handle else 0, link.sent if link else 0
 
+    def ring_bytes(self, ranks: int) -> float | None:
+        """Return what a ring sends, for DDP alone, which counts no bytes; hooks send less."""
+        return 4 * 2 * self.parameters * (ranks - 1) / ranks if self.attach is alone else None
+
     def measured(self) -> dict[str, Any]:
         """Train, and return what this rank saw of a step, and the accuracy at the end."""
         for index in range(WARM_UP_STEPS):
@@ -179,9 +183,7 @@ class Training:
         return {
             "step_s": step_s,
             "compute_s": compute_s,
-            # DDP counts no bytes. A ring, which is optimal for dense vectors, sends so many in 32
-            # bits; off the emulated network that stands for torch's hooks, too.
-            "payload_bytes": payload or 4 * 2 * self.parameters * (ranks - 1) / ranks,
+            "payload_bytes": payload or self.ring_bytes(ranks),
             "wire_bytes": on_link or None,
             "accuracy": (logits.argmax(1) == self.y_test).double().mean().item(),
             "loss": cross_entropy(logits, self.y_test).item(),
@@ -199,7 +201,7 @@ def combined(method: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "step_s": step_s,
         "compute_s": compute_s,
         "exposed_s": step_s - compute_s,
-        "payload_bytes": max(rank["payload_bytes"] for rank in ranks),
+        "payload_bytes": ranks[0]["payload_bytes"] and max(rank["payload_bytes"] for rank in ranks),
         "wire_bytes": ranks[0]["wire_bytes"] and max(rank["wire_bytes"] for rank in ranks),
         "accuracy": ranks[0]["accuracy"],
         "loss": ranks[0]["loss"],
@@ -215,7 +217,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         times = (1e3 * row[f"{part}_s"] for part in ("step", "compute", "exposed"))
         step, compute, exchange = (f"{time:.0f} ms" for time in times)
-        sent = f"{(row['wire_bytes'] or row['payload_bytes']) / 1e6:.2f} MB"
+        sent_bytes = row["wire_bytes"] or row["payload_bytes"]
+        sent = "not counted" if sent_bytes is None else f"{sent_bytes / 1e6:.2f} MB"
         fp32, bf16 = (f"{dense['step_s'] / row['step_s']:.1f}" for dense in rows[:2])
         lines.append(
             f"{row['method']:<10}{step:>8}{compute:>9}{exchange:>10}{sent:>13}{fp32:>8}{bf16:>8}"
