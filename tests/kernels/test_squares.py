@@ -61,7 +61,9 @@ def test_a_sum_is_that_of_the_chunks_sums_in_order(
     vectors = [case.vector() for case in given]
     expected = of_chunks(kernels.sums_of_squares, vectors, chunk)
     with using(isa, threads), cutting(chunk):
-        assert same_bits(kernels.sums_of_squares(vectors), expected)
+        found = kernels.sums_of_squares(vectors)
+    # Where NaN is added to NaN, the compiler decides whose sign and payload the sum has.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @given(st.lists(cases(), max_size=5), chunks)
