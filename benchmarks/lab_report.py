@@ -14,12 +14,22 @@ from convergence_report import beside, draw_losses
 from pages import table
 from record import RESULTS, Row, rows_of
 
+from sparcel.cost import stated_rates
+from sparcel.plan import PlannedStep, plan
+from sparcel.plan.recorded import UNNAMED
+
 TRAININGS = (
     *("task", "network", "method", "ms a step", "minutes", "accuracy", "over DDP", "loss"),
     *("over DDP", "fewer bytes"),
 )
 SECONDS = "task", "method", "steps", "seconds at 100 Mbit/s", "ms a step at 1 Gbit/s", "seconds"
+PREDICTED = "task", "method", "steps", "ms a step", "seconds", "ms a step", "seconds"
 SLOW, FAST = "100mbit", "1gbit"
+BANDWIDTHS = {SLOW: 12.5e6, FAST: 125e6}
+"""Bytes a second."""
+LATENCY_S, GPU_MEMORY, GPU_S = 100e-6, 1e12, 0.02
+"""What `predicted_table` assumes: of a message, seconds; of a GPU, bytes a second, and the seconds
+that both passes of a step take."""
 
 
 def lab_rows() -> list[Row]:
@@ -52,22 +62,64 @@ def seconds_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    base = {_training(row): row for row in rows if row["method"] == "DDP"}
     fast = {(row["task"], row["method"]): row["step_s"] for row in rows if row["network"] == FAST}
-    for row in whole(rows):
-        if row["network"] != SLOW:
-            continue
-        *_, (_, _, final) = base[_training(row)]["held_out"]
-        wanted = final + math.log(1.01)
-        reached = [(step, second) for step, second, loss in row["held_out"] if loss <= wanted]
+    for row, reached in _reached(rows):
         step_s = fast.get((row["task"], row["method"]))
-        step, second = reached[0] if reached else (None, None)
+        step, second = reached or (None, None)
         yield (
             *(row["task"], row["method"], "never" if step is None else f"{step}"),
             "" if second is None else f"{second:.0f}",
             "" if step_s is None else f"{1e3 * step_s:.0f}",
             "" if step_s is None or step is None else f"{step * step_s:.0f}",
         )
+
+
+def predicted_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what the planner says that these steps take on nodes with a GPU each.
+
+    It does not know PowerSGD, which is taken for a dense sum of as many bytes, without its work.
+    """
+    return table(PREDICTED, _predicted(rows))
+
+
+def _predicted(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    for row, reached in _reached(rows):
+        cells = [row["task"], row["method"], f"{reached[0]}" if reached else "never"]
+        for network in (SLOW, FAST):
+            step_s = _planned(row, BANDWIDTHS[network]).step
+            cells += [f"{1e3 * step_s:.0f}", f"{reached[0] * step_s:.0f}" if reached else ""]
+        yield cells
+
+
+def _planned(row: Row, bandwidth: float) -> PlannedStep:
+    """Return the step of a row's method by the planner."""
+    rates = stated_rates(
+        bandwidth=bandwidth,
+        latency_s=LATENCY_S,
+        ranks=row["ranks"],
+        memory_bandwidth=GPU_MEMORY,
+    )
+    names = {"bf16": "dense bf16", "sparcel": UNNAMED}
+    parameters = row["parameters"] if row["method"] in names else _as_dense(row)
+    steps = plan(parameters, compute_s=GPU_S, rates=rates, steps=row["steps"]).rows
+    method = names.get(row["method"], "dense fp32")
+    return next(step for step in steps if step.method == method)
+
+
+def _as_dense(row: Row) -> int:
+    """Return how many parameters a dense sum in float32 has that takes the row's bytes."""
+    return max(1, round(row["parameters"] / row["compression"]))
+
+
+def _reached(rows: Sequence[Row]) -> Iterator[tuple[Row, tuple[int, float] | None]]:
+    """Yield the trainings at 100 Mbit/s, and at which step and second they reach the perplexity."""
+    base = {_training(row): row for row in rows if row["method"] == "DDP"}
+    for row in whole(rows):
+        if row["network"] == SLOW:
+            *_, (_, _, final) = base[_training(row)]["held_out"]
+            wanted = final + math.log(1.01)
+            reached = [(step, second) for step, second, loss in row["held_out"] if loss <= wanted]
+            yield row, reached[0] if reached else None
 
 
 def whole(rows: Sequence[Row]) -> list[Row]:
@@ -96,7 +148,8 @@ def draw(rows: Sequence[Row], task: str) -> None:
 def main() -> None:
     rows = lab_rows()
     print("\n".join(trainings_table(rows)), end="\n\n")
-    print("\n".join(seconds_table(rows)))
+    print("\n".join(seconds_table(rows)), end="\n\n")
+    print("\n".join(predicted_table(rows)))
     for task in {row["task"] for row in rows}:
         draw(rows, task)
 

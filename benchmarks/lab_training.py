@@ -16,7 +16,6 @@ not repeated.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +32,6 @@ from tasks import TASKS, batches, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from sparcel.schemes import Settings
 
 POINTS = 50
 HELD_OUT = 20
@@ -46,13 +44,9 @@ HOOKS = {"DDP": None, "bf16": "bf16", "PowerSGD 4": "powersgd,4"}
 ONE_BUCKET = {"bucket_cap_mb": 1000}
 """For PowerSGD: with several buckets, its collectives over Gloo interleave differently on ranks."""
 
-SPARCEL: dict[str, Callable[[int], Settings]] = {
-    "sparcel": lambda steps: {},
-    "sparcel, warm-up": lambda steps: {"warmup": (1.0, 0.5, 0.25), "warmup_steps": steps // 15},
-}
-"""What `sparcel.attach` is told for a training of so many steps, by the methods' labels."""
+SPARCEL = "sparcel"
 
-METHODS = (*HOOKS, *SPARCEL)
+METHODS = (*HOOKS, SPARCEL)
 
 
 def trained(arguments: argparse.Namespace, label: str) -> Row:
@@ -63,8 +57,8 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
     handle, hook = None, HOOKS.get(label)
     buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
     model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
-    if label in SPARCEL:
-        handle = sparcel.attach(model, optimizer=run.optimizer, **SPARCEL[label](task.steps))
+    if label == SPARCEL:
+        handle = sparcel.attach(model, optimizer=run.optimizer)
     share = register(model, hook, task.steps) if hook else lambda: 1.0
     rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split
     windows = replace(split, x_test=split.x_test[:WINDOWS], y_test=split.y_test[:WINDOWS])
@@ -105,6 +99,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
         "steps": task.steps,
         "network": arguments.network,
         "ranks": ranks,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         **(evaluate(run.model, split) if rank == 0 else {}),
         "compression": compression,
         "step_s": median(end - start for start, end in pairwise(seconds)),

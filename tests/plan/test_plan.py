@@ -225,3 +225,26 @@ def test_the_table_has_a_row_for_each_method_and_a_legend():
     assert table(made).row_count == len(made.rows) == 7
     assert "gpt2: 124,439,808 gradients, 200 ms" in assumptions(made)
     assert "8 nodes of 1 rank, 800 Mbit/s stated" in assumptions(made)
+
+
+def test_auto_is_the_exact_format_that_the_schemes_choose():
+    auto, packed, raw = (
+        plan("gpt2", compute_s=0.1, rates=SLOW, format=one) for one in ("auto", "packed", "raw")
+    )
+    assert row_of(auto, "oktopk") == row_of(packed, "oktopk") != row_of(raw, "oktopk")
+
+
+def test_a_step_that_sends_everything_is_a_dense_sum():
+    whole = plan(10**6, compute_s=0, rates=SLOW, density=1)
+    for name in ("topk", "gtopk", "oktopk"):
+        assert row_of(whole, name).bytes == pytest.approx(
+            row_of(whole, "dense fp32").bytes, rel=0.01
+        )
+
+
+def test_nothing_is_said_of_losses_that_were_not_recorded():
+    recorded = plan("gpt2", compute_s=0.1, rates=FAR)
+    assert "In recorded trainings at 1 %" in verdict(recorded)
+    for settings in ({"density": 0.001}, {"format": "packed:4"}):
+        other = plan("gpt2", compute_s=0.1, rates=FAR, **settings)
+        assert "No training at this density and format was recorded" in verdict(other)

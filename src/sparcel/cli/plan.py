@@ -40,7 +40,9 @@ def plan(
     ] = 0.01,
     format: Annotated[
         str,
-        typer.Option(help="How sparse methods send it: raw, packed, or rounded, as packed:4."),
+        typer.Option(
+            help="How sparse methods send it: raw, packed, auto, or rounded, as packed:4."
+        ),
     ] = "raw",
     steps: Annotated[
         int | None,

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -86,8 +86,7 @@ class Format:
     @property
     def value_code(self) -> ValueCode:
         """What writes values."""
-        assert isinstance(self.values, ValueCode), "__post_init__ made one"
-        return self.values
+        return cast(ValueCode, self.values)  # __post_init__ made one
 
     @property
     def loses(self) -> bool:
@@ -205,7 +204,10 @@ def format_named(format: str | Format) -> Format:
             f"a format is a name, such as 'packed' or 'packed:4', or a Format, got {format!r}"
         )
     indices, colon, values = format.partition(":")
-    return Format(indices, values) if colon else Format(indices)
+    try:
+        return Format(indices, values) if colon else Format(indices)
+    except InputError as error:
+        raise InputError(f"there is no format {format!r}: {error}") from None
 
 
 def merge_messages(messages: Sequence[Message], like: SparseStream, op: Op) -> SparseStream | None:

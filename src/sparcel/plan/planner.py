@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sparcel._checks import check_type
-from sparcel.cost import Rates, default_rates, predict
+from sparcel.cost import Prediction, Problem, Rates, default_rates, predict
 from sparcel.errors import InputError
 from sparcel.formats import Format, format_named
 from sparcel.plan.models import Model, model_of
@@ -116,7 +116,8 @@ def plan(
     topology
         ``"all-reduce"``, or ``"parameter-server"``: all ranks send to one, and get from it.
     format
-        How the streams of sparse methods travel, by name or as a `Format`.
+        How the streams of sparse methods travel, by name or as a `Format`; ``"auto"`` for the exact
+        one that takes the least time.
     steps
         The length of the training, over which times are averaged: sparse methods send more in its
         first steps. None for those of a step after these.
@@ -137,7 +138,8 @@ def plan(
     if rates.ranks > MOST_RANKS:
         raise InputError(f"a plan is for at most {MOST_RANKS} ranks, got {rates.ranks:,}")
     trained = model if isinstance(model, Model) else model_of(model)
-    work = Workload(trained, density, compute_s, bucket_bytes, format_named(format), steps)
+    layout = None if format == "auto" else format_named(format)
+    work = Workload(trained, density, compute_s, bucket_bytes, layout, steps)
     if topology not in ("all-reduce", "parameter-server"):
         raise InputError(f"topology must be all-reduce or parameter-server, got {topology!r}")
 
@@ -162,7 +164,13 @@ _UNNAMED_FORMAT = format_named(RECOMMENDED["format"])
 
 def _in_ring(method: str, rates: Rates) -> Predict:
     stages = DENSE[method] if method in DENSE else stages_of(method, rates)
-    return lambda problem: predict(stages, problem, rates)
+    # Those that select by one rank after another sum everything as `topk` does.
+    whole = stages_of("topk", rates) if method in SPARSE else stages
+
+    def predicted(problem: Problem) -> Prediction:
+        return predict(whole if problem.k == problem.size else stages, problem, rates)
+
+    return predicted
 
 
 def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float | None:

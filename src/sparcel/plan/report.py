@@ -7,7 +7,7 @@ from rich.table import Table
 from sparcel.formats import RAW
 from sparcel.plan import recorded
 from sparcel.plan.planner import WORTH, Plan
-from sparcel.plan.recorded import RECORDED, UNNAMED
+from sparcel.plan.recorded import RECORDED, UNNAMED, Recorded
 from sparcel.plan.steps import BASELINE, PlannedStep, is_dense
 from sparcel.schemes import front_loaded
 
@@ -31,7 +31,7 @@ def table(plan: Plan) -> Table:
             *map(_ms, times),
             _short(row.bytes / 1e6),
             f"{baseline.step / row.step:.2f}",
-            f"{-RECORDED[row.method].worst[0]:.1f}" if row.method in RECORDED else "",
+            "" if (known := _recorded(plan, row)) is None else f"{-known.worst[0]:.1f}",
         )
     return shown
 
@@ -40,8 +40,8 @@ LEGEND = (
     f"×: times as fast as {BASELINE}, overlapped. exposed: what the step takes beyond its"
     " computation. ahead: step-ahead, before the forward pass. work: to select, pack and add up."
     " lost: points of accuracy below dense training, on the worst of"
-    f" {len(recorded.TASKS)} recorded tasks; {UNNAMED} at {100 * RECORDED[UNNAMED].density:g} %,"
-    " others at 1 %, lower densities may lose more."
+    f" {len(recorded.TASKS)} recorded tasks; blank where none was recorded at this density and"
+    " format."
 )
 
 
@@ -81,17 +81,30 @@ def verdict(plan: Plan) -> str:
     return (
         f"Use {sparse.method}: {_step(sparse)}. The best dense method, {dense.method}, takes"
         f" {_ms(dense.step)} ms and {_mb(dense)}, {dense.step / sparse.step:.1f} times as long."
-        f"{beside} {_flip(plan)}\n\n{_caution(sparse)}"
+        f"{beside} {_flip(plan)}\n\n{_caution(plan, sparse)}"
     )
 
 
-def _caution(row: PlannedStep) -> str:
+def _recorded(plan: Plan, row: PlannedStep) -> Recorded | None:
+    """Return the trainings that were recorded with a method as it is planned."""
+    known, work = RECORDED.get(row.method), plan.workload
+    if known is None or row.method == UNNAMED:
+        return known
+    return known if work.density == known.density and not row.format.loses else None
+
+
+def _caution(plan: Plan, row: PlannedStep) -> str:
     """Return what a method that keeps coordinates back lost in recorded trainings."""
-    known = RECORDED[row.method]
+    changes = "It changes training: coordinates are applied later."
+    known = _recorded(plan, row)
+    if known is None:
+        return (
+            f"{changes} No training at this density and format was recorded. Compare with dense"
+            " training."
+        )
     points, task = known.worst
-    density = f"{100 * known.density:g} %"
     return (
-        f"It changes training: coordinates are applied later. In recorded trainings at {density}"
+        f"{changes} In recorded trainings at {100 * known.density:g} %"
         f" ({len(recorded.TASKS)} small tasks, {recorded.STEPS:,} steps, {recorded.RANKS} ranks,"
         f" {known.seeds} {_plural('seed', known.seeds)}) it lost {-points:.1f} points of accuracy"
         f" on its worst task, {task}, and had {abs(known.perplexity):.1f} %"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from sparcel._checks import number, whole_number
+from sparcel.auto import fastest_format
 from sparcel.cost import Prediction, Problem, Rates, work_seconds
 from sparcel.formats import RAW, Format
 from sparcel.plan.models import Model
@@ -37,7 +38,7 @@ class Workload:
         Gradients (float32) travel in buckets of so many bytes, in order, each as soon as it is
         ready and the one before has arrived. DDP's default is 25 MiB.
     format
-        How the streams of sparse methods travel.
+        How the streams of sparse methods travel; None for the exact one that takes the least time.
     steps
         The length of the training, in whose first steps sparse methods send more. None: a step
         after these.
@@ -47,7 +48,7 @@ class Workload:
     density: float
     compute_s: float
     bucket_bytes: int = 25 << 20
-    format: Format = RAW
+    format: Format | None = RAW
     steps: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ def mean_step(method: str, work: Workload, predicted: Predict, rates: Rates) -> 
         for density, share in work.densities.items()
     ]
     means = {name: sum(share * getattr(step, name) for step, share in steps) for name in _MEANS}
-    return replace(steps[0][0], **means)
+    return replace(steps[-1][0], **means)
 
 
 def _step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
@@ -119,7 +120,8 @@ def _step(method: str, work: Workload, predicted: Predict, rates: Rates) -> Plan
     buckets = ceil(4 * size / work.bucket_bytes)
     each = ceil(size / buckets)
     k, here = count_for(work.density, each), rates.ranks_per_node
-    bucket = predicted(Problem(each, k, rates.ranks, here, format=work.format))
+    format = work.format or fastest_format(each, k, rates)
+    bucket = predicted(Problem(each, k, rates.ranks, here, format=format))
     ahead = 0.0 if is_dense(method) else work_seconds(ahead_work(size), rates)
     sent_until = 0.0
     for done in range(1, buckets + 1):
@@ -128,7 +130,7 @@ def _step(method: str, work: Workload, predicted: Predict, rates: Rates) -> Plan
     return PlannedStep(
         method,
         work.density,
-        work.format,
+        format,
         step=sent_until,
         ahead=ahead,
         select=buckets * bucket.select,

@@ -127,15 +127,17 @@ def stages_of(name: str, rates: Rates) -> Stages:
     return _STAGES_BY[name](rates) if name in _STAGES_BY else STAGES[name]
 
 
-def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
-    """Make the scheme of that name.
+def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
+    """Make the scheme of that name, or the one that is recommended.
 
     Parameters
     ----------
     name
         ``"dense"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``, ``"scalecom"``,
         ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
-        MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here.
+        MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here. None
+        for ``"oktopk"`` with ``density=0.1, format="packed:4"``, where ``settings`` do not differ;
+        a scheme that is named has a density of 1 % and sends ``"raw"`` streams by default.
     settings
         The scheme's parameters, some of `Settings`: see `Dense`, `TopK`, `SparCML`, `GTopK`,
         `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them
@@ -151,6 +153,8 @@ def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
     SparcelWarning
         For ``density=1``, which sends everything and may be meant as 1 %.
     """
+    if name is None:
+        name, settings = DEFAULT, RECOMMENDED | settings
     kind = SCHEMES[known(name, SCHEMES, "the name of a scheme")]
     accepted = list(inspect.signature(kind).parameters)
     for setting in settings:
@@ -165,18 +169,14 @@ def scheme(name: str, **settings: Unpack[Settings]) -> Scheme:
 
 
 def chosen_scheme(scheme_or_name: Scheme | str | None, settings: Settings) -> Scheme:
-    """Return a scheme that is given, or the one of that name with these settings.
-
-    Without any it is `DEFAULT` with `RECOMMENDED`, where ``settings`` do not differ.
+    """Return a scheme that is given, or the one that `scheme` makes.
 
     Raises
     ------
     InputError
         When settings are given beside a scheme, which has its own, and as `scheme` raises.
     """
-    if scheme_or_name is None:
-        return scheme(DEFAULT, **RECOMMENDED | settings)
-    if isinstance(scheme_or_name, str):
+    if scheme_or_name is None or isinstance(scheme_or_name, str):
         return scheme(scheme_or_name, **settings)
     check_type(scheme_or_name, Scheme, "scheme", "sparcel.scheme('topk') makes one")
     if settings:
