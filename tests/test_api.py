@@ -78,6 +78,7 @@ BAD = [
     (lambda s, c: sparcel.all_gather(_whole(s), c, format="raw:4"), r"scalar floats, got torch.i"),
     (lambda s, c: sparcel.all_reduce(_rows(s), format="raw:4", group=c), r"scalar .* width 2"),
     (lambda s, c: sparcel.broadcast(s, 0, c, format="auto"), r'format="auto" needs'),
+    (lambda s, c: sparcel.broadcast(None, 0, c, format="auto"), r'"auto" needs every'),
     (lambda s, c: sparcel.all_reduce(s, group="world"), r"group must be .*, got 'world'"),
     (lambda s, c: sparcel.all_reduce(s.to_dense(), group=c), r"SparseStream.*got Tensor"),
     (lambda s, c: sparcel.all_gather([s], group=c), r"SparseStream.*got list"),

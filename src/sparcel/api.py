@@ -326,7 +326,10 @@ def broadcast(
     root = whole_number(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
-    layout = format_named(format) if stream is None else _checked(format, stream)
+    if format == "auto":
+        layout = None
+    else:
+        layout = format_named(format) if stream is None else _checked(format, stream)
     if layout is None:
         raise InputError(
             'format="auto" needs every rank\'s stream, and the other ranks have none; pass "raw" or'

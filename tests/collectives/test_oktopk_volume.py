@@ -17,7 +17,7 @@ from sparcel.collectives._blocks import (
     moves_to_even,
 )
 from sparcel.collectives.oktopk import topk_by_regions
-from sparcel.collectives.regions import balanced_boundaries
+from sparcel.collectives.regions import TOLERANCE, TOLERATED, balanced_boundaries
 from sparcel.stages import Problem
 from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
@@ -146,7 +146,7 @@ def test_regions_hold_equal_shares(layout, ranks, seed):
     share = -(-indices.numel() // ranks)
     for start, stop in pairwise(boundaries):
         assert int(((indices >= start) & (indices < stop)).sum()) <= share + max(
-            ranks, 512, share // 32
+            ranks, TOLERANCE, share // TOLERATED
         )
 
 

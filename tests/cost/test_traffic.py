@@ -26,6 +26,7 @@ from sparcel.collectives.oktopk import Course, by_regions_stages, topk_by_region
 from sparcel.collectives.regions import boundaries_stages
 from sparcel.comm import Communicator
 from sparcel.cost import Counts, Problem, count, default_rates, predict
+from sparcel.formats import format_named
 from sparcel.ops import SUM
 from sparcel.schemes import stages_of
 from sparcel.stages import Exchange, Stage, Stages, UnionSize
@@ -188,6 +189,21 @@ def test_expected_bytes_of_a_step_of_oktopk_are_near() -> None:
         return max(comm.traffic.bytes_sent, comm.traffic.bytes_received)
 
     told = predict(stages_of("oktopk", default_rates()), Problem(size, k, ranks)).bytes
+    assert told == pytest.approx(max(simulate(ranks, on_rank).results), rel=0.04)
+
+
+def test_a_format_shortens_what_crosses_nodes_and_nothing_inside():
+    size, ranks = 100_000, 4
+
+    def on_rank(comm):
+        comm.grid(2)
+        before = comm.traffic.bytes_sent
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(comm.rank))
+        scheme("hitopk", density=0.01, ranks_per_node=2, format="packed:4").step(gradient, comm)
+        return comm.traffic.bytes_sent - before
+
+    problem = Problem(size, size // 100, ranks, 2, format=format_named("packed:4"))
+    told = predict(stages_of("hitopk", default_rates()), problem).bytes
     assert told == pytest.approx(max(simulate(ranks, on_rank).results), rel=0.04)
 
 

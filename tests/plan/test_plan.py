@@ -26,7 +26,7 @@ FAST = stated_rates(bandwidth=50e9, latency_s=2e-6, ranks=8, memory_bandwidth=1e
 SLOW = stated_rates(bandwidth=1e8, latency_s=1e-4, ranks=8, memory_bandwidth=1e12)
 FAR = stated_rates(bandwidth=2.5e7, latency_s=0.04, ranks=4, memory_bandwidth=1e12)
 QUICK = stated_rates(
-    bandwidth=3e9,
+    bandwidth=2e9,
     latency_s=3e-5,
     ranks=32,
     ranks_per_node=8,

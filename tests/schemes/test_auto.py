@@ -133,12 +133,13 @@ def test_without_correction_the_prediction_decides(monkeypatch):
 
 
 @pytest.mark.usefixtures("short_windows")
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch, world):
+@pytest.mark.parametrize(("world", "format"), [(1, "raw"), (2, "raw"), (4, "packed:4"), (8, "raw")])
+def test_dense_steps_flush_the_memory_and_then_cost_what_dense_costs(monkeypatch, world, format):
     predicting(monkeypatch, {"dense": 5, "oktopk": 2})
 
     def on_rank(comm):
-        scheme = timed(comm, {"dense": 1, "oktopk": 10}, candidates=["oktopk", "dense"])
+        candidates = ["oktopk", "dense"]
+        scheme = timed(comm, {"dense": 1, "oktopk": 10}, candidates=candidates, format=format)
         plain, kept, costs = Dense(), [], []
         for step in range(24):
             gradient = integers(comm.rank, step, 128, torch.bfloat16)

@@ -1,5 +1,7 @@
 """Updates that stay streams, and ranges that the driver sends itself."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
-from sparcel.schemes import Auto, Dense, Request
+from sparcel.schemes import Auto, Dense, Meter, Request, TopK
 from tests.schemes.steps import (
     INTEGERS,
     SCHEMES,
@@ -124,3 +126,20 @@ def test_ranges_set_apart_travel_with_a_gradient_sent_whole():
             assert same_bits(update, plain.step(gradient, comm))
 
     simulate(4, on_rank)
+
+
+def test_what_rounding_gives_back_has_not_left_the_memory():
+    """A whole step sends everything, and keeps what rounding took; a void one takes nothing."""
+
+    def on_rank(comm):
+        scheme, magnitudes = TopK(1.0, format="raw:4"), []
+        gradient = normal(comm.rank, 0, 500)
+        for sent in (gradient, gradient * math.nan):
+            meter = Meter()
+            scheme.step(sent, comm, request=Request(meter=meter))
+            magnitudes.append(meter.magnitude)
+        return magnitudes, float(gradient.abs().sum() - scheme.memory.abs().sum())
+
+    for (whole, void), left in simulate(2, on_rank).results:
+        assert whole == pytest.approx(left, rel=1e-5)
+        assert void == 0

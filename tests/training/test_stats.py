@@ -130,7 +130,9 @@ def test_the_norm_of_memory_is_that_of_what_is_owed(settings: tuple[str, dict[st
     method, more = settings
 
     def on_rank(comm: Communicator) -> tuple[float, float, float]:
-        averager = Averager(TENSORS, scheme(method, density=0.05, **more), group=comm)
+        averager = Averager(
+            TENSORS, scheme(method, density=0.05, **more), group=comm, frontload=False
+        )
         at_first = averager.handle.memory_norm()
         averager.average(gradients_of(comm.rank, 0))
         prefix = f"rank{comm.rank}."
@@ -169,7 +171,7 @@ def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
 
 def test_age_without_a_step_to_tell_it_by() -> None:
     def on_rank(comm: Communicator) -> list[float]:
-        averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
+        averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm, frontload=False)
         averager.average(gradients_of(comm.rank, 0))
         ages = [averager.handle.memory_age()]
         averager.average(poisoned(comm.rank, 1))

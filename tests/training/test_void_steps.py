@@ -96,6 +96,17 @@ def test_rows_that_nobody_looked_up_say_that_the_step_is_void(make: Callable[[],
     simulate(2, on_rank)
 
 
+def test_repeated_rows_that_overflow_together_make_the_step_void() -> None:
+    def on_rank(comm: Communicator) -> None:
+        words = {"words": torch.zeros(6, 2, dtype=torch.float16)}
+        averager = Averager(words, SCHEMES["topk"](), group=comm, rows=["words"])
+        large = torch.full((2, 2), 60_000.0, dtype=torch.float16)
+        rows = torch.sparse_coo_tensor([[1, 1]], large, (6, 2), check_invariants=True)
+        assert values_of(averager.average({"words": rows})["words"]).isnan().all()
+
+    simulate(2, on_rank)
+
+
 @pytest.mark.parametrize("name", WORDS)
 def test_an_average_that_overflows_makes_the_step_void(name: str) -> None:
     def on_rank(comm: Communicator) -> None:

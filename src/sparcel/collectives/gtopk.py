@@ -21,8 +21,8 @@ class GlobalTopk:
     """The largest coordinates of a sum over all ranks, and this rank's part of the others.
 
     ``total`` is sparse and the same on all ranks. ``dropped`` holds the sums, or partial sums,
-    that this rank dropped. ``total`` plus all ranks' ``dropped`` is the sum of all inputs. If an
-    input or a sum is not finite, ``total`` is not finite either.
+    that this rank dropped. ``total`` plus all ranks' ``dropped``, and what their wires lost, is the
+    sum of all inputs. If an input or a sum is not finite, ``total`` is not finite either.
     """
 
     total: SparseStream
@@ -61,8 +61,10 @@ def gtopk(stream: SparseStream, wire: Wire, k: int) -> GlobalTopk:
             dropped.append(rest)
     winners = wire.compact(total) if wire.rank == 0 else None
     total = tree_broadcast(winners, wire, 0, Expected.like(stream, k))
-    if total.is_dense:
-        total = total.largest(k)
+    if total.is_dense:  # few bits may have made numbers of zeros
+        total, rest = total.topk(k)
+        if wire.rank == 0:
+            dropped.append(rest)
     return GlobalTopk(total, reduce(dropped))
 
 
@@ -72,9 +74,10 @@ def gathered_topk(
 ) -> GlobalTopk:
     """Gather every rank's stream, sum in the order of the ranks, and keep the k largest.
 
-    The total is the exact global top-k; `oktopk` finds the same without gathering. If an input or
-    the sum is not finite, it is empty and not ``finite``. Rank r drops the sums in
-    ``[r·n // P, (r+1)·n // P)`` that do not win. ``max_nnz`` bounds every rank's entries.
+    The total is the global top-k of what the messages hold. Where the format rounds nothing,
+    `oktopk` finds the same without gathering. If an input or the sum is not finite, the total is
+    empty and not ``finite``. Rank r drops the sums in ``[r·n // P, (r+1)·n // P)`` that do not win.
+    ``max_nnz`` bounds every rank's entries.
 
     Rounds: ⌈log₂P⌉. Words a rank: 2(P−1) times the entries of a rank.
     Source: gTop-k, Algorithm 2.

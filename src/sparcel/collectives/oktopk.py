@@ -30,7 +30,7 @@ from sparcel.wire import Wire, collective
 
 @collective
 def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None) -> GlobalTopk:
-    """Sum over all ranks and keep the k largest magnitudes, exactly.
+    """Sum over all ranks and keep the k largest magnitudes, exactly unless the format rounds.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
         sums of its own region that do not win.
 
     If gathering every stream takes no more bytes, as with two ranks or little data, this calls
-    `gathered_topk`, which takes fewer rounds and returns the same bits. Otherwise it calls
-    `topk_by_regions`.
+    `gathered_topk`, which takes fewer rounds, and returns the same bits unless the format rounds.
+    Otherwise it calls `topk_by_regions`.
     Source: Ok-Topk, Algorithm 1. Boundaries and threshold are exact, and renewed in every call.
     """
     own = selectable(stream)
@@ -93,7 +93,7 @@ def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     header = problem.sparse_message(0)
     entries = (size if max_nnz is None else min(max_nnz, size)) + min(k, size)
     least = (problem.sparse_message(entries) - header) * (ranks - 1) / ranks
-    counts = counting_bytes(edges_for(ranks)[0] + 2 * counters_for(ranks), ranks)
+    counts = counting_bytes(edges_for(ranks) + 2 * counters_for(ranks), ranks)
     return (ranks - 1) * problem.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
 
 
@@ -172,12 +172,12 @@ _OCTAVES = 5
 def expected_course(problem: Problem) -> Course:
     """Return the course expected if entries are spread evenly and sums lie in a few octaves."""
     ranks, k = problem.ranks, problem.k
-    first, later = edges_for(ranks)
-    sums = [equally_counted(first, first, ranks)]
-    inside = ranks * k / first
+    cuts = edges_for(ranks)
+    sums = [equally_counted(cuts, cuts, ranks)]
+    inside = ranks * k / cuts
     # Assume that some boundary's cell is two standard deviations above the average.
     while ranks > 1 and inside + 2 * sqrt(inside) > max(ranks, TOLERANCE, k // TOLERATED):
-        parts = later // (ranks - 1)
+        parts = cuts // (ranks - 1)
         edges = (ranks - 1) * (parts - 1)
         sums.append(equally_counted(edges, edges, ranks))
         inside /= parts

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from sparcel import patterns
 from sparcel.collectives._counts import Counted, counters_for, sum_counts, sum_stages
-from sparcel.comm import DIRECT_RANKS, Communicator
+from sparcel.comm import Communicator
 from sparcel.stages import Problem, Stage
 from sparcel.stream import SparseStream
 
-TOLERANCE, TOLERATED = 512, 32
+TOLERANCE, TOLERATED = 512, 6
 """A region may exceed its share by `TOLERANCE` entries, by the share / `TOLERATED`, or by P
 entries, whichever is the most (see below)."""
 
@@ -45,7 +45,7 @@ def balanced_boundaries(
     """
     assert stream.indices is not None, "the caller made it sparse"
     indices, size, ranks = stream.indices, stream.size, comm.size
-    first, later = edges_for(ranks)
+    cuts = edges_for(ranks)
     limit = ranks * (size if max_nnz is None else max_nnz)
 
     def count_below(edges: Tensor) -> tuple[Tensor, bool]:
@@ -53,13 +53,13 @@ def balanced_boundaries(
         return sum_counts(local, comm, limit, bool(stream.finite))
 
     start, stop = torch.tensor([0]), torch.tensor([size])
-    edges = torch.cat((_subdivide(start, stop, first), stop))
+    edges = torch.cat((_subdivide(start, stop, cuts), stop))
     below, finite = count_below(edges)
     edges, below = torch.cat((start, edges)), torch.cat((start, below))
     wanted = torch.arange(1, ranks) * below[-1] // ranks
     tolerance = max(ranks, TOLERANCE, int(below[-1]) // (ranks * TOLERATED))
     while finite and (crowded := _crowded(below, wanted, tolerance)).numel():
-        new = _subdivide(edges[crowded], edges[crowded + 1], later // crowded.numel())
+        new = _subdivide(edges[crowded], edges[crowded + 1], cuts // crowded.numel())
         edges, order = torch.cat((edges, new)).sort()
         below = torch.cat((below, count_below(new)[0]))[order]
     cell = _cells(below, wanted)
@@ -88,10 +88,9 @@ def _crowded(below: Tensor, wanted: Tensor, tolerance: int) -> Tensor:
     return cells[below.diff()[cells] > tolerance]
 
 
-def edges_for(ranks: int) -> tuple[int, int]:
-    """Return how many edges are counted at first and in later sums: several for each boundary."""
-    later = max(counters_for(ranks), 4 * ranks)
-    return (4 * ranks if ranks <= DIRECT_RANKS else later), later
+def edges_for(ranks: int) -> int:
+    """Return how many edges are counted in a sum: several for each boundary."""
+    return max(counters_for(ranks), 4 * ranks)
 
 
 def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:

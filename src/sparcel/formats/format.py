@@ -120,7 +120,7 @@ class Format:
     def dense_from(self, size: int, value_bytes: int) -> int:
         """Return the count of entries from which a stream travels dense: where that is smaller.
 
-        With packed indices and plain values of four bytes, these are 96 % of the coordinates.
+        With packed indices and plain values of four bytes, these are 97 % of the coordinates.
         """
         if self == RAW:
             return dense_in_memory_from(size, value_bytes)
@@ -137,8 +137,7 @@ class Format:
     def encode(self, stream: SparseStream, key: int = 0) -> Packet:
         """Return the message of a stream, sparse or dense, and the stream that it holds.
 
-        ``key`` decides random rounding. A sum that a scale cannot hold makes a stream that is not
-        ``finite``.
+        ``key`` decides random rounding. A stream of which a value is NaN or Inf is not ``finite``.
 
         Raises
         ------

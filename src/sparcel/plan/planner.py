@@ -164,7 +164,7 @@ _UNNAMED_FORMAT = format_named(RECOMMENDED["format"])
 
 def _in_ring(method: str, rates: Rates) -> Predict:
     stages = DENSE[method] if method in DENSE else stages_of(method, rates)
-    # Those that select by one rank after another sum everything as `topk` does.
+    # A scheme that sends everything makes the sum that `topk` makes.
     whole = stages_of("topk", rates) if method in SPARSE else stages
 
     def predicted(problem: Problem) -> Prediction:

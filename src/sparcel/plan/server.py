@@ -52,6 +52,6 @@ def messages(method: str, problem: Problem) -> tuple[float, float]:
         return whole, whole
     if method == "topk":
         return problem.message(problem.k), problem.message(problem.entries(problem.everyone))
-    indices = problem.format.nbytes(problem.k, problem.size, 0)
+    indices = problem.format.exact.nbytes(problem.k, problem.size, 0)
     values = problem.format.nbytes(None, problem.k, problem.itemsize)
     return values + indices / problem.ranks, indices + values

@@ -61,7 +61,8 @@ class Auto(Sparsifier):
     """The fastest of several methods, by prediction at first and then by measurement.
 
     The methods share the memory, so nothing is lost when the choice changes. The first dense step
-    also sends what was kept back; later dense steps cost as much as without a scheme.
+    also sends what was kept back; later dense steps cost as much as without a scheme. Dense steps
+    round nothing, whatever the format.
 
     Parameters
     ----------
@@ -221,6 +222,10 @@ class Auto(Sparsifier):
 
     def _sends_all(self, request: Request) -> bool:
         return self.chosen == "dense"
+
+    def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
+        wire = super()._wire(comm, size, k)
+        return wire.exact if self.chosen == "dense" else wire
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         assert self.chosen is not None, "reduce chose"

@@ -21,7 +21,7 @@ from sparcel.collectives.reduce_scatter import (
 )
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.formats import Expected
+from sparcel.formats import RAW, Expected
 from sparcel.memory import emptied, wide_dtype
 from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
@@ -245,7 +245,8 @@ def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator
     own = shards[place]
     if is_dense:
         yield from agreement_stages(problem)
-    yield from sum_regions_stages(replace(problem, rank=place, ranks=here))
+    inside = replace(problem, format=RAW)  # only what crosses nodes travels in the format
+    yield from sum_regions_stages(replace(inside, rank=place, ranks=here))
     across = Problem(
         max(1, own),  # a problem needs a coordinate; an empty shard costs no more
         max(1, min(own, ceil(problem.k / here))),
@@ -257,9 +258,9 @@ def stages_on_nodes(inner: Stages, is_dense: bool, problem: Problem) -> Iterator
     yield from inner(across)
     total = own if is_dense else across.entries(range(nodes))
     if here > 1:
-        blocks = [problem.message(size if is_dense else total, size) for size in shards]
-        at_most = max(problem.most_bytes(None, size) for size in shards)
+        blocks = [inside.message(size if is_dense else total, size) for size in shards]
+        at_most = max(inside.most_bytes(None, size) for size in shards)
         yield from gather_stages(blocks, place, at_most, inside=True)
         yield copied(total, times=here)
-        yield Work("encode", problem.message(total * here))
-    yield from apply_stages(problem, problem.size if is_dense else total * here)
+        yield Work("encode", inside.message(total * here))
+    yield from apply_stages(inside, problem.size if is_dense else total * here)

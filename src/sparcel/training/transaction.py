@@ -216,6 +216,8 @@ class Transaction:
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
         average = total.values.reshape(-1, *shape[1:]).to(dtype)
+        # An average that fits the sum's dtype may overflow a narrower one.
+        self.finite &= dtype == total.dtype or all_finite(average)
         self.rows[name] = coalesced(indices, average, shape)
 
     def _finish(self) -> None:
