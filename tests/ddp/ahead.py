@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import sparcel
 from sparcel.comm import Communicator
 from sparcel.optim import LAMB, LARS
+from tests.evenly import attach_evenly
 from tests.strategies import same_bits
 
 Named = dict[str, Tensor]
@@ -133,7 +134,7 @@ def attached(
     optimizer = make(ddp.parameters())
     optional = {"optimizer": optimizer} if known else {}
     settings = {"scheme_or_name": "topk", "density": 0.02, **settings}
-    handle = sparcel.attach(ddp, **optional, **settings)
+    handle = attach_evenly(ddp, **optional, **settings)
     for step in range(steps):
         optimizer.zero_grad()
         pass_by(ddp, comm.rank, step)

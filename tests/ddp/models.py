@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel.comm import Communicator
+from tests.evenly import attach_evenly
 
 SHAPES = {
     "first": (40, 64),
@@ -131,7 +132,7 @@ def train(
     ``unused_in``. A step's gradient is the sum over ``micro_steps`` passes.
     """
     ddp = DistributedDataParallel(Linear(**(model or {})), **(wrap or {}))
-    handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
+    handle = None if scheme is None else attach_evenly(ddp, scheme, **settings)
     seen = Trained()
     if handle is not None:
         count_buckets(handle, seen.buckets)

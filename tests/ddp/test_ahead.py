@@ -17,7 +17,6 @@ from torch.optim import AdamW, RMSprop
 from sparcel.comm import Communicator
 from sparcel.errors import SparcelWarning
 from sparcel.schemes import scheme
-from sparcel.training import Averager
 from tests.ddp.ahead import (
     LINEAR,
     OPTIMIZERS,
@@ -37,6 +36,7 @@ from tests.ddp.ahead import (
     pass_by,
 )
 from tests.ddp.models import MANY_BUCKETS, residuals_of
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
@@ -70,7 +70,7 @@ def by_hand(
     module, halves = model(), settings.pop("halves", False)
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
     method = scheme("topk", density=0.02, momentum=settings.pop("momentum", 0.0))
-    averager = Averager(parameters, method, **settings)
+    averager = even_averager(parameters, method, **settings)
     optimizer = make(module.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     ahead, seen = averager.ahead(parameters, optimizer), []

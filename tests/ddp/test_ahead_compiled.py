@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
-import sparcel
 from sparcel.comm import Communicator
 from tests.ddp.ahead import Checkpointed, Named, are, data_of, linear, loss_of, now
+from tests.evenly import attach_evenly
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ def trained(
         ddp = DistributedDataParallel(model)
     optimizer = AdamW(ddp.parameters(), lr=0.01)
     schedule = ExponentialLR(optimizer, 0.9)
-    handle = sparcel.attach(ddp, "topk", density=0.02, ahead=ahead)
+    handle = attach_evenly(ddp, "topk", density=0.02, ahead=ahead)
     called = ddp
     if way == "the DDP object after attach":
         called = torch.compile(ddp, backend=backend)

@@ -19,6 +19,7 @@ import sparcel
 from sparcel.comm import Communicator, TorchCommunicator, Traffic
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from tests.ddp.models import LARGE, SHAPES, Linear, residuals_of, train
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +34,7 @@ def refuse(
     """Return the error of attach, and the number of threads that it left behind."""
     model, threads = make(), threading.active_count()
     with pytest.raises(InputError) as raised:
-        sparcel.attach(model, scheme, **settings)
+        attach_evenly(model, scheme, **settings)
     return str(raised.value), threading.active_count() - threads
 
 
@@ -84,7 +85,7 @@ def attach_to_fewer(comm: Communicator) -> str:
     ddp = DistributedDataParallel(Linear())
     alone = dist.new_group([comm.rank], use_local_synchronization=True)
     with pytest.raises(InputError) as raised:
-        sparcel.attach(ddp, "topk", group=alone)
+        attach_evenly(ddp, "topk", group=alone)
     return str(raised.value)
 
 
@@ -112,7 +113,7 @@ def attach_differently(comm: Communicator, what: str) -> str:
         settings = {"policy": lambda name, parameter: True}
     scheme = "gtopk" if comm.rank == 1 and what == "scheme" else "topk"
     with pytest.raises(MismatchError) as raised:
-        sparcel.attach(ddp, scheme, **settings)
+        attach_evenly(ddp, scheme, **settings)
     return str(raised.value)
 
 
@@ -127,7 +128,7 @@ def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Tr
     """Return the statistics of three steps, and the communicator's counts without two waits."""
     own = TorchCommunicator.of(dist.group.WORLD)
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, "topk", group=own, density=0.05, frontload=False)
+    handle = attach_evenly(ddp, "topk", group=own, density=0.05)
     before = replace(own.traffic)
     assert before.bytes_sent > 0  # attach compares the ranks' arguments; statistics leave that out
     for step in range(3):
@@ -174,7 +175,7 @@ def test_a_step_costs_far_fewer_bytes_than_a_dense_one(run_on: Any) -> None:
 def attach_twice(comm: Communicator) -> list[dict[str, torch.Tensor]]:
     scheme = sparcel.scheme("topk", density=0.1)
     models = [DistributedDataParallel(Linear()) for _ in range(2)]
-    handles = [sparcel.attach(ddp, scheme) for ddp in models]
+    handles = [attach_evenly(ddp, scheme) for ddp in models]
     for number, ddp in enumerate(models):
         ddp(comm.rank, number).backward()
     owed = [residuals_of(handle, comm.rank) for handle in handles]
@@ -186,7 +187,7 @@ def attach_twice(comm: Communicator) -> list[dict[str, torch.Tensor]]:
 
 def attach_once(comm: Communicator, step: int) -> dict[str, torch.Tensor]:
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, sparcel.scheme("topk", density=0.1))
+    handle = attach_evenly(ddp, sparcel.scheme("topk", density=0.1))
     ddp(comm.rank, step).backward()
     owed = residuals_of(handle, comm.rank)
     handle.close()
@@ -207,7 +208,7 @@ both = pytest.mark.parametrize("scheme", ["topk", "hitopk"])
 def train_after_close(comm: Communicator, scheme: str) -> tuple[str, int]:
     threads = threading.active_count()
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, scheme)
+    handle = attach_evenly(ddp, scheme)
     ddp(comm.rank, 0).backward()
     handle.close()
     handle.close()
@@ -226,7 +227,7 @@ def test_a_closed_handle_leaves_no_thread_and_says_so(run_on: Any, scheme: str) 
 def forget(comm: Communicator, scheme: str) -> list[bool]:
     threads = set(threading.enumerate())
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, scheme)
+    handle = attach_evenly(ddp, scheme)
     ddp(comm.rank, 0).backward()
     new = [thread for thread in threading.enumerate() if thread not in threads]
     assert [thread.name for thread in new] == ["sparcel"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.cost import stated_rates
 from sparcel.schemes import Auto
@@ -26,6 +25,7 @@ from tests.ddp.models import (
     gradient_sums,
     train,
 )
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +40,7 @@ def bandwidth_of(comm: Communicator, bytes_a_second: float) -> Iterator[None]:
 def choose(comm: Communicator, bandwidth: float) -> tuple[dict[str, str], dict[str, str]]:
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     with bandwidth_of(comm, bandwidth):
-        handle = sparcel.attach(ddp, "auto", density=0.02, corrected=False, group=comm)
+        handle = attach_evenly(ddp, "auto", density=0.02, corrected=False, group=comm)
         before = handle.chosen
         for step in range(3):
             ddp(comm.rank, step).backward()
@@ -120,7 +120,7 @@ class Classifier(torch.nn.Module):
 
 def learn(comm: Communicator) -> tuple[float, float, list[torch.Tensor]]:
     ddp = DistributedDataParallel(Classifier())
-    handle = sparcel.attach(ddp, "auto", density=0.05)
+    handle = attach_evenly(ddp, "auto", density=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(comm.rank)
     losses = []

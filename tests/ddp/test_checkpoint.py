@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, known_gradient, residuals_of
+from tests.evenly import attach_evenly
 from tests.sampling import meeting
 
 pytestmark = pytest.mark.processes
@@ -39,7 +39,7 @@ class Training:
         self.optimizer = (make or BY_SGD)(self.ddp.parameters())
         if make is not None:
             method["optimizer"] = self.optimizer
-        self.handle = sparcel.attach(self.ddp, density=0.05, **method)
+        self.handle = attach_evenly(self.ddp, density=0.05, **method)
         self.first_lr = self.optimizer.param_groups[0]["lr"]
 
     def train(self, steps: range) -> None:
@@ -143,7 +143,7 @@ def test_interrupted_training_continues_bit_by_bit(
 def owe(comm: Communicator, steps: int, folder: Path, gathered: bool = False) -> Residuals:
     """Save the state after some steps, and return it."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     for step in range(steps):
         ddp(comm.rank, step).backward()
         ddp.zero_grad()
@@ -158,7 +158,7 @@ def owe(comm: Communicator, steps: int, folder: Path, gathered: bool = False) ->
 def inherit(comm: Communicator, saved_by: int, folder: Path, kind: str) -> list[Residuals]:
     """Load the states of ``saved_by`` ranks; return the loaded state, and that after a step."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     if kind == "dcp":
         state = handle.state_dict(saved_by)
         dcp.load({"sparcel": state}, checkpoint_id=folder / "dcp")
@@ -215,7 +215,7 @@ def test_saved_before_the_first_step(run_on: Any, tmp_path: Path, kind: str) -> 
 def load_wrong(comm: Communicator) -> dict[str, str]:
     """Return the error of each bad state; none of them changes anything."""
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     ddp(comm.rank, 0).backward()
     good, other = handle.state_dict(), 1 - comm.rank
     first = f"rank{comm.rank}.first"
@@ -251,7 +251,7 @@ def test_bad_entries_are_named(run_on: Any) -> None:
 
 def save_and_step(comm: Communicator) -> bool:
     ddp = DistributedDataParallel(Linear())
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     for step in range(5):
         if step == 2:  # buckets are final, and their memory is no longer moved
             saved = handle.state_dict()
@@ -266,7 +266,7 @@ def test_a_saved_state_does_not_change_with_training(run_on: Any) -> None:
 
 
 def dense_state(comm: Communicator) -> list[str]:
-    handle = sparcel.attach(DistributedDataParallel(Linear()), "dense")
+    handle = attach_evenly(DistributedDataParallel(Linear()), "dense")
     state = handle.state_dict()
     handle.load_state_dict(state)
     handle.close()

@@ -28,6 +28,7 @@ from tests.ddp.models import (
     residuals_of,
     train,
 )
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -48,7 +49,7 @@ def train_with_momentum(
     unused = ["second"] if comm.rank == unused_by else []
     wrap = {**MANY_BUCKETS, **settings.pop("wrap", {})}
     ddp = DistributedDataParallel(Linear(), **wrap)
-    handle = sparcel.attach(ddp, scheme, **settings)
+    handle = attach_evenly(ddp, scheme, **settings)
     left = {name: torch.zeros(math.prod(SHAPES[name]), dtype=torch.float64) for name in LARGE}
     for step in range(steps):
         velocity = velocity_of(handle, comm.rank)
@@ -96,7 +97,7 @@ def test_velocity_is_kept_if_one_rank_of_a_node_does_not_use_a_parameter(run_on:
 def momentum_of_one_bucket(comm: Communicator, steps: int) -> list[tuple[Named, Named, Named]]:
     """Return updates, residuals and velocities of steps without rebuilt buckets."""
     ddp = DistributedDataParallel(Linear(), find_unused_parameters=True)
-    handle = sparcel.attach(ddp, "topk", density=0.02, momentum=0.5, frontload=False)
+    handle = attach_evenly(ddp, "topk", density=0.02, momentum=0.5)
     seen = []
     for step in range(steps):
         ddp.zero_grad()
@@ -134,7 +135,7 @@ def weights_of(comm: Communicator, corrected: bool) -> Named:
     ddp, momentum = DistributedDataParallel(Linear(), **MANY_BUCKETS), 0.5
     handle, sparse = None, frozenset[str]()
     if corrected:
-        handle = sparcel.attach(ddp, "topk", density=1.0, momentum=momentum)
+        handle = attach_evenly(ddp, "topk", density=1.0, momentum=momentum)
         sparse = handle.sparse
     optimizer = torch.optim.SGD(
         [
@@ -179,7 +180,7 @@ def selected(comm: Communicator, densities: dict[str, float]) -> dict[str, int]:
     """Return by name the number of coordinates of one rank's first update."""
     shapes = {"first": (40, 64), "second": (30, 100), "third": (50, 50)}
     ddp = DistributedDataParallel(Linear(shapes))
-    handle = sparcel.attach(ddp, "topk", density=0.01, densities=densities, frontload=False)
+    handle = attach_evenly(ddp, "topk", density=0.01, densities=densities)
     ddp(comm.rank, 0).backward()
     counts = {name: int(update.count_nonzero()) for name, update in observe(ddp).items()}
     handle.close()
@@ -203,7 +204,7 @@ def test_densities_with_every_collective_lose_nothing(run_on: Any, scheme: str) 
 
 def refuse(comm: Communicator, scheme: str, densities: dict[str, float]) -> str:
     with pytest.raises(InputError) as raised:
-        sparcel.attach(DistributedDataParallel(Linear()), scheme, densities=densities)
+        attach_evenly(DistributedDataParallel(Linear()), scheme, densities=densities)
     return str(raised.value)
 
 
@@ -227,7 +228,7 @@ def test_wrong_densities_are_named(
 def attach_differently(comm: Communicator) -> str:
     densities = {"second": 0.1 if comm.rank == 1 else 0.2}
     with pytest.raises(MismatchError) as raised:
-        sparcel.attach(DistributedDataParallel(Linear()), "topk", densities=densities)
+        attach_evenly(DistributedDataParallel(Linear()), "topk", densities=densities)
     return str(raised.value)
 
 

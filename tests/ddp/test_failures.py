@@ -29,6 +29,7 @@ from tests.ddp.models import (
     observe,
     residuals_of,
 )
+from tests.evenly import attach_evenly
 from tests.workers import run_apart
 
 pytestmark = pytest.mark.processes
@@ -101,7 +102,7 @@ def train_with_trouble(
     place: str = "second",
 ) -> Broken:
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, scheme)
+    handle = attach_evenly(ddp, scheme)
     return attempt(comm, ddp, handle, trouble if comm.rank == rank else no_trouble, place)
 
 
@@ -147,7 +148,7 @@ def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
     """Fail in a step, then wrap and attach again with the old memory, and repeat the step."""
     model = Linear()
     ddp = DistributedDataParallel(model, **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, scheme)
+    handle = attach_evenly(ddp, scheme)
     broken = attempt(comm, ddp, handle, trouble)
     with pytest.raises(RuntimeError):  # DDP raises it because it cannot continue
         ddp(comm.rank, 2).backward()
@@ -156,7 +157,7 @@ def recover(comm: Communicator, trouble: Any, scheme: Any) -> dict[str, Any]:
 
     weights = Linear()
     ddp = DistributedDataParallel(weights, **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk" if isinstance(scheme, Broke) else scheme)
+    handle = attach_evenly(ddp, "topk" if isinstance(scheme, Broke) else scheme)
     handle.load_state_dict(state)
     ddp(comm.rank, 2).backward()
     after = residuals_of(handle, comm.rank)
@@ -175,7 +176,7 @@ class BrokeAtOnce(TopK):
 
 def fail_at_once(comm: Communicator, wrap: dict[str, Any]) -> Exception:
     ddp = DistributedDataParallel(Linear(), **wrap)
-    handle = sparcel.attach(ddp, BrokeAtOnce())
+    handle = attach_evenly(ddp, BrokeAtOnce())
     with pytest.raises(Exception) as raised:  # noqa: PT011  # the test checks the type
         ddp(comm.rank, 0).backward()
     handle.close()

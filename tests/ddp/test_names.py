@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from tests.ddp.models import residuals_of
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +52,7 @@ def names_of(comm: Communicator, make: Any, densities: dict[str, float]) -> tupl
         return parameter.ndim < 2
 
     ddp = DistributedDataParallel(make())
-    handle = sparcel.attach(ddp, "topk", policy=policy, densities=densities)
+    handle = attach_evenly(ddp, "topk", policy=policy, densities=densities)
     ddp(torch.ones(3, 40)).square().sum().backward()
     saved = residuals_of(handle, comm.rank)
     handle.close()

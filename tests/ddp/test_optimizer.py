@@ -13,12 +13,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.ddp import stays_dense
 from sparcel.errors import InputError, SparcelWarning
 from sparcel.schemes import Hierarchical, TopK
 from tests.ddp.models import Linear
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ def attach(comm: Communicator, make: Make | None, scheme: Any, **settings: Any) 
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:
-            sparcel.attach(ddp, scheme, optimizer=optimizer, ahead=False, **settings).close()
+            attach_evenly(ddp, scheme, optimizer=optimizer, ahead=False, **settings).close()
         except InputError as error:
             assert threading.active_count() == threads
             return [f"refused: {error}"]
@@ -113,7 +113,7 @@ def test_an_optimiser_that_is_not_known_gets_a_warning(
 def threads_left_by_a_warning_that_is_an_error(comm: Communicator) -> int:
     ddp, threads = DistributedDataParallel(Linear()), threading.active_count()
     with warnings.catch_warnings(action="error"), pytest.raises(SparcelWarning):
-        sparcel.attach(ddp, "dgc")
+        attach_evenly(ddp, "dgc")
     return threading.active_count() - threads
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.schemes import Dense, Hierarchical, OkTopK, Scheme
 from tests.ddp.models import (
@@ -27,6 +26,7 @@ from tests.ddp.models import (
     observe,
     residuals_of,
 )
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ class Patient(Dense):
 
 def overlap(comm: Communicator) -> tuple[int, bool]:
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, Patient())
+    handle = attach_evenly(ddp, Patient())
     buckets: list[int] = []
     count_buckets(handle, buckets)
     Patient.may_begin.set()
@@ -63,7 +63,7 @@ def test_exchanges_do_not_delay_the_backward_pass(run_on: Any) -> None:
 def ends_of_steps(comm: Communicator, wrap: dict[str, Any]) -> list[tuple[str, int]]:
     """Return whether each step ended before DDP had its updates, and the number of ends so far."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     named = dict(ddp.module.named_parameters())
     raw: dict[str, Tensor] = {}
     events: list[str] = []
@@ -113,7 +113,7 @@ class Reentrant(nn.Module):
 
 def train_reentrant(comm: Communicator, scheme: str | None, **settings: Any) -> Trained:
     ddp = DistributedDataParallel(Reentrant(), **MANY_BUCKETS)
-    handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
+    handle = None if scheme is None else attach_evenly(ddp, scheme, **settings)
     seen = Trained()
     for step in range(4):
         ddp.zero_grad()
@@ -144,7 +144,7 @@ def test_reentrant_checkpointing(run_on: Any) -> None:
 def train_uneven(comm: Communicator, wrap: dict[str, Any], scheme: str | Scheme) -> Trained:
     """Rank 0 has two inputs, the others have four."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
-    handle = sparcel.attach(ddp, scheme)
+    handle = attach_evenly(ddp, scheme)
     seen = Trained()
     with ddp.join():
         for step in range(2 if comm.rank == 0 else 4):
@@ -196,7 +196,7 @@ class Tied(nn.Module):
 
 def train_tied(comm: Communicator, scheme: str | None, **settings: Any) -> dict[str, Any]:
     ddp = DistributedDataParallel(Tied())
-    handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
+    handle = None if scheme is None else attach_evenly(ddp, scheme, **settings)
     ddp(comm.rank).backward()
     residuals = {} if handle is None else residuals_of(handle, comm.rank)
     if handle is not None:
@@ -222,7 +222,7 @@ def attach_late(comm: Communicator) -> Trained:
     for step in range(2):
         ddp.zero_grad()
         ddp(comm.rank, step).backward()
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     for step in range(2, 4):
         for name, part in observe(ddp).items():
             seen.updates[name] = seen.updates.get(name, torch.zeros_like(part))

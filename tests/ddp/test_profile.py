@@ -8,9 +8,9 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-import sparcel
 from sparcel.comm import Communicator
 from tests.ddp.models import MANY_BUCKETS, Linear
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 def ranges_of_a_step(comm: Communicator, all_threads: bool) -> dict[str, set[int]]:
     """Return the threads on which each of sparcel's ranges was recorded, by name."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     config = _ExperimentalConfig(profile_all_threads=all_threads)
     for step in range(2):
         with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiled:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError
 from tests.ddp.models import LARGE, MANY_BUCKETS, Linear, residuals_of
+from tests.evenly import attach_evenly
 from tests.workers import run_apart
 
 pytestmark = pytest.mark.processes
@@ -28,7 +28,7 @@ def see_meetings(comm: Communicator, wrap: dict[str, Any]) -> list[list[Any]]:
     module, seen = Linear(), []
     module.register_forward_pre_hook(lambda *_: seen[-1].append("model"))
     ddp = DistributedDataParallel(module, **MANY_BUCKETS, **wrap)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     meet = handle.meet
 
     def watched() -> None:
@@ -68,7 +68,7 @@ def test_ranks_wait_before_and_after_the_rebuild_and_never_else(
 def die(comm: Communicator, static: bool) -> tuple[Any, ...]:
     """Kill rank 0 before the pass in which DDP rebuilds its buckets; return what others see."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, static_graph=static)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     for step in range(1 + static):
         ddp.zero_grad()
         ddp(comm.rank, step).backward()

@@ -25,6 +25,7 @@ from tests.ddp.models import (
     observe,
     residuals_of,
 )
+from tests.evenly import attach_evenly
 from tests.sampling import meeting
 
 pytestmark = pytest.mark.processes
@@ -40,7 +41,7 @@ def remembered(handle: sparcel.ddp.Handle, rank: int) -> Parts:
 def attached(scheme: Scheme, double: bool) -> tuple[DistributedDataParallel, sparcel.ddp.Handle]:
     dtypes = dict.fromkeys(LARGE, torch.float64) if double else None
     ddp = DistributedDataParallel(Linear(dtypes=dtypes), **MANY_BUCKETS)
-    return ddp, sparcel.attach(ddp, scheme)
+    return ddp, attach_evenly(ddp, scheme)
 
 
 def owe(comm: Communicator, scheme: Scheme, folder: Path, double: bool = False) -> Parts:
@@ -192,7 +193,7 @@ def filtered_resume(comm: Communicator, nodes: int | None) -> tuple[list[Named],
 
     def steps(state: dict[str, Tensor] | None, numbers: range) -> tuple[list[Named], Any]:
         ddp = DistributedDataParallel(Linear(), find_unused_parameters=True)  # never rebuilt
-        handle, updates = sparcel.attach(ddp, scheme), []
+        handle, updates = attach_evenly(ddp, scheme), []
         if state is not None:
             handle.load_state_dict(state)
         for step in numbers:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.formats import RAW
 from tests.ddp.models import known_gradient, observe, residuals_of
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +59,7 @@ def learn(
 ) -> dict[str, Any]:
     """Return updates, bytes sent so far and residuals of three steps."""
     ddp = DistributedDataParallel(Words(sparse, rows, bag, alone, dtype), static_graph=static)
-    handle = None if scheme is None else sparcel.attach(ddp, scheme, **settings)
+    handle = None if scheme is None else attach_evenly(ddp, scheme, **settings)
     updates, bytes_sent, residuals = [], [], []
     for step in range(3):
         indices = looked_up(comm.rank, step, rows)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.schemes import GTopK, Hierarchical
 from tests.ddp.models import MANY_BUCKETS, Linear, Poison, observe, residuals_of
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +32,7 @@ def train_scaled(
     scaler = None
     if scale is not None:
         scaler = torch.amp.GradScaler("cpu", scale, growth_interval=growth_interval)
-    handle = sparcel.attach(ddp, **{"scheme_or_name": "topk", **method}, scaler=scaler)
+    handle = attach_evenly(ddp, **{"scheme_or_name": "topk", **method}, scaler=scaler)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.5)
     scales, residuals, velocities = [], [], []
     for step in steps:
@@ -111,7 +111,7 @@ def test_inf_on_one_rank_skips_the_step_on_all(
 
 def clip(comm: Communicator, max_norm: float) -> dict[str, Any]:
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     updates, norms = [], []
     for step in range(3):
         ddp.zero_grad()

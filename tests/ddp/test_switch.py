@@ -25,6 +25,7 @@ from tests.ddp.models import (
     observe,
     residuals_of,
 )
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +41,7 @@ def follow(comm: Communicator) -> list[Trained]:
     """Return what was seen up to each step."""
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=0.5)
-    handle = sparcel.attach(ddp, SCHEDULE.at(0).scheme, optimizer=optimizer)
+    handle = attach_evenly(ddp, SCHEDULE.at(0).scheme, optimizer=optimizer)
     every: list[Trained] = []
     for step in range(int(SCHEDULE.length)):
         SCHEDULE.apply(step, handle, optimizer)
@@ -79,7 +80,7 @@ def flush_in_part(comm: Communicator, way: str, folder: Path) -> list[Trained]:
     """Return what was seen up to each step, and what a checkpoint of the last that owes holds."""
     wrap, unused, last = WAYS[way]
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
-    handle = sparcel.attach(ddp, "topk", density=0.02)
+    handle = attach_evenly(ddp, "topk", density=0.02)
     every: list[Trained] = []
     for step in range(3 + FLUSH_STEPS + 2):
         if step == 3:
@@ -93,7 +94,7 @@ def flush_in_part(comm: Communicator, way: str, folder: Path) -> list[Trained]:
         if step == last:
             dcp.save({"sparcel": handle.state_dict()}, checkpoint_id=folder)
     handle.close()
-    handle = sparcel.attach(DistributedDataParallel(Linear()), "topk")
+    handle = attach_evenly(DistributedDataParallel(Linear()), "topk")
     state = handle.state_dict()
     dcp.load({"sparcel": state}, checkpoint_id=folder)
     handle.load_state_dict(state)
@@ -123,7 +124,7 @@ def sparse_later(comm: Communicator) -> bool:
     """Return whether a forward pass computes with moved values before and after a switch."""
     ddp = DistributedDataParallel(linear())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = sparcel.attach(ddp, "dense")
+    handle = attach_evenly(ddp, "dense")
     moved = []
     for step, scheme in enumerate(("dense", "topk", "topk")):
         if step:

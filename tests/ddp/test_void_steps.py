@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.training import Scope
 from tests.ddp.models import LARGE, MANY_BUCKETS, SHAPES, Linear, Poison, observe, residuals_of
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +42,7 @@ def train_by_two(
     """
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS, **wrap)
     made = [torch.amp.GradScaler("cpu", 1024.0, growth_interval=2) for _ in range(scalers)]
-    handle = sparcel.attach(ddp, scheme, scaler=made[0] if made else None, scope=scope)
+    handle = attach_evenly(ddp, scheme, scaler=made[0] if made else None, scope=scope)
     optimisers = [
         torch.optim.SGD([ddp.module.get_parameter(name) for name in names], lr=0.5, momentum=0.5)
         for names in BY_OPTIMISER
@@ -145,7 +145,7 @@ def run_out_of_data(comm: Communicator) -> tuple[dict[str, Tensor], ...]:
     Rank 1 does one step and joins; DDP calls its hooks without a pass in the second step.
     """
     ddp = DistributedDataParallel(Linear(), **MANY_BUCKETS)
-    handle = sparcel.attach(ddp, "topk")
+    handle = attach_evenly(ddp, "topk")
     with ddp.join():
         for step in range(2 - comm.rank):
             ddp.zero_grad()

@@ -19,9 +19,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-import sparcel
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
+from tests.evenly import attach_evenly
 
 pytestmark = pytest.mark.processes
 
@@ -77,7 +77,7 @@ def fp16_hooked(module: nn.Module) -> nn.Module:
 
 def attached(module: nn.Module) -> nn.Module:
     assert isinstance(module, DistributedDataParallel)
-    sparcel.attach(module, "topk").close()
+    attach_evenly(module, "topk").close()
     return module
 
 
@@ -138,7 +138,7 @@ def refused(comm: Communicator, name: str) -> str:
     for wrap in wraps:
         model = wrap(model)
     with pytest.raises(InputError) as raised:
-        sparcel.attach(model, "topk")  # type: ignore[arg-type]
+        attach_evenly(model, "topk")  # type: ignore[arg-type]
     return str(raised.value)
 
 
@@ -153,7 +153,7 @@ def updates(comm: Communicator, order: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     module = net()
     wrapped = ddp(compiled(module) if order == "compile first" else module)
-    handle = sparcel.attach(wrapped, "topk", density=0.1)
+    handle = attach_evenly(wrapped, "topk", density=0.1)
     model = compiled(wrapped) if order == "compile last" else wrapped
     model(torch.full((1, 64), comm.rank + 1.0)).sum().backward()
     assert handle.stats().bytes_sent > 0

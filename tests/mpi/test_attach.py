@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import sparcel
 from sparcel.comm import Communicator
+from tests.evenly import attach_evenly
 from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
@@ -19,7 +19,7 @@ def train(comm: Communicator, name: str, on_mpi: bool) -> tuple[list[torch.Tenso
     layers = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 5))
     model = DistributedDataParallel(layers)
     before = comm.traffic.bytes_sent
-    handle = sparcel.attach(model, name, density=0.1, group=comm if on_mpi else None)
+    handle = attach_evenly(model, name, density=0.1, group=comm if on_mpi else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(comm.rank)
     for _ in range(4):

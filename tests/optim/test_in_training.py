@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import sparcel
 from sparcel import kernels, simulate
 from sparcel.comm import Communicator
 from sparcel.cost import Rates
@@ -21,6 +20,7 @@ from sparcel.errors import CommunicationError, MismatchError
 from sparcel.kernels import cpu
 from sparcel.kernels.definitions import squares as reference
 from sparcel.optim import LAMB, LARS
+from tests.evenly import attach_evenly
 from tests.optim.test_parallel import SLOW_WORK
 from tests.strategies import same_bits
 
@@ -109,7 +109,7 @@ def train(comm: Communicator, by: str, scheme: str | None) -> list[tuple[bool, l
         optimizer = MAKES[by](ddp.parameters(), parallel=parallel)
         handle = None
         if scheme is not None:
-            handle = sparcel.attach(ddp, scheme, density=0.05, optimizer=optimizer)
+            handle = attach_evenly(ddp, scheme, density=0.05, optimizer=optimizer)
         first = float(loss(ddp.module, 99, 99))
         for step in range(6):
             optimizer.zero_grad()
@@ -140,7 +140,7 @@ def poisoned(comm: Communicator, by: str) -> bool:
     comm.rates = SLOW_WORK
     ddp = DistributedDataParallel(model())
     optimizer = MAKES[by](ddp.parameters(), parallel=True)
-    handle = sparcel.attach(ddp, "topk", density=0.05, optimizer=optimizer)
+    handle = attach_evenly(ddp, "topk", density=0.05, optimizer=optimizer)
     loss(ddp, comm.rank, 0).backward()
     optimizer.step()
     optimizer.zero_grad()

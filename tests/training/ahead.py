@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from sparcel.comm import Communicator
 from sparcel.optim import LAMB, LARS
 from sparcel.schemes import Hierarchical, OkTopK, Scheme, TopK
-from sparcel.training import Averager
+from tests.evenly import even_averager
 from tests.training.tensors import Named, owed_by
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -35,7 +35,7 @@ class Training:
         for parameter in self.parameters.values():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 5)
         self.rank, self.dtype = comm.rank, dtype
-        self.averager = Averager(self.parameters, scheme, group=comm)
+        self.averager = even_averager(self.parameters, scheme, group=comm)
         self.optimizer = make(self.model.parameters())
         self.ahead = self.averager.ahead(self.parameters, self.optimizer)
 

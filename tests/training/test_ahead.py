@@ -17,7 +17,8 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, MismatchError, SparcelWarning
 from sparcel.schemes import Dense, Scheme, TopK
-from sparcel.training import Ahead, Averager
+from sparcel.training import Ahead
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.ahead import (
     LARGE,
@@ -202,7 +203,7 @@ def test_memory_of_scaled_gradients_moves_as_that_of_others() -> None:
     def on_rank(comm: Communicator) -> None:
         moved = []
         for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
-            averager = Averager(like, TopK(0.05), group=comm, scaler=scaler)
+            averager = even_averager(like, TopK(0.05), group=comm, scaler=scaler)
             generator = torch.Generator().manual_seed(comm.rank)
             gradient = torch.randn(40, 50, generator=generator) * (1024 if scaler else 1)
             averager.average({"weight": gradient})
@@ -216,7 +217,7 @@ def test_memory_of_scaled_gradients_moves_as_that_of_others() -> None:
 
 def test_an_exchange_moves_tensors_that_it_knows_and_once() -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager({"weight": torch.zeros(40, 50)}, TopK(0.05), group=comm)
+        averager = even_averager({"weight": torch.zeros(40, 50)}, TopK(0.05), group=comm)
         with pytest.raises(InputError, match="the name of a tensor to move ahead must be"):
             averager.ahead({"module.weight": torch.zeros(40, 50)})
         averager.ahead({"weight": torch.zeros(40, 50)})
@@ -229,7 +230,7 @@ def test_an_exchange_moves_tensors_that_it_knows_and_once() -> None:
 def test_ranks_that_front_load_and_ranks_that_do_not_are_refused() -> None:
     def on_rank(comm: Communicator) -> None:
         like = {"weight": torch.zeros(40, 50)}
-        Averager(like, TopK(0.05), group=comm, frontload=comm.rank > 0)
+        even_averager(like, TopK(0.05), group=comm, frontload=comm.rank > 0)
 
     with pytest.raises(MismatchError, match="average something else"):
         simulate(2, on_rank)

@@ -19,7 +19,8 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Scheme, TopK
-from sparcel.training import Averager, Scope
+from sparcel.training import Scope
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (
     SCOPES,
@@ -35,7 +36,7 @@ from tests.training.tensors import (
 
 def train(comm: Communicator, scheme: Scheme, steps: int, **settings: Any) -> tuple[Any, Named]:
     """Return the updates of some steps, and the memory owed at the end."""
-    averager = Averager(TENSORS, scheme, group=comm, **settings)
+    averager = even_averager(TENSORS, scheme, group=comm, **settings)
     updates = [averager.average(gradients_of(comm.rank, step)) for step in range(steps)]
     return updates, owed_by(averager, comm.rank)
 
@@ -62,7 +63,7 @@ def test_ranks_agree_and_nothing_is_lost(make: Callable[[], Scheme], world: int)
 
 def test_small_tensors_are_averaged_in_full_and_large_ones_are_not() -> None:
     def on_rank(comm: Communicator) -> tuple[Named, frozenset[str]]:
-        averager = Averager(TENSORS, TopK(0.01), group=comm, frontload=False)
+        averager = even_averager(TENSORS, TopK(0.01), group=comm)
         return averager.average(gradients_of(comm.rank, 0)), averager.handle.sparse
 
     for updates, sparse in simulate(4, on_rank).results:
@@ -78,7 +79,7 @@ def test_densities_go_by_pattern() -> None:
     def on_rank(comm: Communicator) -> Named:
         densities = {"sec*": 0.5, "third": 1}
         settings: dict[str, Any] = {"densities": densities, "frontload": False}
-        averager = Averager(TENSORS, TopK(0.01), group=comm, **settings)
+        averager = even_averager(TENSORS, TopK(0.01), group=comm, **settings)
         assert averager.handle.sparse == {"first", "second"}
         return averager.average({name: torch.ones_like(p) for name, p in TENSORS.items()})
 
@@ -89,7 +90,7 @@ def test_densities_go_by_pattern() -> None:
 
 def test_gradients_stay_as_they_were_and_their_order_does_not_matter() -> None:
     def on_rank(comm: Communicator) -> None:
-        plain, turned = (Averager(TENSORS, TopK(0.05), group=comm) for _ in range(2))
+        plain, turned = (even_averager(TENSORS, TopK(0.05), group=comm) for _ in range(2))
         for step in range(2):
             gradients = gradients_of(comm.rank, step)
             shuffled = dict(sorted(gradients.items(), reverse=comm.rank % 2 == 0))
@@ -115,7 +116,7 @@ def test_tensors_may_be_queued_in_other_vectors_in_every_step(
 
     def on_rank(comm: Communicator) -> tuple[Named, Named]:
         tensors = {name: TENSORS[name] for name in order}
-        averager = Averager(tensors, TopK(0.05), group=comm, scope=scope)
+        averager = even_averager(tensors, TopK(0.05), group=comm, scope=scope)
         came_out = {name: torch.zeros(TENSORS[name].numel()) for name in order}
         for step, layout in enumerate(layouts):
             gradients = gradients_of(comm.rank, step)
@@ -140,7 +141,7 @@ def test_tensors_may_be_queued_in_other_vectors_in_every_step(
 
 def test_sparse_gradients_are_averaged_as_rows() -> None:
     def on_rank(comm: Communicator) -> tuple[Tensor, frozenset[str]]:
-        averager = Averager(WORDS, TopK(0.05), group=comm, rows=["words"])
+        averager = even_averager(WORDS, TopK(0.05), group=comm, rows=["words"])
         gradients = gradients_of(comm.rank, 0) | {"words": rows_of(comm.rank, 0)}
         updates = averager.average(gradients)
         assert updates["words"].is_sparse
@@ -153,7 +154,7 @@ def test_sparse_gradients_are_averaged_as_rows() -> None:
 
 def test_sparse_gradients_cause_no_warnings_of_torch() -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(WORDS, TopK(0.05), group=comm, rows=["words"])
+        averager = even_averager(WORDS, TopK(0.05), group=comm, rows=["words"])
         averager.average(gradients_of(comm.rank, 0) | {"words": rows_of(comm.rank, 0)})
 
     torch.set_warn_always(True)  # torch gives some warnings only once in a process
@@ -177,7 +178,7 @@ class Broken(TopK):
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_step_that_fails_keeps_all_memory_as_it_was(scope: Scope) -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, Broken(0.05), group=comm, scope=scope)
+        averager = even_averager(TENSORS, Broken(0.05), group=comm, scope=scope)
         for step in range(2):
             averager.average(gradients_of(comm.rank, step))
         before = averager.handle.state_dict()
@@ -192,10 +193,10 @@ def test_a_step_that_fails_keeps_all_memory_as_it_was(scope: Scope) -> None:
 @schemes
 def test_training_continues_from_a_state_as_if_not_interrupted(make: Callable[[], Scheme]) -> None:
     def on_rank(comm: Communicator) -> None:
-        first = Averager(TENSORS, make(), group=comm)
+        first = even_averager(TENSORS, make(), group=comm)
         for step in range(2):
             first.average(gradients_of(comm.rank, step))
-        second = Averager(TENSORS, make(), group=comm)
+        second = even_averager(TENSORS, make(), group=comm)
         second.handle.load_state_dict(first.handle.state_dict())
         for step in range(2, 4):
             expected = first.average(gradients_of(comm.rank, step))
@@ -209,7 +210,7 @@ def test_zeros_are_withheld_if_asked_for() -> None:
     """A rank that did not use a tensor keeps its memory of it."""
 
     def on_rank(comm: Communicator) -> bool:
-        averager = Averager(TENSORS, TopK(0.05), group=comm, withhold_zeros=True)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm, withhold_zeros=True)
         averager.average(gradients_of(comm.rank, 0))
         before = owed_by(averager, comm.rank)["first"]
         gradients = gradients_of(comm.rank, 1)
@@ -230,7 +231,7 @@ def test_training_knows_no_wrapper() -> None:
 
 def test_a_queued_vector_holds_its_updates_before_the_step_ends() -> None:
     def on_rank(comm: Communicator) -> tuple[Tensor, Tensor]:
-        averager = Averager(
+        averager = even_averager(
             {"weight": torch.zeros(64)},
             TopK(0.25),
             group=comm,
@@ -251,7 +252,7 @@ def test_a_queued_vector_holds_its_updates_before_the_step_ends() -> None:
 def test_what_a_step_has_already_is_refused() -> None:
     def on_rank(comm: Communicator) -> list[str]:
         said = []
-        averager = Averager({"a": torch.zeros(8), "b": torch.zeros(8)}, TopK(0.5), group=comm)
+        averager = even_averager({"a": torch.zeros(8), "b": torch.zeros(8)}, TopK(0.5), group=comm)
         averager.queue(torch.ones(8), {"a": (0, 8)})
         for call in (
             lambda: averager.queue(torch.ones(8), {"a": (0, 8)}),
@@ -273,4 +274,6 @@ def test_what_a_step_has_already_is_refused() -> None:
 
 def test_tensors_without_floats_are_refused() -> None:
     with pytest.raises(InputError, match=r"must hold floats.*'steps' has torch\.int64"):
-        simulate(1, lambda comm: Averager({"steps": torch.zeros(8).long()}, TopK(), group=comm))
+        simulate(
+            1, lambda comm: even_averager({"steps": torch.zeros(8).long()}, TopK(), group=comm)
+        )

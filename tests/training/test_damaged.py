@@ -17,6 +17,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError, SparcelWarning
 from sparcel.schemes import Dense, GTopK, Hierarchical, ScaleCom, Scheme, TopK
 from sparcel.training import Averager
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, Named, gradients_of, owed_by
 
@@ -96,7 +97,7 @@ def saved_by(make: Callable[[], Scheme]) -> Named:
     """Return the full state of two ranks after two steps."""
 
     def on_rank(comm: Communicator) -> Named:
-        averager = Averager(TENSORS, make(), group=comm, frontload=False)
+        averager = even_averager(TENSORS, make(), group=comm)
         for step in range(2):
             averager.average(gradients_of(comm.rank, step))
         return averager.handle.full_state_dict()
@@ -126,7 +127,7 @@ def test_a_damaged_entry_is_named_and_changes_nothing(name: str, data: st.DataOb
     (key,) = (key for key in whole if state[key] is not whole[key])
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, MAKES[name](), group=comm)
+        averager = even_averager(TENSORS, MAKES[name](), group=comm)
         averager.average(gradients_of(comm.rank, 7))
         before = snapshot(averager)
         with pytest.raises(InputError) as caught:
@@ -151,7 +152,7 @@ def test_a_damaged_entry_is_named_and_changes_nothing(name: str, data: st.DataOb
 @pytest.mark.parametrize("state", [None, 7, [("steps", 1)], "state", {7: torch.zeros(1)}])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         with pytest.raises(InputError, match=r"give what state_dict\(\) or full_state_dict\(\)"):
             averager.handle.load_state_dict(state)
 
@@ -163,7 +164,7 @@ def test_a_billion_old_ranks_take_no_time(strict: bool) -> None:
     state = {**saved_by(MAKES["topk"]), "world_size": torch.tensor(10**9)}
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         started = time.monotonic()
         said = r"nothing of the old ranks \[2, 3, 4, …\]"
         if strict:
@@ -183,7 +184,7 @@ def test_memory_of_a_rank_that_did_not_save_is_refused(key: str) -> None:
     state[key] = state["rank0.first"]
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         with pytest.raises(InputError, match=key):
             averager.handle.load_state_dict(state)
 
@@ -196,7 +197,7 @@ def test_finite_parts_whose_sum_is_not_finite_are_refused() -> None:
         state[f"rank{rank}.first"][0] = torch.finfo(torch.float32).max
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         with pytest.raises(InputError, match=r"'rank0\.first' \+ 'rank1\.first' must be finite"):
             averager.handle.load_state_dict(state)
         assert averager.handle.memory_norm() == 0
@@ -208,7 +209,7 @@ def test_memory_of_a_small_filter_stays_finite() -> None:
     state = {**saved_by(MAKES["filtered"]), "filter": torch.tensor(1e-37, dtype=torch.float64)}
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         averager.handle.load_state_dict(state)
         for name in owed_by(averager, 0):
             part = averager.handle.state_dict()[f"rank0.{name}"]
@@ -222,7 +223,7 @@ def test_a_scheme_without_memory_refuses_damage_too() -> None:
     state["rank1.third"] = poisoned(state["rank1.third"], math.nan, 5)
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, Dense(), group=comm)
+        averager = even_averager(TENSORS, Dense(), group=comm)
         before = snapshot(averager)
         with pytest.raises(InputError, match=r"'rank1.third' must be finite, got NaN or Inf"):
             averager.handle.load_state_dict(state)
@@ -234,7 +235,7 @@ def test_a_scheme_without_memory_refuses_damage_too() -> None:
 @pytest.mark.parametrize("saved_by", [0, -1, 1.5, "2"])
 def test_room_is_asked_for_a_number_of_ranks(saved_by: Any) -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         with pytest.raises(InputError, match="saved_by must be"):
             averager.handle.state_dict(saved_by)
 

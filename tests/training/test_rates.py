@@ -13,7 +13,7 @@ from sparcel.comm import Communicator
 from sparcel.cost import default_rates, stated_rates
 from sparcel.errors import InputError, MismatchError
 from sparcel.schemes import Auto, Hierarchical
-from sparcel.training import Averager
+from tests.evenly import even_averager
 
 TENSORS = {"weight": torch.zeros(200, 100)}
 FAST = stated_rates(bandwidth=1e12, latency_s=1e-7, ranks=3, description="a very fast network")
@@ -21,7 +21,7 @@ SLOW = stated_rates(bandwidth=1e5, latency_s=1e-7, ranks=3, description="a very 
 
 
 def train(comm: Communicator, rates: Any) -> tuple[str, dict[str, str]]:
-    averager = Averager(TENSORS, scheme("auto"), group=comm, rates=rates)
+    averager = even_averager(TENSORS, scheme("auto"), group=comm, rates=rates)
     averager.average({"weight": torch.randn(200, 100)})
     return averager.handle.stats().rates, averager.handle.chosen
 
@@ -46,7 +46,9 @@ def test_given_rates_decide_from_a_file_too(tmp_path: Path) -> None:
 def test_rates_reach_a_scheme_between_nodes() -> None:
     def on_rank(comm: Communicator, rates: Any) -> str | None:
         inner = scheme("auto")
-        averager = Averager(TENSORS, Hierarchical(inner, ranks_per_node=2), group=comm, rates=rates)
+        averager = even_averager(
+            TENSORS, Hierarchical(inner, ranks_per_node=2), group=comm, rates=rates
+        )
         averager.average({"weight": torch.randn(200, 100)})
         vector, _ = averager._session.residuals._vectors["weight"]
         assert isinstance(vector.scheme, Hierarchical) and isinstance(vector.scheme.inner, Auto)
@@ -59,7 +61,7 @@ def test_rates_reach_a_scheme_between_nodes() -> None:
 def test_rates_given_later_reach_a_scheme_between_nodes_too() -> None:
     def on_rank(comm: Communicator) -> object:
         assert comm.grid(2).across.rates is None
-        Averager(TENSORS, scheme("auto"), group=comm, rates=SLOW)
+        even_averager(TENSORS, scheme("auto"), group=comm, rates=SLOW)
         assert comm.grid(2).across.rates is comm.grid(2).across.rates  # or auto would begin anew
         return comm.grid(2).across.rates
 
@@ -89,7 +91,7 @@ def test_a_file_without_rates_is_refused(tmp_path: Path) -> None:
 
 
 def measured(comm: Communicator) -> tuple[str, str]:
-    averager = Averager(TENSORS, scheme("auto"), group=comm, rates="measure")
+    averager = even_averager(TENSORS, scheme("auto"), group=comm, rates="measure")
     assert comm.rates is not None and comm.rates.measured
     return averager.handle.stats().rates, comm.rates.to_json()
 
@@ -108,7 +110,7 @@ def test_small_tensors_are_averaged_alike_by_whatever_algorithm(poison: float) -
     given = torch.arange(40_000.0).view(40, 1000)
 
     def on_rank(comm: Communicator, rates: Any) -> torch.Tensor:
-        averager = Averager(small, scheme("topk"), group=comm, rates=rates)
+        averager = even_averager(small, scheme("topk"), group=comm, rates=rates)
         gradients = {name: given[int(name)] * comm.rank + poison * comm.rank for name in small}
         updates = averager.average(gradients)
         return torch.stack([updates[name] for name in small])

@@ -12,7 +12,7 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError, InputError, MismatchError, SparcelWarning
 from sparcel.schemes import Dense, TopK
-from sparcel.training import Averager
+from tests.evenly import even_averager
 from tests.training.tensors import TENSORS, Named, gradients_of
 
 
@@ -39,7 +39,7 @@ def changed(name: str, gradient: Tensor) -> Named:
 )
 def test_gradients_that_do_not_fit_are_named(gradients: Named, said: str) -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(), group=comm)
+        averager = even_averager(TENSORS, TopK(), group=comm)
         with pytest.raises(InputError, match=said):
             averager.average(gradients)
         averager.average(gradients_of(0, 0))
@@ -60,7 +60,7 @@ def test_gradients_that_do_not_fit_are_named(gradients: Named, said: str) -> Non
 )
 def test_places_that_do_not_fit_are_named(vector: Tensor, places: Any, said: str) -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(), group=comm)
+        averager = even_averager(TENSORS, TopK(), group=comm)
         with pytest.raises(InputError, match=said):
             averager.queue(vector, places)
 
@@ -70,14 +70,14 @@ def test_places_that_do_not_fit_are_named(vector: Tensor, places: Any, said: str
 def test_tensors_that_cannot_be_averaged_are_refused() -> None:
     def on_rank(comm: Communicator) -> None:
         with pytest.raises(InputError, match="one device, got no tensors"):
-            Averager({}, TopK(), group=comm)
+            even_averager({}, TopK(), group=comm)
         with pytest.raises(InputError, match=r"one device, got .*cpu.*meta"):
-            Averager(TENSORS | {"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
+            even_averager(TENSORS | {"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
         with pytest.raises(InputError, match="on meta, the group communicates from cpu"):
-            Averager({"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
+            even_averager({"far": torch.zeros(3, device="meta")}, TopK(), group=comm)
         with pytest.warns(SparcelWarning, match="densities are for schemes that select"):
-            Averager(TENSORS, Dense(), group=comm, densities={"first": 0.1})
-        averager = Averager(TENSORS, TopK(), group=comm)
+            even_averager(TENSORS, Dense(), group=comm, densities={"first": 0.1})
+        averager = even_averager(TENSORS, TopK(), group=comm)
         with pytest.raises(InputError, match=r"call queue\(\) before finish\(\)"):
             averager.finish()
         averager.handle.close()
@@ -90,7 +90,7 @@ def test_tensors_that_cannot_be_averaged_are_refused() -> None:
 
 def test_ranks_that_average_different_tensors_are_refused() -> None:
     def on_rank(comm: Communicator) -> None:
-        Averager(TENSORS, TopK(0.1 if comm.rank == 1 else 0.2), group=comm)
+        even_averager(TENSORS, TopK(0.1 if comm.rank == 1 else 0.2), group=comm)
 
     with pytest.raises(MismatchError, match="average something else than rank"):
         simulate(3, on_rank)

@@ -16,6 +16,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.schemes import GTopK, Hierarchical, ScaleCom, Scheme, TopK
 from sparcel.training import Averager, Scope
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (
     LIKE,
@@ -52,10 +53,10 @@ def test_a_driver_that_begins_with_one_vector_resumes_bit_by_bit(
     """As DDP does, which rebuilds its buckets, in another order, after a step or two."""
 
     def on_rank(comm: Communicator) -> None:
-        through = Averager(LIKE, make(), group=comm, scope=scope)
+        through = even_averager(LIKE, make(), group=comm, scope=scope)
         for step in range(2):
             queue_step(through, layout, gradients_of(comm.rank, step), gap)
-        resumed = Averager(LIKE, make(), group=comm, scope=scope)
+        resumed = even_averager(LIKE, make(), group=comm, scope=scope)
         resumed.handle.load_state_dict(through.handle.state_dict())
         for step, begun in zip(range(2, 5), [[first], [first], layout], strict=True):
             gradients = gradients_of(comm.rank, step)
@@ -75,9 +76,9 @@ def test_what_is_owed_survives_any_change_of_vectors_and_scope(
     before: Layout, after: Layout, scopes: tuple[Scope, Scope]
 ) -> None:
     def on_rank(comm: Communicator) -> tuple[Named, Named, Named]:
-        first = Averager(LIKE, TopK(0.05), group=comm, scope=scopes[0])
+        first = even_averager(LIKE, TopK(0.05), group=comm, scope=scopes[0])
         queue_step(first, before, gradients_of(comm.rank, 0), gap=1)
-        second = Averager(LIKE, TopK(0.05), group=comm, scope=scopes[1])
+        second = even_averager(LIKE, TopK(0.05), group=comm, scope=scopes[1])
         second.handle.load_state_dict(first.handle.state_dict())
         updates = queue_step(second, after, gradients_of(comm.rank, 1), gap=0)
         return owed_by(first, comm.rank), updates, owed_by(second, comm.rank)
@@ -90,7 +91,7 @@ def test_what_is_owed_survives_any_change_of_vectors_and_scope(
 
 
 def trained(comm: Communicator, scheme: Scheme, steps: int = 2, **settings: Any) -> Averager:
-    averager = Averager(TENSORS, scheme, group=comm, **settings)
+    averager = even_averager(TENSORS, scheme, group=comm, **settings)
     for step in range(steps):
         averager.average(gradients_of(comm.rank, step))
     return averager
@@ -145,7 +146,7 @@ def test_every_rank_loads_the_full_state(now: int) -> None:
     saved = simulate(3, lambda comm: trained(comm, TopK(0.05)).handle.full_state_dict()).results[0]
 
     def on_rank(comm: Communicator) -> Named:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         averager.handle.load_state_dict(saved)
         assert averager.handle.stats().training_steps == 2
         return owed_by(averager, comm.rank)
@@ -193,7 +194,7 @@ def test_a_state_in_part_is_refused_unless_asked_for(
     part = state_without(what, full)
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(0.05), group=comm)
+        averager = even_averager(TENSORS, TopK(0.05), group=comm)
         if what == "the other ranks" and comm.rank == 0:
             averager.handle.load_state_dict(part)
             return
@@ -219,7 +220,7 @@ def test_a_layout_that_the_tensors_do_not_fit_in_is_ignored(start: int) -> None:
         first = trained(comm, TopK(0.05))
         state = first.handle.state_dict()
         state["layout.third"][1] = start  # the first tensor of its vector starts at 0
-        second = Averager(TENSORS, TopK(0.05), group=comm)
+        second = even_averager(TENSORS, TopK(0.05), group=comm)
         second.handle.load_state_dict(state)
         gradients = gradients_of(comm.rank, 2)
         expected, updates = first.average(gradients), second.average(gradients)
@@ -242,9 +243,9 @@ def test_a_checkpoint_of_another_format_loads() -> None:
     """The memory is what it is, however it came about."""
 
     def on_rank(comm: Communicator) -> None:
-        rounding = Averager(LIKE, TopK(0.05, format="packed:4"), group=comm)
+        rounding = even_averager(LIKE, TopK(0.05, format="packed:4"), group=comm)
         queue_step(rounding, [list(LIKE)], gradients_of(comm.rank, 0), 0)
-        plain = Averager(LIKE, TopK(0.05), group=comm)
+        plain = even_averager(LIKE, TopK(0.05), group=comm)
         plain.handle.load_state_dict(rounding.handle.state_dict())
         queue_step(plain, [list(LIKE)], gradients_of(comm.rank, 1), 0)
         for averager in (rounding, plain):

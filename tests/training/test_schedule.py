@@ -19,6 +19,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import InputError
 from sparcel.schemes import Scheme, TopK
 from sparcel.training import Averager
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, gradients_of
 
@@ -116,7 +117,7 @@ def test_rates_that_are_tensors_are_set_like_others(shared: bool) -> None:
     optimizer = torch.optim.AdamW(groups, lr=lr)
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, sparcel.scheme("dense"), group=comm)
+        averager = even_averager(TENSORS, sparcel.scheme("dense"), group=comm)
         for t in (0, 1, 4, 2):
             schedule.apply(t, averager.handle, optimizer)
             rates = [group["lr"] for group in optimizer.param_groups]
@@ -134,7 +135,7 @@ def test_a_scheme_of_later_that_the_cluster_cannot_run_is_told_at_once() -> None
     schedule = Schedule(Phase(1, "topk", lr=0.1), later)
 
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, schedule.at(0).scheme, group=comm)
+        averager = even_averager(TENSORS, schedule.at(0).scheme, group=comm)
         with pytest.raises(InputError, match="equally many ranks"):
             schedule.apply(0, averager.handle)
         averager.average(gradients_of(comm.rank, 0))
@@ -179,7 +180,7 @@ def test_what_does_not_add_up_is_answered_in_words(make: Callable[[], Any], said
 
 def test_groups_keep_their_ratios_and_a_checkpoint_keeps_them_too() -> None:
     def on_rank(comm: Communicator) -> None:
-        averager = Averager(TENSORS, TopK(), group=comm)
+        averager = even_averager(TENSORS, TopK(), group=comm)
         schedule = Schedule(Phase(4, TopK(), lr=lambda progress: 1 - progress))
         one, two, three = (torch.zeros(1, requires_grad=True) for _ in range(3))
 
@@ -226,10 +227,10 @@ def test_training_by_a_schedule_resumes_bit_by_bit(stop: int) -> None:
                 updates.append(averager.average(gradients_of(comm.rank, t)))
             return updates
 
-        through = Averager(TENSORS, schedule.at(0).scheme, group=comm)
+        through = even_averager(TENSORS, schedule.at(0).scheme, group=comm)
         train(through, 0, stop)
         state = through.handle.state_dict()
-        resumed = Averager(TENSORS, schedule.at(stop).scheme, group=comm)
+        resumed = even_averager(TENSORS, schedule.at(stop).scheme, group=comm)
         resumed.handle.load_state_dict(state)
         for mine, theirs in zip(train(through, stop, 6), train(resumed, stop, 6), strict=True):
             assert all(same_bits(mine[name], theirs[name]) for name in TENSORS)

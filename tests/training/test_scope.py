@@ -16,6 +16,7 @@ from sparcel.comm import Communicator
 from sparcel.errors import MismatchError
 from sparcel.schemes import Auto, Request, ScaleCom, Scheme, TopK
 from sparcel.training import Averager
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (
     LIKE,
@@ -37,7 +38,7 @@ LARGE = ("first", "second", "third")
 
 
 def whole(comm: Communicator, scheme: Scheme, **settings: Any) -> Averager:
-    return Averager(LIKE, scheme, group=comm, scope="model", **settings)
+    return even_averager(LIKE, scheme, group=comm, scope="model", **settings)
 
 
 def counts(averager: Averager) -> dict[str, Any]:
@@ -62,7 +63,9 @@ def test_with_one_vector_both_scopes_are_the_same(
         last = next(name for name in reversed(names) if name != "bias")
         densities = {last: 0.2} if own and scheme.remembers else None
         one = whole(comm, scheme, withhold_zeros=True, densities=densities)
-        by_bucket = Averager(LIKE, scheme, group=comm, withhold_zeros=True, densities=densities)
+        by_bucket = even_averager(
+            LIKE, scheme, group=comm, withhold_zeros=True, densities=densities
+        )
         for step in range(3):
             gradients = gradients_of(comm.rank, step)
             if (comm.rank, step) == (1, 1):
@@ -93,7 +96,7 @@ def test_a_step_equals_the_scheme_s_step_on_all_vectors_end_to_end(
             updates = queue_step(averager, layout, gradients, gap)
             vector, places = packed(names, gradients, gap)
             small = [places[name] for name in places if name == "bias" and scheme.remembers]
-            request = Request(apart=small, front_loaded=True)
+            request = Request(apart=small)
             expected = scheme.step(vector, comm, request=request)
             for name in LARGE:
                 start, stop = places[name]
@@ -126,14 +129,14 @@ def test_several_dtypes_are_one_vector_and_nothing_is_lost(half: torch.dtype) ->
     like = {**TENSORS, "third": TENSORS["third"].to(half)}
 
     def on_rank(comm: Communicator) -> tuple[list[Named], Named]:
-        averager = Averager(like, ScaleCom(0.05), group=comm, scope="model")
+        averager = even_averager(like, ScaleCom(0.05), group=comm, scope="model")
         updates = []
         for step in range(3):
             gradients = gradients_of(comm.rank, step)
             gradients["third"] = gradients["third"].to(half)
             updates.append(averager.average(gradients))
             assert all(updates[-1][name].dtype == like[name].dtype for name in like)
-            resumed = Averager(like, ScaleCom(0.05), group=comm, scope="model")
+            resumed = even_averager(like, ScaleCom(0.05), group=comm, scope="model")
             resumed.handle.load_state_dict(averager.handle.state_dict())
             averager = resumed  # every step is one after a checkpoint
         state = averager.handle.state_dict()
@@ -150,7 +153,7 @@ def test_several_dtypes_are_one_vector_and_nothing_is_lost(half: torch.dtype) ->
 
 def test_a_state_of_other_vectors_gives_its_memory_and_not_its_layout() -> None:
     def on_rank(comm: Communicator) -> None:
-        by_bucket = Averager(LIKE, TopK(0.05), group=comm)
+        by_bucket = even_averager(LIKE, TopK(0.05), group=comm)
         queue_step(by_bucket, [["third"], ["second", "bias", "first"]], gradients_of(0, 0), gap=1)
         state = by_bucket.handle.state_dict()
         bare = {key: part for key, part in state.items() if not key.startswith("layout.")}
@@ -186,7 +189,7 @@ def test_a_void_step_leaves_no_trace(make: Callable[[], Scheme], name: str) -> N
 
     def on_rank(comm: Communicator) -> None:
         settings: dict[str, Any] = {"group": comm, "rows": ["words"], "scope": "model"}
-        spoilt, fine = (Averager(WORDS, make(), **settings) for _ in range(2))
+        spoilt, fine = (even_averager(WORDS, make(), **settings) for _ in range(2))
         for averager in (spoilt, fine):
             step_of_two_kinds(averager, gradients(comm.rank, 0))
         void = gradients(comm.rank, 7)
@@ -211,7 +214,7 @@ def test_an_update_that_overflows_its_narrower_dtype_makes_the_step_void() -> No
 
     def on_rank(comm: Communicator) -> tuple[bool, bool, int]:
         settings: dict[str, Any] = {"policy": lambda *_: False, "frontload": False}
-        averager = Averager(like, TopK(0.125), group=comm, scope="model", **settings)
+        averager = even_averager(like, TopK(0.125), group=comm, scope="model", **settings)
         half = torch.tensor([60000.0, 0, 0, 0], dtype=torch.float16)
         first = averager.average({"half": half, "single": torch.tensor([1e6, 0, 0, 0])})
         second = averager.average({"half": half, "single": torch.zeros(4)})  # 60000 twice
@@ -250,7 +253,7 @@ def test_a_dense_choice_sends_small_tensors_along() -> None:
 
 def test_ranks_with_different_scopes_are_told() -> None:
     def on_rank(comm: Communicator) -> None:
-        Averager(LIKE, TopK(), group=comm, scope="model" if comm.rank else "bucket")
+        even_averager(LIKE, TopK(), group=comm, scope="model" if comm.rank else "bucket")
 
     with pytest.raises(MismatchError, match=r"scope '(bucket|model)'.*the same .*scope"):
         simulate(2, on_rank)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparcel import scheme, simulate
 from sparcel.comm import Communicator
-from sparcel.training import Averager, Costs, Stats
+from sparcel.training import Costs, Stats
+from tests.evenly import even_averager
 from tests.training.tensors import TENSORS, gradients_of
 
 ELEMENTS = {name: tensor.numel() for name, tensor in TENSORS.items()}
@@ -26,7 +27,7 @@ def poisoned(rank: int, step: int) -> dict[str, Tensor]:
 
 def train(comm: Communicator, steps: int, method: str = "topk", **settings: Any) -> list[Stats]:
     """Return the statistics after each step."""
-    averager = Averager(TENSORS, scheme(method, **settings), group=comm, frontload=False)
+    averager = even_averager(TENSORS, scheme(method, **settings), group=comm)
     seen = []
     for step in range(steps):
         averager.average(gradients_of(comm.rank, step))
@@ -46,11 +47,11 @@ def test_the_last_steps_add_up_to_the_totals() -> None:
 
 def test_bytes_over_steps_is_the_mean_of_a_step_after_a_resume_and_void_steps() -> None:
     def on_rank(comm: Communicator) -> tuple[Stats, int]:
-        averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
+        averager = even_averager(TENSORS, scheme("topk", density=0.05), group=comm)
         for step in range(3):
             averager.average(gradients_of(comm.rank, step))
         state = averager.handle.state_dict()
-        averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
+        averager = even_averager(TENSORS, scheme("topk", density=0.05), group=comm)
         averager.handle.load_state_dict(state)
         before = comm.traffic.bytes_sent
         averager.average(gradients_of(comm.rank, 3))
@@ -104,7 +105,7 @@ def test_rows_count_as_what_they_are() -> None:
 
     def on_rank(comm: Communicator) -> Stats:
         words = torch.zeros(100, 6, dtype=torch.bfloat16)
-        averager = Averager({"words": words}, scheme("topk"), group=comm, rows={"words"})
+        averager = even_averager({"words": words}, scheme("topk"), group=comm, rows={"words"})
         rows = torch.arange(8)[None] * 2 + comm.rank
         values = torch.ones(8, 6).to(words)
         used = torch.sparse_coo_tensor(rows, values, words.shape, check_invariants=False)
@@ -130,7 +131,7 @@ def test_the_norm_of_memory_is_that_of_what_is_owed(settings: tuple[str, dict[st
     method, more = settings
 
     def on_rank(comm: Communicator) -> tuple[float, float, float]:
-        averager = Averager(
+        averager = even_averager(
             TENSORS, scheme(method, density=0.05, **more), group=comm, frontload=False
         )
         at_first = averager.handle.memory_norm()
@@ -158,7 +159,7 @@ def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
 
     def on_rank(comm: Communicator) -> tuple[float, float]:
         vector = {"weight": torch.ones(64, 32)}
-        averager = Averager(vector, scheme(method, **settings), group=comm, frontload=False)
+        averager = even_averager(vector, scheme(method, **settings), group=comm)
         at_first = averager.handle.memory_age()
         for _ in range(4 * period):
             averager.average(vector)
@@ -171,15 +172,15 @@ def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
 
 def test_age_without_a_step_to_tell_it_by() -> None:
     def on_rank(comm: Communicator) -> list[float]:
-        averager = Averager(TENSORS, scheme("topk", density=0.05), group=comm, frontload=False)
+        averager = even_averager(TENSORS, scheme("topk", density=0.05), group=comm)
         averager.average(gradients_of(comm.rank, 0))
         ages = [averager.handle.memory_age()]
         averager.average(poisoned(comm.rank, 1))
         ages.append(averager.handle.memory_age())
-        resumed = Averager(TENSORS, scheme("topk", density=0.05), group=comm)
+        resumed = even_averager(TENSORS, scheme("topk", density=0.05), group=comm)
         resumed.handle.load_state_dict(averager.handle.state_dict())
         ages.append(resumed.handle.memory_age())
-        uncompressed = Averager(TENSORS, scheme("topk", density=1), group=comm)
+        uncompressed = even_averager(TENSORS, scheme("topk", density=1), group=comm)
         uncompressed.average(gradients_of(comm.rank, 0))
         return [*ages, uncompressed.handle.memory_age()]
 
@@ -192,7 +193,7 @@ def test_age_without_a_step_to_tell_it_by() -> None:
 def test_repr_tells_what_is_exchanged_and_what_it_has_cost() -> None:
     def on_rank(comm: Communicator) -> tuple[str, str, Stats]:
         words = {"words": torch.zeros(100, 6)}
-        averager = Averager(TENSORS | words, scheme("gtopk"), group=comm, rows=words)
+        averager = even_averager(TENSORS | words, scheme("gtopk"), group=comm, rows=words)
         at_first = repr(averager.handle)
         rows = torch.sparse_coo_tensor([[3]], [[1.0] * 6], (100, 6), check_invariants=False)
         averager.average(gradients_of(comm.rank, 0) | {"words": rows})

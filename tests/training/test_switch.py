@@ -19,6 +19,7 @@ from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
 from sparcel.training import Averager, Scope
 from sparcel.training.flush import FLUSH_STEPS
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import SCOPES, TENSORS, Named, gradients_of, owed_by
 
@@ -90,7 +91,7 @@ def test_nothing_is_lost_in_any_step(
         scaler.scale(torch.ones(1))  # it asks for its scale when it first scales
 
     def on_rank(comm: Communicator) -> list[tuple[Named, Named, Named]]:
-        averager = Averager(TENSORS, SCHEMES[first](), group=comm, scope=scope, scaler=scaler)
+        averager = even_averager(TENSORS, SCHEMES[first](), group=comm, scope=scope, scaler=scaler)
         seen = []
         for step, what in enumerate([None, None, *happening]):
             if what in SCHEMES:
@@ -125,7 +126,7 @@ def test_nothing_is_lost_in_any_step(
 @pytest.mark.parametrize("first", SPARSE)
 def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: str) -> None:
     def on_rank(comm: Communicator) -> tuple[float, float]:
-        averager = Averager(TENSORS, SPARSE[first](), group=comm, frontload=False)
+        averager = even_averager(TENSORS, SPARSE[first](), group=comm)
         for step in range(3):
             averager.average(gradients_of(comm.rank, step))
         vectors = {
@@ -159,7 +160,7 @@ def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: st
 
 def switched(comm: Communicator, *schemes: Scheme, steps: int = 2, **settings: Any) -> Averager:
     """Return an averager that has done some steps with each scheme."""
-    averager = Averager(TENSORS, schemes[0], group=comm, **settings)
+    averager = even_averager(TENSORS, schemes[0], group=comm, **settings)
     for place, scheme in enumerate(schemes):
         if place:
             averager.handle.switch(scheme)
@@ -192,7 +193,7 @@ def test_a_checkpoint_in_the_middle_of_a_flush_resumes_bit_by_bit(
         assert 0 < int(own["flush"]) < FLUSH_STEPS or FLUSH_STEPS <= 2
         for key, part in full.items():
             assert not key.startswith("rank0.") or same_bits(part, own[key])
-        resumed = Averager(TENSORS, SCHEMES[through](), group=comm, scope=scope)
+        resumed = even_averager(TENSORS, SCHEMES[through](), group=comm, scope=scope)
         resumed.handle.load_state_dict(own)
         assert owed_by(resumed, comm.rank).keys() == owed_by(averager, comm.rank).keys()
         if through != last:
@@ -207,7 +208,7 @@ def test_a_checkpoint_in_the_middle_of_a_flush_resumes_bit_by_bit(
 def test_loading_a_checkpoint_for_another_scheme_is_a_switch(first: str, last: str) -> None:
     def on_rank(comm: Communicator) -> None:
         averager = switched(comm, SPARSE[first]())
-        loaded = Averager(TENSORS, DENSE[last](), group=comm)
+        loaded = even_averager(TENSORS, DENSE[last](), group=comm)
         loaded.handle.load_state_dict(averager.handle.state_dict())
         averager.handle.switch(DENSE[last]())
         assert_same_future(averager, loaded, comm.rank)
@@ -219,7 +220,7 @@ def test_a_state_that_owes_nothing_is_loaded_for_any_scheme() -> None:
     def on_rank(comm: Communicator) -> None:
         state = switched(comm, Dense()).handle.state_dict()
         for make in SCHEMES.values():
-            averager = Averager(TENSORS, make(), group=comm)
+            averager = even_averager(TENSORS, make(), group=comm)
             averager.handle.load_state_dict(state)
             assert averager.handle.stats().training_steps == 2
             assert averager.handle.memory_norm() == 0
@@ -237,7 +238,7 @@ def test_other_ranks_go_on_with_a_flush(now: int) -> None:
     full = results[0][0]
 
     def loading(comm: Communicator) -> Named:
-        averager = Averager(TENSORS, Dense(), group=comm)
+        averager = even_averager(TENSORS, Dense(), group=comm)
         averager.handle.load_state_dict(full)
         return owed_by(averager, comm.rank)
 
@@ -250,7 +251,7 @@ def test_other_ranks_go_on_with_a_flush(now: int) -> None:
 def test_a_dense_handle_drops_no_memory_in_silence() -> None:
     def on_rank(comm: Communicator) -> None:
         state = switched(comm, TopK(0.05)).handle.state_dict()
-        averager = Averager(TENSORS, Dense(), group=comm)
+        averager = even_averager(TENSORS, Dense(), group=comm)
         # As torch.distributed.checkpoint loads: what the handle of now has keys for.
         common = {key: state[key] for key in averager.handle.state_dict()}
         with pytest.raises(InputError, match="holds nothing of the old ranks"):
@@ -329,8 +330,8 @@ def test_a_tensor_without_gradient_is_flushed_when_it_has_one_again() -> None:
 
     def loading(comm: Communicator) -> None:
         dense, sparse = (
-            Averager(TENSORS, Dense(), group=comm),
-            Averager(TENSORS, TopK(), group=comm),
+            even_averager(TENSORS, Dense(), group=comm),
+            even_averager(TENSORS, TopK(), group=comm),
         )
         # What torch.distributed.checkpoint loads: all that the handle of now has keys for.
         with pytest.raises(InputError, match="holds nothing of the old ranks"):
@@ -348,7 +349,7 @@ def test_which_tensors_are_sparse_follows_the_scheme() -> None:
     def on_rank(comm: Communicator) -> None:
         densities = {"third": 1, "second": 0.5}
         with pytest.warns(UserWarning, match="densities are for schemes that select"):
-            averager = Averager(TENSORS, Dense(), group=comm, densities=densities, frontload=False)
+            averager = even_averager(TENSORS, Dense(), group=comm, densities=densities)
         assert averager.handle.sparse == frozenset()
         averager.average(gradients_of(comm.rank, 0))
         averager.handle.switch("topk", density=0.01)
@@ -371,7 +372,7 @@ def test_velocity_is_carried_over() -> None:
         through = switched(comm, TopK(0.05, momentum=0.5))
         state = through.handle.state_dict()
         through.handle.switch(GTopK(0.05, momentum=0.5))
-        loaded = Averager(TENSORS, GTopK(0.05, momentum=0.5), group=comm)
+        loaded = even_averager(TENSORS, GTopK(0.05, momentum=0.5), group=comm)
         loaded.handle.load_state_dict(state)
         assert_same_future(loaded, through, comm.rank)
 
@@ -412,7 +413,7 @@ def test_nodes_that_are_not_alike_are_told_at_the_switch() -> None:
         with pytest.raises(InputError, match="equally many ranks"):
             averager.handle.switch("torus2d", ranks_per_node=2)
         with pytest.raises(InputError, match="equally many ranks"):
-            Averager(TENSORS, Hierarchical(Dense(), 2), group=comm)
+            even_averager(TENSORS, Hierarchical(Dense(), 2), group=comm)
         assert_same_future(averager, other, comm.rank)
 
     simulate(3, on_rank)
@@ -434,7 +435,7 @@ def test_half_precision_is_flushed_at_its_own_precision() -> None:
     like = {"weight": torch.zeros(40, 30, dtype=torch.bfloat16)}
 
     def on_rank(comm: Communicator) -> tuple[Tensor, Tensor]:
-        averager = Averager(like, TopK(0.05), group=comm)
+        averager = even_averager(like, TopK(0.05), group=comm)
         ones = {"weight": torch.full_like(like["weight"], 1.0)}
         came_out = averager.average(ones)["weight"].double()
         averager.handle.switch("dense")
@@ -466,7 +467,7 @@ def test_shares_too_small_for_a_gradient_stay_owed(
     }
 
     def on_rank(comm: Communicator) -> Tensor:
-        averager = Averager({"weight": given}, Dense(), group=comm, policy=lambda *_: False)
+        averager = even_averager({"weight": given}, Dense(), group=comm, policy=lambda *_: False)
         averager.handle.load_state_dict(state)
         updates = [averager.average({"weight": given})["weight"] for _ in range(FLUSH_STEPS + 1)]
         assert averager.handle.stats().flushed == pytest.approx(float(owed.abs().sum()), rel=1e-5)
@@ -481,7 +482,7 @@ def test_step_ahead_follows_what_is_still_owed() -> None:
     def on_rank(comm: Communicator) -> None:
         parameters = {name: one.clone() for name, one in TENSORS.items()}
         optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
-        averager = Averager(TENSORS, Dense(), group=comm)
+        averager = even_averager(TENSORS, Dense(), group=comm)
         ahead = averager.ahead(parameters, optimizer)
 
         seen = []
@@ -499,7 +500,7 @@ def test_step_ahead_follows_what_is_still_owed() -> None:
 def test_optimisers_that_step_ahead_does_not_know_are_named_when_it_matters() -> None:
     def on_rank(comm: Communicator) -> None:
         parameters = {name: one.clone() for name, one in TENSORS.items()}
-        averager = Averager(TENSORS, Dense(), group=comm)
+        averager = even_averager(TENSORS, Dense(), group=comm)
         averager.ahead(parameters, torch.optim.Adagrad(parameters.values()))
         with pytest.warns(UserWarning, match="Adagrad updates"):
             averager.handle.switch("topk")

@@ -13,6 +13,7 @@ from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.schemes import Scheme
 from sparcel.training import Averager
+from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import SCHEMES, WORDS, Named, gradients_of, rows_of, schemes
 
@@ -39,7 +40,7 @@ drivers = pytest.mark.parametrize("driver", [at_once, in_turn])
 
 
 def averager_of(scheme: Scheme, comm: Communicator) -> Averager:
-    return Averager(WORDS, scheme, group=comm, rows=["words"])
+    return even_averager(WORDS, scheme, group=comm, rows=["words"])
 
 
 def gradients(rank: int, step: int) -> Named:
@@ -99,7 +100,7 @@ def test_rows_that_nobody_looked_up_say_that_the_step_is_void(make: Callable[[],
 def test_repeated_rows_that_overflow_together_make_the_step_void() -> None:
     def on_rank(comm: Communicator) -> None:
         words = {"words": torch.zeros(6, 2, dtype=torch.float16)}
-        averager = Averager(words, SCHEMES["topk"](), group=comm, rows=["words"])
+        averager = even_averager(words, SCHEMES["topk"](), group=comm, rows=["words"])
         large = torch.full((2, 2), 60_000.0, dtype=torch.float16)
         rows = torch.sparse_coo_tensor([[1, 1]], large, (6, 2), check_invariants=True)
         assert values_of(averager.average({"words": rows})["words"]).isnan().all()
