@@ -158,7 +158,7 @@ def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, 
 def step_of_ddp(_: Communicator) -> dict[str, set[str]]:
     """Return the ways of a gradient in a step of DDP."""
     ddp = DistributedDataParallel(torch.nn.Linear(100, 50, bias=False))
-    handle = sparcel.attach(ddp, "gtopk", policy=lambda *_: False)
+    handle = sparcel.attach(ddp, "gtopk", policy=lambda *_: False, frontload=False)
     loss = ddp(torch.ones(2, 100)).sum()
     ways = ways_to({"accumulate_topk": _cpu, "exchange": _cpu.Mesh}, loss.backward)
     handle.close()
