@@ -4,7 +4,7 @@
 
 trains with AdamW on eight simulated ranks, as `frontier.py` does, with one thing changed at a time.
 When a coordinate that has waited arrives, Adam squares the sum of its gradients, so its second
-moment grows too much, and its steps are too short afterwards. Runs that the record has already are
+moment may grow too much, and later steps may be too short. Runs that the record has already are
 not repeated.
 """
 

@@ -17,6 +17,7 @@ from record import RESULTS, Row, rows_of
 from sparcel.cost import stated_rates
 from sparcel.plan import PlannedStep, plan
 from sparcel.plan.recorded import UNNAMED
+from sparcel.units import bits_per_s
 
 TRAININGS = (
     *("task", "network", "method", "ms a step", "minutes", "accuracy", "over DDP", "loss"),
@@ -25,8 +26,6 @@ TRAININGS = (
 SECONDS = "task", "method", "steps", "seconds at 100 Mbit/s", "ms a step at 1 Gbit/s", "seconds"
 PREDICTED = "task", "method", "steps", "ms a step", "seconds", "ms a step", "seconds"
 SLOW, FAST = "100mbit", "1gbit"
-BANDWIDTHS = {SLOW: 12.5e6, FAST: 125e6}
-"""Bytes a second."""
 LATENCY_S, GPU_MEMORY, GPU_S = 100e-6, 1e12, 0.02
 """What `predicted_table` assumes: of a message, seconds; of a GPU, bytes a second, and the seconds
 that both passes of a step take."""
@@ -86,15 +85,15 @@ def _predicted(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
     for row, reached in _reached(rows):
         cells = [row["task"], row["method"], f"{reached[0]}" if reached else "never"]
         for network in (SLOW, FAST):
-            step_s = _planned(row, BANDWIDTHS[network]).step
+            step_s = _planned(row, network).step
             cells += [f"{1e3 * step_s:.0f}", f"{reached[0] * step_s:.0f}" if reached else ""]
         yield cells
 
 
-def _planned(row: Row, bandwidth: float) -> PlannedStep:
+def _planned(row: Row, network: str) -> PlannedStep:
     """Return the step of a row's method by the planner."""
     rates = stated_rates(
-        bandwidth=bandwidth,
+        bandwidth=bits_per_s(network) / 8,
         latency_s=LATENCY_S,
         ranks=row["ranks"],
         memory_bandwidth=GPU_MEMORY,

@@ -44,9 +44,7 @@ HOOKS = {"DDP": None, "bf16": "bf16", "PowerSGD 4": "powersgd,4"}
 ONE_BUCKET = {"bucket_cap_mb": 1000}
 """For PowerSGD: with several buckets, its collectives over Gloo interleave differently on ranks."""
 
-SPARCEL = "sparcel"
-
-METHODS = (*HOOKS, SPARCEL)
+METHODS = (*HOOKS, "sparcel")
 
 
 def trained(arguments: argparse.Namespace, label: str) -> Row:
@@ -57,7 +55,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
     handle, hook = None, HOOKS.get(label)
     buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
     model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
-    if label == SPARCEL:
+    if label == "sparcel":
         handle = sparcel.attach(model, optimizer=run.optimizer)
     share = register(model, hook, task.steps) if hook else lambda: 1.0
     rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split

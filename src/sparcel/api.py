@@ -326,10 +326,7 @@ def broadcast(
     root = whole_number(root, "root")
     if not 0 <= root < comm.size:
         raise InputError(f"root must be a rank in [0, {comm.size}), got {root}")
-    if format == "auto":
-        layout = None
-    else:
-        layout = format_named(format) if stream is None else _checked(format, stream)
+    layout = _checked(format, stream)
     if layout is None:
         raise InputError(
             'format="auto" needs every rank\'s stream, and the other ranks have none; pass "raw" or'
@@ -346,8 +343,10 @@ def broadcast(
     return _start(comm, job, async_op)
 
 
-def _checked(format: str | Format, stream: SparseStream, op: Op = SUM) -> Format | None:
+def _checked(format: str | Format, stream: SparseStream | None, op: Op = SUM) -> Format | None:
     """Return the format of that name, None for "auto", if it can hold such a stream and its sums.
+
+    ``stream`` is None on a rank that only receives.
 
     Raises
     ------
@@ -357,7 +356,7 @@ def _checked(format: str | Format, stream: SparseStream, op: Op = SUM) -> Format
     if format == "auto":
         return None
     layout = format_named(format)
-    if layout.loses:
+    if layout.loses and stream is not None:
         layout.check_holds(stream.dtype, stream.width)
         if op != SUM:
             raise InputError(

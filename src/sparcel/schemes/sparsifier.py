@@ -13,12 +13,13 @@ from sparcel import auto
 from sparcel._checks import check_type, checked_filter, number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
-from sparcel.memory import Memory, Share, emptied
+from sparcel.memory import Memory, Placed, Share, emptied
 from sparcel.ops import SUM
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
 from sparcel.schemes.exchange import Exchanged, Selection, magnitude_of
+from sparcel.schemes.meter import Meter
 from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector
@@ -167,11 +168,8 @@ class Sparsifier(Scheme):
             total = auto.all_reduce(everything, wire, SUM, algorithm, everything.size)
             if wire.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
-        lost = wire.take_lost()
-        if total.finite:
-            meter.magnitude += leaving - sum(magnitude_of(stream) for _, stream in lost)
         self._memory.take_all()
-        self._memory.settle(returns=lost)
+        self._memory.settle(returns=self._lost(wire, meter, total, leaving))
         return total
 
     def _sum_selected(
@@ -189,10 +187,7 @@ class Sparsifier(Scheme):
             selection = Selection(taken, k, most, self._shares, self._memory.kept)
             outcome = self._exchange(selection, wire)
         meter.selected += outcome.sent.nnz
-        lost = wire.take_lost()
-        if outcome.total.finite:
-            meter.magnitude += outcome.magnitude
-            meter.magnitude -= sum(magnitude_of(stream) for _, stream in lost)
+        lost = self._lost(wire, meter, outcome.total, outcome.magnitude)
         self._memory.settle(outcome.enters, outcome.leaves, [*outcome.returns, *lost])
         if self.momentum:
             for applied in outcome.applied:
@@ -209,6 +204,18 @@ class Sparsifier(Scheme):
         if isinstance(self.format, Format):
             return self.format
         return auto.fastest_format(size, k, comm.rates)
+
+    def _lost(
+        self, wire: Wire, meter: Meter, total: SparseStream, leaving: float
+    ) -> Sequence[Placed]:
+        """Return what rounding took from this rank, which stays in memory.
+
+        Unless the step is void, the meter counts the magnitude ``leaving``, less what was lost.
+        """
+        lost = wire.take_lost()
+        if total.finite:
+            meter.magnitude += leaving - sum(magnitude_of(stream) for _, stream in lost)
+        return lost
 
     def _take(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
