@@ -121,6 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows, origin = rows_of(arguments.output), machine()
+    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
     done = [(row["task"], row["network"], row["seed"], row["steps"], row["method"]) for row in rows]
     steps = arguments.steps or TASKS[arguments.task].steps
     training = arguments.task, arguments.network, arguments.seed, steps
