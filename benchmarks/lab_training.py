@@ -8,8 +8,9 @@ Run it in each rank of an emulated cluster:
 ``DATA`` holds the folders of the tasks. The methods train one after the other, from the same start
 and on the same batches: DistributedDataParallel alone, with hooks of torch, and with sparcel as
 `sparcel.attach` does it if no method is named. The time of a step contains all that a user waits
-for: the batch, both passes, the exchange and the optimiser. In the second half of a training rank 0
-evaluates the model every now and then, while the clock stands. Trainings that the output has are
+for: the batch, both passes, the exchange and the optimiser; ``step_s`` is the median of the second
+half of a training, after those steps that send more. In that half rank 0 evaluates the model every
+now and then, while the clock stands. Trainings that the output has are
 not repeated.
 """
 
@@ -100,7 +101,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         **(evaluate(run.model, split) if rank == 0 else {}),
         "compression": compression,
-        "step_s": median(end - start for start, end in pairwise(seconds)),
+        "step_s": median(end - start for start, end in pairwise(seconds[task.steps // 2 :])),
         "held_out": held_out,
         "train_losses": run.smoothed(POINTS),
         "train_seconds": [float(part[-1]) for part in torch.tensor(seconds).tensor_split(POINTS)],

@@ -78,8 +78,8 @@ def powersgd(model: Model, optimizer: Optimizer) -> None:
 
 
 def default(model: Model, optimizer: Optimizer) -> sparcel.Handle:
-    # By default the first 31 steps send everything and the next 224 less and less, which is little
-    # of a training as long as usual, and most of this one.
+    # By default the first 127 steps send everything, which is little of a training as long as usual,
+    # and all of this one.
     return sparcel.attach(model, optimizer=optimizer, frontload=False)
 
 
