@@ -78,8 +78,7 @@ def powersgd(model: Model, optimizer: Optimizer) -> None:
 
 
 def default(model: Model, optimizer: Optimizer) -> sparcel.Handle:
-    # By default the first 127 steps send everything, which is little of a training as long as usual,
-    # and all of this one.
+    # By default the first 127 steps send everything: little of a usual training, all of this one.
     return sparcel.attach(model, optimizer=optimizer, frontload=False)
 
 
