@@ -10,8 +10,7 @@ and on the same batches: DistributedDataParallel alone, with hooks of torch, and
 `sparcel.attach` does it if no method is named. The time of a step contains all that a user waits
 for: the batch, both passes, the exchange and the optimiser; ``step_s`` is the median of the second
 half of a training, after those steps that send more. In that half rank 0 evaluates the model every
-now and then, while the clock stands. Trainings that the output has are
-not repeated.
+now and then, while the clock stands. Trainings that the output has are not repeated.
 """
 
 from __future__ import annotations
