@@ -78,22 +78,25 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 def predicted_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what the planner says that these steps take on nodes with a GPU each.
 
-    It does not know PowerSGD, which is taken for a dense sum of as many bytes, without its work.
+    Times of a step are means over the steps to that perplexity, or over all where it is not
+    reached. The planner does not know PowerSGD, which is taken for a dense sum of as many bytes,
+    without its work.
     """
     return table(PREDICTED, _predicted(rows))
 
 
 def _predicted(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
     for row, reached in _reached(rows):
-        cells = [row["task"], row["method"], f"{reached[0]}" if reached else "never"]
+        steps = reached[0] if reached else row["steps"]
+        cells = [row["task"], row["method"], f"{steps}" if reached else "never"]
         for network in (SLOW, FAST):
-            step_s = _planned(row, network).step
-            cells += [f"{1e3 * step_s:.0f}", f"{reached[0] * step_s:.0f}" if reached else ""]
+            step_s = _planned(row, network, steps).step
+            cells += [f"{1e3 * step_s:.0f}", f"{steps * step_s:.0f}" if reached else ""]
         yield cells
 
 
-def _planned(row: Row, network: str) -> PlannedStep:
-    """Return the step of a row's method by the planner."""
+def _planned(row: Row, network: str, steps: int) -> PlannedStep:
+    """Return the mean of the first ``steps`` of a row's method by the planner."""
     rates = stated_rates(
         bandwidth=bits_per_s(network) / 8,
         latency_s=LATENCY_S,
@@ -102,9 +105,9 @@ def _planned(row: Row, network: str) -> PlannedStep:
     )
     names = {"bf16": "dense bf16", "sparcel": UNNAMED}
     parameters = row["parameters"] if row["method"] in names else _as_dense(row)
-    steps = plan(parameters, compute_s=GPU_S, rates=rates, steps=row["steps"]).rows
+    planned = plan(parameters, compute_s=GPU_S, rates=rates, steps=steps).rows
     method = names.get(row["method"], "dense fp32")
-    return next(step for step in steps if step.method == method)
+    return next(step for step in planned if step.method == method)
 
 
 def _as_dense(row: Row) -> int:
