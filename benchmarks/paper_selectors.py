@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from sparcel import SparseStream, kernels
+from sparcel.kernels.cpu_mstopk import nth_largest, reaching
+from sparcel.kernels.definitions.mstopk import rounded
 from sparcel.selectors import Selector
 from sparcel.selectors.base import stream_of
 from sparcel.selectors.draws import integers
-from sparcel.selectors.thresholds import nth_largest, reaching, rounded
 
 SMALLEST_SAMPLE = 512
 
@@ -96,7 +97,7 @@ class DoubleSampling(Selector):
         size = x.numel()
         count = max(SMALLEST_SAMPLE, round(self.sample * size))
         if count < size and k < size:
-            sampled = x[integers(count, size, self.seed, step, x.device)].abs()
+            sampled = x[integers(count, size, self.seed, step)].abs()
             for boost in (1, 1.5, 2):
                 rank = min(count, max(1, round(boost * count * k / size)))
                 threshold = float(torch.topk(sampled, rank).values[-1])

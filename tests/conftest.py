@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 from tests.mpi_pool import MpiPool
 from tests.workers import Pool
+
+# Before any kernel for GPUs is imported: without a GPU, Triton's interpreter runs them on the CPU.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # No deadline, because tests must not fail on a busy machine. The parent is Hypothesis' default
 # profile, which is reproducible in CI. `--hypothesis-profile=thorough` runs more examples.

@@ -9,17 +9,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from sparcel.kernels.cpu_mstopk import at_least, nth_largest, reaching
+from sparcel.kernels.definitions.mstopk import mean_magnitude, rounded
 from sparcel.selectors.draws import distinct, integers
-from sparcel.selectors.thresholds import (
-    at_least,
-    mean_magnitude,
-    nth_largest,
-    reaching,
-    rounded,
-)
 from tests.selectors.test_properties import vectors
-
-CPU = torch.device("cpu")
 
 
 @given(vectors(), st.integers(1, 30))
@@ -53,7 +46,7 @@ def test_the_mean_magnitude_is_nearly_that_of_float64(x: Tensor) -> None:
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(-5, 5), st.integers(0, 9))
 def test_distinct_numbers_are_distinct(a: int, b: int, seed: int, step: int) -> None:
     count, below = sorted((a, b))
-    drawn = distinct(count, below, seed, step, CPU).tolist()
+    drawn = distinct(count, below, seed, step).tolist()
     assert len(drawn) == count
     assert drawn == sorted(set(drawn))
     assert all(0 <= each < below for each in drawn)
@@ -62,7 +55,7 @@ def test_distinct_numbers_are_distinct(a: int, b: int, seed: int, step: int) -> 
 @pytest.mark.parametrize("count", [2, 4])
 def test_each_set_is_equally_likely(count: int) -> None:
     rounds = 3000
-    seen = Counter(tuple(distinct(count, 6, 0, step, CPU).tolist()) for step in range(rounds))
+    seen = Counter(tuple(distinct(count, 6, 0, step).tolist()) for step in range(rounds))
     assert set(seen) == set(combinations(range(6), count))
     assert len(seen) == 15
     # 200 of each are expected, ± 14; the draws are the same whenever this runs.
@@ -70,13 +63,10 @@ def test_each_set_is_equally_likely(count: int) -> None:
 
 
 def test_steps_have_sequences_of_their_own() -> None:
-    drawn = torch.cat([integers(1000, 2**62, 0, step, CPU) for step in range(3)])
+    drawn = torch.cat([integers(1000, 2**62, 0, step) for step in range(3)])
     assert drawn.unique().numel() == 3000
 
 
 def test_a_longer_sequence_begins_with_the_shorter() -> None:
     for count in range(8):
-        assert (
-            integers(20, 1000, 5, 3, CPU)[:count].tolist()
-            == integers(count, 1000, 5, 3, CPU).tolist()
-        )
+        assert integers(20, 1000, 5, 3)[:count].tolist() == integers(count, 1000, 5, 3).tolist()

@@ -29,7 +29,6 @@ unequal counts."""
 _LEAST, _MOST = 1 << 10, 1 << 15
 """Magnitudes of selected values: whole numbers, whose sums over up to 512 ranks are exact."""
 
-_CPU = torch.device("cpu")
 _WHERE, _VALUES, _WINDOWS, _REST = range(4)  # seeds
 
 
@@ -63,7 +62,7 @@ class Case:
         if self.gradients is not None:
             return topk(self.gradient(rank), self.k)
         indices = self._indices(rank)
-        drawn = draws.integers(self.k, 2 * (_MOST - _LEAST), _VALUES, rank, _CPU)
+        drawn = draws.integers(self.k, 2 * (_MOST - _LEAST), _VALUES, rank)
         sign = 1 - 2 * (drawn % 2)
         values = (sign * (_LEAST + drawn // 2)).float()
         return SparseStream.unchecked(indices.to(kernels.index_dtype(self.size)), values, self.size)
@@ -99,10 +98,10 @@ class Case:
             width = -(-SPREAD * self.k // CLUSTERS)
             places = self.size // width
             if places > CLUSTERS:
-                windows = draws.distinct(CLUSTERS, places, _WINDOWS, 0, _CPU)
-                inside = draws.distinct(self.k, CLUSTERS * width, _WHERE, whose, _CPU)
+                windows = draws.distinct(CLUSTERS, places, _WINDOWS, 0)
+                inside = draws.distinct(self.k, CLUSTERS * width, _WHERE, whose)
                 return windows[inside // width] * width + inside % width
-        return draws.distinct(self.k, self.size, _WHERE, whose, _CPU)
+        return draws.distinct(self.k, self.size, _WHERE, whose)
 
 
 def load_gradients(path: Path) -> Tensor:

@@ -12,10 +12,11 @@ import math
 
 from torch import Tensor
 
-from sparcel import _cpu
-from sparcel.kernels import cpu
+from sparcel import _cpu, device
+from sparcel.kernels import cpu, cpu_mstopk
 from sparcel.kernels.addition import Addition as Addition
 from sparcel.kernels.definitions import few_bits, packing, reduce, select, sets, squares
+from sparcel.kernels.definitions import mstopk as sampled
 from sparcel.kernels.definitions.common import index_dtype as index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
@@ -25,27 +26,34 @@ from sparcel.kernels.definitions.squares import CHUNK as CHUNK
 from sparcel.kernels.dispatch import by_device
 
 # One line a kernel, one column a type of device; callers choose nothing.
-topk = by_device(select.topk, cpu=cpu.topk)
-topk_chunked = by_device(select.topk_chunked, cpu=cpu.topk_chunked)
-accumulate_topk = by_device(select.accumulate_topk, cpu=cpu.accumulate_topk)
-threshold_select = by_device(select.threshold_select, cpu=cpu.threshold_select)
-magnitude_histogram = by_device(select.magnitude_histogram, cpu=cpu.magnitude_histogram)
-merge = by_device(reduce.merge, cpu=cpu.merge)
-scatter_reduce = by_device(reduce.scatter_reduce, cpu=cpu.scatter_reduce)
-scatter = by_device(reduce.scatter, cpu=cpu.scatter)
-expand = by_device(reduce.expand, cpu=cpu.expand)
-add_saturated = by_device(reduce.add_saturated, cpu=_cpu.add_saturated)
-check_indices = by_device(reduce.check_indices, cpu=cpu.check_indices)
-within = by_device(sets.within, cpu=cpu.within)
-without = by_device(sets.without, cpu=cpu.without)
-limited = by_device(few_bits.limited, cpu=cpu.limited)
-quantize = by_device(few_bits.quantize, cpu=cpu.quantize)
-dequantize = by_device(few_bits.dequantize, cpu=cpu.dequantize)
-pack_indices = by_device(packing.pack_indices, cpu=cpu.pack_indices)
-unpack_indices = by_device(packing.unpack_indices, cpu=cpu.unpack_indices)
-sums_of_squares = by_device(squares.sums_of_squares, cpu=cpu.sums_of_squares)
+topk = by_device(select.topk, cpu.topk, "topk")
+topk_each = by_device(select.topk_each, cpu.topk_each, "topk_each")
+topk_chunked = by_device(select.topk_chunked, cpu.topk_chunked, "topk_chunked")
+accumulate_topk = by_device(select.accumulate_topk, cpu.accumulate_topk, "accumulate_topk")
+threshold_select = by_device(select.threshold_select, cpu.threshold_select, "threshold_select")
+magnitude_histogram = by_device(
+    select.magnitude_histogram, cpu.magnitude_histogram, "magnitude_histogram"
+)
+in_bin = by_device(select.in_bin, select.in_bin, "in_bin")
+mstopk = by_device(sampled.mstopk, cpu_mstopk.mstopk, "mstopk")
+merge = by_device(reduce.merge, cpu.merge, "merge")
+scatter_reduce = by_device(reduce.scatter_reduce, cpu.scatter_reduce, "scatter_reduce")
+scatter = by_device(reduce.scatter, cpu.scatter, "scatter")
+expand = by_device(reduce.expand, cpu.expand, "expand")
+add_saturated = by_device(reduce.add_saturated, _cpu.add_saturated, "add_saturated")
+saturate = by_device(reduce.saturate, cpu.saturate)
+indices_fault = by_device(reduce.indices_fault, cpu.indices_fault, "indices_fault")
+check_indices = by_device(reduce.check_indices, cpu.check_indices)
+within = by_device(sets.within, cpu.within, "within")
+without = by_device(sets.without, cpu.without, "without")
+limited = by_device(few_bits.limited, cpu.limited, "limited")
+quantize = by_device(few_bits.quantize, cpu.quantize, "quantize")
+dequantize = by_device(few_bits.dequantize, cpu.dequantize, "dequantize")
+pack_indices = by_device(packing.pack_indices, cpu.pack_indices, "pack_indices")
+unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices, "unpack_indices")
+sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, "sums_of_squares")
 
 
 def norm(x: Tensor) -> float:
     """Return the Euclidean norm of ``x`` (``[n]``, any float dtype), summed up in float64."""
-    return math.sqrt(float(sums_of_squares([x])))
+    return math.sqrt(float(device.read(sums_of_squares([x]))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,10 @@ def accumulate_topk(
     )
 
 
+def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tuple[Tensor, Tensor]]:
+    return [topk(x[start:stop], k) for start, stop in ranges]
+
+
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     # torch rounds the threshold to the vector's dtype.
     limit = torch.tensor([threshold], dtype=x.dtype)
@@ -51,7 +56,9 @@ def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     return _cpu.sums_of_squares(given, squares.CHUNK, torch.get_num_threads())
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], op: Op, union: int | None = None
+) -> tuple[Tensor, Tensor]:
     if op.name is None:
         return reduce.merge(streams, op)
     indices = [indices for indices, _ in streams]
@@ -81,11 +88,22 @@ def check_indices(indices: Tensor, size: int) -> int:
     return _cpu.check_indices(to_dlpack(indices), size)
 
 
+def indices_fault(indices: Tensor, size: int) -> bool:
+    return check_indices(indices, size) >= 0
+
+
+def saturate(dense: Tensor) -> None:
+    if not math.isfinite(dense.sum().item()):  # mostly, reading is enough
+        reduce.saturate(dense)
+
+
 def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     return _cpu.within(indices, values.detach(), others, _columns(values))
 
 
-def without(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+def without(
+    indices: Tensor, values: Tensor, others: Tensor, left: int | None = None
+) -> tuple[Tensor, Tensor]:
     return _cpu.without(indices, values.detach(), others, _columns(values))
 
 

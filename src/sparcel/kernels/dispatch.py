@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from sparcel.device import GPUS
 from sparcel.kernels.addition import Addition
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def by_device(definition: Callable[P, T], **compiled: Callable[P, T]) -> Callable[P, T]:
+def by_device(
+    definition: Callable[P, T], cpu: Callable[P, T], gpu: str | None = None
+) -> Callable[P, T]:
     """Return a kernel that runs on tensors of any device.
 
     Parameters
     ----------
     definition
         The kernel in plain torch, for devices without a faster function.
-    compiled
-        Faster functions with the same arguments and results, by the device's type: ``cpu=…``.
+    cpu
+        A faster function with the same arguments and results for tensors on the CPU.
+    gpu
+        The name of one in `sparcel.kernels.gpu`, which is imported when a tensor on a GPU comes, if
+        Triton is installed; None if the definition will do.
     """
 
     @wraps(definition)
     def kernel(*args: P.args, **kwargs: P.kwargs) -> T:
-        return compiled.get(_device_of(args[0]), definition)(*args, **kwargs)
+        place = _device_of(args[0])
+        if place == "cpu":
+            return cpu(*args, **kwargs)
+        compiled = _on_gpu(gpu) if gpu and place in GPUS else None
+        return (compiled or definition)(*args, **kwargs)
 
     return kernel
+
+
+@lru_cache
+def _on_gpu(name: str) -> Callable[..., Any] | None:
+    """Return a function of `sparcel.kernels.gpu`; None without Triton."""
+    if find_spec("triton") is None:
+        return None
+    function: Callable[..., Any] = getattr(import_module("sparcel.kernels.gpu"), name)
+    return function
 
 
 def _device_of(first: Any) -> str:

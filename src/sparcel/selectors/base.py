@@ -64,13 +64,14 @@ class Selector(ABC):
         """
         scratch = addition.scratch
         *_, finite = kernels.accumulate_topk(addition, 0)
-        if not finite:
+        if finite is False:
             dtype = kernels.index_dtype(scratch.numel())
             nothing = torch.empty(0, dtype=dtype, device=scratch.device)
             return stream_of(nothing, scratch[:0], scratch, finite=False)
         stream = self.select(scratch, k, step)
         assert stream.indices is not None, "selections are sparse"
         kernels.scatter(scratch, stream.indices, torch.zeros_like(stream.values))
+        stream.finite = finite
         return stream
 
     def fresh(self) -> Self:
@@ -90,6 +91,8 @@ class Selector(ABC):
             )
 
 
-def stream_of(indices: Tensor, values: Tensor, vector: Tensor, finite: bool = True) -> SparseStream:
+def stream_of(
+    indices: Tensor, values: Tensor, vector: Tensor, finite: bool | Tensor = True
+) -> SparseStream:
     """Make the stream of what was selected from ``vector``."""
     return SparseStream.unchecked(indices, values, vector.numel(), finite)

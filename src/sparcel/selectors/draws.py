@@ -1,4 +1,4 @@
-"""Random numbers that every rank draws alike."""
+"""Random numbers that every rank draws alike, on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from sparcel.kernels.philox import philox
 
 
-def integers(count: int, below: int, seed: int, step: int, device: torch.device) -> Tensor:
+def integers(count: int, below: int, seed: int, step: int) -> Tensor:
     """Return int64 ``[count]``, each uniform in ``[0, below)``, decided by seed and step alone.
 
     Numbers are 63 random bits modulo ``below``; their probabilities differ by less than
@@ -16,13 +16,13 @@ def integers(count: int, below: int, seed: int, step: int, device: torch.device)
     """
     # The random rounding of values may use the same seed; its counters are below 2**32.
     first = (step + 1) << 32
-    blocks = torch.arange(first, first + (count + 1) // 2, device=device)
+    blocks = torch.arange(first, first + (count + 1) // 2)
     a, b, c, d = philox(blocks, seed)
     bits = torch.stack([(a << 31) | (b >> 1), (c << 31) | (d >> 1)], dim=1).view(-1)
     return bits[:count] % below
 
 
-def distinct(count: int, below: int, seed: int, step: int, device: torch.device) -> Tensor:
+def distinct(count: int, below: int, seed: int, step: int) -> Tensor:
     """Return ``count`` different numbers in ``[0, below)``, sorted; each set is equally likely.
 
     They are the first ``count`` different numbers in the sequence of `integers`. If ``count``
@@ -30,15 +30,15 @@ def distinct(count: int, below: int, seed: int, step: int, device: torch.device)
     ``count``.
     """
     if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.empty(0, dtype=torch.int64)
     if 2 * count > below:
-        left = torch.ones(below, dtype=torch.bool, device=device)
-        left[distinct(below - count, below, seed, step, device)] = False
+        left = torch.ones(below, dtype=torch.bool)
+        left[distinct(below - count, below, seed, step)] = False
         return left.nonzero().view(-1)
     # Up to one half, the expected length of the sequence is 2·ln 2 times the count at most.
     length = count + count // 2 + 64
     while True:
-        drawn, position = integers(length, below, seed, step, device).sort(stable=True)
+        drawn, position = integers(length, below, seed, step).sort(stable=True)
         first = torch.ones_like(drawn, dtype=torch.bool)
         torch.ne(drawn[1:], drawn[:-1], out=first[1:])
         drawn, position = drawn[first], position[first]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
 from sparcel._checks import whole_number
 from sparcel.selectors.base import Selector, stream_of
 from sparcel.selectors.draws import distinct
@@ -33,6 +33,8 @@ class RandomK(Selector):
 
     def select(self, x: Tensor, k: int, step: int = 0) -> SparseStream:
         """Draw coordinates, and leave out those that are zero."""
-        drawn = distinct(min(k, x.numel()), x.numel(), self.seed, step, x.device)
-        drawn = drawn[x[drawn] != 0]
-        return stream_of(drawn.to(kernels.index_dtype(x.numel())), x[drawn], x)
+        size = x.numel()
+        drawn = distinct(min(k, size), size, self.seed, step)
+        places = device.sent(drawn, x.device, kernels.index_dtype(size))
+        nonzero, values = kernels.threshold_select(x.index_select(0, places), 0)
+        return stream_of(places.index_select(0, nonzero), values, x)

@@ -43,6 +43,6 @@ class Ranked(Selector):
         """Add, select and clear in one pass."""
         count, chunk = self.rule(k, addition.memory.numel())
         indices, values, finite = kernels.accumulate_topk(addition, count, chunk)
-        if not finite:
+        if finite is False:
             indices, values = indices[:0], values[:0]
         return stream_of(indices, values, addition.scratch, finite)

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
 from sparcel._checks import number, whole_number
 from sparcel.selectors.base import Selector, stream_of
-from sparcel.selectors.thresholds import reaching
 from sparcel.stream import SparseStream
 
 
@@ -53,10 +52,11 @@ class ThresholdReuse(Selector):
         same_period = step // self.period == self._since // self.period
         reusable = self._k == k and self._since < step and same_period
         if threshold is not None and reusable:
-            largest = kernels.topk(x, self.most(k, x.numel()))
-            return stream_of(*reaching(*largest, threshold), x)
+            indices, values = kernels.topk(x, self.most(k, x.numel()))
+            positions, values = kernels.threshold_select(values, threshold)
+            return stream_of(indices.index_select(0, positions), values, x)
         indices, values = kernels.topk(x, k)
-        self._threshold = float(values.abs().min()) if values.numel() else None
+        self._threshold = float(device.read(values.abs().min())) if values.numel() else None
         self._k, self._since = k, step
         return stream_of(indices, values, x)
 

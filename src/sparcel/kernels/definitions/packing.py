@@ -20,7 +20,7 @@ def packed_words(count: int, size: int) -> int:
     These are count · (log₂(size / count) + 2) bits, or up to 0.09 · count fewer, and never more
     than size. The count never falls when ``count`` rises.
     """
-    low_bits, bitmap_bits = _packing(count, size)
+    low_bits, bitmap_bits = layout(count, size)
     return -(-(bitmap_bits + count * low_bits) // 64)
 
 
@@ -47,7 +47,7 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
     Source: Elias, "Efficient storage and retrieval by content and address of static files", 1974.
     """
     count, positions = indices.numel(), indices.long()
-    low_bits, bitmap_bits = _packing(count, size)
+    low_bits, bitmap_bits = layout(count, size)
     bits = positions.new_zeros(64 * packed_words(count, size))
     if _is_bitmap(count, size):
         bits[positions] = 1
@@ -73,7 +73,7 @@ def unpack_indices(words: Tensor, count: int, size: int) -> Tensor | None:
         When the length of ``words`` does not fit the counts.
     """
     check_words(words, count, size)
-    low_bits, bitmap_bits = _packing(count, size)
+    low_bits, bitmap_bits = layout(count, size)
     bits = (words[:, None] >> _places(64, words) & 1).flatten()
     highs = bits[:bitmap_bits].nonzero().squeeze(1)
     if highs.numel() != count:
@@ -92,7 +92,7 @@ def check_words(words: Tensor, count: int, size: int) -> None:
         raise InputError(f"{count} indices below {size} need {expected} words, got {words.numel()}")
 
 
-def _packing(count: int, size: int) -> tuple[int, int]:
+def layout(count: int, size: int) -> tuple[int, int]:
     """Return how many low bits an index has, and how many bits the bitmap of the others has."""
     if count == 0:
         return 0, 0

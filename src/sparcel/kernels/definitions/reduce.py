@@ -12,7 +12,9 @@ from sparcel.kernels.definitions.common import widen
 from sparcel.ops import Op
 
 
-def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Tensor]:
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], op: Op, union: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Reduce sorted streams to one.
 
     If several streams hold an index, ``op`` is applied from left to right in the order of
@@ -27,6 +29,9 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
         float32, float64, int32 or int64 (integers wrap on overflow).
     op
         Combines the values of one index.
+    union
+        How many indices the streams hold together, where the caller knows, so that nobody has to
+        wait for it.
 
     Returns
     -------
@@ -38,7 +43,7 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
     # A stable sort keeps the contributions of one index in the order of the streams.
     indices, order = torch.cat([indices for indices, _ in streams]).sort(stable=True)
     values = torch.cat([values for _, values in streams])[order]
-    union, counts = torch.unique_consecutive(indices, return_counts=True)
+    merged, counts = torch.unique_consecutive(indices, return_counts=True)
     first = counts.cumsum(0) - counts
     result = widen(values[first])
     longest = int(counts.max()) if counts.numel() else 0
@@ -46,7 +51,7 @@ def merge(streams: Sequence[tuple[Tensor, Tensor]], op: Op) -> tuple[Tensor, Ten
         slots = (counts > contribution).nonzero().view(-1)
         added = widen(values[first[slots] + contribution])
         result[slots] = op.apply(result[slots], added)
-    return union, result.to(values.dtype)
+    return merged, result.to(values.dtype)
 
 
 def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
@@ -106,6 +111,19 @@ def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     """
     positions, most = indices.long(), torch.finfo(dense.dtype).max
     dense[positions] = (dense[positions] + values).clamp(-most, most)
+
+
+def saturate(dense: Tensor) -> None:
+    """Replace infinite numbers of a vector, of any float dtype, by the largest finite ones."""
+    most = torch.finfo(dense.dtype).max
+    dense.clamp_(-most, most)
+
+
+def indices_fault(indices: Tensor, size: int) -> bool | Tensor:
+    """Tell, on the indices' device, whether `check_indices` finds one."""
+    wrong = (indices < 0) | (indices >= size)
+    wrong[1:] |= indices[1:] <= indices[:-1]
+    return wrong.any()
 
 
 def check_indices(indices: Tensor, size: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 
 def accumulate_topk(
     addition: Addition, k: int, chunk: int | None = None
-) -> tuple[Tensor, Tensor, bool]:
+) -> tuple[Tensor, Tensor, bool | Tensor]:
     """Add, select the largest magnitudes of the sum, and keep the rest in the scratch.
 
     One pass over the vectors. The scratch is 0 where an entry was selected.
@@ -83,7 +85,8 @@ def accumulate_topk(
     indices, values
         The selected entries; values in the dtype of the memory.
     finite
-        Whether the whole sum was finite. If not, the selection and the scratch are meaningless.
+        Whether the whole sum was finite. If not, the selection and the scratch are meaningless. On
+        a GPU it stays there if nothing was selected.
     """
     memory, scratch = addition.memory, addition.scratch
     scratch.copy_(addition.gradient)  # not converted inside of a sum, which would copy all of it
@@ -159,6 +162,34 @@ def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = N
         counted &= bits >> (shift + bins.bit_length() - 1) == prefix
     field = (bits[counted] >> shift) & (bins - 1)
     return torch.bincount(field, minlength=bins)
+
+
+def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int, Tensor]:
+    """Find the magnitudes whose bits are in ``[lowest, lowest + width)``.
+
+    Parameters
+    ----------
+    values
+        ``[m]``, float16, bfloat16, float32 or float64.
+    most
+        How many to list. The caller knows that there are no more, or wants none.
+
+    Returns
+    -------
+    larger, inside
+        How many magnitudes are above, and how many inside.
+    listed
+        int64 ``[inside]`` on the host, or ``[0]``: their bits less ``lowest``, in any order.
+    """
+    above = magnitude_bits(values).long() - lowest
+    candidates = above[(above >= 0) & (above < width)]
+    larger = int((above >= width).sum())
+    return larger, candidates.numel(), candidates[:most].cpu()
+
+
+def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tuple[Tensor, Tensor]]:
+    """Return `topk` of each range ``[start, stop)`` of a vector; indices count from its start."""
+    return [topk(x[start:stop], k) for start, stop in ranges]
 
 
 def check_field(x: Tensor, shift: int, bins: int, prefix: int | None) -> None:

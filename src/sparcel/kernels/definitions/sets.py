@@ -27,7 +27,12 @@ def within(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Ten
     return indices[kept], values[kept]
 
 
-def without(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries whose indices are not among ``others``; otherwise like `within`."""
+def without(
+    indices: Tensor, values: Tensor, others: Tensor, left: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the entries whose indices are not among ``others``; otherwise like `within`.
+
+    ``left`` is how many these are, where the caller knows, so that nobody has to wait for it.
+    """
     kept = ~torch.isin(indices, others)
     return indices[kept], values[kept]

@@ -1,0 +1,162 @@
+"""What passes between the host and a GPU: control that the host reads, and numbers it sends.
+
+A GPU works behind the host, which waits only for what decides: how long a result is, whether all
+was finite. `read` is the one place where it waits, for an event on a copy in pinned memory. What
+need not be known at once, such as whether a message was sound, waits for the next read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+GPUS = {"cuda"}
+"""The types of devices whose kernels are Triton's."""
+
+
+Checks: TypeAlias = list[tuple[Tensor, Callable[[], Exception]]]
+"""What waits for the next read: flags on a GPU, and what makes the exception if one is set."""
+
+
+class _Thread(threading.local):
+    """The checks of this thread, and how often it has read."""
+
+    def __init__(self) -> None:
+        self.checks: Checks = []
+        self.reads = 0
+
+
+_thread = _Thread()
+
+
+def read(control: Tensor) -> Tensor:
+    """Return a small tensor on the host, and raise what the checks of `later` have found.
+
+    Parameters
+    ----------
+    control
+        Any shape and dtype. A tensor on the host is returned as it is.
+    """
+    if control.device.type == "cpu":
+        return control
+    content = _read([control.reshape(-1).view(torch.uint8)])
+    return content.clone().view(control.dtype).view(control.shape)
+
+
+def read_all(messages: Sequence[Tensor]) -> list[Tensor]:
+    """Return bytes on the host, in order, by one `read` of those that are on a GPU.
+
+    Parameters
+    ----------
+    messages
+        uint8, ``[nbytes]``. Those on the host are returned as they are; the others come in pinned
+        memory, once each, however often they are in the list.
+    """
+    far = {id(message): message for message in messages if message.device.type != "cpu"}
+    if not far:
+        return list(messages)
+    content = _read(list(far.values()))
+    parts = content.split([message.numel() for message in far.values()])
+    near = dict(zip(far, parts, strict=True))
+    return [near.get(id(message), message) for message in messages]
+
+
+def _read(parts: list[Tensor]) -> Tensor:
+    """Return bytes of a GPU on the host, end to end, and raise what checks have found."""
+    checks = _thread.checks.copy()
+    _thread.checks.clear()
+    # A GPU takes about as long for a copy of some bytes as for a copy of many.
+    parts = [*parts, *(fault.view(1) for fault, _ in checks)]
+    copied = _copied(torch.cat(parts) if len(parts) > 1 else parts[0])
+    _thread.reads += 1
+    content = copied[: copied.numel() - len(checks)]
+    for found, (_, complaint) in zip(copied[content.numel() :].tolist(), checks, strict=True):
+        if found:
+            raise complaint()
+    return content
+
+
+def truth(flag: bool | Tensor) -> bool:
+    """Return a flag that may be on a device, without dimensions, on the host."""
+    return bool(flag if isinstance(flag, bool) else read(flag))
+
+
+def read_flagged(numbers: Tensor, flag: bool | Tensor) -> tuple[Tensor, bool]:
+    """Return integers and a flag on the host, by one `read`."""
+    if isinstance(flag, bool) or flag.device != numbers.device:
+        return read(numbers), truth(flag)
+    both = read(torch.cat([numbers, flag.view(1).to(numbers.dtype)]))
+    return both[:-1], bool(both[-1])
+
+
+def later(fault: bool | Tensor, complaint: Callable[[], Exception]) -> None:
+    """Raise ``complaint()`` if ``fault`` is true: now on the host, else at this thread's next read.
+
+    Parameters
+    ----------
+    fault
+        A bool, or a tensor of one without dimensions. That of a device without memory is not true.
+    complaint
+        Makes the exception.
+    """
+    if isinstance(fault, Tensor) and fault.device.type in GPUS:
+        _thread.checks.append((fault.view(torch.uint8), complaint))
+    elif not (isinstance(fault, Tensor) and fault.is_meta) and fault:
+        raise complaint()
+
+
+def settle() -> None:
+    """Wait for the checks of `later`, if there are any."""
+    if checks := _thread.checks:
+        read(torch.zeros((), dtype=torch.uint8, device=checks[0][0].device))
+
+
+def reads() -> int:
+    """Return how often this thread has waited for a GPU in `read`."""
+    return _thread.reads
+
+
+def checks() -> Checks:
+    """Return the list of this thread's checks."""
+    return _thread.checks
+
+
+@contextmanager
+def adding_to(checks: Checks) -> Iterator[None]:
+    """Let this thread's checks be these ones meanwhile; after an error they are void."""
+    before, _thread.checks = _thread.checks, checks
+    try:
+        yield
+    except BaseException:
+        checks.clear()
+        raise
+    finally:
+        _thread.checks = before
+
+
+def sent(numbers: Sequence[float] | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return numbers of the host on a device, without waiting for it.
+
+    A tensor keeps its shape.
+    """
+    host = torch.as_tensor(numbers, dtype=dtype, device="cpu")
+    return _pinned(host).to(device, non_blocking=True) if device.type in GPUS else host.to(device)
+
+
+def _pinned(host: Tensor) -> Tensor:
+    return host.pin_memory()
+
+
+def _copied(control: Tensor) -> Tensor:
+    """Return a copy on the host, once it is complete."""
+    pinned = torch.empty(control.shape, dtype=control.dtype, pin_memory=True)
+    pinned.copy_(control, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(control.device))
+    event.synchronize()
+    return pinned

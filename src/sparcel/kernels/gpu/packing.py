@@ -1,0 +1,120 @@
+"""Sorted indices in few bits each; a lane packs an index, and unpacks a bit of the bitmap."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparcel import device
+from sparcel.errors import FormatError
+from sparcel.kernels.definitions.common import index_dtype
+from sparcel.kernels.definitions.packing import check_words, layout, packed_words
+from sparcel.kernels.gpu._launch import launch
+
+_TILE = 1024  # indices a program packs
+_WORDS = 32  # words of the bitmap a program unpacks
+
+# These differ from call to call, and must not have kernels compiled for their divisors.
+_COUNTS = ["count", "low_bits", "low_mask", "bitmap_bits"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _pack(
+    indices, count, low_bits, low_mask, bitmap_bits, words,
+    PLAIN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Only a ``PLAIN`` bitmap has no low bits. An OR of bits does not depend on their order."""
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = i < count
+    index = tl.load(indices + i, mask=inside, other=0).to(tl.int64)
+    one = tl.full([TILE], 1, tl.int64)
+    bit = index
+    if not PLAIN:
+        bit = (index >> low_bits) + i
+    fits = inside & (bit >= 0) & (bit < bitmap_bits)  # so do all that are sorted and in range
+    tl.atomic_or(words + (bit >> 6), one << (bit & 63), mask=fits, sem="relaxed")
+    if not PLAIN:
+        low = index & low_mask
+        start = bitmap_bits + i * low_bits
+        word, skipped = start >> 6, start & 63
+        tl.atomic_or(words + word, low << skipped, mask=inside, sem="relaxed")
+        # Two shifts, because one by 64 is undefined.
+        rest = (low >> 1) >> (63 - skipped)
+        tl.atomic_or(words + word + 1, rest, mask=inside & (skipped + low_bits > 64), sem="relaxed")
+
+
+@triton.jit
+def _bitmap(words, word, bitmap_bits):
+    """Return the bits ``[len(word), 64]`` of words, int32, and their places."""
+    place = word[:, None] * 64 + tl.arange(0, 64)[None, :]
+    content = tl.load(words + word, mask=word * 64 < bitmap_bits, other=0)
+    bits = (content[:, None] >> tl.arange(0, 64)[None, :]) & 1
+    return tl.where(place < bitmap_bits, bits, 0).to(tl.int32), place
+
+
+@triton.jit(do_not_specialize=["bitmap_bits"])
+def _count(words, bitmap_bits, counts, WORDS: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    bits, _ = _bitmap(words, program * WORDS + tl.arange(0, WORDS), bitmap_bits)
+    tl.store(counts + program, tl.sum(tl.sum(bits, axis=1), axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _unpack(
+    words, count, low_bits, low_mask, bitmap_bits, before, indices,
+    PLAIN: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Whatever the words are, only ``count`` numbers have a place, and low bits that are there."""
+    program = tl.program_id(0).to(tl.int64)
+    bits, place = _bitmap(words, program * WORDS + tl.arange(0, WORDS), bitmap_bits)
+    of_word = tl.sum(bits, axis=1)
+    first = tl.load(before + program - 1, mask=program > 0, other=0)
+    first = first + tl.cumsum(of_word, axis=0) - of_word
+    number = first[:, None] + tl.cumsum(bits, axis=1) - bits
+    kept = (bits != 0) & (number < count)
+    index = place
+    if not PLAIN:
+        start = bitmap_bits + number * low_bits
+        word, skipped = start >> 6, start & 63
+        goes_on = kept & (skipped + low_bits > 64)
+        content = tl.load(words + word, mask=kept, other=0).to(tl.uint64, bitcast=True)
+        rest = tl.load(words + word + 1, mask=goes_on, other=0) << 1
+        low = (content >> skipped.to(tl.uint64)).to(tl.int64, bitcast=True)
+        low = (low | (rest << (63 - skipped))) & low_mask
+        index = ((place - number) << low_bits) | low
+    tl.store(indices + number, index.to(indices.dtype.element_ty), mask=kept)
+
+
+def pack_indices(indices: Tensor, size: int) -> Tensor:
+    count = indices.numel()
+    low_bits, bitmap_bits = layout(count, size)
+    words = indices.new_zeros(packed_words(count, size), dtype=torch.int64)
+    launch(
+        _pack, triton.cdiv(count, _TILE), indices, count, low_bits, (1 << low_bits) - 1,
+        bitmap_bits, words,
+        PLAIN=low_bits == 0, TILE=_TILE,
+    )  # fmt: skip
+    return words
+
+
+def unpack_indices(words: Tensor, count: int, size: int) -> Tensor:
+    """Return ``count`` indices in any case: a later read finds out whether the words hold them."""
+    check_words(words, count, size)
+    indices = words.new_zeros(count, dtype=index_dtype(size))
+    if count == 0:
+        return indices
+    low_bits, bitmap_bits = layout(count, size)
+    programs = triton.cdiv(bitmap_bits, 64 * _WORDS)
+    counts = words.new_empty(programs)
+    launch(_count, programs, words, bitmap_bits, counts, WORDS=_WORDS)
+    before = counts.cumsum(dim=0)
+    launch(
+        _unpack, programs, words, count, low_bits, (1 << low_bits) - 1, bitmap_bits, before,
+        indices,
+        PLAIN=low_bits == 0, WORDS=_WORDS,
+    )  # fmt: skip
+    complaint = f"corrupt message: it does not hold {count} packed indices"
+    device.later(before[-1] != count, lambda: FormatError(complaint))
+    return indices

@@ -1,0 +1,230 @@
+"""Merging of sparse vectors, and writing of sparse vectors into dense ones, on a GPU.
+
+Nothing is sorted: an entry finds its place in the merged order by searching the other streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparcel import device
+from sparcel.errors import InputError
+from sparcel.kernels.definitions import reduce as definitions
+from sparcel.kernels.definitions.common import index_dtype
+from sparcel.kernels.gpu._launch import launch
+from sparcel.kernels.gpu._search import BLOCK, check_rows, lower_bound, places_of, programs_for
+from sparcel.ops import Op
+
+
+def merge(
+    streams: Sequence[tuple[Tensor, Tensor]], op: Op, union: int | None = None
+) -> tuple[Tensor, Tensor]:
+    if op.name is None or not streams:
+        return definitions.merge(streams, op)
+    for one in streams:
+        check_rows(*one)
+    if len({(indices.dtype, values.dtype) for indices, values in streams}) > 1:
+        raise InputError("all streams must have the same dtypes")
+    indices = torch.cat([indices for indices, _ in streams])
+    values = torch.cat([values.detach() for _, values in streams])
+    if sum(one.numel() > 0 for one, _ in streams) <= 1:
+        return indices, values
+    if values.numel() == 0:  # rows without columns
+        alone, _ = merge([(indices, indices) for indices, _ in streams], op, union)
+        return alone, values.new_empty(alone.numel(), 0)
+    order, heads = _ranked(indices, [indices.numel() for indices, _ in streams])
+    starts, runs = places_of(heads)
+    merged, reduced = torch.empty_like(indices), torch.empty_like(values)
+    launch(
+        _reduce, programs_for(values.numel()), indices, values, order, starts, runs, merged,
+        reduced, indices.numel(), len(streams), _width(values), OP=op.name, BLOCK=BLOCK,
+    )  # fmt: skip
+    length = int(device.read(runs)) if union is None else union
+    return merged[:length], reduced[:length]
+
+
+def scatter_reduce(dense: Tensor, indices: Tensor, values: Tensor, op: Op) -> None:
+    if op.name is None:
+        device.settle()  # an index out of bounds, from a corrupt message, would end all of CUDA
+        definitions.scatter_reduce(dense, indices, values, op)
+    else:
+        _scattered(dense, indices, values, op.name)
+
+
+def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    _scattered(dense, indices, values, "write")
+
+
+def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> None:
+    dense.detach().fill_(fill)
+    scatter(dense, indices, values)
+
+
+def add_saturated(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    _scattered(dense, indices, values, "add_saturated")
+
+
+def indices_fault(indices: Tensor, size: int) -> Tensor:
+    """Return whether an index is not in [0, size) or not greater than the one before it.
+
+    It is bool, without dimensions, and stays on the device: nobody waits for it.
+    """
+    fault = indices.new_zeros((), dtype=torch.int8)
+    count = indices.numel()
+    launch(_check, programs_for(count), indices, fault, count, size, BLOCK=BLOCK)
+    return fault.view(torch.bool)
+
+
+@triton.jit(do_not_specialize=["streams", "steps"])
+def _rank(indices, bounds, order, heads, total, streams, steps, BLOCK: tl.constexpr):
+    """Write each entry's number to its place in the merged order.
+
+    Entries of one index are in the order of their streams; the first is the head of the run.
+    """
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = number < total
+    index = tl.load(indices + number, mask=there, other=0)
+    rank = tl.zeros([BLOCK], dtype=tl.int64)
+    head = there
+    for stream in range(streams):
+        start, stop = tl.load(bounds + stream), tl.load(bounds + stream + 1)
+        own = (start <= number) & (number < stop)
+        low, high = tl.where(own, number, start), tl.where(own, number, stop)
+        place = lower_bound(indices, low, high, index, steps)
+        earlier = there & (stop <= number) & (place < stop)
+        equal = earlier & (tl.load(indices + place, mask=earlier, other=0) == index)
+        rank += place - start + equal.to(tl.int64)
+        head = head & (equal == 0)
+    tl.store(order + rank, number.to(order.dtype.element_ty), mask=there)
+    tl.store(heads + rank, head.to(tl.int8), mask=there)
+
+
+@triton.jit(do_not_specialize=["streams"])
+def _reduce(
+    indices, values, order, starts, runs, union, reduced, total, streams, width,
+    OP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce runs of equal indices; a lane takes one column of a run.
+
+    Indices of a corrupt message leave gaps in the order. What is read there is no address, and the
+    runs are too long.
+    """
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    run, column = element // width, element % width
+    count = tl.load(runs)
+    there = run < count
+    start = tl.load(starts + run, mask=there, other=0).to(tl.int64)
+    stop = tl.load(starts + run + 1, mask=run + 1 < count, other=0).to(tl.int64)
+    stop = tl.where(run + 1 < count, stop, total)
+    length = tl.where(there, tl.minimum(stop - start, streams), 0).to(tl.int32)
+    first = tl.load(order + start, mask=there, other=0).to(tl.int64)
+    sound = there & (first >= 0) & (first < total)
+    index = tl.load(indices + first, mask=sound, other=0)
+    result = _widened(tl.load(values + first * width + column, mask=sound, other=0))
+    for step in range(1, tl.max(length, axis=0)):
+        more = step < length
+        number = tl.load(order + start + step, mask=more, other=0).to(tl.int64)
+        more = more & (number >= 0) & (number < total)
+        value = _widened(tl.load(values + number * width + column, mask=more, other=0))
+        result = tl.where(more, _combined(result, value, OP), result)
+    tl.store(union + run, index, mask=there & (column == 0))
+    tl.store(reduced + element, result.to(reduced.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _scatter(
+    dense, indices, values, elements, size, width,
+    OP: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = element < elements
+    row, column = element // width, element % width
+    index = tl.load(indices + row, mask=there, other=0).to(tl.int64)
+    there = there & (index >= 0) & (index < size)
+    place = dense + index * width + column
+    value = tl.load(values + element, mask=there, other=0)
+    if OP == "add_saturated":
+        value += tl.load(place, mask=there, other=0)
+        most = tl.full([BLOCK], MOST, dtype=value.dtype)
+        value = tl.where(value > most, most, tl.where(value < -most, -most, value))
+    elif OP != "write":
+        value = _combined(_widened(tl.load(place, mask=there, other=0)), _widened(value), OP)
+    tl.store(place, value.to(dense.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _check(indices, fault, count, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < count
+    index = tl.load(indices + place, mask=there, other=0)
+    before = tl.load(indices + place - 1, mask=there & (place > 0), other=-1)
+    wrong = there & ((index < 0) | (index >= size) | (index <= before))
+    tl.store(fault, 1, mask=tl.max(wrong.to(tl.int32), axis=0) > 0)
+
+
+@triton.jit
+def _widened(x):
+    """Return half precisions as float32."""
+    if x.dtype.primitive_bitwidth == 16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _combined(first, second, OP: tl.constexpr):
+    if OP == "sum":
+        result = first + second
+    elif OP == "product":
+        result = first * second
+    elif OP == "min":
+        result = tl.minimum(first, second, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        result = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+    return result
+
+
+def _ranked(indices: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the merged order of streams that lie one after another.
+
+    Parameters
+    ----------
+    lengths
+        How many of the indices each stream has.
+
+    Returns
+    -------
+    order, heads
+        The number of the entry at each rank, and, as int8, whether it is the first of its index.
+    """
+    total = indices.numel()
+    bounds = device.sent([0, *accumulate(lengths)], indices.device, torch.int64)
+    order = indices.new_empty(total, dtype=index_dtype(total))
+    heads = indices.new_empty(total, dtype=torch.int8)
+    launch(
+        _rank, programs_for(total), indices, bounds, order, heads, total, len(lengths),
+        max(lengths).bit_length(), BLOCK=BLOCK,
+    )  # fmt: skip
+    return order, heads
+
+
+def _scattered(dense: Tensor, indices: Tensor, values: Tensor, how: str) -> None:
+    """Combine values with those of ``dense`` in place, or overwrite these."""
+    check_rows(indices, values)
+    if values.shape[1:] != dense.shape[1:]:
+        raise InputError("rows must have the width of dense")
+    converted = values.detach().to(dense.dtype)
+    most = torch.finfo(dense.dtype).max if how == "add_saturated" else 0
+    launch(
+        _scatter, programs_for(converted.numel()), dense, indices, converted, converted.numel(),
+        dense.shape[0], _width(dense), OP=how, MOST=most, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def _width(values: Tensor) -> int:
+    return values.shape[1] if values.ndim == 2 else 1

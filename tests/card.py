@@ -1,0 +1,220 @@
+"""A GPU in the tests of a machine without one: tensors on the CPU that the host cannot read.
+
+`on_card()` makes a device of type ``card`` that takes the place of a GPU. Triton's interpreter runs
+the kernels. `HostReadError` is raised by all that would make the host wait for a GPU: reading a
+number, results whose length depends on the data, and copies from and to memory that is not pinned.
+What is left is `sparcel.device.read`, which `sparcel.device.reads` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _DummyPrivateUse1Hook,
+    _setup_privateuseone_for_python_backend,
+)
+
+from sparcel import device
+
+CARD = "card"
+
+_LENGTH_DEPENDS_ON_DATA = {
+    *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("bincount", "isin", "_local_scalar_dense", "is_nonzero", "equal", "item"),
+}
+_COPIES = {"_to_copy", "copy_"}
+
+
+class HostReadError(AssertionError):
+    """The host would have waited for the card."""
+
+
+class OnCard(Tensor):
+    """A tensor of the card; ``inner`` holds its numbers."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> OnCard:
+        """Put a tensor of the host on the card, sharing its memory."""
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=f"{CARD}:0",
+        )
+        made.inner = inner
+        return made
+
+    def __repr__(self) -> str:
+        return f"OnCard({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        check(func, args, kwargs)
+        flat, _ = tree_flatten((args, kwargs))
+        wrappers = {id(one.inner): one for one in flat if isinstance(one, OnCard)}
+        to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        plain = tree_map_only(OnCard, lambda one: one.inner, (args, kwargs))
+        result = func(*plain[0], **plain[1])
+        if to_host or (func.overloadpacket.__name__ == "copy_" and not isinstance(args[0], OnCard)):
+            return result
+        return tree_map_only(Tensor, lambda one: _wrapped(one, wrappers), result)
+
+
+def _wrapped(inner: Tensor, wrappers: dict[int, OnCard]) -> OnCard:
+    """Return the tensor that has this inner one already, as after `add_`, or a new one."""
+    return wrappers[id(inner)] if id(inner) in wrappers else OnCard(inner)
+
+
+def check(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `HostReadError` where the host would wait, and for tensors on two devices."""
+    name = func.overloadpacket.__name__
+    given = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+    if name in _LENGTH_DEPENDS_ON_DATA:
+        raise HostReadError(f"{name} waits for the GPU")
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        raise HostReadError("repeat_interleave without output_size waits for the GPU")
+    masks = [one for one in given[1:] if one.dtype in (torch.bool, torch.uint8)]
+    if name in ("index", "index_put", "index_put_", "_unsafe_index") and masks:
+        raise HostReadError(f"{name} by a mask waits for the GPU")
+    on_host = [one for one in given if not isinstance(one, OnCard) and one.ndim]
+    if name in _COPIES:
+        target = kwargs.get("device")
+        crosses = bool(on_host) or (target is not None and torch.device(target).type != CARD)
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+        if crosses and waits:
+            raise HostReadError(f"{name} between the host and the GPU waits for it")
+    elif on_host:
+        raise RuntimeError(f"{name} of tensors on the host and on the card")
+
+
+class _Module(_DummyBackendModule):
+    """Tells torch, which asks for any accelerator, that there is none outside of `on_card`."""
+
+    def is_available(self) -> bool:
+        return CARD in device.GPUS
+
+
+class _Hook(_DummyPrivateUse1Hook):
+    def is_available(self) -> bool:
+        return CARD in device.GPUS
+
+
+@lru_cache
+def _register() -> None:
+    """Make the device, once a process; tensors are made on it from then on."""
+    _setup_privateuseone_for_python_backend(CARD, _Module(), _Hook())
+
+    @torch.library.impl("aten::empty.memory_format", "PrivateUse1")
+    def empty(size: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return OnCard(torch.empty(size, dtype=dtype, device="cpu"))
+
+    @torch.library.impl("aten::empty_strided", "PrivateUse1")
+    def empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tensor:
+        return OnCard(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+    @torch.library.impl("aten::arange.start_step", "PrivateUse1")
+    def arange(start: Any, end: Any, step: Any = 1, dtype: Any = None, **_: Any) -> Tensor:
+        return OnCard(torch.arange(start, end, step, dtype=dtype, device="cpu"))
+
+    @torch.library.impl("aten::arange.start", "PrivateUse1")
+    def arange_from(start: Any, end: Any, dtype: Any = None, **_: Any) -> Tensor:
+        return OnCard(torch.arange(start, end, dtype=dtype, device="cpu"))
+
+    @torch.library.impl("aten::arange", "PrivateUse1")
+    def arange_to(end: Any, dtype: Any = None, **_: Any) -> Tensor:
+        return OnCard(torch.arange(end, dtype=dtype, device="cpu"))
+
+    @torch.library.impl("aten::_copy_from", "PrivateUse1")
+    def copy_from(*_: Any) -> Tensor:
+        raise HostReadError("making a tensor of numbers of the host waits for the GPU")
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let Triton's interpreter round to bfloat16, instead of cutting bits off, and be quicker.
+
+    It replaces the functions of Triton's language anew for each call of a function, and inside of
+    that for each function which that calls.
+    """
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    cut, replaced = InterpreterBuilder.create_fp_trunc, interpreter._patch_lang
+
+    def rounded(self: Any, source: Any, kind: Any) -> Any:
+        if kind.scalar != tl.bfloat16:
+            return cut(self, source, kind)
+        halves = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.int16)
+        return TensorHandle(halves.numpy().view(np.uint16), kind.scalar)
+
+    whole = replaced(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    InterpreterBuilder.create_fp_trunc = rounded
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = replaced
+        InterpreterBuilder.create_fp_trunc = cut
+        whole.restore()
+
+
+@contextmanager
+def on_card() -> Iterator[torch.device]:
+    """Let the card take the place of a GPU meanwhile."""
+    import triton.runtime.interpreter as interpreter
+
+    _register()
+    start = interpreter.GridExecutor.__call__
+    pinned, copied = device._pinned, device._copied
+
+    def unwrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = tree_map_only(OnCard, lambda one: one.inner, (args, kwargs))
+        return start(self, *plain[0], **plain[1])
+
+    interpreter.GridExecutor.__call__ = unwrapped
+    device._pinned, device._copied = _as_it_is, _read
+    device.GPUS.add(CARD)
+    try:
+        with interpreted():
+            yield torch.device(CARD, 0)
+    finally:
+        device.GPUS.discard(CARD)
+        device._pinned, device._copied = pinned, copied
+        interpreter.GridExecutor.__call__ = start
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the card."""
+    return OnCard(tensor.clone())
+
+
+def seen(tensor: Tensor) -> Tensor:
+    """Return what a tensor of the card, or of the host, holds."""
+    return tensor.inner if isinstance(tensor, OnCard) else tensor
+
+
+def _as_it_is(host: Tensor) -> Tensor:
+    return host
+
+
+def _read(control: Tensor) -> Tensor:
+    return seen(control).clone()

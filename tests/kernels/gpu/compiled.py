@@ -1,0 +1,80 @@
+"""Compiles the kernels as for a GPU of CUDA, without one: `test_compile.py` runs this file.
+
+Triton compiles for a target by its own copy of NVIDIA's assembler. What cannot be compiled, although
+Triton's interpreter runs it, ends this program with Triton's error. Nothing is computed, so all that
+a kernel would have written is 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from sparcel import device, ops
+from sparcel.kernels import Addition, gpu
+from sparcel.kernels.gpu import select
+
+ARCHITECTURE = 90  # that of the H100
+
+compiled: set[str] = set()
+
+
+def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    kernel.warmup(*args, grid=(max(programs, 1),), **constants)
+    compiled.add(kernel.__name__)
+
+
+def call_all() -> None:
+    """Call every function of the kernels for GPUs, most of them with several dtypes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, wide = torch.ones(300_000, dtype=dtype), torch.promote_types(dtype, torch.float32)
+        memory = torch.ones(300_000, dtype=wide)
+        gpu.topk(x, 300)
+        gpu.topk_chunked(x, 2, 100)
+        gpu.threshold_select(x, 0.5)
+        gpu.mstopk(x, 300, 2, lambda _: 0)
+        gpu.accumulate_topk(Addition(memory, x, memory.clone()), 300)
+        gpu.quantize(x, 4, 64)
+        stream = torch.arange(300, dtype=torch.int32), x[:300]
+        gpu.merge([stream, stream], ops.SUM)
+        gpu.scatter(x, *stream)
+        gpu.scatter_reduce(x, *stream, ops.MAX)
+        gpu.within(*stream, stream[0])
+    corrected = Addition(memory, x, memory.clone(), 0.5, 0.9, memory, memory.clone(), clear=True)
+    gpu.accumulate_topk(corrected, 300)
+    gpu.accumulate_topk(corrected, 1, 10_000)
+    gpu.magnitude_histogram(memory, 20, 2048)
+    gpu.magnitude_histogram(memory, 7, 8192, prefix=3)
+    gpu.topk(memory.double(), 300)
+    gpu.add_saturated(x, *stream)
+    gpu.indices_fault(stream[0], 300)
+    for bits, seed in ((8, 7), (2, None)):
+        made = gpu.quantize(memory.float(), bits, 32, seed)
+        gpu.dequantize(made.codes, made.scales, memory.numel(), bits, 32)
+    for size in (10_000, 2**40):
+        indices = torch.arange(300, dtype=torch.int32 if size < 2**31 else torch.int64)
+        gpu.unpack_indices(gpu.pack_indices(indices, size), 300, size)
+
+
+if __name__ == "__main__":
+    target = GPUTarget("cuda", ARCHITECTURE, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _: 0,
+        )
+    )
+    device.read = torch.zeros_like
+    device.later = lambda *_: None
+    for name, module in sys.modules.items():
+        if name.startswith(f"{gpu.__name__}.") and hasattr(module, "launch"):
+            module.launch = compile_only
+    select.SAMPLES = 4096  # a longer sample takes seconds to compile, to the same instructions
+    call_all()
+    print(*sorted(compiled))

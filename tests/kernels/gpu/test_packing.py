@@ -1,0 +1,120 @@
+"""Packed indices, on a GPU or in Triton's interpreter: the words are those of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from sparcel import device
+from sparcel.errors import FormatError, InputError
+from sparcel.kernels.definitions import packing as reference
+from sparcel.kernels.gpu import packing as kernels
+from tests.card import moved, on_card, seen
+from tests.kernels.test_packing import lists_of_indices
+from tests.strategies import same_bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+few = settings(max_examples=15)
+
+
+def unpacked(words: Tensor, count: int, size: int) -> Tensor | None:
+    """Return what the kernel reads, None for an error, as the definition does."""
+    try:
+        found = kernels.unpack_indices(words.to(DEVICE), count, size)
+        device.settle()
+    except FormatError:
+        return None
+    return found.cpu()
+
+
+def check(indices: Tensor, size: int) -> None:
+    """Pack and unpack on the device, and compare with the definition."""
+    words = kernels.pack_indices(indices.to(DEVICE), size).cpu()
+    assert same_bits(words, reference.pack_indices(indices, size))
+    assert same_bits(unpacked(words, indices.numel(), size), indices)
+
+
+@given(lists_of_indices())
+@few
+def test_words_are_those_of_the_definition_and_hold_the_indices(case: tuple[Tensor, int]) -> None:
+    check(*case)
+
+
+@pytest.mark.parametrize("bits", [1, 6, 7, 31, 32, 33, 40, 62])
+def test_sizes_up_to_the_largest(bits: int) -> None:
+    """Indices have from 2 to 57 low bits, which lie across words in every way."""
+    size = 1 << bits
+    generator = torch.Generator().manual_seed(bits)
+    for count in (1, 2, 37, 200):
+        drawn = torch.randint(0, size, (count,), generator=generator).unique()
+        check(drawn.to(reference.index_dtype(size)), size)
+    check(torch.tensor([0, size - 1], dtype=reference.index_dtype(size)), size)
+
+
+@pytest.mark.parametrize("layout", ["sparse", "first", "both ends", "every other", "all"])
+def test_several_programs(layout: str) -> None:
+    size, count = 6000, 1300
+    index = torch.arange(count)
+    indices = {
+        "sparse": torch.randperm(size, generator=torch.Generator().manual_seed(1))[:count].sort()[
+            0
+        ],
+        "first": index,
+        "both ends": torch.where(index < count // 2, index, size - count + index),
+        "every other": torch.arange(0, size, 2),
+        "all": torch.arange(size),
+    }[layout]
+    check(indices.int(), size)
+
+
+@given(lists_of_indices(), st.randoms(use_true_random=False))
+@few
+def test_any_words_are_read_or_refused(case: tuple[Tensor, int], random) -> None:
+    """Also with words of garbage, the kernel and the definition find the same indices or none."""
+    indices, size = case
+    words = reference.pack_indices(indices, size)
+    for place in range(words.numel()):
+        if random.random() < 0.3:
+            words[place] ^= 1 << random.randrange(63)
+    found = unpacked(words, indices.numel(), size)
+    assert same_bits(found, reference.unpack_indices(words, indices.numel(), size))
+
+
+@pytest.mark.parametrize("filler", [0, -1])
+@pytest.mark.parametrize("size", [100, 2**40])
+def test_words_without_a_bit_and_with_all(size: int, filler: int) -> None:
+    words = torch.full((reference.packed_words(50, size),), filler)
+    assert unpacked(words, 50, size) is None
+
+
+def test_indices_out_of_range_write_nothing_elsewhere() -> None:
+    """They are a caller's mistake."""
+    indices = torch.tensor([-(2**31), -1, 99, 100, 2**31 - 1], dtype=torch.int32)
+    for size in (6, 100):
+        words = kernels.pack_indices(indices.to(DEVICE), size)
+        assert words.numel() == reference.packed_words(5, size)
+
+
+@pytest.mark.parametrize("size", [100, 2**40])
+def test_a_gpu_tells_at_the_next_read(size: int) -> None:
+    indices = torch.arange(30, dtype=reference.index_dtype(size))
+    before = device.reads()
+    with on_card():
+        words = kernels.pack_indices(moved(indices), size)
+        assert same_bits(seen(kernels.unpack_indices(words, 30, size)), indices)
+        found = kernels.unpack_indices(words * 0, 30, size)
+        assert seen(found).tolist() == [0] * 30
+        assert device.reads() == before
+        with pytest.raises(FormatError, match="it does not hold 30 packed indices"):
+            device.settle()
+
+
+def test_counts_and_words_must_agree() -> None:
+    words = kernels.pack_indices(torch.tensor([1, 5], dtype=torch.int32, device=DEVICE), 9)
+    with pytest.raises(InputError, match="2 indices below 90000000000 need 2 words, got 1"):
+        kernels.unpack_indices(words, 2, 90_000_000_000)

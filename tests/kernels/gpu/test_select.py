@@ -1,0 +1,183 @@
+"""Selection on a GPU, or in Triton's interpreter, selects what the definition does."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from sparcel.kernels import Addition
+from sparcel.kernels.definitions import select as reference
+from tests.kernels.paths import Case, cases, counts
+from tests.strategies import FLOATS, same_bits
+
+pytest.importorskip("triton")
+import triton.runtime.interpreter as interpreter
+
+from sparcel.kernels.gpu import _compact, _radix
+from sparcel.kernels.gpu import select as gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+few = settings(max_examples=15, suppress_health_check=[*HealthCheck])
+
+
+@pytest.fixture(autouse=True)
+def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let short vectors be sampled."""
+    monkeypatch.setattr(gpu, "SAMPLES", 128)
+
+
+def moved(addition: Addition) -> Addition:
+    """Return a copy of an addition on the GPU."""
+    vectors = {name: part for name, part in vars(addition).items() if isinstance(part, Tensor)}
+    return replace(addition, **{name: part.clone().to(DEVICE) for name, part in vectors.items()})
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return same_bits(one.cpu(), other.cpu())
+
+
+def agree(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(map(same, one, other))
+
+
+@few
+@given(cases(), st.data(), st.sampled_from([None, 1, 100, 512, 5000]))
+def test_topk_is_the_definition(case: Case, data: st.DataObject, chunk: int | None) -> None:
+    x = case.vector()
+    k = data.draw(counts(chunk or case.length))
+    if chunk is None:
+        assert agree(gpu.topk(x.to(DEVICE), k), reference.topk(x, k))
+    else:
+        expected = reference.topk_chunked(x, k, chunk)
+        assert agree(gpu.topk_chunked(x.to(DEVICE), k, chunk), expected)
+
+
+@few
+@given(
+    cases((torch.float32, torch.float64)),
+    cases(),
+    st.data(),
+    st.sampled_from([None, None, 16, 512]),
+    st.sampled_from([1.0, 1 / 3]),
+    st.sampled_from([None, 0.9]),
+    st.booleans(),
+)
+def test_accumulate_topk_is_the_definition(
+    memory: Case,
+    gradient: Case,
+    data: st.DataObject,
+    chunk: int | None,
+    scale: float,
+    momentum: float | None,
+    clear: bool,
+) -> None:
+    m = memory.vector()
+    g = replace(gradient, length=m.numel()).vector()
+    made = Addition(m, g, torch.full_like(m, torch.nan), scale, clear=clear)
+    if momentum is not None:
+        velocity = replace(gradient, length=m.numel(), dtype=m.dtype, seed=100).vector()
+        entering = data.draw(st.sampled_from([torch.full_like(m, torch.nan), None]))
+        made = replace(made, momentum=momentum, velocity=velocity, entering=entering)
+    k = data.draw(counts(chunk or m.numel()))
+    here, there = moved(made), moved(made)
+    expected, found = (
+        reference.accumulate_topk(there, k, chunk),
+        gpu.accumulate_topk(here, k, chunk),
+    )
+    assert bool(found[2]) is expected[2]
+    assert same(here.gradient, there.gradient)
+    assert same(here.memory, m)
+    if found[2]:
+        assert agree(found[:2], expected[:2])
+        assert same(here.scratch, there.scratch)
+        assert same(here.entering, there.entering)
+
+
+@few
+@given(cases(), st.sampled_from([0.0, 1e-30, 0.5, 1.0, 3.0]))
+def test_threshold_select_is_the_definition(case: Case, threshold: float) -> None:
+    x = case.vector()
+    expected = reference.threshold_select(x, threshold)
+    assert agree(gpu.threshold_select(x.to(DEVICE), threshold), expected)
+
+
+@few
+@given(cases(), st.integers(0, 12), st.sampled_from([0, 1, 4, 13]), st.integers(0, 40))
+def test_histogram_is_the_definition(case: Case, shift: int, field: int, prefix: int) -> None:
+    x = case.vector()
+    expected = reference.magnitude_histogram(x, shift, 2**field, prefix)
+    assert same(gpu.magnitude_histogram(x.to(DEVICE), shift, 2**field, prefix), expected)
+
+
+@pytest.mark.parametrize("kind", ["few pass", "many pass"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_sample_that_misleads_costs_time_alone(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A threshold that lets too few or too many through does not change what is selected."""
+    x = Case("normal", 8200, dtype).vector()
+    above = {"few pass": 2**12 - 1, "many pass": 0}[kind] << (8 * dtype.itemsize - 13)
+    sampled = []
+
+    def misled(sum: object, rule: Tensor, rank: int) -> None:
+        rule[1] = above
+        sampled.append(rank)
+
+    monkeypatch.setattr(gpu, "_sample", misled)
+    assert agree(gpu.topk(x.to(DEVICE), 200), reference.topk(x, 200))
+    assert sampled
+
+
+def test_no_entry_of_the_sum_that_is_not_finite_is_missed() -> None:
+    x = torch.zeros(8200, device=DEVICE)
+    for place, bad in ((0, torch.nan), (31, torch.inf), (4096, -torch.inf), (8199, torch.nan)):
+        gradient = x.clone()
+        gradient[place] = bad
+        assert not gpu.accumulate_topk(Addition(x, gradient, torch.empty_like(x)), 7)[2]
+
+
+def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros whose memory the system gives when it is used."""
+    kind = {2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(tuple(shape), kind)).view(dtype)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="runs a few programs alone, in the interpreter")
+def test_places_beyond_2_to_the_31st(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector that is zero but at its end: the first and the last programs find all there is."""
+    size = 2**31 + 8200
+    builder = interpreter.interpreter_builder
+    number, count = builder.set_grid_idx, builder.set_grid_dim
+
+    def launch_few(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        run = sorted({*range(min(programs, 1)), *range(max(0, programs - 3), programs)})
+        monkeypatch.setattr(builder, "set_grid_dim", lambda x, y, z: count(programs, y, z))
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: number(run[x], y, z))
+        kernel[(len(run),)](*args, **constants)
+
+    # The interpreter would copy the vectors onto themselves, which are shared with it.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+    for module in (gpu, _compact, _radix):
+        monkeypatch.setattr(module, "launch", launch_few)
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda x, *shape, dtype=None, **_: untouched(shape, dtype or x.dtype)
+    )
+    x = untouched([size], torch.float32)
+    places = torch.tensor([2**31 - 1, 2**31, 2**31 + 4097, size - 1])
+    x[places] = torch.tensor([1.0, -2.0, 2.0, -0.5])
+    indices, values = gpu.topk(x, 3)
+    assert indices.dtype == torch.int64
+    assert indices.tolist() == places[:3].tolist()
+    assert values.tolist() == [1, -2, 2]
+    memory, scratch = (untouched([size], torch.float32) for _ in range(2))
+    indices, values, finite = gpu.accumulate_topk(Addition(memory, x, scratch), 3)
+    assert (indices.tolist(), values.tolist(), finite) == (places[:3].tolist(), [1, -2, 2], True)
+    assert scratch[places].tolist() == [0, 0, 0, -0.5]
