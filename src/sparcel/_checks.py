@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
 from sparcel.errors import InputError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -152,7 +152,7 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
 
 def all_finite(values: Tensor) -> bool:
     """Tell whether all values are finite, without allocating a mask as large as ``values``."""
-    return bool(finite_flag(values))
+    return device.truth(finite_flag(values))
 
 
 def finite_flag(values: Tensor) -> bool | Tensor:

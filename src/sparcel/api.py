@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 from sparcel import auto, collectives
 from sparcel._checks import check_type, flag, whole_number
 from sparcel.comm import Communicator, Group, Job, resolve
+from sparcel.device import settle
 from sparcel.errors import InputError
 from sparcel.formats import Format, format_named
 from sparcel.ops import SUM, Op
@@ -90,9 +91,11 @@ def all_reduce(
         None, the ranks exchange their counts first.
     group
         A torch process group, an mpi4py communicator, a sparcel communicator, or None for torch's
-        default group.
+        default group. Streams on a GPU go over NCCL if the process group has it, and otherwise by
+        way of the host.
     async_op
-        Return a `Job` at once; its ``wait()`` gives the result.
+        Return a `Job` at once; its ``wait()`` gives the result. On a GPU the work begins after what
+        is queued on the current stream, and what is queued after ``wait()`` uses the result.
     max_nnz
         An upper bound on the entries of every rank's stream. All ranks must pass the same value.
         It saves rounds and receive buffers.
@@ -117,8 +120,8 @@ def all_reduce(
     ------
     InputError
         For an unknown operation, algorithm or format, a format that rounds for rows, integers or
-        another operation than the sum, a stream on the wrong device, or one with more entries than
-        ``max_nnz``.
+        another operation than the sum, a stream on a device that the group does not reach, one with
+        more entries than ``max_nnz``, or while a CUDA graph is captured.
     MismatchError
         On all ranks, when they differ in size, dtype, width, operation, algorithm, ``max_nnz`` or
         ``format``, or call another collective. It says which ranks called what.
@@ -311,6 +314,8 @@ def broadcast(
 ) -> Any:
     """Return the root's stream on every rank; the other ranks pass None.
 
+    They get it on the device from which the group communicates: the CPU, or NCCL's GPU.
+
     Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams: see `sparcel.collectives.broadcast`.
     ``format`` is as for `all_reduce`, except ``"auto"``. With one that rounds, the result is the
     pair of the stream, which is rounded on the root too, and what this rank lost.
@@ -392,6 +397,7 @@ def _communicator(group: Group, stream: SparseStream) -> Communicator:
         "stream",
         "make one with SparseStream.from_dense(vector) or sparcel.topk(vector, k)",
     )
+    comm = resolve(comm, stream.device)
     if stream.device.type != comm.device.type:
         raise InputError(
             f"the stream is on {stream.device}, the group communicates from {comm.device};"
@@ -402,9 +408,8 @@ def _communicator(group: Group, stream: SparseStream) -> Communicator:
 
 def _unshared(result: SparseStream, stream: SparseStream) -> SparseStream:
     """Return the result, copied if it shares memory with the input (only when P = 1)."""
-    if result.values.untyped_storage().data_ptr() != stream.values.untyped_storage().data_ptr():
-        return result
-    return _copy(result)
+    shared = result.values.untyped_storage()._cdata == stream.values.untyped_storage()._cdata
+    return _copy(result) if shared else result
 
 
 def _copy(stream: SparseStream) -> SparseStream:
@@ -414,4 +419,9 @@ def _copy(stream: SparseStream) -> SparseStream:
 
 
 def _start(comm: Communicator, job: Callable[[], T], async_op: bool) -> T | Job[T]:
-    return comm.submit(job) if flag(async_op, "async_op") else comm.run(job)
+    def checked() -> T:
+        result = job()
+        settle()  # nobody else asks whether messages from a GPU were sound
+        return result
+
+    return comm.submit(checked) if flag(async_op, "async_op") else comm.run(checked)

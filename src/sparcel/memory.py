@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import all_finite
 from sparcel.errors import InputError
 from sparcel.selectors import Selector
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, all_of
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""
@@ -263,7 +262,7 @@ def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int)
     """Join the streams of all shares to one stream."""
     if len(streams) == 1:
         return streams[0]
-    finite = all(stream.finite for stream in streams)
+    finite = all_of([stream.finite for stream in streams])
     dtype = kernels.index_dtype(size)
     indices, values = [], []
     for share, stream in zip(shares, streams, strict=True):
@@ -271,7 +270,7 @@ def _joined(streams: Sequence[SparseStream], shares: Sequence[Share], size: int)
         indices.append(stream.indices.to(dtype) + share.start)
         values.append(stream.values)
     joined = SparseStream.unchecked(torch.cat(indices), torch.cat(values), size, finite)
-    return joined if finite else joined.empty_like()
+    return joined if finite is not False else joined.empty_like()
 
 
 @contextmanager
@@ -290,9 +289,7 @@ def emptied(vector: Tensor, ranges: Sequence[Range]) -> Iterator[None]:
 
 def saturate(sums: Tensor) -> Tensor:
     """Replace infinite numbers by the largest finite ones, in place, and return the tensor."""
-    if not all_finite(sums):
-        largest = torch.finfo(sums.dtype).max
-        sums.clamp_(-largest, largest)
+    kernels.saturate(sums)
     return sums
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -165,7 +166,8 @@ class Rates:
         """Bytes a second that a node sends and receives, in long messages between neighbours."""
         few, many = 1e6, 4e6
         here = 1 if self.ranks == self.ranks_per_node else self.ranks_per_node
-        return here * (many - few) / (self["shift"](many) - self["shift"](few))
+        seconds = self["shift"](many) - self["shift"](few)
+        return here * (many - few) / seconds if seconds else math.inf
 
     def to_json(self) -> str:
         """Return the rates as JSON, from which `from_json` makes the same ones."""

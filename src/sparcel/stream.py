@@ -10,7 +10,7 @@ from operator import and_
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
 from sparcel._checks import (
     check_like,
     check_type,
@@ -206,8 +206,8 @@ class SparseStream:
                 SparseStream.unchecked(None, self.values[lo:hi], hi - lo, self.finite)
                 for lo, hi in ranges
             ]
-        bounds = torch.tensor(boundaries, device=self.device, dtype=self.indices.dtype)
-        cuts = torch.searchsorted(self.indices, bounds).tolist()
+        bounds = device.sent(boundaries, self.device, self.indices.dtype)
+        cuts = device.read(torch.searchsorted(self.indices, bounds)).tolist()
         counts = [last - first for first, last in pairwise(cuts)]
         indices = self.indices[cuts[0] : cuts[-1]].split(counts)
         values = self.values[cuts[0] : cuts[-1]].split(counts)
@@ -235,7 +235,13 @@ class SparseStream:
         Ties go to the lowest index; zeros are never selected. Scalar float values only.
         """
         largest = self.largest(k)
-        return largest, self.without(largest)
+        indices, values = kernels.without(
+            _stored_indices(self),
+            self.values,
+            _stored_indices(largest),
+            left=self.nnz - largest.nnz,
+        )
+        return largest, SparseStream.unchecked(indices, values, self.size, self.finite)
 
     @timed("select")
     def largest(self, k: int) -> SparseStream:
@@ -267,7 +273,10 @@ class SparseStream:
 
 
 def reduce(
-    streams: Sequence[SparseStream], op: str | Op = SUM, dense_at: int | None = None
+    streams: Sequence[SparseStream],
+    op: str | Op = SUM,
+    dense_at: int | None = None,
+    disjoint: bool = False,
 ) -> SparseStream:
     """Reduce streams of one size and dtype, in the order given (SparCML, section 5.1).
 
@@ -275,6 +284,8 @@ def reduce(
     ----------
     dense_at
         As for `SparseStream.compact`, which is applied to the result.
+    disjoint
+        The caller knows that no two streams store the same coordinate.
 
     Returns
     -------
@@ -299,7 +310,9 @@ def reduce(
     finite = all_of([stream.finite for stream in streams])
     pairs = [(s.indices, s.values) for s in streams if s.indices is not None]
     if len(pairs) == len(streams):
-        indices, values = kernels.merge(pairs, op)
+        indices, values = kernels.merge(
+            pairs, op, sum(s.nnz for s in streams) if disjoint else None
+        )
         return SparseStream.unchecked(indices, values, first.size, finite).compact(op, dense_at)
     # Half precision is summed in float32 and rounded once, at the end, as `kernels.merge` does.
     total = first.to_dense(op.neutral_for(first.dtype))

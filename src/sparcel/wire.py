@@ -135,10 +135,10 @@ class Wire:
         """Return what rounding took from this rank since the last call.
 
         The result of a sum plus what all ranks lost is the sum of their streams. Nothing is lost of
-        a stream that is not finite, which is asked here and not while packing.
+        a stream that is known not to be finite; one on a device may not be.
         """
         lost, self._lost = self._lost, []
-        return [one for one in lost if one.stream.finite]
+        return [one for one in lost if one.stream.finite is not False]
 
     def exchange(
         self, sends: Mapping[int, Packet], receives: Mapping[int, Expected]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparcel import device
 from sparcel.collectives.halving_doubling import halving_doubling
 from sparcel.collectives.halving_doubling import stages as halving_doubling_stages
 from sparcel.collectives.recursive_doubling import recursive_doubling
@@ -50,22 +51,23 @@ def counters_for(ranks: int) -> int:
 
 
 def sum_counts(
-    counts: Tensor, comm: Communicator, limit: int, finite: bool = True
+    counts: Tensor, comm: Communicator, limit: int, finite: bool | Tensor = True
 ) -> tuple[Tensor, bool]:
     """Sum the ranks' counts, and tell whether all ranks said ``finite``.
 
     Parameters
     ----------
     counts
-        int64 ``[m]``, at least 0.
+        int64 ``[m]``, at least 0, on any device.
     limit
         The largest value that a sum can have, the same on all ranks. It decides whether counts
         travel as int32 or int64. Zeros are left out if that is smaller.
     """
     dtype = torch.int32 if limit < 1 << 31 else torch.int64
+    own, finite = device.read_flagged(counts, finite)
     if comm.size <= DIRECT_RANKS:
-        return _sum_directly(counts.to("cpu", dtype), comm, finite)
-    stream = SparseStream.from_dense(counts.to("cpu", dtype))
+        return _sum_directly(own.to(dtype), comm, finite)
+    stream = SparseStream.from_dense(own.to(dtype))
     stream.finite = finite
     add = recursive_doubling if comm.size <= _FEW_RANKS else halving_doubling
     total = add(stream, Wire(comm, control=ALL_CONTROL))
@@ -107,16 +109,16 @@ def gather_numbers(
     Parameters
     ----------
     numbers
-        ``[m]`` with m up to ``at_most``; int32 or int64, the same dtype on all ranks.
+        ``[m]`` with m up to ``at_most``, on the host; int32 or int64, the same dtype on all ranks.
 
     Returns
     -------
     The integers of each rank as int64 on the CPU, and whether all ranks said ``finite``.
     """
     if comm.size <= DIRECT_RANKS:
-        parts, finite = _gather_directly(numbers.cpu().numpy(), comm, at_most, finite)
+        parts, finite = _gather_directly(numbers.numpy(), comm, at_most, finite)
         return [torch.from_numpy(part.astype(np.int64)) for part in parts], finite
-    own = SparseStream.unchecked(None, numbers.cpu(), numbers.numel(), finite)
+    own = SparseStream.unchecked(None, numbers, numbers.numel(), finite)
     wire = Wire(comm, control=ALL_CONTROL)
     longest = _numbers_bytes(at_most, own.dtype.itemsize)
     messages = wire.gather_messages(wire.pack(own).message, longest)

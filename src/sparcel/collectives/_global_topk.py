@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparcel import kernels
-from sparcel._checks import all_finite
+from sparcel._checks import finite_flag
 from sparcel.collectives._counts import (
     Counted,
     counters_for,
@@ -91,7 +91,9 @@ class _Bin:
 
 
 @timed("select")
-def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: bool) -> Winners:
+def global_topk(
+    values: Tensor, comm: Communicator, k: int, limit: int, finite: bool | Tensor
+) -> Winners:
     """Find the k largest magnitudes of all ranks' values, by a radix select over the ranks.
 
     Ranks sum histograms of the leading bits until few candidates share a bin with the k-th
@@ -108,9 +110,9 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
     finite
         False if this rank's values are void.
     """
-    finite = finite and all_finite(values)
+    flag = finite & finite_flag(values)
     width = 8 * values.element_size() - 1
-    counts, finite = _histogram(values, comm, limit, width, None, finite)
+    counts, finite = _histogram(values, comm, limit, width, None, flag)
     found = _locate(counts, 0, width, min(k, int(counts.sum())))
     if finite and found.needed:  # the others are too small, and values may be many
         _, values = kernels.threshold_select(values, _magnitude(found.lowest, values.dtype))
@@ -123,7 +125,12 @@ def global_topk(values: Tensor, comm: Communicator, k: int, limit: int, finite: 
 
 
 def _histogram(
-    values: Tensor, comm: Communicator, limit: int, shift: int, prefix: int | None, finite: bool
+    values: Tensor,
+    comm: Communicator,
+    limit: int,
+    shift: int,
+    prefix: int | None,
+    finite: bool | Tensor,
 ) -> tuple[Tensor, bool]:
     """Count how often each value of the next bits occurs in the magnitudes, summed over ranks."""
     first, more = histogram_bits(comm.size)
@@ -148,14 +155,13 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
 
     There are no zeros among ``values``.
     """
-    above = kernels.magnitude_bits(values).cpu() - found.lowest
-    larger = int((above >= 1 << found.shift).sum())
-    candidates = above[(above >= 0) & (above < 1 << found.shift)]
     # If all candidates win or all are equal, their number is enough.
     listed = found.shift > 0 and found.inside <= few(comm.size)
-    own = [torch.tensor([larger, candidates.numel()]), candidates]
+    larger, inside, candidates = kernels.in_bin(
+        values, found.lowest, 1 << found.shift, found.inside if listed else 0
+    )
     dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
-    numbers = torch.cat(own[: 1 + listed]).to(dtype)
+    numbers = torch.cat([torch.tensor([larger, inside]), candidates]).to(dtype)
     gathered, _ = gather_numbers(numbers, comm, 2 + found.inside * listed)
 
     counts = torch.stack([numbers[:2] for numbers in gathered])  # [P, 2]

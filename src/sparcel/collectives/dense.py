@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
 from sparcel.stages import EngineSum, Problem, Stage, Work, copied, scattered
-from sparcel.stream import SparseStream
+from sparcel.stream import SparseStream, all_of
 from sparcel.wire import Wire, collective, gather_stages
 
 
@@ -26,7 +28,7 @@ def dense(
     return SparseStream.unchecked(None, total, stream.size, finite)
 
 
-def check_agreement(stream: SparseStream, wire: Wire) -> bool:
+def check_agreement(stream: SparseStream, wire: Wire) -> bool | Tensor:
     """Compare the ranks' headers, because the engine may hang or crash if sizes differ.
 
     Returns whether the streams of all ranks are finite.
@@ -38,7 +40,7 @@ def check_agreement(stream: SparseStream, wire: Wire) -> bool:
     """
     empty, wire = stream.empty_like(), wire.exact
     streams = wire.gather(wire.pack(empty), [Expected.like(empty, max_nnz=0)] * wire.size)
-    return all(other.finite for other in streams)
+    return all_of([other.finite for other in streams])
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

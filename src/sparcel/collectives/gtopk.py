@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparcel import patterns
-from sparcel._checks import all_finite, finite_flag
+from sparcel import device, patterns
+from sparcel._checks import finite_flag
 from sparcel.collectives.allgather_reduce import allgather
 from sparcel.collectives.allgather_reduce import stages as allgather_stages
 from sparcel.collectives.broadcast import tree_broadcast, tree_stages
@@ -83,7 +83,7 @@ def gathered_topk(
     Source: gTop-k, Algorithm 2.
     """
     total = allgather(stream, wire, max_nnz=max_nnz)
-    if not (total.finite and all_finite(total.values)):
+    if not device.truth(total.finite & finite_flag(total.values)):
         return GlobalTopk.void(stream)
     winners = total.largest(k)
     start, stop = patterns.regions(stream.size, wire.size)[wire.rank : wire.rank + 2]

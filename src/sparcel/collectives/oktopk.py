@@ -69,7 +69,7 @@ def topk_by_regions(
     if not finite:
         return GlobalTopk.void(own)
     region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
-    winners = global_topk(region.values, wire.comm, k, own.size, bool(region.finite))
+    winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
         return GlobalTopk.void(own)
     evened = evening_pays(problem_of(own, wire), winners.counts, boundaries)

@@ -83,7 +83,7 @@ def oktopk_held(
                 sums.add_(part.values)
             else:
                 kernels.scatter_reduce(sums, part.indices, part.values, SUM)
-        winners = global_topk(sums, wire.comm, k, size, bool(arrived.finite))
+        winners = global_topk(sums, wire.comm, k, size, arrived.finite)
         if not winners.finite:
             return HeldTopk(stream.void_like(), arrived, stream.empty_like())
         indices, values = timed("select")(kernels.topk)(sums, winners.counts[wire.rank])

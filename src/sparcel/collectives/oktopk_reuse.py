@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from sparcel import kernels
-from sparcel._checks import all_finite
+from sparcel import device, kernels
+from sparcel._checks import finite_flag
 from sparcel.collectives._counts import gather_numbers
 from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives.gtopk import GlobalTopk
@@ -72,7 +72,7 @@ def oktopk_reuse(
         boundaries = tuple(average_boundaries(own, wire.comm))
     region = reduce_regions(own, boundaries, wire, max_nnz=max_nnz)
     if renew_threshold or threshold is None or estimates.k != k:
-        winners = global_topk(region.values, wire.comm, k, own.size, bool(region.finite))
+        winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
         counts, threshold, finite = winners.counts, winners.threshold, winners.finite
     else:
         counts, finite = _count_from(threshold, region, wire)
@@ -88,7 +88,7 @@ def oktopk_reuse(
 def _count_from(threshold: float, region: SparseStream, wire: Wire) -> tuple[list[int], bool]:
     """Count each rank's magnitudes from the threshold on, and tell whether all are finite."""
     selected, _ = kernels.threshold_select(region.values, threshold)
-    finite = bool(region.finite) and all_finite(region.values)
+    finite = device.truth(region.finite & finite_flag(region.values))
     counts, finite = gather_numbers(torch.tensor([selected.numel()]), wire.comm, 1, finite)
     return torch.cat(counts).tolist(), finite
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sparcel import patterns
+from sparcel import device, patterns
 from sparcel.collectives._counts import Counted, counters_for, sum_counts, sum_stages
 from sparcel.comm import Communicator
 from sparcel.stages import Problem, Stage
@@ -49,8 +49,8 @@ def balanced_boundaries(
     limit = ranks * (size if max_nnz is None else max_nnz)
 
     def count_below(edges: Tensor) -> tuple[Tensor, bool]:
-        local = torch.searchsorted(indices, edges.to(indices))
-        return sum_counts(local, comm, limit, bool(stream.finite))
+        places = device.sent(edges, indices.device, indices.dtype)
+        return sum_counts(torch.searchsorted(indices, places), comm, limit, stream.finite)
 
     start, stop = torch.tensor([0]), torch.tensor([size])
     edges = torch.cat((_subdivide(start, stop, cuts), stop))
@@ -101,7 +101,8 @@ def average_boundaries(stream: SparseStream, comm: Communicator) -> list[int]:
     assert stream.indices is not None, "the caller made it sparse"
     ranks, size = comm.size, stream.size
     if stream.nnz:
-        own = stream.indices[torch.arange(1, ranks) * stream.nnz // ranks].long()
+        places = patterns.regions(stream.nnz, ranks)[1:-1]
+        own = stream.indices[device.sent(places, stream.device, torch.int64)].long()
     else:
         own = torch.tensor(patterns.regions(size, ranks)[1:-1], dtype=torch.int64)
     total, _ = sum_counts(own, comm, ranks * size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from sparcel.comm.calls import Call, call_of, digest
@@ -19,6 +20,7 @@ from sparcel.comm.jobs import Job
 from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
+from sparcel.comm.staged import carry
 from sparcel.comm.torch import TorchCommunicator
 from sparcel.comm.torch import connect as connect_torch
 from sparcel.comm.traffic import Traffic, ring_bytes
@@ -41,6 +43,7 @@ __all__ = [
     "TorchCommunicator",
     "Traffic",
     "call_of",
+    "carry",
     "digest",
     "gather_in_rounds",
     "launched",
@@ -56,7 +59,7 @@ Group: TypeAlias = "Communicator | dist.ProcessGroup | MPI.Intracomm | None"
 """The type of every ``group=`` argument; None is torch.distributed's default group."""
 
 
-def resolve(group: Group = None) -> Communicator:
+def resolve(group: Group = None, device: torch.device | None = None) -> Communicator:
     """Return the communicator that a ``group=`` argument means.
 
     Parameters
@@ -66,6 +69,9 @@ def resolve(group: Group = None) -> Communicator:
         None for the default one; or an mpi4py communicator. All its ranks call. The communicator of
         a group is made once and kept until it is closed, even when it has failed. After a failure
         all ranks call ``resolve(group).close()``; the next use then connects anew.
+    device
+        Where the tensors to exchange are. Those of a GPU go over NCCL if the process group has it,
+        and otherwise over the group's communicator by way of the host.
 
     Raises
     ------
@@ -75,14 +81,14 @@ def resolve(group: Group = None) -> Communicator:
         When some rank does not connect within the process group's timeout, or within 300 s on MPI.
     """
     if isinstance(group, Communicator):
-        return group
+        return carry(group, device)
     if group is None or isinstance(group, dist.ProcessGroup):
-        return connect_torch(group)
+        return carry(connect_torch(group, device), device)
     mpi = sys.modules.get("mpi4py.MPI")  # imported already if the group is an MPI communicator
     if mpi is not None and isinstance(group, mpi.Comm):
         from sparcel.comm.mpi import connect as connect_mpi
 
-        return connect_mpi(group)
+        return carry(connect_mpi(group), device)
     other: object = group
     if other is dist.GroupMember.NON_GROUP_MEMBER:
         raise InputError("this process is not in the group; only its members can use it")

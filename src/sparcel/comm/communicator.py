@@ -16,6 +16,7 @@ from sparcel.comm.engine import ALL_CONTROL, other_length
 from sparcel.comm.in_rounds import gather_in_rounds
 from sparcel.comm.jobs import Job
 from sparcel.comm.nodes import Grid, nodes_of, own_location, split_in_grid
+from sparcel.comm.parts import whole
 from sparcel.comm.traffic import Traffic
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
@@ -37,9 +38,10 @@ class Communicator(ABC):
     timeout
         Seconds after which a hanging exchange raises.
     device
-        The device that holds payloads: the CPU, or the engine's device.
+        The device that holds payloads: the CPU, or a GPU.
     carrier
-        The name of what carries the messages: Gloo, NCCL, MPI, a simulated cluster.
+        The name of what carries the messages: Gloo, NCCL, MPI, a simulated cluster; or of what
+        does so by way of the host.
     traffic
         Messages and bytes that this rank sent and received so far, including those of communicators
         that were split from this one.
@@ -109,7 +111,7 @@ class Communicator(ABC):
         """
         parts = {rank: [sent] for rank, sent in sends.items()}
         received = self.exchange_parts(parts, receives, control)
-        return {rank: _whole(message) for rank, message in received.items()}
+        return {rank: whole(message) for rank, message in received.items()}
 
     def gather_parts(
         self, parts: Sequence[Tensor], at_most: int, control: int
@@ -130,7 +132,7 @@ class Communicator(ABC):
 
     def gather(self, message: Tensor, at_most: int, control: int = 0) -> list[Tensor]:
         """Do what `gather_parts` does with messages in one part; ``control`` as in `exchange`."""
-        return [_whole(parts) for parts in self.gather_parts([message], at_most, control)]
+        return [whole(parts) for parts in self.gather_parts([message], at_most, control)]
 
     def all_to_all(
         self, message: Tensor, leaving: Sequence[int], arriving: Sequence[int]
@@ -198,7 +200,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def submit(self, job: Callable[[], T]) -> Job[T]:
-        """Queue ``job`` and return at once."""
+        """Queue ``job`` and return at once; on a GPU it works beside the caller: see `Job.wait`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -289,9 +291,10 @@ class Communicator(ABC):
     def _grids(self) -> dict[int | None, Grid]:
         return {}
 
-
-def _whole(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    @cached_property
+    def staged(self) -> dict[torch.device, Communicator]:
+        """What carries tensors of GPUs over this communicator, by the GPU; see `carry`."""
+        return {}
 
 
 _across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)

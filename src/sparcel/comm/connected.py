@@ -12,12 +12,13 @@ from torch import Tensor
 
 from sparcel.comm.communicator import Communicator
 from sparcel.comm.executor import Executor
-from sparcel.comm.jobs import Job
+from sparcel.comm.jobs import Job, submit_beside
 from sparcel.comm.rendezvous import Rendezvous
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import CommunicationError, InputError
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
+from sparcel.side_stream import SideStream, as_here
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class ConnectedCommunicator(Communicator):
         self.closed = False
         self.engine = rendezvous.engine()
         self.device, self.carrier = self.engine.device, self.engine.carrier
+        self._side: SideStream = SideStream(self.device) if parent is None else parent._side
         self._splits = 0
         self._failure = rendezvous.failure()
         self._is_first = parent is None
@@ -139,12 +141,14 @@ class ConnectedCommunicator(Communicator):
             return job()
         self._check_open()
         if self.device.type != "cpu":  # a thread that waits inside NCCL ignores Ctrl-C
-            return self._executor.submit(job).wait()
+            return self._executor.submit(as_here(job, self.device)).wait()
         return self._executor.run(job)
 
     def submit(self, job: Callable[[], T]) -> Job[T]:
         """See `Communicator.submit`."""
         self._check_open()
+        if self.device.type != "cpu":
+            return submit_beside(self._side, self._executor.submit, job)
         return self._executor.submit(job)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 
 from sparcel.errors import CommunicationError
+from sparcel.side_stream import SideStream, Turn
 
 T = TypeVar("T")
 
@@ -32,10 +33,16 @@ class Job(Generic[T]):
         The function to run.
     counted
         Whether the queue counts the job as waiting.
+
+    Attributes
+    ----------
+    turn
+        The job's place among the work of a GPU; None on the CPU.
     """
 
     def __init__(self, job: Callable[[], T], counted: bool = False) -> None:
         self.counted = counted
+        self.turn: Turn[T] | None = None
         self._job: Callable[[], T] | None = job
         # Not torch's future: what refers to itself through one, as an error does through its
         # traceback, is never collected.
@@ -44,14 +51,17 @@ class Job(Generic[T]):
     @cached_property
     def future(self) -> torch.futures.Future[T]:
         """A future of torch's that receives the function's result, or what it raised."""
-        future: torch.futures.Future[T] = torch.futures.Future()
+        turn = self.turn
+        future: torch.futures.Future[T] = turn.future() if turn else torch.futures.Future()
 
         def pass_on(outcome: Future[T]) -> None:
             error = outcome.exception()
-            if error is None:
-                future.set_result(outcome.result())
-            else:
+            if error is not None:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            elif turn is not None:
+                turn.fulfil(future, outcome.result())
+            else:
+                future.set_result(outcome.result())
 
         self._outcome.add_done_callback(pass_on)
         return future
@@ -59,12 +69,15 @@ class Job(Generic[T]):
     def wait(self) -> T:
         """Block until the job has ended; return its result, or raise what it raised.
 
-        Ctrl-C interrupts the wait, but not the job.
+        On a GPU the job's work may still be under way; what this thread queues next on its current
+        stream runs after it. Ctrl-C interrupts the wait, but not the job.
         """
         # A wait without a limit would miss a signal that arrives just before it begins.
         while not self._outcome.done():
             with suppress(TimeoutError):
                 self._outcome.exception(_SIGNAL_SECONDS)
+        if self.turn is not None:
+            self.turn.join(None if self._outcome.exception() else self._outcome.result())
         return self._outcome.result()
 
     def run(self) -> None:
@@ -85,6 +98,16 @@ class Job(Generic[T]):
         """Make the job raise ``error``, unless it has ended."""
         with suppress(InvalidStateError):
             self._outcome.set_exception(error)
+
+
+def submit_beside(
+    side: SideStream, submit: Callable[[Callable[[], T]], Job[T]], job: Callable[[], T]
+) -> Job[T]:
+    """Queue a job of a GPU by ``submit``, with its work on a stream beside the caller's."""
+    turn = side.turn(job)
+    queued = submit(turn.perform)
+    queued.turn = turn
+    return queued
 
 
 class JobQueue:

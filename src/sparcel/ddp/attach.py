@@ -23,7 +23,7 @@ from sparcel.ddp.optimizer import check_momentum
 from sparcel.errors import InputError, known
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
-from sparcel.training import Averager, Handle, Policy, Scope, stays_dense
+from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
 
 
 def attach(
@@ -36,6 +36,7 @@ def attach(
     policy: Policy = stays_dense,
     densities: Mapping[str, float] | None = None,
     rates: Rates | str | PathLike[str] | None = None,
+    carrier: Carrier = "auto",
     scope: Scope = "bucket",
     ahead: bool = True,
     frontload: bool = True,
@@ -61,6 +62,11 @@ def attach(
     scaler, policy, densities, rates, frontload
         As for `sparcel.training.Averager`, by the names of the parameters in the model before it
         was compiled or wrapped, here as in checkpoints.
+    carrier
+        What carries gradients on a GPU: ``"nccl"``; ``"host"``, which goes by way of pinned memory
+        over any group, also of processes that share a GPU; or ``"auto"``, NCCL if the process group
+        has it, unless ``rates`` (not ``"measure"``) say that nodes are joined by up to 25 Gbit/s.
+        DDP itself stays on its process group. Leave it out for a model on the CPU.
     optimizer
         The optimiser in use. Pass it to resume bit by bit with ``ahead``: otherwise the first pass
         after a checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
@@ -90,9 +96,11 @@ def attach(
         DataParallel, a second DDP, torch.compile), has a hook already, runs optimisers in the
         backward pass, or uses DDP's ``mixed_precision`` or the Python reducer; for a scheme or a
         setting that does not exist; for momentum of both scheme and optimiser; for a group of other
-        ranks; for an unknown scope; for nodes with different numbers of ranks.
+        ranks; for an unknown scope; for a carrier that the group or the model's device does not
+        allow; for nodes with different numbers of ranks; during the backward pass, if it is being
+        captured in a CUDA graph.
     MismatchError
-        When the ranks' schemes, settings, policies, densities, scopes, front-loading or
+        When the ranks' schemes, settings, policies, densities, carriers, scopes, front-loading or
         parameters differ.
 
     Warns
@@ -137,6 +145,7 @@ def attach(
         policy=policy,
         densities=model_patterns(densities or {}, parameters),
         rates=rates,
+        carrier=carrier,
         scope=scope,
         frontload=frontload,
         rows=_parameters_with_rows(model.module),

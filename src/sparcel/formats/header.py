@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from sparcel import device
 from sparcel.errors import FormatError
 from sparcel.stream import SparseStream
 
@@ -127,7 +128,7 @@ class Header(NamedTuple):
         """Return the header's bytes as a tensor, on the host, or on the device of ``finite``."""
         if not isinstance(self.finite, Tensor):
             return torch.frombuffer(bytearray(self.pack()), dtype=torch.uint8)
-        control = self._replace(finite=True).control().to(self.finite.device)
+        control = device.sent(self._replace(finite=True).control(), self.finite.device, torch.uint8)
         control[_FLAGS_AT] += _NON_FINITE * ~self.finite
         return control
 
@@ -146,7 +147,7 @@ class Header(NamedTuple):
                 f"message of {control.numel()} bytes is shorter than a header ({HEADER_BYTES})"
             )
         # Control is on the host, except in a message that was scattered, as long broadcasts are.
-        start = control if control.is_cpu else control[:HEADER_BYTES].cpu()
+        start = device.read(control[:HEADER_BYTES])
         fields = _LAYOUT.unpack_from(start.numpy().data)
         magic, version, index_code, code, flags, width, values, size, nnz, length = fields
         if magic != _MAGIC:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
 from sparcel.errors import FormatError
 
 
@@ -89,7 +90,7 @@ class ChunkedIndices(RawIndices):
         """See `IndexCode.encode`."""
         if not self._counts_pay(indices.numel(), size):
             return super().encode(indices, size)
-        counts = (indices >> _PLACE_BITS).bincount(minlength=_chunks(size))
+        counts = torch.searchsorted(indices, _chunk_starts(size, indices)).diff()
         places = torch.nn.functional.pad(indices & _MOST_PLACE, (0, indices.numel() % 2))
         pairs = (places[::2] | places[1::2] << _PLACE_BITS).to(torch.int32)
         three_bytes = pairs.view(torch.uint8).view(-1, 4)[:, :3]
@@ -100,13 +101,16 @@ class ChunkedIndices(RawIndices):
         if not self._counts_pay(count, size):
             return super().decode(content, count, size)
         counts = content[: 2 * _chunks(size)].view(torch.int16).long() & 0xFFFF
-        if int(counts.sum()) != count:
-            raise FormatError(f"corrupt message: its chunks do not hold {count} indices")
+        ends = counts.cumsum(0)
+        device.later(
+            ends[-1] != count,
+            lambda: FormatError(f"corrupt message: its chunks do not hold {count} indices"),
+        )
         three_bytes = content[2 * _chunks(size) :].view(-1, 3)
         pairs = torch.nn.functional.pad(three_bytes, (0, 1)).view(torch.int32)
         places = torch.cat((pairs & _MOST_PLACE, pairs >> _PLACE_BITS), dim=1).flatten()[:count]
-        chunk = torch.arange(_chunks(size), dtype=kernels.index_dtype(size), device=content.device)
-        indices = (chunk << _PLACE_BITS).repeat_interleave(counts) | places
+        chunk = torch.searchsorted(ends, torch.arange(count, device=content.device), right=True)
+        indices = (chunk << _PLACE_BITS | places).to(kernels.index_dtype(size))
         return checked(indices, count, size)
 
     def _counts_pay(self, count: int, size: int) -> bool:
@@ -119,6 +123,12 @@ _MOST_PLACE = (1 << _PLACE_BITS) - 1
 
 def _chunks(size: int) -> int:
     return -(-size >> _PLACE_BITS)
+
+
+def _chunk_starts(size: int, indices: Tensor) -> Tensor:
+    """Return where the chunks start and the last one ends, in the dtype of ``indices``."""
+    ends = torch.arange(_chunks(size) + 1, device=indices.device) << _PLACE_BITS
+    return ends.clamp(max=size).to(indices.dtype)
 
 
 def _chunked_bytes(count: int, size: int) -> int:
@@ -137,14 +147,18 @@ INDEX_CODES: dict[str, IndexCode] = {
 def checked(indices: Tensor | None, count: int, size: int) -> Tensor:
     """Return the indices that a message holds, sorted, unique and in range, or raise `FormatError`.
 
-    None stands for packed indices that cannot be unpacked.
+    None stands for packed indices that cannot be unpacked. Those on a GPU are checked there, and
+    the next `device.read` raises.
     """
     if indices is None:
         raise FormatError(f"corrupt message: it does not hold {count} packed indices")
-    position = kernels.check_indices(indices, size)
-    if position >= 0:
-        raise FormatError(
-            f"corrupt message: index {int(indices[position])} at position {position} is out of"
-            f" order or outside [0, {size})"
-        )
+    device.later(kernels.indices_fault(indices, size), partial(_complaint, indices, size))
     return indices
+
+
+def _complaint(indices: Tensor, size: int) -> FormatError:
+    position = kernels.check_indices(indices, size)
+    return FormatError(
+        f"corrupt message: index {int(indices[position])} at position {position} is out of order"
+        f" or outside [0, {size})"
+    )

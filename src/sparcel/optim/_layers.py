@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
 from sparcel._checks import flag, number
 from sparcel.comm import Call, Group, digest, resolve_or_alone
 from sparcel.errors import InputError, MismatchError
@@ -163,10 +163,11 @@ class LayerWise(torch.optim.Optimizer, ABC):
             squares = parallel(kernels.sums_of_squares, vectors, self._group, additive=True)
         else:
             squares = kernels.sums_of_squares(vectors)
+        found = device.read(squares).tolist()
         if self._parallel and not self._alike:
-            self._compare(squares.tolist())
+            self._compare(found)
             self._alike = True
-        return [math.sqrt(square) for square in squares.tolist()]  # torch's root is less exact
+        return [math.sqrt(square) for square in found]  # torch's root is less exact
 
     def _compare(self, squares: list[float]) -> None:
         """Raise `MismatchError` unless all ranks have found the same of all tensors.

@@ -54,27 +54,32 @@ def select_elsewhere(
     """
     regions, size = list(pairwise(boundaries)), selection.size
     start, stop = regions.pop(own)
-    low, inside, high = selection.split([0, start, stop, size])
-    assert inside.indices is not None, "selections are sparse"
+    ends = {edge for share in shares for edge in (share.start, share.stop)}
+    edges = [start, *sorted(edge for edge in ends if start < edge < stop), stop]
+    low, *pieces, high = selection.split([0, *edges, size])
+    inside = pieces[0] if len(pieces) == 1 else concatenate(pieces, dense_at=stop - start + 1)
     outside = concatenate([low, inside.empty_like(), high], SUM, dense_at=size + 1)
     others = [selection.empty_like()]
     for share in shares:
-        edges = [min(max(edge - start, 0), stop - start) for edge in (share.start, share.stop)]
-        places = inside.indices.new_tensor(edges)
-        first, last = torch.searchsorted(inside.indices, places).tolist()
-        m = last - first
+        left_out = [
+            piece.nnz
+            for piece, (lo, hi) in zip(pieces, pairwise(edges), strict=True)
+            if share.start <= lo < hi <= share.stop
+        ]
+        m = sum(left_out)
         parts = [(max(lo, share.start), min(hi, share.stop)) for lo, hi in regions]
         parts = [(lo, hi) for lo, hi in parts if lo < hi]
         if m and parts:
             most = min(m, -(-CROWD * m // len(regions)))
             others.append(_largest(rest, parts, m, most))
     instead = reduce(others, SUM, dense_at=size + 1)
-    return Elsewhere(reduce([outside, instead], SUM, dense_at=size + 1), inside, instead)
+    sent = reduce([outside, instead], SUM, dense_at=size + 1, disjoint=True)
+    return Elsewhere(sent, inside, instead)
 
 
 def _largest(rest: Tensor, parts: Sequence[Range], k: int, most: int) -> SparseStream:
     """Return the k largest of increasing ranges of a vector, ``most`` of each at most."""
-    found = [kernels.topk(rest[start:stop], most) for start, stop in parts]
+    found = kernels.topk_each(rest, parts, most)
     size = rest.numel()
     dtype = kernels.index_dtype(size)
     indices = torch.cat(

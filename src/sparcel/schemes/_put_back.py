@@ -16,7 +16,7 @@ def settled(outcome: GlobalTopk, sent: SparseStream, wire: Wire, put_back: str) 
     Who takes back its own values takes them back unrounded.
     """
     total, kept = outcome.total, outcome.dropped
-    if not total.finite:
+    if total.finite is False:
         return Exchanged(total, sent)
     if put_back == "own":
         lost = [stream.placed(start, sent.size) for start, stream in wire.take_lost()]

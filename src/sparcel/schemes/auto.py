@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel import cost
+from sparcel import cost, device
 from sparcel._checks import flag
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator, digest
@@ -128,7 +128,7 @@ class Auto(Sparsifier):
         started = self._clock()
         reduce = self._plain.reduce if sends_whole else super().reduce
         reduced = reduce(gradient, comm, request, scratch, in_place)
-        contest.record(self._clock() - started, bool(reduced.total.finite))
+        contest.record(self._clock() - started, device.truth(reduced.total.finite))
         return reduced
 
     def _take_effect(self, reduced: Reduced) -> None:
@@ -213,7 +213,7 @@ class Auto(Sparsifier):
 
     def _keeps_something(self) -> bool:
         memory = self.memory
-        return memory is not None and bool(memory.any())
+        return memory is not None and device.truth(memory.any())
 
     @property
     def _alters(self) -> bool:

@@ -114,7 +114,7 @@ class Scheme(ABC):
         InputError, MismatchError, CommunicationError
             The memory stays as it was.
         """
-        ranks = resolve(comm)
+        ranks = resolve(comm, gradient.device)
         self._check(gradient)
         if flag(in_place, "in_place") and out is not None:
             raise InputError("in_place=True writes the update to the gradient; leave out out=")
@@ -137,7 +137,7 @@ class Scheme(ABC):
             dense. Empty and not ``finite`` if any rank's vector or the average is not finite; the
             memory then stays as it was.
         """
-        ranks = resolve(comm)
+        ranks = resolve(comm, gradient.device)
         self._check(gradient)
         return self._transact(gradient.detach(), ranks, request, None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel._checks import all_finite
+from sparcel._checks import finite_flag
 from sparcel.collectives.dense import agreement_stages, check_agreement
 from sparcel.comm import Communicator
 from sparcel.errors import known
@@ -58,8 +58,7 @@ class Dense(Scheme):
             average.copy_(wired)
         meter.asked += size
         meter.selected += size
-        finite = all_finite(average)
-        total = SparseStream.unchecked(None, average, size, finite)
+        total = SparseStream.unchecked(None, average, size, finite_flag(average))
         return Reduced(total, None, sent_whole=True)
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:

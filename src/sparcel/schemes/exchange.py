@@ -81,15 +81,16 @@ class Exchanged:
         return [sent] if self.released is None else [sent, self.released]
 
     @property
-    def magnitude(self) -> float:
+    def magnitude(self) -> float | Tensor:
         """The magnitude that leaves this rank's memory, less what comes back or arrives."""
         arrived = None if self.arrived is None else self.arrived[1]
         out, back = (self.sent, self.released), (self.kept, arrived)
         return sum(map(magnitude_of, out)) - sum(map(magnitude_of, back))
 
 
-def magnitude_of(stream: SparseStream | None) -> float:
-    """Return the sum of the magnitudes of a stream's values; 0 for none."""
+def magnitude_of(stream: SparseStream | None) -> float | Tensor:
+    """Return the sum of the magnitudes of a stream's values, on its device; 0 for none."""
     if stream is None:
         return 0.0
-    return float(stream.values.abs().sum())  # four times as fast as torch's 1-norm
+    magnitude = stream.values.abs().sum()  # four times as fast as torch's 1-norm
+    return float(magnitude) if magnitude.is_cpu else magnitude

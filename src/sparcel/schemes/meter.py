@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
+from torch import Tensor
+
 from sparcel.profiling import profiled
 
 
@@ -17,6 +19,7 @@ class Meter:
     ``coordinates`` counts those of the whole vectors, ``asked`` those that the density asks for,
     ``selected`` those that this rank sent, and ``reduced`` those of the sums. ``magnitude`` is the
     sum of |x| over what left this rank's memory, less that over what came back to it or arrived.
+    On a GPU it stays there.
     ``flushed`` is that part of it that a switch of the scheme made leave.
     ``dense_bytes`` are what a dense exchange would have sent; the driver of the step counts them.
     """
@@ -25,7 +28,7 @@ class Meter:
     asked: int = 0
     selected: int = 0
     reduced: int = 0
-    magnitude: float = 0.0
+    magnitude: float | Tensor = 0.0
     flushed: float = 0.0
     dense_bytes: int = 0
     select_seconds: float = 0.0

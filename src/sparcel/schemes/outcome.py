@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel import kernels
-from sparcel._checks import all_finite
+from sparcel import device, kernels
+from sparcel._checks import finite_flag
 from sparcel.collectives.oktopk_reuse import Estimates
 from sparcel.stream import SparseStream
 
@@ -53,7 +53,7 @@ class Begun:
     @property
     def finite(self) -> bool:
         """Whether the vectors of all ranks, and their average, are finite."""
-        return bool(self.average.finite)
+        return device.truth(self.average.finite)
 
 
 def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) -> SparseStream:
@@ -63,14 +63,16 @@ def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) ->
     """
     total, divisor = reduced.total, reduced.divisor
     if divisor is None and total.dtype == dtype:
-        return total if total.finite else total.empty_like()
+        finite = device.truth(total.finite)
+        average = SparseStream.unchecked(total.indices, total.values, total.size, finite)
+        return average if finite else average.empty_like()
     if total.indices is None and out is not None:
         values = torch.div(total.values, divisor or 1, out=out)
     elif divisor is None or divisor == 1:
         values = total.values.to(dtype)
     else:
         values = (total.values / divisor).to(dtype)
-    finite = total.finite and all_finite(values)
+    finite = device.truth(total.finite & finite_flag(values))
     average = SparseStream.unchecked(total.indices, values, total.size, finite)
     return average if finite else average.empty_like()
 

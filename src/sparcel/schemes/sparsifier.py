@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from sparcel import auto
@@ -206,15 +207,17 @@ class Sparsifier(Scheme):
         return auto.fastest_format(size, k, comm.rates)
 
     def _lost(
-        self, wire: Wire, meter: Meter, total: SparseStream, leaving: float
+        self, wire: Wire, meter: Meter, total: SparseStream, leaving: float | Tensor
     ) -> Sequence[Placed]:
         """Return what rounding took from this rank, which stays in memory.
 
         Unless the step is void, the meter counts the magnitude ``leaving``, less what was lost.
         """
         lost = wire.take_lost()
-        if total.finite:
-            meter.magnitude += leaving - sum(magnitude_of(stream) for _, stream in lost)
+        left = leaving - sum(magnitude_of(stream) for _, stream in lost)
+        if isinstance(total.finite, Tensor):
+            left = torch.where(total.finite, left, 0.0)
+        meter.magnitude += left if total.finite is not False else 0.0
         return lost
 
     def _take(

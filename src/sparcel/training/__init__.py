@@ -2,6 +2,7 @@
 
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
+from sparcel.training.carrier import Carrier
 from sparcel.training.handle import Handle
 from sparcel.training.phase import Phase
 from sparcel.training.policy import Policy, Scope, stays_dense
@@ -11,6 +12,7 @@ from sparcel.training.stats import Costs, Stats
 __all__ = [
     "Ahead",
     "Averager",
+    "Carrier",
     "Costs",
     "Handle",
     "Phase",

@@ -7,18 +7,19 @@ from itertools import accumulate, pairwise
 from os import PathLike
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sparcel import cost
 from sparcel._checks import flag
-from sparcel.comm import Communicator, Group, Job, TorchCommunicator, resolve
+from sparcel.comm import Group, Job
 from sparcel.errors import CommunicationError, InputError, known
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
+from sparcel.side_stream import refuse_capture, used_here
 from sparcel.training.ahead import Ahead, Arrange, in_order
+from sparcel.training.carrier import Carrier, check_carrier, connected
 from sparcel.training.checks import (
     check_alike,
     check_arguments,
@@ -28,6 +29,7 @@ from sparcel.training.checks import (
     check_nodes,
     check_places,
     check_rates,
+    device_of,
 )
 from sparcel.training.handle import Handle
 from sparcel.training.layout import Piece, Queued
@@ -70,6 +72,12 @@ class Averager:
         them now, in some seconds, or the path of a file from ``sparcel plan --measure --save``.
         None leaves those of ``group``; if it has none, 1 Gbit/s and 100 µs are assumed. Rates that
         are given become those of ``group``. `stats` says what the choices rest on.
+    carrier
+        What carries tensors on a GPU. ``"nccl"``: NCCL, which the process group must have, each
+        rank with a GPU of its own. ``"host"``: the host, by way of pinned memory, for any group.
+        ``"auto"``: NCCL if the process group has it, and otherwise the host; and the host if
+        ``rates`` are given, by a file or as `Rates`, and say that nodes are joined by up to
+        25 Gbit/s. DDP's own exchanges stay where they are. For tensors on the CPU leave it out.
     scope
         Over what one selection is made, with one k: ``"bucket"``, each queued vector, exchanged
         while others are computed; ``"model"``, all vectors of a step, exchanged as one in `finish`.
@@ -83,12 +91,12 @@ class Averager:
     Raises
     ------
     InputError
-        For densities that fit no tensor, tensors that hold no floats or are on another device than
-        the group's, an unknown scope, nodes with different numbers of ranks, a file without rates,
-        or measuring on GPUs.
+        For densities that fit no tensor, tensors that hold no floats or are on a device that the
+        group does not reach, an unknown scope, a carrier that the group or the tensors do not
+        allow, nodes with different numbers of ranks, a file without rates, or measuring on GPUs.
     MismatchError
-        When the ranks' schemes, settings, policies, densities, rates, scopes, front-loading or
-        tensors differ.
+        When the ranks' schemes, settings, policies, densities, rates, carriers, scopes,
+        front-loading or tensors differ.
 
     Warns
     -----
@@ -114,6 +122,7 @@ class Averager:
         densities: Mapping[str, float] | None = None,
         rows: Collection[str] = (),
         rates: Rates | str | PathLike[str] | None = None,
+        carrier: Carrier = "auto",
         scope: Scope = "bucket",
         frontload: bool = True,
         withhold_zeros: bool = False,
@@ -123,13 +132,14 @@ class Averager:
         frontload = flag(frontload, "frontload")
         template = scheme.fresh()
         treatment = treat(tensors, template, policy, densities or {}, rows, scope)
-        comm, owned = _communicator(group)
+        comm, owned = connected(group, device_of(tensors), carrier, rates)
         try:
             device = check_device(tensors, comm)
             if rates == "measure" and comm.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
-            check_alike(comm, template, scaler is not None, given, frontload, treatment)
+            check_alike(comm, template, scaler is not None, given, frontload, carrier, treatment)
+            check_carrier(carrier, comm)
             if rates is not None:
                 comm.rates = cost.rates_for(comm, rates)
                 check_rates(comm)
@@ -207,11 +217,11 @@ class Averager:
         Job
             Its ``wait()`` returns once ``vector`` holds the updates of all but small tensors, which
             `finish` writes. For drivers that need a vector's updates before the step ends, with
-            ``policy=lambda *_: False``. On a GPU the updates may then still be under way; only
-            `finish` makes the current stream wait for them. Until `finish` has returned, the step
-            can still become void, by NaN or Inf in another vector or by an error: the memory then
-            still owes these updates, so an update that was applied already has to be undone. With
-            ``scope="model"`` the vector holds its gradients until `finish`: ``wait()`` returns
+            ``policy=lambda *_: False``. On a GPU the updates may then still be under way, and what
+            is queued next on the current stream runs after them. Until `finish` has returned, the
+            step can still become void, by NaN or Inf in another vector or by an error: the memory
+            then still owes these updates, so an update that was applied already has to be undone.
+            With ``scope="model"`` the vector holds its gradients until `finish`: ``wait()`` returns
             before there are updates, and leave the vector alone meanwhile.
 
         Raises
@@ -257,6 +267,9 @@ class Averager:
         if step.finite:
             flushed = it.residuals.commit(step.begun, step.left, step.will_owe)
             step.meter.count_flushed(flushed)
+            # Jobs made the memory on their stream of a GPU, and this thread reads it on its own.
+            for scheme, _ in step.begun:
+                used_here(*scheme.coordinates().values())
         it.account(step.costs(), step.finite)
         return step.rows
 
@@ -309,17 +322,8 @@ class Averager:
         """Return the step that is being queued, with these tensors added to it."""
         if self._session.closed:
             raise CommunicationError("the averager was closed; make a new one to exchange more")
+        refuse_capture(self._session.device)
         self._step = self._step or Transaction(self._session)
         self._step.include(names)
         self._session.queueing = True
         return self._step
-
-
-def _communicator(group: Group) -> tuple[Communicator, TorchCommunicator | None]:
-    """Return the communicator to use, and again if it is made here and has to be closed."""
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup):
-        owned = TorchCommunicator.of(group)
-        return owned, owned
-    return resolve(group), None

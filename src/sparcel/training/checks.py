@@ -15,6 +15,7 @@ from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
+from sparcel.training.carrier import Carrier
 from sparcel.training.policy import Policy, Treatment
 
 
@@ -43,8 +44,13 @@ def check_arguments(
         raise InputError(f'rates must be Rates, "measure" or the path of a file, got {rates!r}')
 
 
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Return the device of the first tensor, before `check_device` looks at all of them."""
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
 def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.device:
-    """Return the one device that all tensors are on, if the group communicates from its type.
+    """Return the one device that all tensors are on, if the communicator reaches it.
 
     Raises
     ------
@@ -64,8 +70,8 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
     device = devices.pop()
     if comm.device.type != device.type:
         raise InputError(
-            f"the tensors are on {device}, the group communicates from {comm.device}; use NCCL for"
-            " tensors on GPUs and Gloo for those on the CPU"
+            f"the tensors are on {device}, the group communicates from {comm.device}; any group"
+            " carries tensors of a GPU, and all but those of NCCL tensors of the CPU"
         )
     return device
 
@@ -76,6 +82,7 @@ def check_alike(
     scaled: bool,
     rated: bool | str,
     frontload: bool,
+    carrier: Carrier,
     treatment: Treatment,
 ) -> None:
     """Compare what the ranks average, because ranks that differ would hang or misread each other.
@@ -90,13 +97,13 @@ def check_alike(
         for name, tensor in treatment.tensors.items()
     ]
     densities = sorted(treatment.own_densities.items())
-    facts = repr((scheme, scaled, rated, layout, densities, treatment.scope, frontload))
+    facts = repr((scheme, scaled, rated, layout, densities, treatment.scope, frontload, carrier))
     if others := _ranks_with_other(facts, comm):
         raise MismatchError(
             f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"
             f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and scope"
             f" {treatment.scope!r}; give every rank the same scheme, settings, policy, densities,"
-            " scope and tensors, and a scaler and rates to all or to none"
+            " scope, carrier and tensors, and a scaler and rates to all or to none"
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from sparcel.comm import Call, Communicator
+from sparcel.device import read
 from sparcel.memory import Range
 from sparcel.training.layout import Piece
 
@@ -69,12 +72,12 @@ class Flush:
 
         ``left`` is what `add_to` returned of all vectors, ``pending`` what `will_owe` did.
         """
-        flushed = 0.0
+        shrunk: list[Tensor] = []
         for name, rest in left.items():
-            flushed += float(self.owed.pop(name).abs().sum())
+            shrunk.append(self.owed.pop(name).abs().sum())
             if self.steps > 1:
                 self.owed[name] = rest
-                flushed -= float(rest.abs().sum())
+                shrunk.append(-rest.abs().sum())
         self.steps = max(1, self.steps - 1) if pending else FLUSH_STEPS
         self.pending = pending
-        return flushed
+        return math.fsum(read(torch.stack(shrunk)).tolist()) if shrunk else 0.0

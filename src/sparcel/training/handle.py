@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparcel.comm import Call
 from sparcel.cost import default_rates
+from sparcel.device import read
 from sparcel.errors import CommunicationError, InputError
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import checkpoint
@@ -122,7 +123,8 @@ class Handle:
         residuals = self._session.residuals
         parts = [residuals.of(name).get("memory") for name in self._session.treatment.eligible]
         norms = [torch.linalg.vector_norm(part, order) for part in parts if part is not None]
-        return [float(norm) / residuals.filter for norm in norms]
+        found = read(torch.stack(norms)).tolist() if norms else []
+        return [norm / residuals.filter for norm in found]
 
     def switch(self, scheme_or_name: Scheme | str, **settings: Unpack[Settings]) -> None:
         """Exchange gradients by another scheme from the next step on; all ranks call.

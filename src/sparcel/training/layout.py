@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparcel.device import read
 from sparcel.schemes import Layer
 
 
@@ -152,8 +153,11 @@ def joined(parts: Sequence[Queued]) -> tuple[Queued, list[tuple[Tensor, Tensor]]
 
 def zeros_in(vector: Tensor, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
     """Return the ranges of the tensors that are zero."""
+    if not pieces:
+        return []
     ranges = [(piece.start, piece.stop) for piece in pieces]
-    return [(start, stop) for start, stop in ranges if not vector[start:stop].any()]
+    occupied = read(torch.stack([vector[start:stop].any() for start, stop in ranges])).tolist()
+    return [place for place, some in zip(ranges, occupied, strict=True) if not some]
 
 
 def _moved(piece: Piece, start: int) -> Piece:

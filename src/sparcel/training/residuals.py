@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparcel.memory import saturate, wide_dtype
 from sparcel.schemes import Begun, Layer, Scheme
+from sparcel.side_stream import used_here
 from sparcel.training.flush import Flush
 from sparcel.training.layout import Layout, Piece, Position, copy_pieces, layers_of, rearranged
 
@@ -202,6 +203,7 @@ class Residuals:
         joined: dict[str, Tensor] = {}
         for piece in pieces:
             for kind, part in self.of(piece.name).items():
+                used_here(part)  # it may have been loaded on another stream, and is let go of now
                 if kind not in joined:
                     joined[kind] = gradient.new_zeros(gradient.numel(), dtype=wide)
                 joined[kind][piece.start : piece.stop] = part

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparcel.comm import Communicator, TorchCommunicator
+from sparcel.comm import Communicator
 from sparcel.training.ahead import Ahead
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
@@ -41,7 +41,7 @@ class Session:
     """
 
     comm: Communicator
-    owned: TorchCommunicator | None
+    owned: Communicator | None
     device: torch.device
     residuals: Residuals
     treatment: Treatment

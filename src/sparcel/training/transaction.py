@@ -13,10 +13,12 @@ from torch import Tensor
 from sparcel._checks import all_finite, finite_flag
 from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job, Traffic, ring_bytes
+from sparcel.device import read, truth
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
 from sparcel.profiling import profiled
 from sparcel.schemes import Begun, Meter, Request, Scheme
+from sparcel.side_stream import used_here
 from sparcel.stream import SparseStream
 from sparcel.training._rows import coalesced, poisoned
 from sparcel.training.layout import Queued, joined, zeros_in
@@ -57,7 +59,6 @@ class Transaction:
     _names: set[str] = field(default_factory=set)
     _jobs: list[Job[None]] = field(default_factory=list)
     _small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _ended: torch.cuda.Event | None = None
     _traffic_before: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,11 +68,6 @@ class Transaction:
     def comm(self) -> Communicator:
         """The ranks."""
         return self.session.comm
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.session.device
 
     def include(self, names: Iterable[str]) -> None:
         """Add tensors to the step.
@@ -119,8 +115,7 @@ class Transaction:
         with profiled("wait"):
             for job in self._jobs:
                 job.wait()
-        if self._ended is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._ended)
+        used_here(*self.rows.values(), *self.left.values())  # jobs made them on another stream
 
     def costs(self) -> Costs:
         """Return what the step has cost this rank; it has ended."""
@@ -134,8 +129,8 @@ class Transaction:
         )
 
     def _submit(self, job: Callable[[], None]) -> Job[None]:
-        """Run ``job`` after all jobs queued before, and after the device's work queued so far."""
-        self._jobs.append(self.comm.submit(_following(job, self.device)))
+        """Run ``job`` after all jobs queued before."""
+        self._jobs.append(self.comm.submit(job))
         return self._jobs[-1]
 
     def _take(self, queued: Queued) -> None:
@@ -231,8 +226,8 @@ class Transaction:
             self.will_owe = self.session.residuals.flush.will_owe(self.left, self.comm)
         else:
             self._void()
-        if self.device.type == "cuda":
-            self._ended = torch.cuda.current_stream().record_event()
+        if isinstance(self.meter.magnitude, Tensor):
+            self.meter.magnitude = float(read(self.meter.magnitude))
 
     def _void(self) -> None:
         """Make all updates NaN."""
@@ -258,19 +253,5 @@ class Transaction:
         with self.meter.communicating():
             total = all_reduce(stream, Wire(self.comm), max_nnz=max_nnz)
         average = total.values / self.comm.size
-        self.finite &= bool(total.finite) and all_finite(average)
+        self.finite &= truth(total.finite & finite_flag(average))
         return SparseStream.unchecked(total.indices, average, total.size)
-
-
-def _following(job: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return ``job``, made to wait for what this thread has queued on a GPU so far."""
-    if device.type != "cuda":
-        return job
-    queued = torch.cuda.current_stream(device).record_event()
-
-    def run() -> None:
-        with torch.cuda.device(device):  # a new thread uses the first GPU, whatever others use
-            torch.cuda.current_stream().wait_event(queued)
-            job()
-
-    return run

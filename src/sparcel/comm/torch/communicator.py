@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,9 +24,13 @@ class TorchCommunicator(ConnectedCommunicator):
     """
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Self:
-        """Connect the ranks of a process group, all of which call."""
-        return cls(TorchRendezvous.of(group))
+    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Self:
+        """Connect the ranks of a process group, all of which call.
+
+        Messages are on the CPU, or on a GPU if the group has NCCL. With ``device``, the CPU, they
+        are there in any case; a GPU tells which one, instead of the one that is current now.
+        """
+        return cls(TorchRendezvous.of(group, device))
 
     @timed("messages")
     def all_to_all(
@@ -48,11 +53,14 @@ class TorchCommunicator(ConnectedCommunicator):
         return self.run(job)
 
 
-def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
+def connect(
+    group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> TorchCommunicator:
     """Return the communicator of a process group, None being the default one.
 
     See `sparcel.comm.resolve`. A communicator that failed is returned as well, because a rank
-    cannot know which one the others still use.
+    cannot know which one the others still use. If it is made now and the group has NCCL, messages
+    are on ``device``, a GPU, or on the one that is current.
     """
     if group is None:
         if not dist.is_initialized():
@@ -64,7 +72,8 @@ def connect(group: dist.ProcessGroup | None) -> TorchCommunicator:
     assert group is not None
     known = _by_group.get(group)
     if known is None or known.closed:
-        known = _by_group[group] = TorchCommunicator.of(group)
+        gpu = None if device is None or device.type == "cpu" else device
+        known = _by_group[group] = TorchCommunicator.of(group, gpu)
     return known
 
 

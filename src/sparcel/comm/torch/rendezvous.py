@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Self
 from uuid import uuid4
@@ -26,16 +27,25 @@ class TorchRendezvous(Rendezvous):
     backend
         ``"gloo"`` or ``"nccl"``.
     device
-        The GPU that was current when the user passed the group, or the CPU. The GPU is stored
-        because `split` runs on another thread, whose current GPU is the first one.
+        Where messages are: the CPU, or this process's GPU. The GPU is stored because `split` runs
+        on another thread, whose current GPU is the first one.
     """
 
     backend: str
     device: torch.device
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Self:
+    def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Self:
         """Agree with the other ranks of ``group``; all call.
+
+        Rank 0 decides what carries the messages, so ranks that were told different things meet.
+
+        Parameters
+        ----------
+        device
+            Where messages are to be. The CPU: they go over Gloo and the mesh, for groups with NCCL
+            too. Otherwise they go over NCCL if the group has it, from this GPU, or from the one
+            that is current now.
 
         Raises
         ------
@@ -44,24 +54,23 @@ class TorchRendezvous(Rendezvous):
         CommunicationError
             When some rank does not come within the group's timeout.
         """
-        members = dist.get_process_group_ranks(group)
-        # Rank 0 chooses a fresh name, since earlier communicators may have left keys in the store.
-        name = [uuid4().hex]
-        with connecting(members[group.rank()], members):
-            dist.broadcast_object_list(name, group=group, group_src=0)
-        backend = _backend(group)
-        device = torch.device("cpu")
+        members, on_host = dist.get_process_group_ranks(group), torch.device("cpu")
+        backend, here = _backend(group), on_host
         if backend == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        engine = group._get_backend(device)
-        return cls(
-            PrefixStore(f"sparcel/{name[0]}", group.get_group_store()),
-            members,
-            group.rank(),
-            engine.options._timeout.total_seconds(),
-            backend,
-            device,
-        )
+            gpu = device if device is not None and device.type == "cuda" else None
+            here = gpu or torch.device("cuda", torch.cuda.current_device())
+        timeout = group._get_backend(here).options._timeout.total_seconds()
+        # Rank 0 chooses a fresh name, since earlier communicators may have left keys in the store.
+        chosen = [uuid4().hex, "gloo" if device == on_host else backend]
+        with (
+            connecting(members[group.rank()], members),
+            nullcontext() if here == on_host else torch.cuda.device(here),
+        ):
+            dist.broadcast_object_list(chosen, group=group, group_src=0)
+        name, backend = chosen
+        store = PrefixStore(f"sparcel/{name}", group.get_group_store())
+        place = here if backend == "nccl" else on_host
+        return cls(store, members, group.rank(), timeout, backend, place)
 
     def engine(self) -> Engine:
         """See `Rendezvous.engine`."""

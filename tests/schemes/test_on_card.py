@@ -1,0 +1,79 @@
+"""On a GPU: every scheme does there what it does on the CPU, and the host waits where it must.
+
+The GPU is that of `tests.card`, which raises wherever else the host would wait for it.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+import sparcel
+from sparcel import device, simulate
+from tests.card import moved, on_card, seen
+from tests.schemes.steps import SCHEMES
+from tests.strategies import same_bits
+
+pytest.importorskip("triton")
+
+SIZE = 400
+
+SELECTORS = {
+    f"topk {name}": partial(sparcel.scheme, "topk", density=0.1, selector=name)
+    for name in ("mstopk", "bucketed", "chunkwise", "reuse", "randomk")
+}
+OTHERS = {
+    "dgc": partial(sparcel.scheme, "dgc", density=0.1, clip=1.0),
+    "chunked indices": partial(sparcel.scheme, "topk", density=0.3, format="chunked"),
+}
+ALL = SCHEMES | SELECTORS | OTHERS
+WORLDS = [
+    (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0))
+    for place, name in enumerate(ALL)
+]
+
+
+MOST_READS = {
+    # the headers, the sum, and whether it is finite
+    "dense": 3,
+    # what is selected, the message, the length of the sum, whether it is finite
+    "topk": 4,
+    "topk packed 4 bits": 4,
+    # of the leader: the same, and the values twice
+    "scalecom": 6,
+    # at the root of the tree, and with regions: see docs/gpu.md
+    "gtopk": 10,
+    "oktopk held": 14,
+}
+"""How often the host waits in a step of these schemes, at most, on two or three ranks."""
+
+SEVERAL_STEPS = {*MOST_READS, "topk reuse", "warm-up", "dgc", "hitopk", "auto"}
+
+
+def steps_of(name, world, gpu):
+    """Do one or two steps; return each rank's updates, memory, and how often the host waited."""
+
+    def program(comm):
+        scheme, updates, before = ALL[name](), [], device.reads()
+        for step in range(1 + (name in SEVERAL_STEPS)):
+            generator = torch.Generator().manual_seed(100 * step + comm.rank)
+            shared = torch.randn(SIZE, generator=torch.Generator().manual_seed(step))
+            gradient = shared + torch.randn(SIZE, generator=generator)
+            update = scheme.step(moved(gradient) if gpu else gradient, comm)
+            updates.append(seen(update).clone())
+        memory = None if scheme.memory is None else seen(scheme.memory).clone()
+        return updates, memory, device.reads() - before
+
+    return simulate(world, program, ranks_per_node=2 if world % 2 == 0 else 1).results
+
+
+@pytest.mark.parametrize(("name", "world"), WORLDS)
+def test_steps_have_the_bits_of_the_cpu(name, world):
+    expected = steps_of(name, world, gpu=False)
+    with on_card():
+        found = steps_of(name, world, gpu=True)
+    for (updates, memory, _), (there, kept, reads) in zip(expected, found, strict=True):
+        assert reads <= MOST_READS.get(name, reads) * len(updates)
+        assert all(map(same_bits, updates, there))
+        assert (memory is None) == (kept is None)
+        assert memory is None or same_bits(memory, kept)

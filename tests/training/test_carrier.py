@@ -1,0 +1,159 @@
+"""Tensors on a GPU are averaged over any group; what carries them is chosen, or as told."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparcel import simulate
+from sparcel.comm import Communicator, TorchCommunicator, carry
+from sparcel.comm.torch import rendezvous
+from sparcel.cost import stated_rates
+from sparcel.errors import InputError, MismatchError
+from sparcel.schemes import TopK
+from sparcel.training.carrier import Carrier, check_carrier, connected
+from tests.card import moved, on_card, seen
+from tests.evenly import even_averager
+from tests.training.tensors import SCHEMES, SCOPES, TENSORS, Named, gradients_of
+
+GIGABIT = 1e9 / 8
+SLOW = stated_rates(bandwidth=25 * GIGABIT, latency_s=1e-5, ranks=4)
+FAST = stated_rates(bandwidth=26 * GIGABIT, latency_s=1e-5, ranks=4)
+ONE_NODE = stated_rates(bandwidth=GIGABIT, latency_s=1e-5, ranks=4, ranks_per_node=4)
+
+
+def train(comm: Communicator | None, scheme: str, gpu: bool, **settings: Any) -> list[Named]:
+    """Return the updates of some steps, on the card or on the CPU."""
+    there = moved if gpu else torch.clone
+    tensors = {name: there(tensor) for name, tensor in TENSORS.items()}
+    averager = even_averager(tensors, SCHEMES[scheme](), group=comm, **settings)
+    rank = averager._session.comm.rank
+    updates = []
+    for step in range(3):
+        gradients = gradients_of(rank, step)
+        if step == 1:
+            gradients["second"].zero_()
+        averaged = averager.average({name: there(one) for name, one in gradients.items()})
+        updates.append({name: seen(update).tolist() for name, update in averaged.items()})
+    carried = " by way of the host" in repr(averager.handle)
+    assert carried == gpu
+    averager.handle.close()
+    return updates
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scheme", ["dense", "topk", "oktopk", "filtered", "auto"])
+def test_updates_on_the_card_are_those_of_the_cpu(scheme: str, scope: str) -> None:
+    settings = {"scope": scope, "withhold_zeros": True}
+    expected = simulate(3, lambda comm: train(comm, scheme, False, **settings)).results
+    with on_card():
+        assert simulate(3, lambda comm: train(comm, scheme, True, **settings)).results == expected
+
+
+def train_in_process(comm: Communicator, carrier: Carrier) -> list[Named]:
+    with on_card():
+        return train(None, "topk", True, carrier=carrier)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("carrier", ["auto", "host"])
+def test_a_group_of_the_host_carries_tensors_of_the_card(run_on: Any, carrier: Carrier) -> None:
+    expected = simulate(2, lambda comm: train(comm, "topk", False)).results
+    assert run_on(2, train_in_process, carrier) == expected
+
+
+def refusal(carrier: Any, gpu: bool) -> str:
+    def on_rank(comm: Communicator) -> str:
+        tensors = {"weight": moved(torch.zeros(40, 30)) if gpu else torch.zeros(40, 30)}
+        with pytest.raises(InputError) as caught:
+            even_averager(tensors, TopK(), group=comm, carrier=carrier)
+        return str(caught.value)
+
+    with on_card():
+        return simulate(1, on_rank).results[0]
+
+
+def test_carriers_that_do_not_fit_are_refused() -> None:
+    assert "carrier must be one of auto, nccl, host, got 'hots'" in refusal("hots", True)
+    assert "carrier='host' is for tensors on a GPU, and these are on cpu" in refusal("host", False)
+    said = "needs a process group with NCCL, and the ranks are connected by a simulated cluster by"
+    assert said in refusal("nccl", True)
+    over_nccl: Any = SimpleNamespace(carrier="NCCL")
+    check_carrier("nccl", over_nccl)
+    with pytest.raises(InputError, match="give its process group as group="):
+        check_carrier("host", over_nccl)
+
+
+def test_ranks_that_were_told_different_carriers_are_refused() -> None:
+    def on_rank(comm: Communicator) -> None:
+        told: Carrier = "host" if comm.rank else "auto"
+        even_averager({"weight": moved(torch.zeros(40, 30))}, TopK(), group=comm, carrier=told)
+
+    with on_card(), pytest.raises(MismatchError, match="scope, carrier and tensors"):
+        simulate(2, on_rank)
+
+
+def asked(comm: Communicator, path: Path) -> list[str | None]:
+    """Return the type of device that each case asks the group to communicate from."""
+    path.write_text(SLOW.to_json())
+    cases: list[tuple[Carrier, Any]] = [
+        *(("auto", rates) for rates in (None, FAST, "measure", "no file", ONE_NODE)),
+        *(("nccl", SLOW), ("auto", SLOW), ("auto", path), ("host", FAST)),
+    ]
+    places = []
+    own = TorchCommunicator.of
+
+    def of(group: dist.ProcessGroup, place: torch.device | None) -> TorchCommunicator:
+        places.append(None if place is None else place.type)
+        return own(group)
+
+    with on_card() as card, patch.object(TorchCommunicator, "of", of):
+        for carrier, rates in cases:
+            _, owned = connected(None, card, carrier, rates)
+            assert owned is not None
+            owned.close()
+        _, owned = connected(None, torch.device("cpu"), "auto", SLOW)
+        owned.close()
+    return places
+
+
+@pytest.mark.processes
+def test_rates_choose_the_carrier_unless_it_is_told(run_on: Any, tmp_path: Path) -> None:
+    assert run_on(1, asked, tmp_path / "rates.json") == [["card"] * 6 + ["cpu"] * 3 + [None]]
+
+
+def over_the_mesh(comm: Communicator) -> list[tuple[str, str, list[int]]]:
+    """Connect ranks by a group as if it had NCCL, when rank 0 alone is told to use the host."""
+    with (
+        patch.object(rendezvous, "_backend", lambda _: "nccl"),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "device", lambda _: nullcontext()),
+    ):
+        place = torch.device("cpu") if comm.rank == 0 else None
+        made = TorchCommunicator.of(dist.group.WORLD, place)
+    found = made.device.type, made.carrier, made.gather_numbers(comm.rank)
+    made.close()
+    return [found]
+
+
+@pytest.mark.processes
+def test_a_group_with_nccl_can_use_the_mesh_and_rank_0_decides(run_on: Any) -> None:
+    assert run_on(2, over_the_mesh) == [[("cpu", "Gloo", [0, 1])]] * 2
+
+
+def test_a_communicator_that_is_passed_stays_open() -> None:
+    def on_rank(comm: Communicator) -> None:
+        staged = carry(comm, torch.device("card", 0))
+        averager = even_averager({"weight": moved(torch.zeros(40, 30))}, TopK(), group=comm)
+        assert averager._session.comm is staged
+        assert averager._session.owned is None
+
+    with on_card():
+        simulate(1, on_rank)
