@@ -27,8 +27,8 @@ class TorchCommunicator(ConnectedCommunicator):
     def of(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Self:
         """Connect the ranks of a process group, all of which call.
 
-        Messages are on the CPU, or on a GPU if the group has NCCL. With ``device``, the CPU, they
-        are there in any case; a GPU tells which one, instead of the one that is current now.
+        Messages are on the CPU, or on a GPU if the group has NCCL: on ``device``, or on the one
+        that is current. If ``device`` is the CPU, they are there although the group has NCCL.
         """
         return cls(TorchRendezvous.of(group, device))
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparcel.comm.engine import ALL_CONTROL, LostPeerError, other_call, too_long
+from sparcel.device import read, sent
 from sparcel.ops import Op
 
 _FRAME_BYTES = 4096
@@ -106,7 +107,7 @@ class NcclEngine:
 
     def _on_device(self, parts: Sequence[Tensor]) -> Tensor:
         """Join parts, which may be on the host."""
-        moved = [part.to(self.device) for part in parts]
+        moved = [sent(part, self.device, torch.uint8) if part.is_cpu else part for part in parts]
         if len(moved) == 1:
             return moved[0]
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *moved])
@@ -123,12 +124,12 @@ class NcclEngine:
         leaving = torch.zeros(len(peers), _FRAME_BYTES, dtype=torch.uint8, device="cpu")
         numbers = torch.tensor(heads, dtype=torch.int64, device="cpu").view(len(peers), 2)
         leaving[:, :_HEAD_BYTES] = numbers.view(torch.uint8)
-        leaving = leaving.to(self.device)
+        leaving = sent(leaving, self.device, torch.uint8)
         for frame, (begun, _) in zip(leaving, messages, strict=True):
             frame[_HEAD_BYTES : _HEAD_BYTES + begun.numel()] = begun
         arriving = torch.empty_like(leaving)
         self._transfer(list(zip(peers, leaving, arriving, strict=True)))
-        return arriving.cpu()
+        return read(arriving)
 
     def _exchange_rests(
         self, peers: list[int], leaving: list[Tensor], lengths: list[int]
@@ -180,5 +181,5 @@ def _parted(begun: Tensor, rest: Tensor, control: int) -> list[Tensor]:
         return [rest]
     beyond = rest[: control - begun.numel()]
     if beyond.numel():
-        begun, rest = torch.cat([begun, beyond.cpu()]), rest[beyond.numel() :]
+        begun, rest = torch.cat([begun, read(beyond)]), rest[beyond.numel() :]
     return [begun] if control >= ALL_CONTROL else [begun, rest]
