@@ -73,7 +73,8 @@ class _Plan(NamedTuple):
         rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
         if k == 0 or size <= 8 * SAMPLES or rank > SAMPLES // 2:
             return None
-        return cls(rank, min(size, math.ceil(1.5 * size * rank / SAMPLES) + TILE))
+        most = rank + 4 * math.sqrt(rank) + 8  # so many of the sample might have passed as well
+        return cls(rank, min(size, math.ceil(1.05 * size * most / SAMPLES) + TILE))
 
 
 class _Begun(NamedTuple):
