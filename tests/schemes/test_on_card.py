@@ -39,30 +39,31 @@ MOST_READS = {
     # what is selected, the message, the length of the sum, whether it is finite
     "topk": 4,
     "topk packed 4 bits": 4,
-    # of the leader: the same, and the values twice
-    "scalecom": 6,
-    # at the root of the tree, and with regions: see docs/gpu.md
+    # of the leader, of the tree's root, and with regions: see docs/gpu.md
+    "scalecom": 8,
     "gtopk": 10,
     "oktopk held": 14,
 }
-"""How often the host waits in a step of these schemes, at most, on two or three ranks."""
+"""How often the host waits in a step of these schemes, at most, on up to four ranks."""
 
 SEVERAL_STEPS = {*MOST_READS, "topk reuse", "warm-up", "dgc", "hitopk", "auto"}
 
 
 def steps_of(name, world, gpu):
-    """Do one or two steps; return each rank's updates, memory, and how often the host waited."""
+    """Do one or two steps; return each rank's updates, memory, and the most waits in a step."""
 
     def program(comm):
-        scheme, updates, before = ALL[name](), [], device.reads()
+        scheme, updates, waits = ALL[name](), [], []
         for step in range(1 + (name in SEVERAL_STEPS)):
             generator = torch.Generator().manual_seed(100 * step + comm.rank)
             shared = torch.randn(SIZE, generator=torch.Generator().manual_seed(step))
             gradient = shared + torch.randn(SIZE, generator=generator)
+            before = device.reads()
             update = scheme.step(moved(gradient) if gpu else gradient, comm)
+            waits.append(device.reads() - before)
             updates.append(seen(update).clone())
         memory = None if scheme.memory is None else seen(scheme.memory).clone()
-        return updates, memory, device.reads() - before
+        return updates, memory, max(waits)
 
     return simulate(world, program, ranks_per_node=2 if world % 2 == 0 else 1).results
 
@@ -72,8 +73,8 @@ def test_steps_have_the_bits_of_the_cpu(name, world):
     expected = steps_of(name, world, gpu=False)
     with on_card():
         found = steps_of(name, world, gpu=True)
-    for (updates, memory, _), (there, kept, reads) in zip(expected, found, strict=True):
-        assert reads <= MOST_READS.get(name, reads) * len(updates)
+    for (updates, memory, _), (there, kept, waits) in zip(expected, found, strict=True):
+        assert waits <= MOST_READS.get(name, waits)
         assert all(map(same_bits, updates, there))
         assert (memory is None) == (kept is None)
         assert memory is None or same_bits(memory, kept)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from sparcel import _cpu, device
@@ -52,6 +53,16 @@ dequantize = by_device(few_bits.dequantize, cpu.dequantize, "dequantize")
 pack_indices = by_device(packing.pack_indices, cpu.pack_indices, "pack_indices")
 unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices, "unpack_indices")
 sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, "sums_of_squares")
+
+
+def average(total: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:
+    """Return ``total / ranks`` (any float dtype), on a GPU with the bits of the CPU.
+
+    There torch multiplies by the reciprocal of a number, but divides by a tensor. Half precision,
+    which may not hold the number of ranks, is left to torch.
+    """
+    exact = total.dtype in (torch.float32, torch.float64)
+    return torch.div(total, total.new_full((), ranks) if exact else ranks, out=out)
 
 
 def norm(x: Tensor) -> float:

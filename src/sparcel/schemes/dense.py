@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import finite_flag
 from sparcel.collectives.dense import agreement_stages, check_agreement
 from sparcel.comm import Communicator
@@ -52,7 +53,7 @@ class Dense(Scheme):
         size, meter = gradient.numel(), request.meter
         with meter.communicating():
             # An average cannot overflow half precision, but a sum could.
-            average = torch.div(gradient, request.divisor(comm), out=scratch)
+            average = kernels.average(gradient, request.divisor(comm), scratch)
             wired = average if self.wire is None else average.to(_WIRES[self.wire])
             comm.all_reduce(wired)
             average.copy_(wired)

@@ -67,11 +67,11 @@ def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) ->
         average = SparseStream.unchecked(total.indices, total.values, total.size, finite)
         return average if finite else average.empty_like()
     if total.indices is None and out is not None:
-        values = torch.div(total.values, divisor or 1, out=out)
+        values = kernels.average(total.values, divisor or 1, out)
     elif divisor is None or divisor == 1:
         values = total.values.to(dtype)
     else:
-        values = (total.values / divisor).to(dtype)
+        values = kernels.average(total.values, divisor).to(dtype)
     finite = device.truth(total.finite & finite_flag(values))
     average = SparseStream.unchecked(total.indices, values, total.size, finite)
     return average if finite else average.empty_like()

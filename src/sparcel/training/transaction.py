@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import all_finite, finite_flag
 from sparcel.auto import all_reduce
 from sparcel.comm import Communicator, Job, Traffic, ring_bytes
@@ -171,7 +172,11 @@ class Transaction:
         """
         it = self.session
         owes = it.treatment.selects or it.residuals.flush.owed
-        return 1.0 if it.scaler is None or not owes else it.scaler.get_scale()
+        if it.scaler is None or not owes:
+            return 1.0
+        # The public function would wait for a GPU beside `read`.
+        scale = it.scaler._get_scale_async()
+        return it.scaler.get_scale() if scale is None else float(read(scale))
 
     def _exchange_vector(
         self, vector: Vector, gradient: Tensor, request: Request, scale: float
@@ -252,6 +257,6 @@ class Transaction:
         """Return the average over ranks of a whole stream, and note whether it is finite."""
         with self.meter.communicating():
             total = all_reduce(stream, Wire(self.comm), max_nnz=max_nnz)
-        average = total.values / self.comm.size
+        average = kernels.average(total.values, self.comm.size)
         self.finite &= truth(total.finite & finite_flag(average))
         return SparseStream.unchecked(total.indices, average, total.size)

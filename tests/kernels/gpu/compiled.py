@@ -1,8 +1,8 @@
 """Compiles the kernels as for a GPU of CUDA, without one: `test_compile.py` runs this file.
 
-Triton compiles for a target by its own copy of NVIDIA's assembler. What cannot be compiled, although
-Triton's interpreter runs it, ends this program with Triton's error. Nothing is computed, so all that
-a kernel would have written is 0.
+Triton compiles for a target by its own copy of NVIDIA's assembler. What cannot be compiled,
+although Triton's interpreter runs it, ends this program with Triton's error. Nothing is computed,
+so all that a kernel would have written is 0.
 """
 
 from __future__ import annotations

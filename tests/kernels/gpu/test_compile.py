@@ -1,6 +1,5 @@
 """The kernels compile for GPUs: what Triton's interpreter runs may still not compile."""
 
-import inspect
 import os
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.slow

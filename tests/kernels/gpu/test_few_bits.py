@@ -18,8 +18,11 @@ from tests.strategies import FLOATS, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 few = settings(max_examples=15)
-# NumPy computes in Triton's interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    # NumPy computes in Triton's interpreter.
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 
 BITS = (8, 4, 2)
 SCALES = (torch.bfloat16, torch.float32)
@@ -123,6 +126,7 @@ def test_any_codes_and_scales_are_read(
     assert alike(found, reference.dequantize(codes, scales, size, bits, block))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the card stands for a GPU where there is none")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("seed", [None, 7])
 def test_nothing_waits_for_the_gpu(bits: int, seed: int | None) -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from sparcel.kernels.gpu.mstopk import mstopk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

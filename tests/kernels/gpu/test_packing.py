@@ -19,6 +19,7 @@ from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 few = settings(max_examples=15)
 
 
@@ -100,6 +101,7 @@ def test_indices_out_of_range_write_nothing_elsewhere() -> None:
         assert words.numel() == reference.packed_words(5, size)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the card stands for a GPU where there is none")
 @pytest.mark.parametrize("size", [100, 2**40])
 def test_a_gpu_tells_at_the_next_read(size: int) -> None:
     indices = torch.arange(30, dtype=reference.index_dtype(size))

@@ -20,8 +20,11 @@ from tests.strategies import CIRCLE, DTYPES, FLOATS, same_bits
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BUILT_IN = (SUM, PRODUCT, MIN, MAX)
 few = settings(max_examples=15)
-# NumPy computes in Triton's interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.gpu,
+    # NumPy computes in Triton's interpreter.
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 
 dtypes = st.sampled_from(DTYPES)
 widths = st.sampled_from([None, None, 0, 1, 3])

@@ -17,6 +17,7 @@ from tests.kernels.test_merge import Pair, random_streams
 from tests.strategies import DTYPES, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 BOTH = [(kernels.within, reference.within), (kernels.without, reference.without)]
 
 

@@ -15,6 +15,7 @@ from tests.kernels.paths import Case, cases
 from tests.strategies import FLOATS, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
 
 
 @settings(max_examples=25)
