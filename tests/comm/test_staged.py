@@ -24,6 +24,8 @@ from sparcel.wire import Wire
 from tests.card import OnCard, moved, on_card, seen
 from tests.strategies import case_of, full
 
+pytest.importorskip("triton")
+
 Runner = Callable[..., list[Any]]
 
 

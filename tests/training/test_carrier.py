@@ -23,6 +23,8 @@ from tests.card import moved, on_card, seen
 from tests.evenly import even_averager
 from tests.training.tensors import SCHEMES, SCOPES, TENSORS, Named, gradients_of
 
+pytest.importorskip("triton")
+
 GIGABIT = 1e9 / 8
 SLOW = stated_rates(bandwidth=25 * GIGABIT, latency_s=1e-5, ranks=4)
 FAST = stated_rates(bandwidth=26 * GIGABIT, latency_s=1e-5, ranks=4)

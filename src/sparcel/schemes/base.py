@@ -114,8 +114,8 @@ class Scheme(ABC):
         InputError, MismatchError, CommunicationError
             The memory stays as it was.
         """
-        ranks = resolve(comm, gradient.device)
         self._check(gradient)
+        ranks = resolve(comm, gradient.device)
         if flag(in_place, "in_place") and out is not None:
             raise InputError("in_place=True writes the update to the gradient; leave out out=")
         own = gradient.detach()
@@ -137,8 +137,8 @@ class Scheme(ABC):
             dense. Empty and not ``finite`` if any rank's vector or the average is not finite; the
             memory then stays as it was.
         """
-        ranks = resolve(comm, gradient.device)
         self._check(gradient)
+        ranks = resolve(comm, gradient.device)
         return self._transact(gradient.detach(), ranks, request, None)
 
     def begin(

@@ -1,15 +1,18 @@
 """NCCL's engine with Gloo's process group below it, because no two GPUs were available.
 
-What it does with torch.distributed is real; NCCL itself and a device apart from the host are not.
+What it does with torch.distributed is real; NCCL itself is not, and the card takes a GPU's place.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from sparcel import simulate
+from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.comm import Communicator
 from sparcel.comm.engine import ALL_CONTROL
@@ -17,7 +20,9 @@ from sparcel.comm.torch.nccl import NcclEngine
 from sparcel.errors import MismatchError
 from sparcel.formats import Format
 from sparcel.ops import SUM
+from sparcel.side_stream import SideStream
 from sparcel.wire import Wire
+from tests.card import CARD, moved, on_card, seen
 from tests.strategies import case_of, full
 
 pytestmark = pytest.mark.processes
@@ -26,17 +31,20 @@ CALL = 7
 
 
 class OverGloo(NcclEngine):
-    """The engine on the CPU; ``transferred`` lists the lengths of what each transfer sent."""
+    """The engine over Gloo; ``transferred`` lists the lengths of what each transfer sent."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, device: torch.device | str = "cpu") -> None:
         self.names, self.rank, self.waiting = list(range(comm.size)), comm.rank, False
-        self.device = torch.device("cpu")
+        self.device = torch.device(device)
         self._group = dist.new_group(self.names, backend="gloo")
         self.transferred: list[list[int]] = []
 
     def _transfer(self, pairs):
         self.transferred.append([message.numel() for _, message, _ in pairs])
-        super()._transfer(pairs)
+        super()._transfer([(peer, seen(message), seen(buffer)) for peer, message, buffer in pairs])
+
+    def all_reduce(self, tensor, op):
+        super().all_reduce(seen(tensor), op)
 
 
 def numbers(rank: int, nbytes: int) -> torch.Tensor:
@@ -98,27 +106,42 @@ def test_other_calls_and_longer_messages_are_refused(run_on):
     assert all("9 bytes" in text and "at most 8" in text for text in run_on(2, disagree, 0, 9))
 
 
-def reduced(comm, format):
+def from_the_card(stream: SparseStream) -> SparseStream:
+    indices = None if stream.indices is None else seen(stream.indices)
+    return SparseStream.unchecked(indices, seen(stream.values), stream.size)
+
+
+def reduced(comm: Communicator, format: Format) -> list[Any]:
     """Return what every collective makes of a case."""
     case = case_of("random", comm.size, 3000, count=200)
     stream = case.streams[comm.rank]
+    if comm.device.type == CARD:
+        assert stream.indices is not None
+        stream = SparseStream.unchecked(moved(stream.indices), moved(stream.values), stream.size)
     results = []
     for algorithm in ALGORITHMS.values():
         wire = Wire(comm, format)
-        results.append(full(algorithm.reduce(stream, wire, SUM, case.max_nnz)))
-    results += [full(collective(stream, Wire(comm), 50).total) for collective in (gtopk, oktopk)]
-    results.append(full(broadcast(stream, Wire(comm), comm.size - 1)))
-    return [result.tolist() for result in results]
+        results.append(algorithm.reduce(stream, wire, SUM, case.max_nnz))
+    results += [collective(stream, Wire(comm), 50).total for collective in (gtopk, oktopk)]
+    results.append(broadcast(stream, Wire(comm), comm.size - 1))
+    return [full(from_the_card(result)).tolist() for result in results]
 
 
-def reduced_by_engine(comm, format):
+def reduced_by_engine(comm, format, device):
+    """Return what `reduced` does; on the card the host waits for what it reads alone."""
     child = comm.split(0)
-    child.engine = OverGloo(child)
-    return child.run(lambda: reduced(child, format))
+    with on_card() if device == CARD else nullcontext():
+        child.engine = OverGloo(child, device)
+        child.device, child._side = child.engine.device, SideStream(child.engine.device)
+        return child.submit(lambda: reduced(child, format)).wait()
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
-@pytest.mark.parametrize("format", ["raw", "packed"])
-def test_collectives_have_the_results_of_other_engines(run_on, world_size, format):
+@pytest.mark.parametrize(
+    ("world_size", "format", "device"),
+    [(3, "raw", "cpu"), (8, "packed", "cpu"), (3, "packed", CARD), (8, "raw", CARD)],
+)
+def test_collectives_have_the_results_of_other_engines(run_on, world_size, format, device):
+    if device == CARD:
+        pytest.importorskip("triton")
     expected = simulate(world_size, lambda comm: reduced(comm, Format(format))).results
-    assert run_on(world_size, reduced_by_engine, Format(format)) == expected
+    assert run_on(world_size, reduced_by_engine, Format(format), device) == expected
