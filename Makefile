@@ -7,6 +7,8 @@ IN_PARALLEL := -n 3 --dist worksteal
 # Without this option pip prints notices of its own updates.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CONSTRAINTS := constraints-dev.txt
+# The Python of a machine with a GPU, which may have no access to a package index.
+PYTHON := python3
 # The network of the demo: number of machines, and the rate of their links.
 NODES := 4
 RATE := 1gbit
@@ -14,7 +16,7 @@ RATE := 1gbit
 CPP_SOURCES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
-.PHONY: help demo test quick check lint types pages format sanitize clean
+.PHONY: help demo test quick gpu check lint types pages format sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,6 +31,10 @@ test: $(VENV)/built ## the whole test suite (ARGS= is passed on to pytest)
 
 quick: $(VENV)/built ## the tests without the slow ones
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
+
+gpu: ## on a machine with a GPU, where sparcel is installed (PYTHON=): its tests, then its times
+	$(PYTHON) -m pytest tests/gpu tests/kernels/gpu
+	$(PYTHON) benchmarks/gpu.py
 
 check: lint types pages ## what CI checks besides the tests: style, types, figures of the pages
 

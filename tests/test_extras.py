@@ -33,12 +33,13 @@ EXTRAS_OF = {
     "comm": {"mpi"},
     "rows": {"linear"},
     "linear": {"linear", "cli", "plots"},
+    "kernels": {"gpu"},
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 
 
 def modules_of(extra: str) -> set[str]:
-    packages = [re.split(r"[<>=\[]", package)[0] for package in EXTRAS[extra]]
+    packages = [re.split(r"[<>=\[;]", package)[0] for package in EXTRAS[extra]]
     return {MODULES.get(package, package) for package in packages} - {"sparcel"}
 
 
