@@ -33,6 +33,7 @@ quick: $(VENV)/built ## the tests without the slow ones
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
 
 gpu: ## on a machine with a GPU, where sparcel is installed (PYTHON=): its tests, then its times
+	$(PYTHON) -c "import torch; torch.zeros(1, device='cuda')"
 	$(PYTHON) -m pytest tests/gpu tests/kernels/gpu
 	$(PYTHON) benchmarks/gpu.py
 

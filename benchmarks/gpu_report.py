@@ -22,7 +22,8 @@ STEP_LEGEND = (
     "",
     "ms: a step. compute: without exchange. exchange: the share of the step beyond DDP's compute.",
     "link: computed from the bytes, not measured. reads: waits for the card in sparcel.device.read",
-    "a step; waits: other ones, of which torch warns.",
+    "a step, of all buckets; waits: other ones, of which torch warns. A part of a step is one",
+    "selection, reduction, message or coding, as the profile shows them.",
 )
 
 

@@ -13,9 +13,11 @@ from sparcel import SparseStream
 
 GPU = torch.device("cuda", 0)
 
+_WHY = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no GPU"
+
 needs_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU of CUDA"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=_WHY),
 ]
 
 _LONG = 20_000_000

@@ -17,6 +17,8 @@ from tests.strategies import same_bits
 pytest.importorskip("triton")
 
 SIZE = 400
+LONG = {"scalecom": 20_000}
+"""Sizes for paths that only long vectors take: a broadcast that is scattered."""
 
 SELECTORS = {
     f"topk {name}": partial(sparcel.scheme, "topk", density=0.1, selector=name)
@@ -28,7 +30,7 @@ OTHERS = {
 }
 ALL = SCHEMES | SELECTORS | OTHERS
 WORLDS = [
-    (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0))
+    (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0 or name in LONG))
     for place, name in enumerate(ALL)
 ]
 
@@ -40,7 +42,7 @@ MOST_READS = {
     "topk": 4,
     "topk packed 4 bits": 4,
     # of the leader, of the tree's root, and with regions: see docs/gpu.md
-    "scalecom": 8,
+    "scalecom": 9,
     "gtopk": 10,
     "oktopk held": 14,
 }
@@ -52,12 +54,14 @@ SEVERAL_STEPS = {*MOST_READS, "topk reuse", "warm-up", "dgc", "hitopk", "auto"}
 def steps_of(name, world, gpu):
     """Do one or two steps; return each rank's updates, memory, and the most waits in a step."""
 
+    size = LONG.get(name, SIZE)
+
     def program(comm):
         scheme, updates, waits = ALL[name](), [], []
         for step in range(1 + (name in SEVERAL_STEPS)):
             generator = torch.Generator().manual_seed(100 * step + comm.rank)
-            shared = torch.randn(SIZE, generator=torch.Generator().manual_seed(step))
-            gradient = shared + torch.randn(SIZE, generator=generator)
+            shared = torch.randn(size, generator=torch.Generator().manual_seed(step))
+            gradient = shared + torch.randn(size, generator=generator)
             before = device.reads()
             update = scheme.step(moved(gradient) if gpu else gradient, comm)
             waits.append(device.reads() - before)

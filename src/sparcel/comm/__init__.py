@@ -20,7 +20,7 @@ from sparcel.comm.jobs import Job
 from sparcel.comm.launcher import launched
 from sparcel.comm.nodes import Grid
 from sparcel.comm.simulated import Network, Report, SimulatedCommunicator, simulate
-from sparcel.comm.staged import carry
+from sparcel.comm.staged import Staged, carry
 from sparcel.comm.torch import TorchCommunicator
 from sparcel.comm.torch import connect as connect_torch
 from sparcel.comm.traffic import Traffic, ring_bytes
@@ -40,6 +40,7 @@ __all__ = [
     "Network",
     "Report",
     "SimulatedCommunicator",
+    "Staged",
     "TorchCommunicator",
     "Traffic",
     "call_of",

@@ -14,7 +14,7 @@ from time import perf_counter, thread_time
 import torch
 
 from sparcel._checks import whole_number
-from sparcel.comm import Communicator
+from sparcel.comm import Communicator, Staged
 from sparcel.cost import trials
 from sparcel.cost.trials import Trial
 from sparcel.cost.work import KINDS, Kind
@@ -99,13 +99,15 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
     Raises
     ------
     InputError
-        When there is only one rank, or messages are in GPU memory.
+        When there is only one rank, or messages are in the memory of GPUs, as over NCCL.
     """
     passes = whole_number(passes, "passes", at_least=1)
+    if isinstance(comm, Staged):
+        comm = comm.inner  # which carries the messages
     if comm.device.type != "cpu":
         raise InputError(
-            f"rates can be measured only for messages on the CPU, but comm's are on {comm.device};"
-            " keep comm.rates as it is, or set it to sparcel.cost.stated_rates(...)"
+            f"rates cannot be measured over {comm.carrier}, whose messages are on {comm.device};"
+            " give rates=sparcel.cost.stated_rates(...), or a file, or carrier='host'"
         )
     if comm.size < 2:
         raise InputError("measuring rates needs at least 2 ranks, got 1")

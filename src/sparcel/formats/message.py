@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]  # it is documented
 
 from sparcel import _cpu
+from sparcel.device import sent
 from sparcel.errors import FormatError
 from sparcel.formats.header import HEADER_BYTES, Header, padded
 
@@ -54,7 +55,8 @@ def whole(message: Message) -> Tensor:
     """Return a message in one tensor, on the payload's device."""
     if len(message) == 1:
         return message[0]
-    return torch.cat([part.to(message[-1].device) for part in message])
+    place = message[-1].device
+    return torch.cat([sent(part, place, part.dtype) if part.is_cpu else part for part in message])
 
 
 def joined(messages: Sequence[Message]) -> Message:

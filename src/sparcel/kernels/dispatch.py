@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from sparcel.device import GPUS
+from sparcel.errors import warn
 from sparcel.kernels.addition import Addition
 
 P = ParamSpec("P")
@@ -46,10 +47,15 @@ def by_device(
 
 @lru_cache
 def _on_gpu(name: str) -> Callable[..., Any] | None:
-    """Return a function of `sparcel.kernels.gpu`; None without Triton."""
+    """Return a function of `sparcel.kernels.gpu`; None without Triton, or with a broken one."""
     if find_spec("triton") is None:
         return None
-    function: Callable[..., Any] = getattr(import_module("sparcel.kernels.gpu"), name)
+    try:
+        module = import_module("sparcel.kernels.gpu")
+    except ImportError as error:
+        warn(f"Triton cannot be imported, so GPUs run torch's operations, more slowly: {error}")
+        return None
+    function: Callable[..., Any] = getattr(module, name)
     return function
 
 

@@ -93,7 +93,7 @@ class Averager:
     InputError
         For densities that fit no tensor, tensors that hold no floats or are on a device that the
         group does not reach, an unknown scope, a carrier that the group or the tensors do not
-        allow, nodes with different numbers of ranks, a file without rates, or measuring on GPUs.
+        allow, nodes with different numbers of ranks, a file without rates, or measuring over NCCL.
     MismatchError
         When the ranks' schemes, settings, policies, densities, rates, carriers, scopes,
         front-loading or tensors differ.

@@ -17,9 +17,10 @@ from sparcel.rates import Rates
 Carrier: TypeAlias = Literal["auto", "nccl", "host"]
 """What carries tensors of a GPU: NCCL, the host, or what is expected to suit the links."""
 
-HOST_BANDWIDTH = 25e9 / 8
-"""Bytes a second between nodes up to which ``"auto"`` takes the way by the host. The host copies
-several times as many, so the network decides, and messages there need no sizes sent ahead."""
+HOST_BANDWIDTH = 25.1e9 / 8
+"""Bytes a second between nodes up to which ``"auto"`` takes the way by the host: 25 Gbit/s, and
+room for rounding. An estimate: the host's memory copies several times as many, and messages there
+need no sizes sent ahead."""
 
 
 def connected(
@@ -38,7 +39,8 @@ def connected(
     known(carrier, get_args(Carrier), "carrier")
     if carrier != "auto" and device.type not in GPUS:
         raise InputError(
-            f"carrier={carrier!r} is for tensors on a GPU, and these are on {device}; leave it out"
+            f"carrier={carrier!r} is for tensors on a GPU of CUDA, and these are on {device}; leave"
+            " it out"
         )
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -56,7 +58,7 @@ def check_carrier(carrier: Carrier, comm: Communicator) -> None:
     if carrier == "nccl" and comm.carrier != "NCCL":
         raise InputError(
             f"carrier='nccl' needs a process group with NCCL, and the ranks are connected by"
-            f" {comm.carrier}; leave carrier out"
+            f" {comm.carrier}; make it by init_process_group('nccl'), or leave carrier out"
         )
     if carrier == "host" and comm.carrier == "NCCL":
         raise InputError(

@@ -70,8 +70,8 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
     device = devices.pop()
     if comm.device.type != device.type:
         raise InputError(
-            f"the tensors are on {device}, the group communicates from {comm.device}; any group"
-            " carries tensors of a GPU, and all but those of NCCL tensors of the CPU"
+            f"the tensors are on {device}, the group communicates from {comm.device}; sparcel takes"
+            " tensors of the CPU, over any group but one of NCCL alone, and of GPUs of CUDA"
         )
     return device
 
