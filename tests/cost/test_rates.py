@@ -226,8 +226,8 @@ def test_all_ranks_measure_the_same(monkeypatch, ranks, here):
 
 
 def test_only_messages_on_the_cpu_are_measured():
-    comm = SimpleNamespace(device=torch.device("cuda", 1), size=2)
-    with pytest.raises(InputError, match="on the CPU, but comm's are on cuda:1"):
+    comm = SimpleNamespace(device=torch.device("cuda", 1), size=2, carrier="NCCL")
+    with pytest.raises(InputError, match="over NCCL, whose messages are on cuda:1"):
         measure(comm)
 
 

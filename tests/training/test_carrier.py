@@ -84,7 +84,9 @@ def refusal(carrier: Any, gpu: bool) -> str:
 
 def test_carriers_that_do_not_fit_are_refused() -> None:
     assert "carrier must be one of auto, nccl, host, got 'hots'" in refusal("hots", True)
-    assert "carrier='host' is for tensors on a GPU, and these are on cpu" in refusal("host", False)
+    assert "carrier='host' is for tensors on a GPU of CUDA, and these are on cpu" in refusal(
+        "host", False
+    )
     said = "needs a process group with NCCL, and the ranks are connected by a simulated cluster by"
     assert said in refusal("nccl", True)
     over_nccl: Any = SimpleNamespace(carrier="NCCL")
