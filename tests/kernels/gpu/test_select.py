@@ -19,7 +19,7 @@ from tests.strategies import FLOATS, same_bits
 pytest.importorskip("triton")
 import triton.runtime.interpreter as interpreter
 
-from sparcel.kernels.gpu import _compact, _radix
+from sparcel.kernels.gpu import _compact, _radix, _sum
 from sparcel.kernels.gpu import select as gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,11 +128,11 @@ def test_a_sample_that_misleads_costs_time_alone(
     above = {"few pass": 2**12 - 1, "many pass": 0}[kind] << (8 * dtype.itemsize - 13)
     sampled = []
 
-    def misled(sum: object, rule: Tensor, rank: int) -> None:
+    def misled(sum: object, rule: Tensor, samples: int, rank: int) -> None:
         rule[1] = above
         sampled.append(rank)
 
-    monkeypatch.setattr(gpu, "_sample", misled)
+    monkeypatch.setattr(gpu, "sample", misled)
     assert agree(gpu.topk(x.to(DEVICE), 200), reference.topk(x, 200))
     assert sampled
 
@@ -166,7 +166,7 @@ def test_places_beyond_2_to_the_31st(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The interpreter would copy the vectors onto themselves, which are shared with it.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-    for module in (gpu, _compact, _radix):
+    for module in (gpu, _compact, _radix, _sum):
         monkeypatch.setattr(module, "launch", launch_few)
     monkeypatch.setattr(
         Tensor, "new_empty", lambda x, *shape, dtype=None, **_: untouched(shape, dtype or x.dtype)

@@ -21,25 +21,19 @@ from sparcel.kernels.addition import Addition
 from sparcel.kernels.definitions import select as definitions
 from sparcel.kernels.definitions.common import index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits_of
-from sparcel.kernels.gpu._bits import bits_of, bits_width, infinite_bits, magnitude_bits
+from sparcel.kernels.gpu._bits import bits_of, magnitude_bits
 from sparcel.kernels.gpu._compact import (
     ABOVE,
     EMITTED,
     FAULT,
-    ROWS,
     RULE_LENGTH,
-    SPAN,
     Marks,
     emit,
     mark,
-    mark_tile,
-    spans_of,
-    words_for,
 )
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._radix import (
     BINS,
-    FIELD,
     TILE,
     add_counts,
     count_field,
@@ -47,6 +41,7 @@ from sparcel.kernels.gpu._radix import (
     write_rule,
 )
 from sparcel.kernels.gpu._rows import largest_of_chunks
+from sparcel.kernels.gpu._sum import accumulate, sample, sum_of, vector_alone
 
 SAMPLES = 1 << 15
 """Coordinates in a sample. Vectors of up to eight times as many are not sampled."""
@@ -119,16 +114,16 @@ def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
 def accumulate_topk(
     addition: Addition, k: int, chunk: int | None = None
 ) -> tuple[Tensor, Tensor, bool | Tensor]:
-    scratch, rules, sum = addition.scratch, _rules(addition.scratch), _sum(addition)
+    scratch, rules, sum = addition.scratch, _rules(addition.scratch), sum_of(addition)
     if chunk is not None and chunk < scratch.numel() and k:
-        _accumulate(sum, addition, rules[0], marking=False)
+        accumulate(sum, addition, rules[0], marking=False)
         indices, values, count = largest_of_chunks(scratch, k, chunk, clear=True)
         taken, fault = device.read(torch.cat([count, rules[0, FAULT : FAULT + 1]])).tolist()
         return indices[:taken], values[:taken], not fault
     plan = _Plan.of(k, scratch.numel())
     if plan:
-        _sample(sum, rules[0], plan.rank)
-    marks = _accumulate(sum, addition, rules[0], marking=plan is not None)
+        sample(sum, rules[0], SAMPLES, plan.rank)
+    marks = accumulate(sum, addition, rules[0], marking=plan is not None)
     if k == 0:
         nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel()))
         return nothing, scratch[:0], rules[0, FAULT] == 0
@@ -177,7 +172,7 @@ def _begin(x: Tensor, k: int) -> _Begun:
     """Queue the selection of the k largest of a vector."""
     rules, plan, marks = _rules(x), _Plan.of(k, x.numel()), None
     if plan:
-        _sample(_sum_of(x), rules[0], plan.rank)
+        sample(vector_alone(x), rules[0], SAMPLES, plan.rank)
         marks = mark(x, rules[0], ties=False)
     return _continue(x, k, rules, plan, marks)
 
@@ -220,156 +215,6 @@ def _outcomes(begun: Sequence[_Begun]) -> list[tuple[bool, int, int]]:
         return []
     read = device.read(torch.stack([one.rules for one in begun])).tolist()
     return [(not first[FAULT], first[EMITTED], second[EMITTED]) for first, second in read]
-
-
-class _Sum(NamedTuple):
-    """What kernels need in order to compute an addition.
-
-    ``factors`` holds the scale and the momentum. ``parts`` tells which vectors there are.
-    """
-
-    memory: Tensor
-    gradient: Tensor
-    velocity: Tensor
-    factors: Tensor
-    parts: dict[str, bool]
-
-
-def _sum(addition: Addition) -> _Sum:
-    memory, velocity = addition.memory, addition.velocity
-    scaled = addition.scale != 1
-    factors = memory
-    if scaled or velocity is not None:
-        numbers = [addition.scale, addition.momentum]
-        factors = device.sent(numbers, memory.device, memory.dtype)
-    return _Sum(
-        memory,
-        addition.gradient.detach(),
-        memory if velocity is None else velocity,
-        factors,
-        {"ADDED": True, "SCALED": scaled, "MOVING": velocity is not None},
-    )
-
-
-def _sum_of(x: Tensor) -> _Sum:
-    """Return the sum that is ``x`` itself."""
-    return _Sum(x, x, x, x, {"ADDED": False, "SCALED": False, "MOVING": False})
-
-
-@triton.jit
-def _sum_at(
-    memory, gradient, velocity, factors, place, inside,
-    ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
-):  # fmt: skip
-    """Return what enters the memory, and the sum."""
-    total = tl.load(memory + place, mask=inside, other=0.0)
-    entering = total
-    if ADDED:
-        entering = tl.load(gradient + place, mask=inside, other=0.0).to(total.dtype)
-        if SCALED:
-            entering = entering * tl.load(factors)
-        if MOVING:
-            moving = tl.load(velocity + place, mask=inside, other=0.0)
-            entering = entering + moving * tl.load(factors + 1)
-        total = entering + total
-    return entering, total
-
-
-@triton.jit
-def _nth(bits, counted, shift, nth, FIELD: tl.constexpr):
-    """Return the field of the ``nth`` largest of the counted, and how many have a larger one."""
-    field = ((bits >> shift) & ((1 << FIELD) - 1)).to(tl.int32)
-    found = tl.histogram(field, 1 << FIELD, mask=counted)
-    reaching = tl.cumsum(found, axis=0, reverse=True)
-    place = tl.sum((reaching >= nth).to(tl.int32), axis=0) - 1
-    larger = tl.sum(tl.where(tl.arange(0, 1 << FIELD) > place, found, 0), axis=0)
-    return place, larger
-
-
-@triton.jit
-def _find_threshold(
-    memory, gradient, velocity, factors, size, rule, rank,
-    ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
-    FIELD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, NEXT: tl.constexpr,
-    SAMPLES: tl.constexpr,
-):  # fmt: skip
-    """Let pass what reaches the upper bits of the magnitude of that rank in the sample."""
-    number = tl.arange(0, SAMPLES)
-    stride = size // SAMPLES
-    # A sample at equal distances would see one column of a matrix.
-    offset = ((number * 40503) & 0xFFFF).to(tl.int64) * stride >> 16
-    place = number.to(tl.int64) * stride + offset
-    _, total = _sum_at(
-        memory, gradient, velocity, factors, place, place < size, ADDED, SCALED, MOVING
-    )
-    bits = magnitude_bits(total)
-    upper, larger = _nth(bits, bits >= 0, FIRST, rank, FIELD)
-    same = ((bits >> FIRST) & ((1 << FIELD) - 1)) == upper
-    lower, _ = _nth(bits, same, SECOND, rank - larger, NEXT)
-    threshold = ((upper.to(tl.int64) << NEXT) | lower.to(tl.int64)) << SECOND
-    tl.store(rule + 1, tl.maximum(threshold - 1, 0))
-
-
-def _sample(sum: _Sum, rule: Tensor, rank: int) -> None:
-    """Write the threshold that a sample gives to ``rule``."""
-    first = bits_width(sum.memory.dtype) - FIELD
-    second = max(0, first - FIELD)
-    launch(
-        _find_threshold, 1, *sum[:4], sum.memory.numel(), rule, rank, **sum.parts,
-        FIELD=FIELD, FIRST=first, SECOND=second, NEXT=first - second, SAMPLES=SAMPLES,
-        num_warps=32, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-@triton.jit
-def _add_and_mark(
-    memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above, counts,
-    ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
-    KEPT: tl.constexpr, CLEAR: tl.constexpr, MARK: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    span = tl.program_id(0).to(tl.int64)
-    count = 0
-    for tile in range(SPAN // (ROWS * 32)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
-        inside = place < size
-        entering, total = _sum_at(
-            memory, gradient, velocity, factors, place, inside, ADDED, SCALED, MOVING
-        )
-        tl.store(scratch + place, total, mask=inside)
-        if KEPT:
-            tl.store(entering_to + place, entering, mask=inside)
-        if CLEAR:
-            zero = tl.zeros_like(total).to(gradient.dtype.element_ty)
-            tl.store(gradient + place, zero, mask=inside)
-        bits = magnitude_bits(total)
-        peak = tl.max(tl.max(bits, axis=1), axis=0)
-        tl.atomic_max(rule, 1, mask=peak >= infinite, sem="relaxed")
-        if MARK:
-            found, _ = mark_tile(
-                bits, inside, tl.load(rule + 1).to(bits.dtype), 0, span * (SPAN // 32) + row,
-                above, above, False,
-            )  # fmt: skip
-            count += found
-    if MARK:
-        tl.store(counts + span, count)
-
-
-def _accumulate(sum: _Sum, addition: Addition, rule: Tensor, marking: bool) -> Marks | None:
-    """Add, and mark what passes the rule; ``rule[FAULT]`` becomes 1 if the sum is not finite."""
-    scratch, entering = addition.scratch, addition.entering
-    size = scratch.numel()
-    spans = spans_of(size)
-    above = words_for(scratch, size if marking else 0)
-    counts = rule.new_empty(spans)
-    launch(
-        _add_and_mark, spans, *sum[:4], scratch, scratch if entering is None else entering,
-        size, infinite_bits(scratch.dtype), rule, above, counts, **sum.parts,
-        KEPT=entering is not None, CLEAR=addition.clear, MARK=marking, SPAN=SPAN, ROWS=ROWS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return Marks(above, counts.cumsum(dim=0)) if marking else None
 
 
 @triton.jit
