@@ -390,15 +390,14 @@ def _with_lost(result: T, wire: Wire, like: SparseStream) -> T | tuple[T, Sparse
 
 
 def _communicator(group: Group, stream: SparseStream) -> Communicator:
-    comm = resolve(group)
     check_type(
         stream,
         SparseStream,
         "stream",
         "make one with SparseStream.from_dense(vector) or sparcel.topk(vector, k)",
     )
-    comm = resolve(comm, stream.device)
-    if stream.device.type != comm.device.type:
+    comm = resolve(group, stream.device)
+    if stream.device != comm.device:
         raise InputError(
             f"the stream is on {stream.device}, the group communicates from {comm.device};"
             f" move the stream to {comm.device}"

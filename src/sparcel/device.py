@@ -42,8 +42,8 @@ def read(control: Tensor) -> Tensor:
     control
         Any shape and dtype. A tensor on the host is returned as it is.
     """
-    if control.device.type == "cpu":
-        return control
+    if control.device.type not in GPUS:
+        return control.cpu()
     content = _read([control.reshape(-1).view(torch.uint8)])
     return content.clone().view(control.dtype).view(control.shape)
 
@@ -57,7 +57,7 @@ def read_all(messages: Sequence[Tensor]) -> list[Tensor]:
         uint8, ``[nbytes]``. Those on the host are returned as they are; the others come in pinned
         memory, once each, however often they are in the list.
     """
-    far = {id(message): message for message in messages if message.device.type != "cpu"}
+    far = {id(message): message for message in messages if message.device.type in GPUS}
     if not far:
         return list(messages)
     content = _read(list(far.values()))
@@ -154,7 +154,7 @@ def _pinned(host: Tensor) -> Tensor:
 
 def _copied(control: Tensor) -> Tensor:
     """Return a copy on the host, once it is complete."""
-    pinned = torch.empty(control.shape, dtype=control.dtype, pin_memory=True)
+    pinned = torch.empty(control.shape, dtype=control.dtype, device="cpu", pin_memory=True)
     pinned.copy_(control, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(control.device))

@@ -167,7 +167,7 @@ class Rates:
         few, many = 1e6, 4e6
         here = 1 if self.ranks == self.ranks_per_node else self.ranks_per_node
         seconds = self["shift"](many) - self["shift"](few)
-        return here * (many - few) / seconds if seconds else math.inf
+        return here * (many - few) / seconds if seconds > 0 else math.inf
 
     def to_json(self) -> str:
         """Return the rates as JSON, from which `from_json` makes the same ones."""

@@ -161,7 +161,7 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
         values, found.lowest, 1 << found.shift, found.inside if listed else 0
     )
     dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
-    numbers = torch.cat([torch.tensor([larger, inside]), candidates]).to(dtype)
+    numbers = torch.cat([torch.tensor([larger, inside], device="cpu"), candidates]).to(dtype)
     gathered, _ = gather_numbers(numbers, comm, 2 + found.inside * listed)
 
     counts = torch.stack([numbers[:2] for numbers in gathered])  # [P, 2]

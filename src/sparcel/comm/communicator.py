@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Self, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -292,9 +293,9 @@ class Communicator(ABC):
         return {}
 
     @cached_property
-    def staged(self) -> dict[torch.device, Communicator]:
+    def staged(self) -> WeakValueDictionary[torch.device, Communicator]:
         """What carries tensors of GPUs over this communicator, by the GPU; see `carry`."""
-        return {}
+        return WeakValueDictionary()  # they refer to this communicator
 
 
 _across_nodes = lru_cache(maxsize=8)(Rates.across_nodes)

@@ -27,13 +27,18 @@ def carry(comm: Communicator, device: torch.device | None) -> Communicator:
     """Return what carries tensors of a device: a communicator itself, where it can.
 
     A communicator of the host carries those of a GPU by way of pinned memory. What does so is made
-    once, and kept with it.
+    once, as long as somebody uses it.
     """
-    if device is None or device.type not in GPUS or comm.device.type != "cpu":
+    if device is None or device.type not in GPUS or comm.device == device:
         return comm
-    if device not in comm.staged:
-        comm.staged[device] = Staged(comm, device)
-    return comm.staged[device]
+    if isinstance(comm, Staged):
+        return carry(comm.inner, device)
+    if comm.device.type != "cpu":
+        return comm
+    staged = comm.staged.get(device)
+    if staged is None:
+        staged = comm.staged[device] = Staged(comm, device)
+    return staged
 
 
 class Staged(Communicator):

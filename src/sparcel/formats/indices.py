@@ -106,11 +106,15 @@ class ChunkedIndices(RawIndices):
             ends[-1] != count,
             lambda: FormatError(f"corrupt message: its chunks do not hold {count} indices"),
         )
+        # However wrong the counts are, they now add up to what there is memory for.
+        ends.clamp_(max=count)
+        ends[-1] = count
+        counts = ends.diff(prepend=ends.new_zeros(1))
         three_bytes = content[2 * _chunks(size) :].view(-1, 3)
         pairs = torch.nn.functional.pad(three_bytes, (0, 1)).view(torch.int32)
         places = torch.cat((pairs & _MOST_PLACE, pairs >> _PLACE_BITS), dim=1).flatten()[:count]
-        chunk = torch.searchsorted(ends, torch.arange(count, device=content.device), right=True)
-        indices = (chunk << _PLACE_BITS | places).to(kernels.index_dtype(size))
+        chunk = torch.arange(_chunks(size), dtype=kernels.index_dtype(size), device=content.device)
+        indices = (chunk << _PLACE_BITS).repeat_interleave(counts, output_size=count) | places
         return checked(indices, count, size)
 
     def _counts_pay(self, count: int, size: int) -> bool:

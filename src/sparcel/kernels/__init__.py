@@ -52,7 +52,7 @@ quantize = by_device(few_bits.quantize, cpu.quantize, "quantize")
 dequantize = by_device(few_bits.dequantize, cpu.dequantize, "dequantize")
 pack_indices = by_device(packing.pack_indices, cpu.pack_indices, "pack_indices")
 unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices, "unpack_indices")
-sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares, "sums_of_squares")
+sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares)
 
 
 def average(total: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:

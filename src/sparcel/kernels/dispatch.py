@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from sparcel.device import GPUS
+from sparcel.device import GPUS, settle
 from sparcel.errors import warn
 from sparcel.kernels.addition import Addition
 
@@ -39,8 +40,12 @@ def by_device(
         place = _device_of(args[0])
         if place == "cpu":
             return cpu(*args, **kwargs)
-        compiled = _on_gpu(gpu) if gpu and place in GPUS else None
-        return (compiled or definition)(*args, **kwargs)
+        if place in GPUS:
+            compiled: Callable[P, T] | None = _on_gpu(gpu) if gpu else None
+            if compiled is not None:
+                return compiled(*args, **kwargs)
+            settle()  # to torch, an index out of bounds, from a corrupt message, is the end of CUDA
+        return definition(*args, **kwargs)
 
     return kernel
 
@@ -48,15 +53,19 @@ def by_device(
 @lru_cache
 def _on_gpu(name: str) -> Callable[..., Any] | None:
     """Return a function of `sparcel.kernels.gpu`; None without Triton, or with a broken one."""
+    module = _gpu_kernels()
+    return None if module is None else getattr(module, name)
+
+
+@lru_cache(maxsize=1)
+def _gpu_kernels() -> ModuleType | None:
     if find_spec("triton") is None:
         return None
     try:
-        module = import_module("sparcel.kernels.gpu")
+        return import_module("sparcel.kernels.gpu")
     except ImportError as error:
         warn(f"Triton cannot be imported, so GPUs run torch's operations, more slowly: {error}")
         return None
-    function: Callable[..., Any] = getattr(module, name)
-    return function
 
 
 def _device_of(first: Any) -> str:

@@ -128,7 +128,8 @@ class Auto(Sparsifier):
         started = self._clock()
         reduce = self._plain.reduce if sends_whole else super().reduce
         reduced = reduce(gradient, comm, request, scratch, in_place)
-        contest.record(self._clock() - started, device.truth(reduced.total.finite))
+        finite = device.truth(reduced.total.finite)  # a GPU may have to end the step first
+        contest.record(self._clock() - started, finite)
         return reduced
 
     def _take_effect(self, reduced: Reduced) -> None:

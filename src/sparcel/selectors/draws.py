@@ -16,7 +16,7 @@ def integers(count: int, below: int, seed: int, step: int) -> Tensor:
     """
     # The random rounding of values may use the same seed; its counters are below 2**32.
     first = (step + 1) << 32
-    blocks = torch.arange(first, first + (count + 1) // 2)
+    blocks = torch.arange(first, first + (count + 1) // 2, device="cpu")
     a, b, c, d = philox(blocks, seed)
     bits = torch.stack([(a << 31) | (b >> 1), (c << 31) | (d >> 1)], dim=1).view(-1)
     return bits[:count] % below
@@ -30,9 +30,9 @@ def distinct(count: int, below: int, seed: int, step: int) -> Tensor:
     ``count``.
     """
     if count == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     if 2 * count > below:
-        left = torch.ones(below, dtype=torch.bool)
+        left = torch.ones(below, dtype=torch.bool, device="cpu")
         left[distinct(below - count, below, seed, step)] = False
         return left.nonzero().view(-1)
     # Up to one half, the expected length of the sequence is 2·ln 2 times the count at most.

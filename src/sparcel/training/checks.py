@@ -68,7 +68,7 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
         found = sorted(map(str, devices)) or "no tensors"
         raise InputError(f"tensors must be on one device, got {found}")
     device = devices.pop()
-    if comm.device.type != device.type:
+    if comm.device != device:
         raise InputError(
             f"the tensors are on {device}, the group communicates from {comm.device}; sparcel takes"
             " tensors of the CPU, over any group but one of NCCL alone, and of GPUs of CUDA"

@@ -41,6 +41,7 @@ class NcclEngine:
     """
 
     carrier = "NCCL"
+    _aborted = False
 
     def __init__(self, members: list[int], rank: int, timeout: float, device: torch.device) -> None:
         self.names, self.rank, self.waiting = members, rank, False
@@ -94,6 +95,7 @@ class NcclEngine:
 
     def abort(self) -> None:
         """See `Engine.abort`."""
+        self._aborted = True
         self._group.abort()
 
     def _divided(self, parts: Sequence[Tensor], control: int, framed: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,10 @@ class NcclEngine:
             frame[_HEAD_BYTES : _HEAD_BYTES + begun.numel()] = begun
         arriving = torch.empty_like(leaving)
         self._transfer(list(zip(peers, leaving, arriving, strict=True)))
-        return read(arriving)
+        frames = read(arriving)
+        if self._aborted:  # NCCL ends a transfer then, and leaves what is not written
+            raise LostPeerError(f"rank {self.names[self.rank]} was aborted", False)
+        return frames
 
     def _exchange_rests(
         self, peers: list[int], leaving: list[Tensor], lengths: list[int]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparcel import device
+
 CHUNK = 1 << 17
 """Entries of a vector whose squares are summed by themselves."""
 
@@ -14,9 +16,9 @@ CHUNK = 1 << 17
 def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of each vector, summed up in float64.
 
-    On the CPU the sums depend neither on the number of threads nor on the instruction set. That of
-    a vector is the sum of those of its chunks, one after another, so whoever cuts vectors at
-    multiples of `sparcel.kernels.CHUNK` gets the same bits.
+    On the CPU the sums depend neither on the number of threads nor on the instruction set, and on
+    a GPU every run gives the same. That of a vector is the sum of those of its chunks, one after
+    another, so whoever cuts vectors at multiples of `sparcel.kernels.CHUNK` gets the same bits.
 
     Parameters
     ----------
@@ -32,11 +34,12 @@ def sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     chunks = [chunk for vector in vectors for chunk in vector.detach().split(CHUNK)]
     owners = [place for place, vector in enumerate(vectors) for _ in vector.split(CHUNK)]
     kinds = [(chunk.dtype, chunk.device) for chunk in chunks]
-    squares = torch.zeros(len(chunks), dtype=torch.float64)
+    squares = torch.zeros(len(chunks), dtype=torch.float64, device="cpu")
     for kind in dict.fromkeys(kinds):  # those of other kinds in a call may change how torch sums
         own = [place for place, other in enumerate(kinds) if other == kind]
         norms = torch._foreach_norm([chunks[place] for place in own], 2, dtype=torch.float64)
-        squares[own] = torch.stack(norms).square_().cpu()
-    sums = torch.zeros(len(vectors), dtype=torch.float64)
-    sums.index_add_(0, torch.tensor(owners, dtype=torch.int64), squares)  # one by one on the CPU
-    return sums.to(vectors[0].device) if vectors else sums
+        squares[own] = device.read(torch.stack(norms).square_())
+    sums = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
+    places = torch.tensor(owners, dtype=torch.int64, device="cpu")
+    sums.index_add_(0, places, squares)  # one by one on the CPU
+    return device.sent(sums, vectors[0].device, sums.dtype) if vectors else sums

@@ -27,7 +27,6 @@ from sparcel.kernels.gpu.select import (
     topk_each,
 )
 from sparcel.kernels.gpu.sets import within, without
-from sparcel.kernels.gpu.squares import sums_of_squares
 
 __all__ = [
     "accumulate_topk",
@@ -44,7 +43,6 @@ __all__ = [
     "quantize",
     "scatter",
     "scatter_reduce",
-    "sums_of_squares",
     "threshold_select",
     "topk",
     "topk_chunked",

@@ -21,7 +21,7 @@ SPAN = 8192
 _TILE = 4096
 ROWS = _TILE // 32
 
-FAULT, ABOVE, TIES, FIRST, ROOM, EMITTED, PASSED = range(7)
+FAULT, ABOVE, TIES, FIRST, ROOM, EMITTED = range(6)
 """What a `rule` holds, and what `emit` adds to it."""
 RULE_LENGTH = 8
 
@@ -45,17 +45,54 @@ class Marks(NamedTuple):
 
 
 @triton.jit
-def mark_tile(bits, inside, above_all, ties_above, word, above, ties, TIES: tl.constexpr):
-    """Write the bits of ``[ROWS, 32]`` entries; return how many are above, and how many ties."""
+def load_inside(x, place, size, WHOLE: tl.constexpr):
+    """Return entries, 0 beyond the end.
+
+    Where the caller knows that all are ``WHOLE``, inside of the vector, each lane reads several at
+    once, whatever the vector's length.
+    """
+    if WHOLE:
+        value = tl.load(x + place)
+    else:
+        value = tl.load(x + place, mask=place < size, other=0.0)
+    return value
+
+
+@triton.jit
+def mark_tile(bits, above_all, ties_above, word, above, ties, TIES: tl.constexpr):
+    """Write the bits of ``[ROWS, 32]`` entries; return how many are above, and how many ties.
+
+    Zeros pass no rule, so neither does what lies beyond the end.
+    """
     lane = tl.arange(0, 32)[None, :]
-    is_above = inside & (bits > above_all)
+    is_above = bits > above_all
     tl.store(above + word, tl.sum(is_above.to(tl.int32) << lane, axis=1))
     count = tl.sum(tl.sum(is_above.to(tl.int32), axis=1), axis=0)
     tied = count * 0
     if TIES:
-        is_tie = inside & (bits > ties_above) & (bits <= above_all)
+        is_tie = (bits > ties_above) & (bits <= above_all)
         tl.store(ties + word, tl.sum(is_tie.to(tl.int32) << lane, axis=1))
         tied = tl.sum(tl.sum(is_tie.to(tl.int32), axis=1), axis=0)
+    return count, tied
+
+
+@triton.jit
+def _mark_span(
+    x, size, rule, span, above, ties,
+    TIES: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    count, tied = 0, 0
+    for tile in range(SPAN // (ROWS * 32)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
+        bits = magnitude_bits(load_inside(x, place, size, WHOLE))
+        above_all = tl.load(rule + 1).to(bits.dtype)
+        ties_above = tl.load(rule + 2).to(bits.dtype)
+        found, equal = mark_tile(
+            bits, above_all, ties_above, span * (SPAN // 32) + row, above, ties, TIES
+        )
+        count += found
+        tied += equal
     return count, tied
 
 
@@ -67,19 +104,10 @@ def _mark(
     span = tl.program_id(0).to(tl.int64)
     if LIMITED:  # the vector ends where the GPU says
         size = tl.minimum(tl.load(limit), size)
-    count, tied = 0, 0
-    for tile in range(SPAN // (ROWS * 32)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
-        inside = place < size
-        bits = magnitude_bits(tl.load(x + place, mask=inside, other=0.0))
-        above_all = tl.load(rule + 1).to(bits.dtype)
-        ties_above = tl.load(rule + 2).to(bits.dtype)
-        found, equal = mark_tile(
-            bits, inside, above_all, ties_above, span * (SPAN // 32) + row, above, ties, TIES
-        )
-        count += found
-        tied += equal
+    if (span + 1) * SPAN <= size:
+        count, tied = _mark_span(x, size, rule, span, above, ties, TIES, True, SPAN, ROWS)
+    else:
+        count, tied = _mark_span(x, size, rule, span, above, ties, TIES, False, SPAN, ROWS // 4)
     tl.store(above_counts + span, count)
     if TIES:
         tl.store(ties_counts + span, tied)
@@ -134,7 +162,7 @@ def _emit(
     slot = start + tl.cumsum(taken, axis=0) - taken
     for _ in range(tl.max(_ones(passing), axis=0)):
         more = passing != 0
-        lane = _lowest(passing)
+        lane = _lowest(passing) & 31  # of a word without bits it would be 32
         kept = more
         if TIES:
             is_tie = more & (((tied >> lane) & 1) != 0)

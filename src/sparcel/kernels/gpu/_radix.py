@@ -53,7 +53,7 @@ def descend(counts, needed, field):
 
 @triton.jit(do_not_specialize=["level", "before", "field", "shift", "k"])
 def _count_level(
-    x, size, limit, path, histograms, k, level, before, field, shift,
+    x, size, limit, threshold, path, histograms, k, level, before, field, shift,
     LIMITED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Count one field, of the magnitudes whose upper bits are those of the k-th largest.
@@ -65,7 +65,9 @@ def _count_level(
     needed = k.to(tl.int64)
     if LIMITED:
         passed = tl.load(limit)
-        needed = tl.where((passed >= k) & (passed <= size), needed, 0)
+        # If all nonzeros passed, fewer than k are all that there are.
+        fit = (passed <= size) & ((passed >= k) | (tl.load(threshold) == 0))
+        needed = tl.where(fit, needed, 0)
         size = tl.minimum(passed, size)
     prefix = needed * 0
     if level > 0:
@@ -97,16 +99,19 @@ def _conclude(path, histograms, rule, level, field):
     tl.store(rule + 4, needed)
 
 
-def write_rule(x: Tensor, k: int, rule: Tensor, limit: Tensor | None = None) -> None:
+def write_rule(
+    x: Tensor, k: int, rule: Tensor, passed: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Let ``rule`` pass the min(k, nonzeros) largest of a vector, ties by lowest index.
 
     Parameters
     ----------
     k
         At least 0.
-    limit
-        int64 ``[]``: how many entries ``x`` has. If these are fewer than ``k``, or more than there
-        is memory for, nothing passes.
+    passed
+        int64 ``[]`` both: how many entries ``x`` has, those that passed a threshold, and the bits
+        above which they did. If these are fewer than ``k`` and the threshold was not 0, or more
+        than there is memory for, nothing passes.
     """
     assert rule.numel() == RULE_LENGTH
     width = bits_width(x.dtype)
@@ -117,9 +122,9 @@ def write_rule(x: Tensor, k: int, rule: Tensor, limit: Tensor | None = None) -> 
     programs, parts = parted(x.numel())
     for level, (field, shift) in enumerate(zip(fields, shifts, strict=True)):
         launch(
-            _count_level, programs, x, x.numel(), rule if limit is None else limit, path,
+            _count_level, programs, x, x.numel(), *(passed or (rule, rule)), path,
             histograms, k, level, fields[level - 1], field, shift,
-            LIMITED=limit is not None, PARTS=parts, TILE=TILE,
+            LIMITED=passed is not None, PARTS=parts, TILE=TILE,
         )  # fmt: skip
     launch(_conclude, 1, path, histograms, rule, len(fields) - 1, fields[-1])
 

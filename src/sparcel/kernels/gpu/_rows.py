@@ -62,7 +62,8 @@ def _emit(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < rows
-    limit, left = tl.load(kth + row, mask=there), tl.load(room + row, mask=there)
+    limit = tl.load(kth + row, mask=there, other=0)
+    left = tl.load(room + row, mask=there, other=0)
     slot = tl.load(before + row - 1, mask=there & (row > 0), other=0)
     for tile in range(TILES):
         _, place, value, bits = _load_rows(x, size, chunk, tile, ROWS, COLUMNS)

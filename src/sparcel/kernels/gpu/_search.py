@@ -31,7 +31,7 @@ def lower_bound(numbers, low, high, wanted, steps):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _count(kept, counts, size, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     place = program * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +39,7 @@ def _count(kept, counts, size, BLOCK: tl.constexpr):
     tl.store(counts + program, tl.sum(passed.to(tl.int32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _list(kept, before, places, size, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     place = program * BLOCK + tl.arange(0, BLOCK)

@@ -11,7 +11,15 @@ from torch import Tensor
 from sparcel import device
 from sparcel.kernels.addition import Addition
 from sparcel.kernels.gpu._bits import bits_width, infinite_bits, magnitude_bits
-from sparcel.kernels.gpu._compact import ROWS, SPAN, Marks, mark_tile, spans_of, words_for
+from sparcel.kernels.gpu._compact import (
+    ROWS,
+    SPAN,
+    Marks,
+    load_inside,
+    mark_tile,
+    spans_of,
+    words_for,
+)
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._radix import FIELD
 
@@ -52,18 +60,18 @@ def vector_alone(x: Tensor) -> Sum:
 
 @triton.jit
 def _sum_at(
-    memory, gradient, velocity, factors, place, inside,
+    memory, gradient, velocity, factors, place, size, WHOLE: tl.constexpr,
     ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
     """Return what enters the memory, and the sum."""
-    total = tl.load(memory + place, mask=inside, other=0.0)
+    total = load_inside(memory, place, size, WHOLE)
     entering = total
     if ADDED:
-        entering = tl.load(gradient + place, mask=inside, other=0.0).to(total.dtype)
+        entering = load_inside(gradient, place, size, WHOLE).to(total.dtype)
         if SCALED:
             entering = entering * tl.load(factors)
         if MOVING:
-            moving = tl.load(velocity + place, mask=inside, other=0.0)
+            moving = load_inside(velocity, place, size, WHOLE)
             entering = entering + moving * tl.load(factors + 1)
         total = entering + total
     return entering, total
@@ -94,7 +102,7 @@ def _find_threshold(
     offset = ((number * 40503) & 0xFFFF).to(tl.int64) * stride >> 16
     place = number.to(tl.int64) * stride + offset
     _, total = _sum_at(
-        memory, gradient, velocity, factors, place, place < size, ADDED, SCALED, MOVING
+        memory, gradient, velocity, factors, place, size, False, ADDED, SCALED, MOVING
     )
     bits = magnitude_bits(total)
     upper, larger = _nth(bits, bits >= 0, FIRST, rank, FIELD)
@@ -111,8 +119,48 @@ def sample(sum: Sum, rule: Tensor, samples: int, rank: int) -> None:
     launch(
         _find_threshold, 1, *sum[:4], sum.memory.numel(), rule, rank, **sum.parts,
         FIELD=FIELD, FIRST=first, SECOND=second, NEXT=first - second, SAMPLES=samples,
-        num_warps=32, enable_fp_fusion=False,
+        num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit
+def _store_inside(x, place, value, size, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(x + place, value)
+    else:
+        tl.store(x + place, value, mask=place < size)
+
+
+@triton.jit
+def _add_span(
+    memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above, span,
+    WHOLE: tl.constexpr, ADDED: tl.constexpr, SCALED: tl.constexpr, MOVING: tl.constexpr,
+    KEPT: tl.constexpr, CLEAR: tl.constexpr, MARK: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add a span, and return how many of its entries pass the rule."""
+    count = 0
+    for tile in range(SPAN // (ROWS * 32)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
+        entering, total = _sum_at(
+            memory, gradient, velocity, factors, place, size, WHOLE, ADDED, SCALED, MOVING
+        )
+        _store_inside(scratch, place, total, size, WHOLE)
+        if KEPT:
+            _store_inside(entering_to, place, entering, size, WHOLE)
+        if CLEAR:
+            zero = tl.zeros_like(total).to(gradient.dtype.element_ty)
+            _store_inside(gradient, place, zero, size, WHOLE)
+        bits = magnitude_bits(total)
+        peak = tl.max(tl.max(bits, axis=1), axis=0)
+        tl.atomic_max(rule, 1, mask=peak >= infinite, sem="relaxed")
+        if MARK:
+            above_all = tl.load(rule + 1).to(bits.dtype)
+            word = span * (SPAN // 32) + row
+            found, _ = mark_tile(bits, above_all, 0, word, above, above, False)
+            count += found
+    return count
 
 
 @triton.jit
@@ -123,29 +171,16 @@ def _add_and_mark(
     SPAN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     span = tl.program_id(0).to(tl.int64)
-    count = 0
-    for tile in range(SPAN // (ROWS * 32)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
-        inside = place < size
-        entering, total = _sum_at(
-            memory, gradient, velocity, factors, place, inside, ADDED, SCALED, MOVING
-        )
-        tl.store(scratch + place, total, mask=inside)
-        if KEPT:
-            tl.store(entering_to + place, entering, mask=inside)
-        if CLEAR:
-            zero = tl.zeros_like(total).to(gradient.dtype.element_ty)
-            tl.store(gradient + place, zero, mask=inside)
-        bits = magnitude_bits(total)
-        peak = tl.max(tl.max(bits, axis=1), axis=0)
-        tl.atomic_max(rule, 1, mask=peak >= infinite, sem="relaxed")
-        if MARK:
-            found, _ = mark_tile(
-                bits, inside, tl.load(rule + 1).to(bits.dtype), 0, span * (SPAN // 32) + row,
-                above, above, False,
-            )  # fmt: skip
-            count += found
+    if (span + 1) * SPAN <= size:
+        count = _add_span(
+            memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above,
+            span, True, ADDED, SCALED, MOVING, KEPT, CLEAR, MARK, SPAN, ROWS,
+        )  # fmt: skip
+    else:  # with smaller tiles, since lanes read one entry at a time
+        count = _add_span(
+            memory, gradient, velocity, factors, scratch, entering_to, size, infinite, rule, above,
+            span, False, ADDED, SCALED, MOVING, KEPT, CLEAR, MARK, SPAN, ROWS // 4,
+        )  # fmt: skip
     if MARK:
         tl.store(counts + span, count)
 

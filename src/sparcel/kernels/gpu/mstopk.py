@@ -31,7 +31,7 @@ def mstopk(x: Tensor, k: int, samplings: int, place: Callable[[int], int]) -> tu
     norm = torch.linalg.vector_norm
     peak = norm(x, torch.inf, dtype=torch.float64)
     states[0, 1] = 1
-    states[0, 3] = norm(x, 0, dtype=torch.float64).nan_to_num(0)
+    states[0, 3] = norm(x, 0, dtype=torch.float64).nan_to_num(0)  # of void vectors
     states[0, 4] = torch.inf
     states[0, 6] = torch.minimum(norm(x, 1, dtype=torch.float64) / x.numel(), peak)
     states[0, 7] = peak
@@ -41,7 +41,10 @@ def mstopk(x: Tensor, k: int, samplings: int, place: Callable[[int], int]) -> tu
             TILE=_TILE, enable_fp_fusion=False,
         )  # fmt: skip
     rule = x.new_zeros(RULE_LENGTH, dtype=torch.int64)
-    launch(_conclude, 1, x, states, counts, k, samplings, infinite_bits(x.dtype), rule)
+    launch(
+        _conclude, 1, x, states, counts, k, samplings, infinite_bits(x.dtype), rule,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     reached, above = device.read(states[-1, 3:6:2].contiguous()).long().tolist()
     between = reached - above
     needed = min(k - above, between)

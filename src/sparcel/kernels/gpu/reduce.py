@@ -81,7 +81,7 @@ def indices_fault(indices: Tensor, size: int) -> Tensor:
     return fault.view(torch.bool)
 
 
-@triton.jit(do_not_specialize=["streams", "steps"])
+@triton.jit(do_not_specialize=["total", "streams", "steps"])
 def _rank(indices, bounds, order, heads, total, streams, steps, BLOCK: tl.constexpr):
     """Write each entry's number to its place in the merged order.
 
@@ -105,7 +105,7 @@ def _rank(indices, bounds, order, heads, total, streams, steps, BLOCK: tl.conste
     tl.store(heads + rank, head.to(tl.int8), mask=there)
 
 
-@triton.jit(do_not_specialize=["streams"])
+@triton.jit(do_not_specialize=["total", "streams"])
 def _reduce(
     indices, values, order, starts, runs, union, reduced, total, streams, width,
     OP: tl.constexpr, BLOCK: tl.constexpr,
@@ -137,7 +137,7 @@ def _reduce(
     tl.store(reduced + element, result.to(reduced.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["elements", "size"])
 def _scatter(
     dense, indices, values, elements, size, width,
     OP: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
@@ -158,7 +158,7 @@ def _scatter(
     tl.store(place, value.to(dense.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size"])
 def _check(indices, fault, count, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < count
@@ -183,9 +183,10 @@ def _combined(first, second, OP: tl.constexpr):
     elif OP == "product":
         result = first * second
     elif OP == "min":
-        result = tl.minimum(first, second, propagate_nan=tl.PropagateNan.ALL)
+        # Of zeros the first one stays, as on the CPU, whatever their signs are.
+        result = tl.where((second < first) | (second != second), second, first)
     else:
-        result = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+        result = tl.where((second > first) | (second != second), second, first)
     return result
 
 

@@ -43,8 +43,8 @@ from sparcel.kernels.gpu._radix import (
 from sparcel.kernels.gpu._rows import largest_of_chunks
 from sparcel.kernels.gpu._sum import accumulate, sample, sum_of, vector_alone
 
-SAMPLES = 1 << 15
-"""Coordinates in a sample. Vectors of up to eight times as many are not sampled."""
+SAMPLES = 1 << 13
+"""Coordinates in a sample. Vectors of up to 16 times as many are not sampled."""
 
 
 class _Plan(NamedTuple):
@@ -66,10 +66,22 @@ class _Plan(NamedTuple):
         """Return how to sample; None where it does not pay."""
         expected = SAMPLES * k / max(size, 1)
         rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
-        if k == 0 or size <= 8 * SAMPLES or rank > SAMPLES // 2:
+        if k == 0 or size <= 16 * SAMPLES or rank > SAMPLES // 2:
             return None
         most = rank + 4 * math.sqrt(rank) + 8  # so many of the sample might have passed as well
         return cls(rank, min(size, math.ceil(1.05 * size * most / SAMPLES) + TILE))
+
+
+class _Outcome(NamedTuple):
+    """Whether a vector was finite, the bits above which entries passed, and how many did.
+
+    ``taken`` is how many are selected.
+    """
+
+    finite: bool
+    threshold: int
+    passed: int
+    taken: int
 
 
 class _Begun(NamedTuple):
@@ -83,11 +95,12 @@ class _Begun(NamedTuple):
     rules: Tensor
     plan: _Plan | None
 
-    def chosen(self, passed: int, taken: int) -> tuple[Tensor, Tensor] | None:
+    def chosen(self, outcome: _Outcome) -> tuple[Tensor, Tensor] | None:
         """Return the selection, or None if too few or too many passed the threshold."""
-        if self.plan and not self.values.numel() <= passed <= self.plan.capacity:
+        enough = outcome.passed >= self.values.numel() or outcome.threshold == 0
+        if self.plan and not (enough and outcome.passed <= self.plan.capacity):
             return None
-        return self.indices[:taken], self.values[:taken]
+        return self.indices[: outcome.taken], self.values[: outcome.taken]
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -98,8 +111,8 @@ def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tupl
     parts = [x[start:stop] for start, stop in ranges]
     begun = [_begin(part, k) for part in parts]
     found = []
-    for part, one, (_, passed, taken) in zip(parts, begun, _outcomes(begun), strict=True):
-        found.append(one.chosen(passed, taken) or _from_all(part, k))
+    for part, one, outcome in zip(parts, begun, _outcomes(begun), strict=True):
+        found.append(one.chosen(outcome) or _from_all(part, k))
     return found
 
 
@@ -128,9 +141,11 @@ def accumulate_topk(
         nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel()))
         return nothing, scratch[:0], rules[0, FAULT] == 0
     begun = _continue(scratch, k, rules, plan, marks, clear=True)
-    ((finite, passed, taken),) = _outcomes([begun])
-    found = begun.chosen(passed, taken) or (_from_all(scratch, k, clear=True) if finite else None)
-    return *(found or (begun.indices[:0], begun.values[:0])), finite
+    (outcome,) = _outcomes([begun])
+    found = begun.chosen(outcome)
+    if found is None and outcome.finite:
+        found = _from_all(scratch, k, clear=True)
+    return *(found or (begun.indices[:0], begun.values[:0])), outcome.finite
 
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +164,7 @@ def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int
     counts = torch.stack([(above >= width).sum(), inside.sum()])
     larger, count, *candidates = device.read(torch.cat([counts, listed])).tolist()
     found = [one for one in candidates if one >= 0]
-    return larger, count, torch.tensor(found, dtype=torch.int64)
+    return larger, count, torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def magnitude_histogram(x: Tensor, shift: int, bins: int, prefix: int | None = None) -> Tensor:
@@ -185,11 +200,12 @@ def _continue(
     With ``clear`` they are set to 0 in ``x``, unless too few or too many passed.
     """
     k, dtype = min(k, x.numel()), index_dtype(x.numel())
-    names, candidates, limit = None, x, None
+    names, candidates, limit, passed = None, x, None, None
     if plan and marks:
         names, candidates = emit(x, marks, rules[0], plan.capacity, dtype)
         limit = rules[0, EMITTED]
-    write_rule(candidates, k, rules[1], limit)
+        passed = limit, rules[0, ABOVE]
+    write_rule(candidates, k, rules[1], passed)
     chosen = emit(
         candidates,
         mark(candidates, rules[1], limit),
@@ -205,19 +221,23 @@ def _continue(
 def _from_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
     """Return the k largest of a vector without a sample, which may have misled."""
     begun = _continue(x, k, _rules(x), None, None, clear)
-    ((_, _, taken),) = _outcomes([begun])
-    return begun.indices[:taken], begun.values[:taken]
+    found = begun.chosen(*_outcomes([begun]))
+    assert found is not None, "without a threshold nothing misleads"
+    return found
 
 
-def _outcomes(begun: Sequence[_Begun]) -> list[tuple[bool, int, int]]:
-    """Return whether each was finite, how many passed its threshold, and how many it selected."""
+def _outcomes(begun: Sequence[_Begun]) -> list[_Outcome]:
+    """Return what has become of selections, by one read."""
     if not begun:
         return []
     read = device.read(torch.stack([one.rules for one in begun])).tolist()
-    return [(not first[FAULT], first[EMITTED], second[EMITTED]) for first, second in read]
+    return [
+        _Outcome(not first[FAULT], first[ABOVE], first[EMITTED], second[EMITTED])
+        for first, second in read
+    ]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "shift", "prefix", "field"])
 def _histogram(
     x, size, shift, prefix, counts, field,
     PREFIXED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,

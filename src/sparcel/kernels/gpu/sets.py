@@ -23,7 +23,7 @@ def without(
     return _filtered(indices, values.detach(), others, found=False, count=left)
 
 
-@triton.jit(do_not_specialize=["steps"])
+@triton.jit(do_not_specialize=["size", "length", "steps"])
 def _keep(indices, others, kept, size, length, steps, FOUND: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < size
