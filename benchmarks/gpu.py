@@ -52,6 +52,9 @@ from sparcel.bench import results
 
 RESULTS = Path(__file__).parent / "results"
 
+UNEVEN = 25_557_032
+"""A length that is no multiple of 16, as those of DDP's buckets often are: that of ResNet-50."""
+
 Row = dict[str, Any]
 
 
@@ -87,6 +90,7 @@ FULL = Plan(
         ("clustered", TARGET),
         ("gaussian", LARGE),
         ("gaussian", 1_000_000),
+        ("gaussian", UNEVEN),
         ("gaussian", 1_000_000_000),
     ),
     densities=(SPARSE, 0.01, 0.1),
@@ -227,7 +231,8 @@ def main() -> None:
     print(f"{record['card']}, torch {record['torch']}, Triton {record['triton']}", flush=True)
     path = arguments.json
     if path is None and on_card:
-        path = RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '_', record['card'].lower())}.json"
+        name = re.sub("[^a-z0-9]+", "_", record["card"].lower())
+        path = RESULTS / f"gpu_{name}{'_quick' if arguments.quick else ''}.json"
     try:
         run(chosen, place, plan, record)
     except WrongResultError as error:

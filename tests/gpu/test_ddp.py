@@ -74,7 +74,6 @@ def test_every_scheme_has_the_updates_of_the_cpu(run_on: Any, name: str, world_s
 def test_three_processes_agree_and_are_close_to_the_cpu(
     run_on: Any, method: dict[str, Any]
 ) -> None:
-    """A GPU multiplies by 1/3, where a CPU divides by 3."""
     assert_agreed(run_on(3, partial(side_by_side, method=method, within=1e-5)))
 
 

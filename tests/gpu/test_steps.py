@@ -1,8 +1,4 @@
-"""Every scheme does on a GPU what it does on the CPU, bit by bit, and waits in one place alone.
-
-Averages over two and four ranks have the same bits on both. Over three they need not: torch
-multiplies by 1/3 on a GPU, where it divides by 3 on the CPU.
-"""
+"""Every scheme does on a GPU what it does on the CPU, bit by bit, and waits in one place alone."""
 
 from __future__ import annotations
 
@@ -101,7 +97,7 @@ def assert_same(ranks: list[list[Seen]]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size", "size"),
-    [(name, *rest) for name, rest in meeting(SCHEMES, product([2, 4], SIZES), each=2)],
+    [(name, *rest) for name, rest in meeting(SCHEMES, product([2, 3, 4], SIZES), each=2)],
 )
 def test_steps_have_the_bits_of_the_cpu_in_each_run(
     run_on: Any, name: str, world_size: int, size: int
@@ -117,24 +113,10 @@ def test_gradients_of_every_dtype_have_the_bits_of_the_cpu(
     assert_same(run_on(2, three_times, name, 5_000, dtype))
 
 
-@pytest.mark.parametrize("name", ["dense", "topk", "gtopk", "oktopk held", "scalecom"])
-def test_three_ranks_agree_and_are_close_to_the_cpu(run_on: Any, name: str) -> None:
-    ranks = run_on(3, three_times, name, 5_000)
-    for here, there, again in ranks:
-        for step in range(STEPS):
-            assert same_bits(there.updates[step], again.updates[step])
-            assert same_bits(there.updates[step], ranks[0][1].updates[step])
-            torch.testing.assert_close(there.updates[step], here.updates[step])
-
-
-# Those bound the mean of some steps; of scalecom's, a rank leads one, in which it waits more often.
-MOST_IN_A_STEP = {**MOST_READS, "scalecom": 8}
-
-
-@pytest.mark.parametrize("name", MOST_IN_A_STEP)
+@pytest.mark.parametrize("name", MOST_READS)
 def test_the_host_waits_as_often_as_is_said(run_on: Any, name: str) -> None:
     for _, there, _ in run_on(4, three_times, name, 400):
-        assert max(there.reads) <= MOST_IN_A_STEP[name]
+        assert max(there.reads) <= MOST_READS[name]
 
 
 def corrected(comm: Communicator) -> list[list[Tensor]]:
