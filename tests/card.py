@@ -151,7 +151,9 @@ def _register() -> None:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Let Triton's interpreter round to bfloat16, instead of cutting bits off, and be quicker.
+    """Let Triton's interpreter convert from and to bfloat16 as a GPU does, and be quicker.
+
+    It cuts bits off instead of rounding, and misreads the smallest numbers.
 
     It replaces the functions of Triton's language anew for each call of a function, and inside of
     that for each function which that calls.
@@ -160,6 +162,7 @@ def interpreted() -> Iterator[None]:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
     cut, replaced = InterpreterBuilder.create_fp_trunc, interpreter._patch_lang
+    misread = InterpreterBuilder.create_fp_ext
 
     def rounded(self: Any, source: Any, kind: Any) -> Any:
         if kind.scalar != tl.bfloat16:
@@ -167,14 +170,20 @@ def interpreted() -> Iterator[None]:
         halves = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.int16)
         return TensorHandle(halves.numpy().view(np.uint16), kind.scalar)
 
+    def widened(self: Any, source: Any, kind: Any) -> Any:
+        if source.dtype.scalar != tl.bfloat16 or kind.scalar != tl.float32:
+            return misread(self, source, kind)
+        bits = np.asarray(source.data).astype(np.uint32) << np.uint32(16)
+        return TensorHandle(bits.view(np.float32), kind.scalar)
+
     whole = replaced(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    InterpreterBuilder.create_fp_trunc = rounded
+    InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_fp_ext = rounded, widened
     interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
     try:
         yield
     finally:
         interpreter._patch_lang = replaced
-        InterpreterBuilder.create_fp_trunc = cut
+        InterpreterBuilder.create_fp_trunc, InterpreterBuilder.create_fp_ext = cut, misread
         whole.restore()
 
 

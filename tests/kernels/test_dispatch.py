@@ -2,12 +2,15 @@
 
 import inspect
 
+import pytest
 import torch
 from torch import Tensor
 
-from sparcel import kernels
+from sparcel import device, kernels
+from sparcel.errors import FormatError
 from sparcel.kernels import Addition, cpu
 from sparcel.kernels.dispatch import by_device
+from tests.card import moved, on_card
 
 HERE, THERE = torch.ones(1), torch.ones(1, device="meta")
 
@@ -38,3 +41,15 @@ def test_compiled_kernels_get_no_tensors_of_other_devices() -> None:
     indices = torch.empty(3, dtype=torch.int32, device="meta")
     kernels.scatter(dense, indices, torch.empty(3, device="meta"))
     assert dense.shape == (10,)
+
+
+def test_torch_gets_no_indices_of_a_corrupt_message_on_a_gpu() -> None:
+    """To torch, an index out of bounds is the end of CUDA; so what is wrong is raised before."""
+    pytest.importorskip("triton")
+    plain = by_device(lambda first: "definition", lambda first: "cpu")
+    with on_card():
+        there = moved(HERE)
+        assert plain(there) == "definition"
+        device.later(moved(torch.tensor(True)), lambda: FormatError("a corrupt message"))
+        with pytest.raises(FormatError, match="a corrupt message"):
+            plain(there)

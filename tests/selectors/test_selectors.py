@@ -50,6 +50,15 @@ def test_fresh_has_the_settings_and_no_memory(name: str) -> None:
     assert other.state_dict() == s.state_dict()
 
 
+def test_the_default_device_does_not_matter() -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    for name in SELECTORS:
+        expected = selector(name).select(x, 200, step=1)
+        with torch.device("meta"):
+            found = selector(name).select(x, 200, step=1)
+        assert torch.equal(found.indices, expected.indices)
+
+
 # MSTopK
 
 

@@ -27,7 +27,7 @@ def mstopk(x: Tensor, k: int, samplings: int, place: Callable[[int], int]) -> tu
     def candidates() -> Iterator[tuple[Tensor, Tensor]]:
         return iter([reaching(indices, values, low)]) if complete else at_least(x, low)
 
-    limit = torch.tensor(high, dtype=x.dtype)
+    limit = torch.tensor(high, dtype=x.dtype, device="cpu")
     above = int((values.abs() >= limit).sum())
     between = sum(found.numel() for _, found in candidates()) - above
     needed = min(k - above, between)

@@ -11,8 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
+from sparcel import device
 from sparcel.kernels import Addition
 from sparcel.kernels.definitions import select as reference
+from tests.card import moved as on_gpu
+from tests.card import on_card, seen
 from tests.kernels.paths import Case, cases, counts
 from tests.strategies import FLOATS, same_bits
 
@@ -135,6 +138,17 @@ def test_a_sample_that_misleads_costs_time_alone(
     monkeypatch.setattr(gpu, "sample", misled)
     assert agree(gpu.topk(x.to(DEVICE), 200), reference.topk(x, 200))
     assert sampled
+
+
+def test_fewer_nonzeros_than_k_mislead_no_sample() -> None:
+    """Then all of them pass the threshold, which is 0; the vector is not read again."""
+    x = Case("mostly zero", 8200, torch.float32).vector()
+    with on_card():
+        before = device.reads()
+        indices, values = gpu.topk(on_gpu(x), 500)
+        assert device.reads() == before + 1
+    assert agree((seen(indices), seen(values)), reference.topk(x, 500))
+    assert 0 < values.numel() < 500
 
 
 def test_no_entry_of_the_sum_that_is_not_finite_is_missed() -> None:
