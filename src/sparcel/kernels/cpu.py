@@ -47,7 +47,7 @@ def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tupl
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     # torch rounds the threshold to the vector's dtype.
-    limit = torch.tensor([threshold], dtype=x.dtype)
+    limit = torch.tensor([threshold], dtype=x.dtype, device="cpu")
     return _cpu.threshold_select(x.detach(), limit, torch.get_num_threads())
 
 
@@ -80,7 +80,10 @@ def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def expand(dense: Tensor, indices: Tensor, values: Tensor, fill: float = 0) -> None:
-    converted, filler = values.detach().to(dense.dtype), torch.tensor([fill], dtype=dense.dtype)
+    converted, filler = (
+        values.detach().to(dense.dtype),
+        torch.tensor([fill], dtype=dense.dtype, device="cpu"),
+    )
     _cpu.expand(dense.detach(), filler, indices, converted, _width(dense))
 
 
