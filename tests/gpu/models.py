@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +31,8 @@ SAMPLED_BUCKETS = {"bucket_cap_mb": 1.8}
 
 RECOMMENDED: dict[str, Any] = {}
 TOPK = {"scheme_or_name": "topk", "density": 0.05}
+METHODS = {"recommended": RECOMMENDED, "topk": TOPK}
+methods = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 
 
 class Known(Linear):

@@ -17,7 +17,7 @@ from tests.ddp.models import MANY_BUCKETS
 from tests.evenly import attach_evenly
 from tests.gpu.cuda import GPU, needs_gpu
 from tests.gpu.models import (
-    RECOMMENDED,
+    METHODS,
     TOPK,
     Springs,
     assert_equal,
@@ -29,9 +29,8 @@ from tests.sampling import meeting
 
 pytestmark = [*needs_gpu, pytest.mark.processes]
 
-METHODS: dict[str, dict[str, Any]] = {
-    "recommended": RECOMMENDED,
-    "topk": TOPK,
+CHECKPOINTED: dict[str, dict[str, Any]] = {
+    **METHODS,
     "momentum": {**TOPK, "momentum": 0.5},
     "gtopk over the model": {"scheme_or_name": "gtopk", "density": 0.05, "scope": "model"},
     "scalecom": {"scheme_or_name": "scalecom", "density": 0.05, "beta": 0.5},
@@ -109,11 +108,11 @@ def memory_of(training: Training) -> list[Tensor]:
     return [one for key, one in state.items() if key.startswith(("rank", "velocity"))]
 
 
-@pytest.mark.parametrize(("name", "dtype"), meeting(METHODS, DTYPES, each=1))
+@pytest.mark.parametrize(("name", "dtype"), meeting(CHECKPOINTED, DTYPES, each=1))
 def test_a_training_that_went_by_way_of_the_cpu_continues_bit_by_bit(
     run_on: Any, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    first, second = run_on(2, there_and_back, METHODS[name], dtype, tmp_path)
+    first, second = run_on(2, there_and_back, CHECKPOINTED[name], dtype, tmp_path)
     assert_equal(first, second)
 
 

@@ -25,6 +25,7 @@ from tests.gpu.models import (
     assert_equal,
     assert_near,
     loss_of,
+    methods,
     net,
     on_cpu,
     parameters_of,
@@ -36,9 +37,6 @@ from tests.sampling import meeting
 from tests.schemes.steps import SCHEMES
 
 pytestmark = [*needs_gpu, pytest.mark.processes]
-
-METHODS = {"recommended": RECOMMENDED, "topk": TOPK}
-methods = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 
 
 def side_by_side(

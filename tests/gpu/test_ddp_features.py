@@ -22,12 +22,11 @@ from tests.ddp.models import LARGE, MANY_BUCKETS, residuals_of
 from tests.evenly import attach_evenly
 from tests.gpu.cuda import GPU, needs_gpu
 from tests.gpu.models import (
-    RECOMMENDED,
-    TOPK,
     Springs,
     assert_equal,
     assert_near,
     loss_of,
+    methods,
     net,
     on_cpu,
     parameters_of,
@@ -36,9 +35,6 @@ from tests.gpu.models import (
 from tests.workers import run_apart
 
 pytestmark = [*needs_gpu, pytest.mark.processes]
-
-METHODS = {"recommended": RECOMMENDED, "topk": TOPK}
-methods = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
 
 
 def in_half(

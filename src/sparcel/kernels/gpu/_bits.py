@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from sparcel.kernels.definitions.common import magnitude_bits as bits_in_torch
 
 
 @triton.jit
@@ -20,21 +21,19 @@ def magnitude_bits(x):
     return bits
 
 
+@triton.jit
+def widened(x):
+    """Return numbers of 16 bits as float32, others unchanged."""
+    if x.dtype.primitive_bitwidth == 16:
+        x = x.to(tl.float32)
+    return x
+
+
 def bits_width(dtype: torch.dtype) -> int:
     """Return how many bits a magnitude has."""
     return 8 * dtype.itemsize - 1
 
 
-def infinite_bits(dtype: torch.dtype) -> int:
-    """Return the bits of infinity; those of NaN are larger."""
-    infinite = torch.tensor(torch.inf, dtype=dtype, device="cpu")
-    return int(infinite.view(_INTEGERS[dtype.itemsize]))
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits_of(threshold: float, x: Tensor) -> int:
-    """Return the bits of a magnitude, rounded to the dtype of ``x``."""
-    rounded = torch.tensor(threshold, dtype=x.dtype, device="cpu")
-    return int(rounded.view(_INTEGERS[x.dtype.itemsize]))
+def bits_of(magnitude: float, dtype: torch.dtype) -> int:
+    """Return the bits of a magnitude that is rounded to ``dtype``; those of NaN are the largest."""
+    return int(bits_in_torch(torch.tensor([magnitude], dtype=dtype, device="cpu")))

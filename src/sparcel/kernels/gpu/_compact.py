@@ -23,6 +23,9 @@ ROWS = _TILE // 32
 
 FAULT, ABOVE, TIES, FIRST, ROOM, EMITTED = range(6)
 """What a `rule` holds, and what `emit` adds to it."""
+AT_ABOVE, AT_TIES = tl.constexpr(ABOVE), tl.constexpr(TIES)
+AT_FIRST, AT_ROOM, AT_EMITTED = tl.constexpr(FIRST), tl.constexpr(ROOM), tl.constexpr(EMITTED)
+"""The same, for kernels; the fault is at the beginning."""
 RULE_LENGTH = 8
 
 
@@ -86,8 +89,8 @@ def _mark_span(
         row = tile * ROWS + tl.arange(0, ROWS)
         place = span * SPAN + row[:, None] * 32 + tl.arange(0, 32)[None, :]
         bits = magnitude_bits(load_inside(x, place, size, WHOLE))
-        above_all = tl.load(rule + 1).to(bits.dtype)
-        ties_above = tl.load(rule + 2).to(bits.dtype)
+        above_all = tl.load(rule + AT_ABOVE).to(bits.dtype)
+        ties_above = tl.load(rule + AT_TIES).to(bits.dtype)
         found, equal = mark_tile(
             bits, above_all, ties_above, span * (SPAN // 32) + row, above, ties, TIES
         )
@@ -145,10 +148,10 @@ def _emit(
     total = tl.load(above_before + last)
     taken = sure
     tie_number = sure.to(tl.int64) * 0
-    first, stop = tl.load(rule + 3), tl.load(rule + 3)
+    first, stop = tl.load(rule + AT_FIRST), tl.load(rule + AT_FIRST)
     if TIES:
         tied = tl.load(ties + word)
-        stop = first + tl.load(rule + 4)
+        stop = first + tl.load(rule + AT_ROOM)
         before = tl.load(ties_before + span - 1, mask=span > 0, other=0)
         there = _ones(tied)
         tie_number = before + tl.cumsum(there, axis=0) - there
@@ -181,7 +184,7 @@ def _emit(
         slot += kept.to(tl.int64)
         passing = passing & (passing - 1)
     if span == 0:
-        tl.store(rule + 5, total)
+        tl.store(rule + AT_EMITTED, total)
 
 
 def spans_of(size: int) -> int:

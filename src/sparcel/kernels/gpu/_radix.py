@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.gpu._bits import bits_width, magnitude_bits
-from sparcel.kernels.gpu._compact import RULE_LENGTH
+from sparcel.kernels.gpu._compact import AT_ABOVE, AT_ROOM, AT_TIES, RULE_LENGTH
 from sparcel.kernels.gpu._launch import launch
 
 FIELD = 11
@@ -94,9 +94,9 @@ def _conclude(path, histograms, rule, level, field):
     above = tl.load(path + 2 * level)
     place, needed = descend(histograms + level * 2048, tl.load(path + 2 * level + 1), field)
     kth = (above << field) | place
-    tl.store(rule + 1, kth)
-    tl.store(rule + 2, kth - 1)
-    tl.store(rule + 4, needed)
+    tl.store(rule + AT_ABOVE, kth)
+    tl.store(rule + AT_TIES, kth - 1)
+    tl.store(rule + AT_ROOM, needed)
 
 
 def write_rule(

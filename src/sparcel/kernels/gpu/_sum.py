@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from sparcel import device
 from sparcel.kernels.addition import Addition
-from sparcel.kernels.gpu._bits import bits_width, infinite_bits, magnitude_bits
+from sparcel.kernels.gpu._bits import bits_of, bits_width, magnitude_bits
 from sparcel.kernels.gpu._compact import (
+    AT_ABOVE,
     ROWS,
     SPAN,
     Marks,
@@ -109,7 +111,7 @@ def _find_threshold(
     same = ((bits >> FIRST) & ((1 << FIELD) - 1)) == upper
     lower, _ = _nth(bits, same, SECOND, rank - larger, NEXT)
     threshold = ((upper.to(tl.int64) << NEXT) | lower.to(tl.int64)) << SECOND
-    tl.store(rule + 1, tl.maximum(threshold - 1, 0))
+    tl.store(rule + AT_ABOVE, tl.maximum(threshold - 1, 0))
 
 
 def sample(sum: Sum, rule: Tensor, samples: int, rank: int) -> None:
@@ -156,7 +158,7 @@ def _add_span(
         peak = tl.max(tl.max(bits, axis=1), axis=0)
         tl.atomic_max(rule, 1, mask=peak >= infinite, sem="relaxed")
         if MARK:
-            above_all = tl.load(rule + 1).to(bits.dtype)
+            above_all = tl.load(rule + AT_ABOVE).to(bits.dtype)
             word = span * (SPAN // 32) + row
             found, _ = mark_tile(bits, above_all, 0, word, above, above, False)
             count += found
@@ -194,7 +196,7 @@ def accumulate(sum: Sum, addition: Addition, rule: Tensor, marking: bool) -> Mar
     counts = rule.new_empty(spans)
     launch(
         _add_and_mark, spans, *sum[:4], scratch, scratch if entering is None else entering,
-        size, infinite_bits(scratch.dtype), rule, above, counts, **sum.parts,
+        size, bits_of(math.inf, scratch.dtype), rule, above, counts, **sum.parts,
         KEPT=entering is not None, CLEAR=addition.clear, MARK=marking, SPAN=SPAN, ROWS=ROWS,
         enable_fp_fusion=False,
     )  # fmt: skip

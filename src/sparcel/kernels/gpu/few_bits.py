@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparcel.kernels.definitions import few_bits
+from sparcel.kernels.gpu._bits import widened
 from sparcel.kernels.gpu._launch import launch
 
 _TILE = 2048  # entries a program
@@ -16,18 +17,6 @@ _LONGEST = 4096  # the longest block that a program can hold
 _SMALLEST = tl.constexpr(few_bits.SMALLEST)
 _LARGEST = tl.constexpr(few_bits.LARGEST)
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-
-
-@triton.jit
-def _widened(x):
-    """Return numbers of 16 bits as float32, others unchanged."""
-    if x.dtype == tl.bfloat16:
-        # Triton's interpreter would not convert the smallest numbers.
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        x = bits.to(tl.float32, bitcast=True)
-    elif x.dtype == tl.float16:
-        x = x.to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -45,7 +34,7 @@ def _limited(x, dtype: tl.constexpr, MOST: tl.constexpr):
 def _limit(x, size, result, MOST: tl.constexpr, TILE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < size
-    wide = _widened(tl.load(x + place, mask=inside, other=0.0))
+    wide = widened(tl.load(x + place, mask=inside, other=0.0))
     tl.store(result + place, _limited(wide, result.dtype.element_ty, MOST), mask=inside)
 
 
@@ -147,7 +136,7 @@ def _quantize(
     column = tl.arange(0, WIDTH)[None, :]
     place = first[:, None] + column
     inside = (column < BLOCK) & (place < size)
-    wide = _widened(tl.load(x + place, mask=inside, other=0.0))
+    wide = widened(tl.load(x + place, mask=inside, other=0.0))
     bits = _limited(wide, tl.float32, _FLOAT32_MAX).to(tl.int32, bitcast=True)
     largest_bits = tl.max(bits & 0x7FFFFFFF, axis=1)
     finite = largest_bits < 0x7F800000
@@ -214,10 +203,10 @@ def _dequantize(
     if TWO_SCALES:
         low = tl.load(scales + 2 * row, mask=first < size, other=0.0)
         high = tl.load(scales + 2 * row + 1, mask=first < size, other=0.0)
-        magnitude = tl.where((code & 1) != 0, _widened(high)[:, None], _widened(low)[:, None])
+        magnitude = tl.where((code & 1) != 0, widened(high)[:, None], widened(low)[:, None])
     else:
         scale = tl.load(scales + row, mask=first < size, other=0.0)
-        magnitude = (code & LEVELS).to(tl.float32) * _step(_widened(scale), LEVELS)[:, None]
+        magnitude = (code & LEVELS).to(tl.float32) * _step(widened(scale), LEVELS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     place = first[:, None] + column
     inside = (column < BLOCK) & (place < size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,8 +12,16 @@ from torch import Tensor
 
 from sparcel import device
 from sparcel.kernels.definitions.common import index_dtype
-from sparcel.kernels.gpu._bits import infinite_bits, magnitude_bits
-from sparcel.kernels.gpu._compact import FIRST, ROOM, RULE_LENGTH, emit, mark
+from sparcel.kernels.gpu._bits import bits_of, magnitude_bits
+from sparcel.kernels.gpu._compact import (
+    AT_ABOVE,
+    AT_TIES,
+    FIRST,
+    ROOM,
+    RULE_LENGTH,
+    emit,
+    mark,
+)
 from sparcel.kernels.gpu._launch import launch
 
 _TILE = 4096
@@ -42,7 +51,7 @@ def mstopk(x: Tensor, k: int, samplings: int, place: Callable[[int], int]) -> tu
         )  # fmt: skip
     rule = x.new_zeros(RULE_LENGTH, dtype=torch.int64)
     launch(
-        _conclude, 1, x, states, counts, k, samplings, infinite_bits(x.dtype), rule,
+        _conclude, 1, x, states, counts, k, samplings, bits_of(math.inf, x.dtype), rule,
         enable_fp_fusion=False,
     )  # fmt: skip
     reached, above = device.read(states[-1, 3:6:2].contiguous()).long().tolist()
@@ -118,5 +127,5 @@ def _conclude(x, states, counts, k, samplings, infinite, rule):
     _store(states, samplings, left, right, low, low_count, high, high_count, mean, peak)
     upper = _limit(high, x).to(tl.int64)
     lower = _limit(low, x).to(tl.int64)
-    tl.store(rule + 1, tl.maximum(tl.minimum(upper, infinite) - 1, 0))
-    tl.store(rule + 2, tl.maximum(lower - 1, 0))
+    tl.store(rule + AT_ABOVE, tl.maximum(tl.minimum(upper, infinite) - 1, 0))
+    tl.store(rule + AT_TIES, tl.maximum(lower - 1, 0))

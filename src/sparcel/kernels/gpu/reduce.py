@@ -17,6 +17,7 @@ from sparcel import device
 from sparcel.errors import InputError
 from sparcel.kernels.definitions import reduce as definitions
 from sparcel.kernels.definitions.common import index_dtype
+from sparcel.kernels.gpu._bits import widened
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._search import BLOCK, check_rows, lower_bound, places_of, programs_for
 from sparcel.ops import Op
@@ -126,12 +127,12 @@ def _reduce(
     first = tl.load(order + start, mask=there, other=0).to(tl.int64)
     sound = there & (first >= 0) & (first < total)
     index = tl.load(indices + first, mask=sound, other=0)
-    result = _widened(tl.load(values + first * width + column, mask=sound, other=0))
+    result = widened(tl.load(values + first * width + column, mask=sound, other=0))
     for step in range(1, tl.max(length, axis=0)):
         more = step < length
         number = tl.load(order + start + step, mask=more, other=0).to(tl.int64)
         more = more & (number >= 0) & (number < total)
-        value = _widened(tl.load(values + number * width + column, mask=more, other=0))
+        value = widened(tl.load(values + number * width + column, mask=more, other=0))
         result = tl.where(more, _combined(result, value, OP), result)
     tl.store(union + run, index, mask=there & (column == 0))
     tl.store(reduced + element, result.to(reduced.dtype.element_ty), mask=there)
@@ -154,7 +155,7 @@ def _scatter(
         most = tl.full([BLOCK], MOST, dtype=value.dtype)
         value = tl.where(value > most, most, tl.where(value < -most, -most, value))
     elif OP != "write":
-        value = _combined(_widened(tl.load(place, mask=there, other=0)), _widened(value), OP)
+        value = _combined(widened(tl.load(place, mask=there, other=0)), widened(value), OP)
     tl.store(place, value.to(dense.dtype.element_ty), mask=there)
 
 
@@ -166,14 +167,6 @@ def _check(indices, fault, count, size, BLOCK: tl.constexpr):
     before = tl.load(indices + place - 1, mask=there & (place > 0), other=-1)
     wrong = there & ((index < 0) | (index >= size) | (index <= before))
     tl.store(fault, 1, mask=tl.max(wrong.to(tl.int32), axis=0) > 0)
-
-
-@triton.jit
-def _widened(x):
-    """Return half precisions as float32."""
-    if x.dtype.primitive_bitwidth == 16:
-        x = x.to(tl.float32)
-    return x
 
 
 @triton.jit
