@@ -16,6 +16,8 @@ from sparcel.kernels.gpu._launch import launch
 FIELD = 11
 BINS = 1 << FIELD
 """The most bits that a histogram tells apart, and its length."""
+LENGTH = tl.constexpr(BINS)
+"""The same, for kernels."""
 TILE = 1024
 _MANY = 1 << 20
 """From so many entries on, a program counts several tiles before it adds to the common counts."""
@@ -25,13 +27,13 @@ _MANY = 1 << 20
 def count_field(bits, counted, shift, field):
     """Return how often each value of a field of the bits occurs."""
     value = ((bits >> shift) & ((1 << field) - 1)).to(tl.int32)
-    return tl.histogram(value, 2048, mask=counted)
+    return tl.histogram(value, LENGTH, mask=counted)
 
 
 @triton.jit
 def add_counts(counts, found):
     """Add to common counts, in any order."""
-    bins = tl.arange(0, 2048)
+    bins = tl.arange(0, LENGTH)
     tl.atomic_add(counts + bins, found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
@@ -41,7 +43,7 @@ def descend(counts, needed, field):
 
     All that there are if these are fewer. If none is needed, the largest value.
     """
-    bins = tl.arange(0, 2048)
+    bins = tl.arange(0, LENGTH)
     found = tl.load(counts + bins)
     needed = tl.minimum(needed, tl.sum(found, axis=0))
     reaching = tl.cumsum(found, axis=0, reverse=True)
@@ -72,27 +74,27 @@ def _count_level(
     prefix = needed * 0
     if level > 0:
         place, needed = descend(
-            histograms + (level - 1) * 2048, tl.load(path + 2 * level - 1), before
+            histograms + (level - 1) * LENGTH, tl.load(path + 2 * level - 1), before
         )
         prefix = (tl.load(path + 2 * level - 2) << before) | place
     if program == 0:
         tl.store(path + 2 * level, prefix)
         tl.store(path + 2 * level + 1, needed)
-    found = tl.zeros((2048,), tl.int32)
+    found = tl.zeros((LENGTH,), tl.int32)
     for part in range(PARTS):
         place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
         bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
         # There are no bits above the first field.
         counted = (bits != 0) & ((bits >> (shift + field)) == prefix)
         found += count_field(bits, counted, shift, field)
-    add_counts(histograms + level * 2048, found)
+    add_counts(histograms + level * LENGTH, found)
 
 
 @triton.jit(do_not_specialize=["level", "field"])
 def _conclude(path, histograms, rule, level, field):
     """Write the rule by which the k largest pass."""
     above = tl.load(path + 2 * level)
-    place, needed = descend(histograms + level * 2048, tl.load(path + 2 * level + 1), field)
+    place, needed = descend(histograms + level * LENGTH, tl.load(path + 2 * level + 1), field)
     kth = (above << field) | place
     tl.store(rule + AT_ABOVE, kth)
     tl.store(rule + AT_TIES, kth - 1)

@@ -34,6 +34,7 @@ from sparcel.kernels.gpu._compact import (
 from sparcel.kernels.gpu._launch import launch
 from sparcel.kernels.gpu._radix import (
     BINS,
+    LENGTH,
     TILE,
     add_counts,
     count_field,
@@ -243,7 +244,7 @@ def _histogram(
     PREFIXED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    found = tl.zeros((2048,), tl.int32)
+    found = tl.zeros((LENGTH,), tl.int32)
     for part in range(PARTS):
         place = (program * PARTS + part) * TILE + tl.arange(0, TILE)
         bits = magnitude_bits(tl.load(x + place, mask=place < size, other=0.0))
