@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparcel.api import all_gather, all_reduce, broadcast, reduce_scatter
+    from sparcel.attaching import attach
     from sparcel.comm import simulate
-    from sparcel.ddp.attach import attach
     from sparcel.ops import Op
     from sparcel.schemes import Hierarchical, scheme
     from sparcel.selectors import topk
@@ -41,7 +41,7 @@ _HOMES = {
     **dict.fromkeys(("Handle", "Phase", "Schedule"), "training"),
     "Op": "ops",
     "SparseStream": "stream",
-    "attach": "ddp",
+    "attach": "attaching",
     "simulate": "comm",
     "topk": "selectors",
 }

@@ -128,7 +128,7 @@ def pass_by(model: nn.Module, rank: int, step: int) -> None:
 
 def attached(
     comm: Communicator, make: Make, known: bool = False, steps: int = 0, **settings: Any
-) -> tuple[DistributedDataParallel, sparcel.ddp.Handle, Optimizer]:
+) -> tuple[DistributedDataParallel, sparcel.Handle, Optimizer]:
     """Return a model after some steps."""
     ddp = DistributedDataParallel(settings.pop("model", linear)(), **settings.pop("wrap", {}))
     optimizer = make(ddp.parameters())

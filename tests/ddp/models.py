@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from sparcel.comm import Communicator
+from sparcel.training import Stats
 from tests.evenly import attach_evenly
 
 SHAPES = {
@@ -75,7 +76,7 @@ class Trained:
     residuals: dict[str, Tensor] = field(default_factory=dict)
     every_update: list[dict[str, Tensor]] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
-    stats: sparcel.ddp.Stats | None = None
+    stats: Stats | None = None
 
 
 def observe(ddp: DistributedDataParallel) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ def observe(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     }
 
 
-def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> dict[str, Tensor]:
+def residuals_of(handle: sparcel.Handle, rank: int, kind: str = "rank") -> dict[str, Tensor]:
     """Return this rank's state by name: its residuals or, with ``kind="velocity"``, velocities."""
     prefix = f"{kind}{rank}."
     return {
@@ -97,7 +98,7 @@ def residuals_of(handle: sparcel.ddp.Handle, rank: int, kind: str = "rank") -> d
     }
 
 
-def count_buckets(handle: sparcel.ddp.Handle, counts: list[int]) -> None:
+def count_buckets(handle: sparcel.Handle, counts: list[int]) -> None:
     """Append the number of buckets of each step to ``counts``, at the end of the step."""
     comm, account = handle._session.comm, handle._session.account
     submit, jobs = comm.submit, [0]

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparcel
 from sparcel.comm import Communicator, TorchCommunicator, Traffic
 from sparcel.errors import CommunicationError, InputError, MismatchError
+from sparcel.training import Stats
 from tests.ddp.models import LARGE, SHAPES, Linear, residuals_of, train
 from tests.evenly import attach_evenly
 
@@ -124,7 +125,7 @@ def test_ranks_with_different_arguments_are_refused(run_on: Any, what: str) -> N
     assert "ranks [0, 2] average something else than rank 1" in said[1]
 
 
-def train_on_own_communicator(comm: Communicator) -> tuple[sparcel.ddp.Stats, Traffic]:
+def train_on_own_communicator(comm: Communicator) -> tuple[Stats, Traffic]:
     """Return the statistics of three steps, and the communicator's counts without two waits."""
     own = TorchCommunicator.of(dist.group.WORLD)
     ddp = DistributedDataParallel(Linear())

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
 Named = dict[str, Tensor]
 
 
-def velocity_of(handle: sparcel.ddp.Handle, rank: int) -> Named:
+def velocity_of(handle: sparcel.Handle, rank: int) -> Named:
     return residuals_of(handle, rank, "velocity")
 
 

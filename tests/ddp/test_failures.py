@@ -58,7 +58,7 @@ def assert_memory_kept(broken: Broken) -> None:
 def attempt(
     comm: Communicator,
     ddp: DistributedDataParallel,
-    handle: sparcel.ddp.Handle,
+    handle: sparcel.Handle,
     trouble: Callable[[], None],
     place: str = "second",
 ) -> Broken:

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from sparcel.comm import Communicator
-from sparcel.ddp import stays_dense
 from sparcel.errors import InputError, SparcelWarning
 from sparcel.schemes import Hierarchical, TopK
+from sparcel.training import stays_dense
 from tests.ddp.models import Linear
 from tests.evenly import attach_evenly
 

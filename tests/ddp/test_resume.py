@@ -34,11 +34,11 @@ Named = dict[str, Tensor]
 Parts = dict[str, Named]
 
 
-def remembered(handle: sparcel.ddp.Handle, rank: int) -> Parts:
+def remembered(handle: sparcel.Handle, rank: int) -> Parts:
     return {kind: residuals_of(handle, rank, kind) for kind in ("rank", "velocity")}
 
 
-def attached(scheme: Scheme, double: bool) -> tuple[DistributedDataParallel, sparcel.ddp.Handle]:
+def attached(scheme: Scheme, double: bool) -> tuple[DistributedDataParallel, sparcel.Handle]:
     dtypes = dict.fromkeys(LARGE, torch.float64) if double else None
     ddp = DistributedDataParallel(Linear(dtypes=dtypes), **MANY_BUCKETS)
     return ddp, attach_evenly(ddp, scheme)

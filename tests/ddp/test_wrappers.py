@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -54,8 +53,8 @@ def mesh(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("across", "inside")[-len(shape) :])
 
 
-def hybrid_fully_shard(module: nn.Module) -> nn.Module:
-    return fully_shard(module, mesh=mesh(1, 2))
+def fsdp2(module: nn.Module) -> nn.Module:
+    return fully_shard(nn.Linear(64, 64))  # DDP flattens parameters, which must be sharded evenly
 
 
 def in_backward(module: nn.Module) -> nn.Module:
@@ -100,13 +99,8 @@ WRAPPED: dict[str, tuple[list[Wrap], str]] = {
         f"(FSDP1, HSDP), which shards gradients; {INSTEAD}",
     ),
     "hybrid FSDP1": ([hybrid_fsdp], "wrapped by FullyShardedDataParallel (FSDP1, HSDP)"),
-    "FSDP2": (
-        [fully_shard],
-        f"(FSDP2, HSDP), which shards gradients; {INSTEAD}",
-    ),
-    "hybrid FSDP2": ([hybrid_fully_shard], "wrapped by fully_shard (FSDP2, HSDP)"),
+    "FSDP2 in DDP": ([fsdp2, ddp], "'module' is wrapped by fully_shard (FSDP2), which"),
     "replicate": ([replicate], f"wrapped by replicate, which has no hook for sparcel; {INSTEAD}"),
-    "replicate by FSDP2": ([replicate_by_fsdp], "wrapped by replicate"),
     "DataParallel": ([nn.DataParallel], f"start a process for each device, and {INSTEAD}"),
     "DDP in a module": (
         [ddp, nn.Sequential],

@@ -1,6 +1,5 @@
-"""Sparse gradient exchange for DistributedDataParallel: one line in an existing script."""
+"""The driver for DistributedDataParallel: its buckets in, updates out."""
 
-from sparcel.ddp.attach import attach
-from sparcel.training import Handle, Stats, stays_dense
+from sparcel.ddp.driver import DDPDriver
 
-__all__ = ["Handle", "Stats", "attach", "stays_dense"]
+__all__ = ["DDPDriver"]

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparcel.errors import InputError
-from sparcel.training.ahead import Ahead
+from sparcel.training import Ahead, Follower
 
 _CALL = "_compiled_call_impl"
 """torch's attribute for the compiled call of a module, which runs instead of the module's own if it
@@ -57,8 +56,6 @@ class AheadCalls:
 
     def __init__(self, model: nn.Module, ahead: Ahead) -> None:
         self._model, self._ahead = weakref.ref(model), ahead
-        self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How many groups the optimisers have that are followed."""
         self._values: dict[str, Tensor] = {}
         """The values in the place of parameters in the last forward pass, by name."""
         self.flag: dict[str, Any] = {"inside": False}
@@ -69,8 +66,8 @@ class AheadCalls:
             call.install()
         weakref.finalize(self, _remove, self._calls).atexit = False
         _keep_out_of_graphs()
-        _watch_optimizers()
-        _ATTACHED.add(self)
+        # ``Module.compile()`` may have replaced the model's call.
+        self._follower = Follower(ahead, partial(_restore, self._calls))
 
     def _calls_of(self, model: nn.Module) -> Iterator[_Call]:
         """Yield a call for each module that holds some of the parameters, the model's first.
@@ -94,22 +91,12 @@ class AheadCalls:
                 yield _Call(self, module, slots, own_slots.get(id(module), ()))
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Move the parameters of this optimiser by its rule, as those that have done a step."""
-        self._groups[optimizer] = len(optimizer.param_groups)
-        self._ahead.follow(optimizer)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Follow an optimiser that is new or has new groups.
-
-        Also take the model's call again, which ``Module.compile()`` may have replaced.
-        """
-        if self._groups.get(optimizer) != len(optimizer.param_groups):
-            self.follow(optimizer)
-        for call in self._calls[:1]:
-            call.restore()
+        """See `Follower.follow`."""
+        self._follower.follow(optimizer)
 
     def end(self) -> None:
         """Let the modules compute with their parameters, from now on."""
+        self._follower.end()
         _remove(self._calls)
         self._calls.clear()
         self._values.clear()
@@ -258,6 +245,12 @@ def _remove(calls: Iterable[_Call]) -> None:
         call.remove()
 
 
+def _restore(calls: Sequence[_Call]) -> None:
+    """Take the model's own call again."""
+    for call in calls[:1]:
+        call.restore()
+
+
 @cache
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that torch.compile leaves alone, with all that it calls."""
@@ -274,18 +267,3 @@ def _keep_out_of_graphs() -> None:
     from torch._dynamo.decorators import skip
 
     skip(_Call.__call__)
-
-
-_ATTACHED: weakref.WeakSet[AheadCalls] = weakref.WeakSet()
-"""Every model that is attached."""
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Tell all `AheadCalls` of the steps of all optimisers, by one hook that stays."""
-
-    def before_any_step(optimizer: Optimizer, *_: object) -> None:
-        for calls in tuple(_ATTACHED):
-            calls.before_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_any_step)

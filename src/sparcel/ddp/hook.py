@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.ddp.names import model_name
 from sparcel.ddp.rebuild import RebuildGuard
 from sparcel.errors import CommunicationError
 from sparcel.memory import Range
 from sparcel.training import Averager
+from sparcel.training.names import model_name
 
 
 class Hook:

@@ -10,14 +10,15 @@ from sparcel._checks import check_type
 from sparcel.errors import InputError
 
 
-def check_model(model: object) -> None:
-    """Raise an `InputError` that tells what to do unless a hook can exchange all gradients."""
+def checked_model(model: object) -> DistributedDataParallel:
+    """Return the model, or raise an `InputError` that tells what to do for a hook to suffice."""
     if isinstance(model, nn.Module):
         _check_wrappers(model)
     way_out = "wrap it first: DistributedDataParallel(model)"
     check_type(model, DistributedDataParallel, "model", way_out)
     assert isinstance(model, DistributedDataParallel)
     _check_options(model)
+    return model
 
 
 def _check_wrappers(model: nn.Module) -> None:
@@ -60,7 +61,10 @@ def _other_wrapper(module: nn.Module) -> str | None:
     if isinstance(module, FullyShardedDataParallel):
         return f"FullyShardedDataParallel (FSDP1, HSDP), which shards gradients; {plain}"
     if "fully_shard" in applied:
-        return f"fully_shard (FSDP2, HSDP), which shards gradients; {plain}"
+        return (
+            "fully_shard (FSDP2), which averages gradients itself; attach to the plain model of"
+            " fully_shard instead, with replicate="
+        )
     if "replicate" in applied:
         return f"replicate, which has no hook for sparcel; {plain}"
     if isinstance(module, nn.DataParallel):

@@ -3,10 +3,12 @@
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.carrier import Carrier
+from sparcel.training.following import Follower
 from sparcel.training.handle import Handle
 from sparcel.training.phase import Phase
 from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.schedule import Schedule
+from sparcel.training.shard import Shard
 from sparcel.training.stats import Costs, Stats
 
 __all__ = [
@@ -14,11 +16,13 @@ __all__ = [
     "Averager",
     "Carrier",
     "Costs",
+    "Follower",
     "Handle",
     "Phase",
     "Policy",
     "Schedule",
     "Scope",
+    "Shard",
     "Stats",
     "stays_dense",
 ]

@@ -14,6 +14,7 @@ from sparcel._checks import check_part, check_type, checked_filter, whole_number
 from sparcel.errors import InputError
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Layout, Position, fits
+from sparcel.training.shard import Shard
 
 COMMON = ("steps", "world_size", "filter", "flush")
 LAYOUT = "layout."
@@ -66,7 +67,9 @@ class Saved:
     faults: list[str]
 
 
-def read(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], ranks: int) -> Saved:
+def read(
+    state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], ranks: int, shard: Shard | None
+) -> Saved:
     """Check a state that is loaded for some tensors on so many ranks, and return what it says.
 
     Raises
@@ -88,7 +91,7 @@ def read(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], ranks: int)
     for key, part in state.items():
         if key in COMMON or (isinstance(key, str) and key.startswith(LAYOUT)):
             continue
-        found = _entry(key, part, tensors, saved_by)
+        found = _entry(key, part, tensors, saved_by, shard)
         if isinstance(found, Entry):
             entries.append(found)
         else:
@@ -143,7 +146,13 @@ def _place(key: str, entry: object) -> Position:
     return Position(*entry.tolist())
 
 
-def _entry(key: object, part: object, tensors: Mapping[str, Tensor], saved_by: int) -> Entry | str:
+def _entry(
+    key: object,
+    part: object,
+    tensors: Mapping[str, Tensor],
+    saved_by: int,
+    shard: Shard | None,
+) -> Entry | str:
     """Return an entry of the memory, or say why it does not fit."""
     found = _ENTRY.fullmatch(key) if isinstance(key, str) else None
     if found is None:
@@ -160,6 +169,8 @@ def _entry(key: object, part: object, tensors: Mapping[str, Tensor], saved_by: i
     if rank >= saved_by:
         return f"{key!r} is of a rank that a state of world size {saved_by} cannot have; {_WAY_OUT}"
     size = tensors[name].numel()
+    if shard is not None:
+        part = shard.local(name, part)
     if isinstance(part, Tensor) and part.numel() != size:
         return (
             f"{key!r} has {part.numel()} elements, the parameter {size}; load"

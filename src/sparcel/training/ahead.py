@@ -44,7 +44,7 @@ class Ahead:
     Parameters
     ----------
     parameters
-        The tensors that gradients are computed at, by name.
+        The tensors that gradients are computed at, by name. Of DTensors, this rank's shards move.
     residuals
         What is kept back of them.
     arrange
@@ -143,17 +143,24 @@ class Ahead:
 
     def _moved(self, name: str, updated_by: tuple[Optimizer, Mapping[str, Any]] | None) -> Tensor:
         parameter, memory = self.parameters[name], self._residuals.of(name).get("memory")
+        values: Tensor = _local(parameter)
         if memory is None or updated_by is None:
-            return parameter.clone()
+            return values.clone()
         optimizer, group = updated_by
+        state = optimizer.state.get(parameter, {})
         rate, direction = _two_steps(
             self._rules[optimizer],
-            self._arrange(memory, parameter),
+            self._arrange(memory, values),
             self._residuals.momentum,
             group,
-            optimizer.state.get(parameter, {}),
+            {key: _local(value) for key, value in state.items()},
         )
-        return torch.sub(parameter, direction.detach().to(parameter.dtype), alpha=rate)
+        return torch.sub(values, direction.detach().to(values.dtype), alpha=rate)
+
+
+def _local(value: Any) -> Any:
+    """Return this rank's shard of a DTensor, through which gradients flow; all else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def ahead_work(size: int) -> Work:

@@ -36,6 +36,7 @@ from sparcel.training.layout import Piece, Queued
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.residuals import Residuals
 from sparcel.training.session import Session
+from sparcel.training.shard import Shard
 from sparcel.training.transaction import Transaction
 
 
@@ -87,6 +88,10 @@ class Averager:
     withhold_zeros
         Whether a tensor whose gradient is all zero on this rank is neither sent nor forgotten by
         this rank: for drivers that throw away the updates of unused parameters.
+    shard
+        Which shard of the tensors this rank holds, if no rank holds all of them. Ranks with the
+        same shard average it. ``tensors`` are then shards, and ``group`` holds the ranks of all
+        shards.
 
     Raises
     ------
@@ -126,23 +131,28 @@ class Averager:
         scope: Scope = "bucket",
         frontload: bool = True,
         withhold_zeros: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         check_arguments(tensors, scheme, scaler, policy, densities, rows, rates)
         withhold_zeros = flag(withhold_zeros, "withhold_zeros")
         frontload = flag(frontload, "frontload")
         template = scheme.fresh()
         treatment = treat(tensors, template, policy, densities or {}, rows, scope)
-        comm, owned = connected(group, device_of(tensors), carrier, rates)
+        everyone, owned = connected(group, device_of(tensors), carrier, rates)
         try:
+            comm = everyone if shard is None else everyone.split(shard.number)
             device = check_device(tensors, comm)
-            if rates == "measure" and comm.size == 1:
+            if rates == "measure" and everyone.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
-            check_alike(comm, template, scaler is not None, given, frontload, carrier, treatment)
+            settings = (template, scaler is not None, given, frontload, carrier)
+            check_alike(everyone, comm, settings, treatment)
             check_carrier(carrier, comm)
             if rates is not None:
-                comm.rates = cost.rates_for(comm, rates)
-                check_rates(comm)
+                everyone.rates = cost.rates_for(everyone, rates)
+                check_rates(everyone)
+                if shard is not None:  # ranks of other shards use the same links at the same time
+                    comm.rates = everyone.rates.across_nodes()
             check_nodes(template, comm)
         except Exception:
             if owned is not None:
@@ -150,7 +160,16 @@ class Averager:
             raise
         residuals = Residuals(template, treatment.memory_dtype)
         self._session = Session(
-            comm, owned, device, residuals, treatment, scaler, frontload, withhold_zeros
+            comm,
+            everyone,
+            owned,
+            shard,
+            device,
+            residuals,
+            treatment,
+            scaler,
+            frontload,
+            withhold_zeros,
         )
         self._step: Transaction | None = None
         """The step that is being queued."""

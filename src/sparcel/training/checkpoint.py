@@ -15,6 +15,7 @@ from sparcel.training._saved import LAYOUT, Entry, key_of, read
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Position
 from sparcel.training.residuals import Residuals
+from sparcel.training.shard import Shard
 
 _SUMS_OF_VELOCITIES = (
     "the state has velocities: its memory is a sum of velocities, and a scheme without memory can"
@@ -26,7 +27,12 @@ _NAMED_FAULTS = 3
 
 
 def collect(
-    residuals: Residuals, tensors: Mapping[str, Tensor], rank: int, ranks: int, saved_by: int
+    residuals: Residuals,
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    ranks: int,
+    saved_by: int,
+    shard: Shard | None,
 ) -> dict[str, Tensor]:
     """Return copies of what this rank remembers, with room for what it inherits.
 
@@ -34,7 +40,7 @@ def collect(
     ``tensors`` are those that schemes with memory make sparse, here and below.
     """
     kinds, saved_by = residuals.owed_kinds, whole_number(saved_by, "saved_by", at_least=1)
-    state = _common(residuals, tensors, saved_by)
+    state = _common(residuals, tensors if shard is None else {}, saved_by)
     for old_rank in _inherited(rank, ranks, saved_by):
         for name, tensor in tensors.items():
             dtype = residuals.dtype_of(tensor)
@@ -42,6 +48,8 @@ def collect(
             for kind in kinds:
                 part = parts.get(kind)
                 owed = _zeros(tensor, dtype) if part is None else part.clone()
+                if shard is not None:
+                    owed = shard.distributed(name, owed)
                 state[key_of(kind, old_rank, name)] = owed
     return state
 
@@ -79,13 +87,14 @@ def load(
     rank: int,
     ranks: int,
     strict: bool,
+    shard: Shard | None,
 ) -> None:
     """Let the residuals go on from a state: sums over the inherited ranks, by name.
 
     The state may be that of another scheme. A scheme without memory flushes what it owes. All is
     checked first, and nothing changes if it is refused.
     """
-    saved = read(state, tensors, ranks)
+    saved = read(state, tensors, ranks, shard)
     inherited, faults = _inherited(rank, ranks, saved.ranks), saved.faults
     entries = [entry for entry in saved.entries if entry.rank in inherited]
     found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}
@@ -135,8 +144,9 @@ def _common(
 ) -> dict[str, Tensor]:
     """Return the entries that are the same on all ranks.
 
-    ``flush`` says in how many steps a scheme without memory would flush what the state owes; 0 says
-    that no rank owes anything.
+    ``tensors`` are those whose places in vectors are the same, too. ``flush`` says in how many
+    steps a scheme without memory would flush what the state owes; 0 says that no rank owes
+    anything.
     """
     owes = bool(residuals.owed_kinds)
     state = {
@@ -144,7 +154,7 @@ def _common(
         "world_size": torch.tensor(saved_by),
         "flush": torch.tensor(residuals.flush.steps if owes else 0),
     }
-    if tensors and owes:
+    if owes:
         state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
     for name in tensors if owes else ():

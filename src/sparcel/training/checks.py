@@ -77,15 +77,19 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
 
 
 def check_alike(
+    everyone: Communicator,
     comm: Communicator,
-    scheme: Scheme,
-    scaled: bool,
-    rated: bool | str,
-    frontload: bool,
-    carrier: Carrier,
+    settings: tuple[Scheme, bool, bool | str, bool, Carrier],
     treatment: Treatment,
 ) -> None:
     """Compare what the ranks average, because ranks that differ would hang or misread each other.
+
+    Parameters
+    ----------
+    everyone, comm
+        See `Session`: the shapes of shards are the same on the ranks that average them.
+    settings
+        The scheme; whether there is a scaler, and rates; front-loading and the carrier.
 
     Raises
     ------
@@ -93,17 +97,20 @@ def check_alike(
         On all ranks, when schemes, settings or tensors differ.
     """
     layout = [
-        (name, tensor.shape, tensor.dtype, name in treatment.eligible, name in treatment.rows)
+        (name, tensor.dtype, name in treatment.eligible, name in treatment.rows)
         for name, tensor in treatment.tensors.items()
     ]
+    shapes = [tensor.shape for tensor in treatment.tensors.values()]
     densities = sorted(treatment.own_densities.items())
-    facts = repr((scheme, scaled, rated, layout, densities, treatment.scope, frontload, carrier))
-    if others := _ranks_with_other(facts, comm):
+    same = repr((settings, layout, densities, treatment.scope))
+    others = _ranks_with_other(same, everyone) + _ranks_with_other(repr(shapes), comm)
+    if any(everyone.run(lambda: everyone.gather_numbers(len(others)))):
+        found = f"ranks {others} average" if others else "ranks of another shard average"
         raise MismatchError(
-            f"ranks {others} average something else than rank {comm.rank}, which has {scheme} for"
-            f" {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and scope"
-            f" {treatment.scope!r}; give every rank the same scheme, settings, policy, densities,"
-            " scope, carrier and tensors, and a scaler and rates to all or to none"
+            f"{found} something else than rank {comm.rank}, which has {settings[0]}"
+            f" for {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and"
+            f" scope {treatment.scope!r}; give every rank the same scheme, settings, policy,"
+            " densities, scope, carrier and tensors, and a scaler and rates to all or to none"
         )
 
 

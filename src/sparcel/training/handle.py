@@ -159,7 +159,7 @@ class Handle:
             raise InputError("tensors are queued; finish() that step before switch()")
         scheme = chosen_scheme(scheme_or_name, settings).fresh()
         call = Call.of("switch", {"scheme": scheme, "step": it.residuals.steps})
-        it.comm.call(call, lambda: it.comm.gather_numbers(0))
+        it.everyone.call(call, lambda: it.everyone.gather_numbers(0))
         self.prepare(scheme)
         it.treatment = it.treatment.under(scheme)
         it.residuals.switch(scheme)
@@ -197,12 +197,15 @@ class Handle:
             that the rank serves in its node. ``velocity{r}.{name}``, under momentum correction,
             likewise. ``steps``, ``world_size``, ``flush``, which is 0 if no rank owes anything, and
             where the tensors lay in the vectors of the last step. A scheme without memory has
-            ``rank{r}.{name}`` until all ranks have flushed theirs.
+            ``rank{r}.{name}`` until all ranks have flushed theirs. Where ranks hold shards of the
+            tensors, r is the number of a replica, and what it remembers is a DTensor, sharded as
+            the parameter is; places in vectors are left out.
         """
         it = self._session
         saved_by = it.comm.size if saved_by is None else saved_by
         tensors = it.treatment.eligible
-        return checkpoint.collect(it.residuals, tensors, it.comm.rank, it.comm.size, saved_by)
+        ranks = it.comm.rank, it.comm.size
+        return checkpoint.collect(it.residuals, tensors, *ranks, saved_by, it.shard)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 what all ranks remember; all ranks call, between two steps.
@@ -219,10 +222,17 @@ class Handle:
 
         Raises
         ------
+        InputError
+            When the tensors are shards.
         CommunicationError
             On all ranks, when one fails.
         """
         it = self._session
+        if it.shard is not None:
+            raise InputError(
+                "no rank has room for the memory of a model that is sharded; save state_dict() by"
+                " torch.distributed.checkpoint, which loads it on other numbers of ranks too"
+            )
         return it.comm.call(
             Call.of("full_state_dict", {}),
             lambda: checkpoint.gather(it.residuals, it.treatment.eligible, it.comm),
@@ -263,12 +273,13 @@ class Handle:
         """
         it = self._session
         tensors = it.treatment.eligible
-        checkpoint.load(state, it.residuals, tensors, it.comm.rank, it.comm.size, strict)
+        ranks = it.comm.rank, it.comm.size
+        checkpoint.load(state, it.residuals, tensors, *ranks, strict, it.shard)
 
     def meet(self) -> None:
         """Wait until all ranks have called; raise `CommunicationError` if one cannot."""
-        comm = self._session.comm
-        comm.call(Call.of("meet", {}), lambda: comm.gather_numbers(0))
+        everyone = self._session.everyone
+        everyone.call(Call.of("meet", {}), lambda: everyone.gather_numbers(0))
 
     def close(self) -> None:
         """End the communication thread; call it before the process group is destroyed.

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparcel.comm import Communicator
+from sparcel.comm import Call, Communicator
 from sparcel.training.ahead import Ahead
 from sparcel.training.policy import Treatment
 from sparcel.training.residuals import Residuals
+from sparcel.training.shard import Shard
 from sparcel.training.stats import Costs
 
 
@@ -20,8 +21,13 @@ class Session:
 
     Attributes
     ----------
-    comm, owned, device
-        The ranks, the communicator again if it ends with the exchange, and where the tensors are.
+    comm, device
+        The ranks that average, and where the tensors are.
+    everyone, owned
+        The ranks on which steps take effect together: those that average, or with shards the ranks
+        of all shards. The communicator again if it ends with the exchange.
+    shard
+        Which shard of the tensors this rank holds; None for all of them.
     residuals, treatment
         What is kept back of the tensors, and how each of them is exchanged.
     scaler, frontload, withhold_zeros
@@ -41,7 +47,9 @@ class Session:
     """
 
     comm: Communicator
+    everyone: Communicator
     owned: Communicator | None
+    shard: Shard | None
     device: torch.device
     residuals: Residuals
     treatment: Treatment
@@ -56,6 +64,16 @@ class Session:
     closed: bool = False
     ahead: Ahead | None = None
     undo: Callable[[], None] | None = None
+
+    def agree(self, finite: bool) -> bool:
+        """Return whether a step was finite on the ranks of all shards; all call, inside a job.
+
+        The ranks that average the same shard know it of one another.
+        """
+        if self.everyone is self.comm:
+            return finite
+        call = Call.of("agree", {"step": self.residuals.steps})
+        return all(self.everyone.call(call, lambda: self.everyone.gather_numbers(int(finite))))
 
     def account(self, step: Costs, effective: bool) -> None:
         """Add a step that ended to the statistics."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparcel import kernels
 from sparcel._checks import all_finite, finite_flag
 from sparcel.auto import all_reduce
-from sparcel.comm import Communicator, Job, Traffic, ring_bytes
+from sparcel.comm import Call, Communicator, Job, Traffic, digest, ring_bytes
 from sparcel.device import read, truth
 from sparcel.errors import InputError
 from sparcel.memory import wide_dtype
@@ -148,7 +148,15 @@ class Transaction:
             self._exchange(whole)
 
     def _exchange(self, queued: Queued) -> None:
-        """Replace the tensors in a vector by their updates, except for small ones if those wait."""
+        """Replace the tensors in a vector by their updates, except for small ones if those wait.
+
+        Ranks that have queued other tensors, because their passes used other parts of a model,
+        would mix them up if their sizes are the same.
+        """
+        names = tuple(piece.name for piece in (*queued.large, *queued.small))
+        self.comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
+
+    def _exchange_pieces(self, queued: Queued) -> None:
         it, vector, small, large = self.session, queued.vector, queued.small, tuple(queued.large)
         places = [vector[piece.start : piece.stop] for piece in small]
         gradients = [place.clone() for place in places]
@@ -227,8 +235,9 @@ class Transaction:
             place.copy_(update)
             # A sum that fits the widest dtype may overflow a narrower one.
             self.finite &= place.dtype == update.dtype or all_finite(place)
+        self.finite = self.session.agree(self.finite)
         if self.finite:
-            self.will_owe = self.session.residuals.flush.will_owe(self.left, self.comm)
+            self.will_owe = self.session.residuals.flush.will_owe(self.left, self.session.everyone)
         else:
             self._void()
         if isinstance(self.meter.magnitude, Tensor):
@@ -260,3 +269,11 @@ class Transaction:
         average = kernels.average(total.values, self.comm.size)
         self.finite &= truth(total.finite & finite_flag(average))
         return SparseStream.unchecked(total.indices, average, total.size)
+
+
+@lru_cache(maxsize=4096)
+def _exchange_of(names: tuple[str, ...]) -> Call:
+    """Describe the exchange of these tensors."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    facts = {"tensors": f"{names[0]}{others}", "digest": digest("\n".join(names), 32)}
+    return Call.of("exchange", facts)

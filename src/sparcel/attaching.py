@@ -1,35 +1,35 @@
-"""Attaching a scheme to a DistributedDataParallel model."""
+"""attach(): an averager for a wrapped model, and the driver that its wrapper needs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from os import PathLike
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type, flag
-from sparcel.comm import Group, resolve
-from sparcel.ddp.ahead import AheadCalls
-from sparcel.ddp.buckets import as_in_buckets
-from sparcel.ddp.hook import Hook
-from sparcel.ddp.model import check_model
-from sparcel.ddp.names import model_name, model_patterns
-from sparcel.ddp.optimizer import check_momentum
-from sparcel.errors import InputError, known
+from sparcel.comm import Group
+from sparcel.ddp import DDPDriver
+from sparcel.errors import known
+from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
 from sparcel.training import Averager, Carrier, Handle, Policy, Scope, stays_dense
+from sparcel.training.momentum import check_momentum
+from sparcel.training.names import model_patterns
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def attach(
-    model: DistributedDataParallel,
+    model: DistributedDataParallel | FSDPModule,
     scheme_or_name: Scheme | str | None = None,
     *,
+    replicate: Replicas = None,
     group: Group = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -121,7 +121,10 @@ def attach(
     ``state_dict()`` of the old one. ``no_sync()``, ``join()`` and checkpoints of activations work
     as with DDP alone.
     """
-    check_model(model)
+    if replicate is not None or is_sharded(model):
+        driver: FSDPDriver | DDPDriver = FSDPDriver(model, replicate, group)
+    else:
+        driver = DDPDriver(model, group)
     flag(ahead, "ahead")
     if optimizer is not None:
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
@@ -130,44 +133,36 @@ def attach(
     for name in settings:
         known(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
     chosen = chosen_scheme(scheme_or_name, settings)
-    group = model.process_group if group is None else group
-    _check_ranks(model, group)
-    parameters = {
-        model_name(name): parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
     averager = Averager(
-        parameters,
+        driver.tensors,
         chosen,
-        group=group,
+        group=driver.group,
         scaler=scaler,
-        policy=policy,
-        densities=model_patterns(densities or {}, parameters),
+        policy=driver.policy(policy),
+        densities=model_patterns(densities or {}, driver.tensors),
         rates=rates,
         carrier=carrier,
         scope=scope,
+        rows=driver.rows,
         frontload=frontload,
-        rows=_parameters_with_rows(model.module),
-        # DDP throws away the update of a parameter that no rank used, so none may be sent.
-        withhold_zeros=model.find_unused_parameters or model.static_graph,
+        withhold_zeros=driver.withhold_zeros,
+        shard=driver.shard,
     )
-    handle, momentum = averager.handle, chosen.momentum
-    sparse = {name: parameters[name] for name in handle.sparse}
+    handle = averager.handle
+    momentum = chosen.momentum
+    sparse = {name: driver.parameters[name] for name in handle.sparse}
     try:  # a warning may be made an error
         if momentum and sparse:
             check_momentum(optimizer, momentum, sparse)
         if ahead and handle.eligible:
-            movable = {name: parameters[name] for name in handle.eligible}
-            arranged = as_in_buckets(movable.values())
-            calls = AheadCalls(model.module, averager.ahead(movable, arrange=arranged))
-            averager.on_close(calls.end)
+            moving = driver.move_ahead(averager, handle.eligible)
+            averager.on_close(moving.end)
             if optimizer is not None:
-                calls.follow(optimizer)
+                moving.follow(optimizer)
+        driver.start(averager)
     except Exception:
         handle.close()
         raise
-    model.register_comm_hook(None, Hook(model, averager).queue_bucket)
     return handle
 
 
@@ -176,27 +171,3 @@ _OWN_SETTINGS = tuple(
     for name, parameter in inspect.signature(attach).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 )
-
-
-def _check_ranks(model: DistributedDataParallel, group: Group) -> None:
-    ranks = dist.get_world_size(model.process_group)
-    given = group.size() if isinstance(group, dist.ProcessGroup) else resolve(group).size
-    if given != ranks:
-        raise InputError(
-            f"the model was wrapped for {ranks} ranks, group has {given}; pass the same process"
-            " group to both, or none to sparcel"
-        )
-
-
-def _parameters_with_rows(module: nn.Module) -> set[str]:
-    """Return the names of the parameters whose gradients are sparse, by the rule that DDP has."""
-    weights = {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-    }
-    return {
-        model_name(name)
-        for name, parameter in module.named_parameters()
-        if id(parameter) in weights
-    }

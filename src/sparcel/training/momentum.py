@@ -45,8 +45,8 @@ def check_momentum(
             raise InputError(
                 f"{twice}, and {type(optimizer).__name__} has {theirs} for {len(found)} of the"
                 f" parameters that are made sparse, such as {found[0]!r}; give these a group"
-                " without momentum (sparcel.ddp.stays_dense tells the others), or pass momentum=0"
-                " to the scheme"
+                " without momentum (sparcel.training.stays_dense tells the others), or pass"
+                " momentum=0 to the scheme"
             )
 
 

@@ -1,0 +1,68 @@
+"""What lets an averager exchange the gradients of a model that FSDP2 shards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from sparcel.comm import Group
+from sparcel.fsdp.ahead import AheadShards
+from sparcel.fsdp.groups import groups_of
+from sparcel.fsdp.hook import Hook
+from sparcel.fsdp.model import check_groups, checked_root
+from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
+from sparcel.training import Averager, Policy, Shard
+
+
+class FSDPDriver:
+    """What an averager needs to know of a sharded model, and what starts it.
+
+    Raises
+    ------
+    InputError
+        For a model that is not sharded from its root on, or over replicas too; for replicas that
+        do not form a grid with the ranks that shard the model.
+    """
+
+    rows: Collection[str] = ()
+    withhold_zeros = False
+
+    def __init__(self, model: object, replicate: Replicas, group: Group) -> None:
+        self._model = root = checked_root(model)
+        self._groups = check_groups(groups_of(root))
+        replicas = group_of(replicate)
+        self.parameters = {held.name: held.parameter for one in self._groups for held in one.held}
+        mesh = next(iter(self.parameters.values())).device_mesh
+        columns = columns_of(replicas, mesh)
+        self.group = group_of_all(columns, replicas, mesh.device_type, group)
+        number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)
+        self.shard = Shard(number, self.parameters)
+        self.tensors: dict[str, Tensor] = {
+            name: whole.to_local().detach() for name, whole in self.parameters.items()
+        }
+
+    def policy(self, policy: Policy) -> Policy:
+        """Return the user's policy, which is about whole parameters."""
+        return lambda name, _: policy(name, self.parameters[name])
+
+    def move_ahead(self, averager: Averager, names: Collection[str]) -> AheadShards:
+        """Let the model compute with moved values of these parameters."""
+        ahead = averager.ahead({name: self.parameters[name] for name in names})
+        return AheadShards(self._model, self._groups, ahead)
+
+    def start(self, averager: Averager) -> None:
+        """Let the averager exchange gradients from now on."""
+        Hook(self._groups, averager).install()
+
+
+def is_sharded(model: object) -> bool:
+    """Tell whether FSDP2 was applied to a model or to its parts, and not DDP to the whole."""
+    return (
+        isinstance(model, nn.Module)
+        and not isinstance(model, DistributedDataParallel)
+        and any(isinstance(module, FSDPModule) for module in model.modules())
+    )

@@ -1,0 +1,156 @@
+"""What FSDP reduces together: its parameter groups.
+
+FSDP's public interface has hooks, and tells neither which parameters a hook is about nor what a
+group is about to do. So this module, and no other, reads its private state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from sparcel.training.names import model_name
+
+
+class Held(NamedTuple):
+    """A parameter of a group: its name in the model, and FSDP's own object for it."""
+
+    name: str
+    inner: Any
+
+    @property
+    def parameter(self) -> DTensor:
+        """The parameter, sharded; loading a state may replace it."""
+        found: DTensor = self.inner.sharded_param
+        return found
+
+    @property
+    def shard(self) -> Tensor:
+        """The shard of this rank: the same tensor each time, until FSDP replaces it."""
+        shard: Tensor = self.parameter._local_tensor
+        return shard
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient of this rank's shard, None if there is none."""
+        gradient: Any = self.parameter.grad
+        return None if gradient is None else gradient._local_tensor
+
+    def padded(self, values: Tensor | None) -> Tensor:
+        """Return values of the shard, or the shard itself, with the padding that ranks need."""
+        shape: torch.Size = self.inner.padded_sharded_param_size
+        if values is None:
+            shard: Tensor = self.inner._sharded_param_data
+            return shard.view(shape)
+        if values.shape == shape:
+            return values
+        padded = values.new_zeros(shape)
+        padded.view(-1)[: values.numel()] = values.flatten()
+        return padded
+
+    def set_extension(self, before: Any, after: Any) -> None:
+        """Let ``before`` and ``after`` be FSDP's extension of the parameter's all-gather.
+
+        FSDP looks for these attributes of the shard. As they are the object's own, the shard is a
+        plain tensor for everybody else.
+        """
+        shard: Any = self.shard
+        if shard.__dict__.get("fsdp_pre_all_gather") is not before:
+            shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+            self.inner._init_extensions()
+
+    def remove_extension(self) -> None:
+        """Undo `set_extension`."""
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            self.shard.__dict__.pop(name, None)
+
+
+class Group:
+    """The parameters whose gradients one reduce-scatter reduces, and one hook gets.
+
+    Attributes
+    ----------
+    module
+        A module that FSDP was applied to, which has this group.
+    held
+        The parameters that are trained, in the order in which their gradients lie.
+    """
+
+    def __init__(self, module: FSDPModule, inner: Any, names: Mapping[int, str]) -> None:
+        self.module, self._inner = module, inner
+        self.held = [
+            Held(names[id(one.sharded_param)], one)
+            for one in inner.fsdp_params
+            if one.sharded_param.requires_grad
+        ]
+
+    @property
+    def hook(self) -> Any:
+        """The hook that the group has, or None."""
+        return self._inner._all_reduce_hook
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients are to be added up now, over several passes, before they are averaged.
+
+        ``set_requires_all_reduce(False)`` asks for that.
+        """
+        return not self._inner.all_reduce_grads
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether gradients are copied to the host, and have arrived only when the pass ends."""
+        return bool(any(held.inner.offload_to_cpu for held in self.held))
+
+    @property
+    def is_copied_to_gpu(self) -> bool:
+        """Whether shards are on the host, and parameters on a GPU."""
+        return any(held.shard.device.type != held.inner.device.type for held in self.held)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole parameters are there, or on their way."""
+        return bool(self._inner.is_unsharded or self._inner._all_gather_result is not None)
+
+    @property
+    def ranks_that_replicate(self) -> int:
+        """Over how many ranks FSDP itself averages densely."""
+        info = self._inner.mesh_info
+        return getattr(info, "replicate_mesh_size", 1)
+
+    @property
+    def keeps_part_between(self) -> bool:
+        """Whether parameters are kept between the passes by fewer ranks than hold the shards."""
+        return bool(self._inner._use_post_forward_mesh)
+
+
+def groups_of(model: nn.Module) -> list[list[Group]]:
+    """Return the groups of each set of modules that FSDP was applied to, parameters sharded."""
+    modules: dict[int, FSDPModule] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            modules.setdefault(id(module._get_fsdp_state()), module)
+    names = {id(one): model_name(name) for name, one in model.named_parameters()}
+    return [
+        [Group(module, inner, names) for inner in _inner_groups(module)]
+        for module in modules.values()
+    ]
+
+
+def initialize(model: Any) -> None:
+    """Let FSDP do what it otherwise does in the first forward pass: it may replace shards."""
+    model._get_fsdp_state()._lazy_init()
+
+
+def _inner_groups(module: FSDPModule) -> Iterator[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        yield from state._fsdp_param_groups
+    elif state._fsdp_param_group is not None:  # before torch 2.13
+        yield state._fsdp_param_group
