@@ -33,6 +33,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -332,3 +333,8 @@ def _is_dead(rank: int) -> bool:
 def _part(rank: int) -> None:
     joined.pop().close()
     dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor keeps meshes of the world, and takes those for meshes of the next one.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

@@ -53,8 +53,9 @@ def mesh(*shape: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("across", "inside")[-len(shape) :])
 
 
-def fsdp2(module: nn.Module) -> nn.Module:
-    return fully_shard(nn.Linear(64, 64))  # DDP flattens parameters, which must be sharded evenly
+def sharded_inside(module: nn.Module) -> nn.Module:
+    fully_shard(module.get_submodule("module"))  # DDP takes no parameters that are sharded already
+    return module
 
 
 def in_backward(module: nn.Module) -> nn.Module:
@@ -99,7 +100,7 @@ WRAPPED: dict[str, tuple[list[Wrap], str]] = {
         f"(FSDP1, HSDP), which shards gradients; {INSTEAD}",
     ),
     "hybrid FSDP1": ([hybrid_fsdp], "wrapped by FullyShardedDataParallel (FSDP1, HSDP)"),
-    "FSDP2 in DDP": ([fsdp2, ddp], "'module' is wrapped by fully_shard (FSDP2), which"),
+    "FSDP2 in DDP": ([ddp, sharded_inside], "'module' is wrapped by fully_shard (FSDP2), which"),
     "replicate": ([replicate], f"wrapped by replicate, which has no hook for sparcel; {INSTEAD}"),
     "DataParallel": ([nn.DataParallel], f"start a process for each device, and {INSTEAD}"),
     "DDP in a module": (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -173,11 +172,3 @@ def assert_agreed(trained: list[Trained]) -> None:
         assert one.updates.keys() == trained[0].updates.keys()
         for name, update in one.updates.items():
             assert torch.equal(update, trained[0].updates[name]), name
-
-
-def barrier() -> None:
-    dist.barrier()
-
-
-def names(pairs: Iterable[tuple[str, Any]]) -> list[str]:
-    return [name for name, _ in pairs]

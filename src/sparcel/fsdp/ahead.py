@@ -31,6 +31,9 @@ class AheadShards:
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], ahead: Ahead) -> None:
+        self._ahead = ahead
+        self._moved_in: int | None = None
+        """The step of the last forward pass that moved shards, and may wait for its backward pass."""
         self._gathers = [
             _Gather(group, held, ahead)
             for group in groups
@@ -55,7 +58,7 @@ class AheadShards:
         self._follower.end()
         for hook in self._hooks:
             hook.remove()
-        self._free_moved()
+        self._free_unless(moved=False)
         for gather in self._gathers:
             gather.held.remove_extension()
 
@@ -66,15 +69,18 @@ class AheadShards:
         if _in_backward():  # a checkpoint calls the model again
             return
         moves = bool(model.training and torch.is_grad_enabled())
-        if not moves:
-            self._free_moved()
+        self._free_unless(moves)
+        # An evaluation between a forward and its backward pass may have gradients enabled, too.
+        decides = moves or (torch.is_grad_enabled() and self._moved_in != self._ahead.steps)
+        if moves:
+            self._moved_in = self._ahead.steps
         for gather in self._gathers:
-            gather.begin_pass(moves, torch.is_grad_enabled())
+            gather.begin_pass(moves, decides)
 
     def _after(self, model: nn.Module, arguments: Any, result: Any) -> None:
         if not _in_backward():
             for gather in self._gathers:
-                gather.begin_pass(False, False)
+                gather.end_pass()
 
     def _extend(self) -> None:
         """Let FSDP ask for the shards, also for those that it has replaced."""
@@ -82,10 +88,10 @@ class AheadShards:
             if not gather.group.is_gathered:
                 gather.held.set_extension(gather.before, gather.after)
 
-    def _free_moved(self) -> None:
-        """Free the moved values that a forward pass without a backward pass has left."""
+    def _free_unless(self, moved: bool) -> None:
+        """Free the values that a forward pass without a backward pass has left, if not those."""
         for gather in self._gathers:
-            if gather.is_moved and gather.group.is_gathered:
+            if gather.in_pass and gather.is_moved != moved and gather.group.is_gathered:
                 gather.group.module.reshard()
 
 
@@ -94,20 +100,23 @@ class _Gather:
 
     def __init__(self, group: Group, held: Held, ahead: Ahead) -> None:
         self.group, self.held, self._ahead = group, held, ahead
-        self.is_moved = False
-        """Whether the last gather got moved values."""
-        self._moves = self._has_backward = False
-        """Whether the pass under way moves the shard, and whether a backward pass may follow."""
+        self.is_moved = self.in_pass = False
+        """Whether the last gather got moved values, and whether a pass of the model asked for it."""
+        self._passing = self._moves = self._decides = False
+        """Whether a forward pass is under way, moves the shard, and decides for a backward pass."""
         self._backward_moves = False
-        """Whether the forward pass before the backward pass got moved values."""
         # The same objects each time, by which it is seen that they are in place.
         self.before, self.after = self._before, self._after
 
-    def begin_pass(self, moves: bool, has_backward: bool) -> None:
+    def begin_pass(self, moves: bool, decides: bool) -> None:
         """Take note of what a forward pass is to get; the parameter may be there already."""
-        self._moves, self._has_backward = moves, has_backward
-        if has_backward and self.group.is_gathered:
+        self._passing, self._moves, self._decides = True, moves, decides
+        if decides and self.group.is_gathered:
             self._backward_moves = self.is_moved
+
+    def end_pass(self) -> None:
+        """Gather the shard itself for whoever asks outside of a pass."""
+        self._passing = self._moves = self._decides = False
 
     def _before(
         self,
@@ -120,8 +129,8 @@ class _Gather:
         """Return what to gather, with its padding and in the dtype to compute in."""
         moves = self._backward_moves if _in_backward() else self._moves
         moved = self._ahead.moved([self.held.name]).get(self.held.name) if moves else None
-        self.is_moved = moved is not None
-        if self._has_backward and not _in_backward():
+        self.is_moved, self.in_pass = moved is not None, self._passing or _in_backward()
+        if self._decides and not _in_backward():
             self._backward_moves = self.is_moved
         values = self.held.padded(moved)
         return (values.to(mp_policy.param_dtype or values.dtype),), None

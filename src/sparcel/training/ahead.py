@@ -74,6 +74,11 @@ class Ahead:
         self._unknown: dict[str, str] = {}
         """Unknown kinds of optimisers that nobody was warned of yet, each with a parameter."""
 
+    @property
+    def steps(self) -> int:
+        """How many steps there were; until the next one, moved values are the same."""
+        return self._residuals.steps
+
     def follow(self, optimizer: Optimizer) -> None:
         """Move the parameters that this optimiser updates by its rule, from now on.
 
