@@ -29,7 +29,8 @@ def python_of(page: str) -> list[str]:
 
 
 SCRIPT, SAVE, LOAD, LOG = python_of(README)
-EXAMPLES = [SCRIPT, *python_of((ROOT / "docs/streams.md").read_text())]
+SHARDED = "".join(python_of((ROOT / "docs/fsdp.md").read_text()))
+EXAMPLES = [SCRIPT, *python_of((ROOT / "docs/streams.md").read_text()), SHARDED]
 LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -60,7 +61,7 @@ def test_the_first_example_trains_with_all_that_protects_training() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("example", EXAMPLES, ids=["training", "all_reduce", "simulate"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["training", "all_reduce", "simulate", "fully_shard"])
 def test_example_runs_as_printed(example: str, tmp_path: Path) -> None:
     run(example, tmp_path)
 

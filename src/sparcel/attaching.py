@@ -46,19 +46,25 @@ def attach(
 
     Gradients are exchanged bucket by bucket while the backward pass goes on, or all at its end
     with ``scope="model"``. Small tensors are averaged densely, all in one exchange a step; sparse
-    gradients travel as they are.
+    gradients travel as they are. Of a model that ``fully_shard`` shards, each rank exchanges its
+    shards with the ranks that hold the same ones.
 
     Parameters
     ----------
     model
-        Wrapped in DDP, before its first backward pass.
+        Wrapped in DDP, before its first backward pass. Or one to which ``fully_shard`` was applied,
+        as a whole and to its blocks, over a mesh of one dimension; or ``replicate``, over a mesh
+        of one rank.
     scheme_or_name
         A name that `sparcel.scheme` knows, or a scheme that it made. By default what is
         recommended: ``"oktopk"`` at a density of 10 %, with 4-bit values (``format="packed:4"``).
         Every bucket, or the model, gets a fresh scheme with these settings.
+    replicate
+        For ``fully_shard`` and ``replicate``: the ranks that hold the same shards as this one,
+        ``mesh["replicate"]`` or a process group.
     group
-        The ranks that the model was wrapped for: a torch process group, an MPI communicator of
-        mpi4py, a sparcel communicator, or None for the model's process group.
+        All ranks that train the model: a torch process group, an MPI communicator of mpi4py, a
+        sparcel communicator, or None for the model's own.
     scaler, policy, densities, rates, frontload
         As for `sparcel.training.Averager`, by the names of the parameters in the model before it
         was compiled or wrapped, here as in checkpoints.
@@ -66,14 +72,15 @@ def attach(
         What carries gradients on a GPU: ``"nccl"``; ``"host"``, which goes by way of pinned memory
         over any group, also of processes that share a GPU; or ``"auto"``, NCCL if the process group
         has it, unless ``rates`` (not ``"measure"``) say that nodes are joined by up to 25 Gbit/s.
-        DDP itself stays on its process group. Leave it out for a model on the CPU.
+        DDP and FSDP themselves stay on their process groups. Leave it out for a model on the CPU.
     optimizer
         The optimiser in use. Pass it to resume bit by bit with ``ahead``: otherwise the first pass
         after a checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
         ``"dgc"`` without being asked), it must have none for the parameters in ``handle.sparse``.
     scope
-        Over what one selection is made: ``"bucket"``, each bucket of DDP, with k by its size and
-        density; ``"model"``, all gradients, with one k. See docs/training.md for what this costs.
+        Over what one selection is made: ``"bucket"``, each bucket of DDP, or the shards of each
+        module that ``fully_shard`` was applied to, with k by its size and density; ``"model"``, all
+        gradients of the rank, with one k. See docs/training.md for what this costs.
     ahead
         Whether each rank computes its gradients where its own memory would bring the parameters
         (step-ahead), see `sparcel.training.Ahead`: what brings training at low densities closer to
@@ -92,9 +99,11 @@ def attach(
     Raises
     ------
     InputError
-        For a model that is not DDP, or is in or around another wrapper (FSDP, ``replicate``,
+        For a model that is wrapped by none of these, or by another wrapper as well (FSDP1,
         DataParallel, a second DDP, torch.compile), has a hook already, runs optimisers in the
-        backward pass, or uses DDP's ``mixed_precision`` or the Python reducer; for a scheme or a
+        backward pass, or uses DDP's ``mixed_precision`` or the Python reducer; for a model that
+        ``fully_shard`` shards only in part, or averages over replicas by itself; for replicas that
+        form no grid with the shards; for ``ahead`` where FSDP has no place for it; for a scheme or a
         setting that does not exist; for momentum of both scheme and optimiser; for a group of other
         ranks; for an unknown scope; for a carrier that the group or the model's device does not
         allow; for nodes with different numbers of ranks; during the backward pass, if it is being
@@ -113,13 +122,14 @@ def attach(
 
     Notes
     -----
-    DDP cannot remove a hook: to train without it, wrap the module anew. If any gradient of any rank
+    DDP cannot remove a hook: to train without it, wrap the module anew. A sharded model can be
+    attached again once its handle is closed. If any gradient of any rank
     holds NaN or Inf, all gradients of all ranks become NaN, and no memory changes in that step.
     ``backward()`` raises errors of the exchange on every rank. Memory is then as it was before the
     step, and the DDP object cannot be used any more, as after any exception that ends a backward
     pass: ``close()`` the handle, wrap the module anew, attach, and give the new handle the
     ``state_dict()`` of the old one. ``no_sync()``, ``join()`` and checkpoints of activations work
-    as with DDP alone.
+    as with DDP alone. docs/fsdp.md tells what works with ``fully_shard``.
     """
     if replicate is not None or is_sharded(model):
         driver: FSDPDriver | DDPDriver = FSDPDriver(model, replicate, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,7 @@ MESHES = [(2, 4), (4, 2), (1, 2), (8, 1)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"), list(zip(MESHES, [*MESHES[1:], MESHES[0]], strict=True))
-)
+@pytest.mark.parametrize(("before", "after"), pairwise([*MESHES, MESHES[0]]))
 def test_other_meshes_load_all_that_is_owed(
     run_on: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
@@ -138,11 +137,10 @@ def refused(comm: Communicator) -> list[str]:
     state = handle.state_dict()
     key = "rank0.scale" if "rank0.scale" in state else "rank1.scale"
     said = []
+    another = state[key.replace("scale", "blocks.0.large")]
     for load in (
         lambda: handle.load_state_dict({**state, key: whole(state[key])[:7]}),
-        lambda: handle.load_state_dict(
-            {**state, key: state[key.replace("scale", "blocks.0.large")]}
-        ),
+        lambda: handle.load_state_dict({**state, key: another}),
         handle.full_state_dict,
     ):
         with pytest.raises(InputError) as raised:

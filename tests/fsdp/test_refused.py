@@ -78,7 +78,7 @@ def frozen(mesh: Any) -> tuple[nn.Module, Any]:
 REFUSED: dict[str, tuple[Made, str]] = {
     "two dimensions": (
         over_two_dimensions,
-        "averages gradients densely over its 2 replicas; shard",
+        "averages gradients densely over its 2 replicas",
     ),
     "replicate over many": (over_many, 'replicate(module, mesh=mesh["alone"]); sparcel.attach('),
     "no replicas": (without_replicas, 'model, replicate=mesh["replicate"]), where mesh = init_de'),

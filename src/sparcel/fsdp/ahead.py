@@ -33,7 +33,7 @@ class AheadShards:
     def __init__(self, model: nn.Module, groups: Sequence[Group], ahead: Ahead) -> None:
         self._ahead = ahead
         self._moved_in: int | None = None
-        """The step of the last forward pass that moved shards, and may wait for its backward pass."""
+        """The step of the last forward pass that moved shards, whose backward pass may follow."""
         self._gathers = [
             _Gather(group, held, ahead)
             for group in groups
@@ -42,10 +42,10 @@ class AheadShards:
         ]
         _check(groups)
         self._extend()
-        untraced = torch.compiler.disable
+        before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks = [
-            model.register_forward_pre_hook(untraced(self._before), prepend=True),
-            model.register_forward_hook(untraced(self._after), always_call=True),
+            model.register_forward_pre_hook(before, prepend=True),
+            model.register_forward_hook(after, always_call=True),
         ]
         self._follower = Follower(ahead)
 
@@ -101,7 +101,7 @@ class _Gather:
     def __init__(self, group: Group, held: Held, ahead: Ahead) -> None:
         self.group, self.held, self._ahead = group, held, ahead
         self.is_moved = self.in_pass = False
-        """Whether the last gather got moved values, and whether a pass of the model asked for it."""
+        """Whether the last gather got moved values, and whether a pass asked for it."""
         self._passing = self._moves = self._decides = False
         """Whether a forward pass is under way, moves the shard, and decides for a backward pass."""
         self._backward_moves = False
