@@ -14,9 +14,9 @@ WIDTH = 36
 
 
 class Layer(nn.Module):
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant: bool | None, inner: int) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 61), nn.Tanh(), nn.Linear(61, WIDTH))
+        self.inner = nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
         self._reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,11 +26,11 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, layers: int = 2, reentrant: bool | None = None) -> None:
+    def __init__(self, reentrant: bool | None = None, inner: int = 61) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Layer(reentrant) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Layer(reentrant, inner) for _ in range(2)])
         self.last = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import sparcel
 from sparcel.comm import Communicator
@@ -114,6 +119,36 @@ def test_features_train_as_without_sparcel(run_on: Any, name: str) -> None:
     for distance, names in run_on(4, apart, name):
         assert distance <= FEATURES[name][-1]
         assert set(NAMES) <= set(names)
+
+
+def beside_tensor_parallelism(comm: Communicator, dense: bool) -> list[torch.Tensor]:
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (2, 1, comm.size // 2), mesh_dim_names=names)
+    model = Net(inner=64)
+    for block in model.blocks:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(block.inner, mesh["tensor"], plan)
+        fully_shard(block, mesh=mesh["replicate", "shard"] if dense else mesh["shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"] if dense else mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, foreach=False)
+    handle = None
+    if not dense:
+        handle = sparcel.attach(
+            model, "topk", density=1, replicate=mesh["replicate"], optimizer=optimizer
+        )
+    for step in range(3):
+        loss_of(model, mesh["replicate"].get_local_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if handle is not None:
+        handle.close()
+    return [whole(one) for one in model.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore:density=1 sends")
+def test_tensor_parallelism_trains_as_without_sparcel(run_on: Any) -> None:
+    dense, ours = (run_on(4, beside_tensor_parallelism, dense) for dense in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(dense[0], ours[0], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:density=1 sends")

@@ -97,6 +97,63 @@ def test_gradients_of_steps_before_are_added_to(run_on: Any) -> None:
             assert torch.equal(2 * gradient, expected[name]), name
 
 
+def started_anew(comm: Communicator) -> dict[str, torch.Tensor]:
+    """Call zero_grad() between the passes of a step, after a step whose gradients were kept."""
+    mesh = mesh_of(2, 2)
+    model = shard(Stack(), mesh["shard"])
+    handle = attach_evenly(model, "dense", replicate=mesh["replicate"])
+    model(comm.rank, 0).backward()
+    without_all_reduce(model, 0, 2)
+    model(comm.rank, 0).backward()
+    model.zero_grad()
+    without_all_reduce(model, 1, 2)
+    model(comm.rank, 0).backward()
+    handle.close()
+    return gradients_of(model)
+
+
+def test_zero_grad_between_passes_forgets_what_was_kept(run_on: Any) -> None:
+    expected = sums_of(4, 2, 1)
+    for found in run_on(4, started_anew):
+        for name, gradient in found.items():
+            assert torch.equal(2 * gradient, expected[name]), name
+
+
+def interrupted(comm: Communicator) -> tuple[str, str, bool]:
+    """Raise on all ranks in a backward pass, go on, and then attach anew."""
+    mesh = mesh_of(2, 2)
+    model = shard(Stack(), mesh["shard"])
+    handle = attach_evenly(model, "topk", replicate=mesh["replicate"])
+    model(comm.rank, 0).backward()
+    before, said = handle.state_dict(), list[str]()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise LookupError("a user's mistake")
+
+    first = model.blocks[0]  # the last one in the backward pass
+    stop = first.register_forward_hook(lambda *parts: parts[-1].register_hook(fail) and None)
+    for _ in range(2):
+        with pytest.raises((LookupError, CommunicationError)) as raised:
+            model(comm.rank, 1).backward()
+        said.append(f"{type(raised.value).__name__}: {raised.value}")
+        stop.remove()
+        model.reset_iter_state()
+    handle.close()
+    again = attach_evenly(model, "topk", replicate=mesh["replicate"])
+    again.load_state_dict(before)
+    model.zero_grad()
+    model(comm.rank, 1).backward()
+    again.close()
+    return said[0], said[1], again.stats().training_steps == 2
+
+
+def test_a_pass_after_one_that_an_error_ended_is_refused(run_on: Any) -> None:
+    for first, second, went_on in run_on(4, interrupted):
+        assert first == "LookupError: a user's mistake"
+        assert second.startswith("CommunicationError: the backward pass before was ended by an")
+        assert went_on
+
+
 def skipping(comm: Communicator, skipped: dict[int, list[int]]) -> Trained | str:
     try:
         return train(comm, 2, "topk", unused=skipped, density=0.02)

@@ -13,7 +13,7 @@ from sparcel.comm import Group
 from sparcel.fsdp.ahead import AheadShards
 from sparcel.fsdp.groups import groups_of
 from sparcel.fsdp.hook import Hook
-from sparcel.fsdp.model import check_groups, checked_root
+from sparcel.fsdp.model import check_groups, checked_root, mesh_of
 from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
 from sparcel.training import Averager, Policy, Shard
 
@@ -36,7 +36,7 @@ class FSDPDriver:
         self._groups = check_groups(groups_of(root))
         replicas = group_of(replicate)
         self.parameters = {held.name: held.parameter for one in self._groups for held in one.held}
-        mesh = next(iter(self.parameters.values())).device_mesh
+        mesh = mesh_of(self._groups)
         columns = columns_of(replicas, mesh)
         self.group = group_of_all(columns, replicas, mesh.device_type, group)
         number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)

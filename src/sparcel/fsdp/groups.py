@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from sparcel.errors import InputError
 from sparcel.training.names import model_name
 
 
@@ -88,6 +89,51 @@ class Group:
             for one in inner.fsdp_params
             if one.sharded_param.requires_grad
         ]
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that there are, of this rank's shards, by name."""
+        found = ((held.name, held.gradient) for held in self.held)
+        return {name: gradient for name, gradient in found if gradient is not None}
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(held.gradient is not None for held in self.held)
+
+    def set_aside(self) -> list[tuple[DTensor, DTensor]]:
+        """Take the parameters' gradients away; return them, each with its parameter.
+
+        Raises
+        ------
+        InputError
+            When somebody waits for the next gradients, and would get them too early.
+        """
+        aside = []
+        for held in self.held:
+            parameter = held.parameter
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise InputError(
+                    f"{held.name!r} has a hook that runs when its gradient is there"
+                    " (register_post_accumulate_grad_hook), before the replicas are averaged; call"
+                    " the optimiser's step() after backward()"
+                )
+            if isinstance(parameter.grad, DTensor):
+                aside.append((parameter, parameter.grad))
+                parameter.grad = None
+        return aside
+
+    def wait_for_gradients(self) -> None:
+        """Let the current stream of a GPU go on after FSDP has made the gradients.
+
+        FSDP waits itself at the end of a pass, but not if ``set_is_last_backward`` says no. Of
+        gradients that are copied to the host, this waits for the copy.
+        """
+        if self._inner._post_reduce_event is not None:
+            self._inner.device_handle.current_stream().wait_event(self._inner._post_reduce_event)
+        for held in self.held:
+            if held.inner.grad_offload_event is not None:
+                held.inner.grad_offload_event.synchronize()
 
     @property
     def hook(self) -> Any:

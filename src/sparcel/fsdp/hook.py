@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sparcel.errors import CommunicationError, InputError
 from sparcel.fsdp.groups import Group
 from sparcel.training import Averager
-
-Copies = list[tuple[Tensor, Tensor]]
-"""Gradients, each with the range of a queued vector that will hold its update."""
 
 
 class Hook:
@@ -27,48 +25,67 @@ class Hook:
 
     def __init__(self, groups: Sequence[Group], averager: Averager) -> None:
         self._averager, self._groups = averager, groups
-        self._under_way = False
-        """Whether a pass is under way that will end a step."""
+        self._pass: int | None = None
+        """The pass under way that will end a step."""
         self._reduced: list[Group] = []
         """The groups whose gradients FSDP is making."""
+        self._queued: set[Group] = set()
         self._adding_up: set[Group] = set()
         """The groups whose gradients hold passes that were not averaged yet."""
-        self._aside: list[tuple[torch.Tensor, Tensor]] = []
-        """Parameters, each with the gradient of the steps before."""
-        self._copies: Copies = []
+        self._aside: dict[Group, list[tuple[DTensor, DTensor]]] = {}
+        """The parameters of groups, each with its gradient of the steps before."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """Gradients, each with the range of a queued vector that will hold its update."""
 
     def install(self) -> None:
-        """Let FSDP call the hook, as long as the model is there."""
+        """Let FSDP call the hook for each group."""
         for group in self._groups:
             group.module.set_all_reduce_hook(GroupHook(self, group))
-
-    def reduced(self, group: Group) -> None:
-        """Take note that FSDP is about to make a group's gradients."""
-        if self.closed:
-            raise CommunicationError(
-                "the handle was closed, so gradients are exchanged no more between replicas;"
-                " attach again to train on"
-            )
-        self._queue_reduced(ended=False)
-        if group not in self._adding_up:
-            self._set_aside(group)
-        if group.adds_up:
-            self._adding_up.add(group)
-            return
-        self._reduced.append(group)
-        if not self._under_way:
-            self._under_way = True
-            # FSDP has queued its own end of the pass before, which this one comes after.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @property
     def closed(self) -> bool:
         """Whether nothing is exchanged any more."""
         return self._averager.handle.closed
 
+    def reduced(self, group: Group) -> None:
+        """Take note that FSDP is about to make a group's gradients."""
+        self._check(group)
+        self._queue_reduced(ended=False)
+        if group in self._adding_up and not group.has_gradients:  # zero_grad() was called
+            self._adding_up.discard(group)
+            self._aside.pop(group, None)
+        if group not in self._adding_up:
+            self._aside[group] = group.set_aside()
+        if group.adds_up:
+            self._adding_up.add(group)
+            return
+        self._reduced.append(group)
+        if self._pass is None:
+            self._pass = torch._C._current_graph_task_id()
+            # FSDP has queued its own end of the pass before, which this one comes after.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _check(self, group: Group) -> None:
+        if self.closed:
+            raise CommunicationError(
+                "the handle was closed, so gradients are exchanged no more between replicas;"
+                " attach again to train on"
+            )
+        if self._pass not in (None, torch._C._current_graph_task_id()):
+            raise CommunicationError(
+                "the backward pass before was ended by an error, and other ranks may wait for what"
+                " it had begun; close() the handle, attach again on all ranks, and give the new"
+                " handle the state_dict() of the old one"
+            )
+        if group in self._queued or group in self._reduced:
+            raise InputError(
+                f"FSDP reduced the gradients of {group.held[0].name!r} and its group twice in one"
+                " pass, as it does where parts of a list that fully_shard was given are called one"
+                " by one; apply fully_shard to each of them"
+            )
+
     def _end(self) -> None:
         """End the step: the gradients become the updates."""
-        self._under_way = False
         # Of a group that the last pass has not used, gradients of the passes before are left.
         left = [one for one in self._groups if one in self._adding_up and not one.adds_up]
         self._reduced += [group for group in left if group not in self._reduced]
@@ -77,54 +94,47 @@ class Hook:
         with torch.no_grad():
             for gradient, update in self._copies:
                 gradient.copy_(update)
-            self._copies.clear()
-            for parameter, before in self._aside:
+            for parameter, before in chain.from_iterable(self._aside.values()):
                 if parameter.grad is not None:
-                    before += parameter.grad
+                    before.add_(parameter.grad)
                 parameter.grad = before
-            self._aside.clear()
+        self._copies.clear()
+        self._aside.clear()
+        self._queued.clear()
+        self._pass = None
 
     def _queue_reduced(self, ended: bool) -> None:
         """Queue the groups whose gradients are there."""
         waiting = [one for one in self._reduced if one.is_offloaded and not ended]
         for group in self._reduced:
             if group not in waiting:
+                if ended:
+                    group.wait_for_gradients()
                 self._adding_up.discard(group)
+                self._queued.add(group)
                 self._queue(group)
         self._reduced = waiting
 
     def _queue(self, group: Group) -> None:
-        gradients = {held.name: held.gradient for held in group.held}
-        found = {name: one for name, one in gradients.items() if one is not None}
-        vector, starts = _end_to_end(list(found.values()))
+        gradients = group.gradients
+        if not gradients:
+            return
+        vector, starts = _end_to_end(list(gradients.values()))
         places = {
             name: (start, start + gradient.numel())
-            for (name, gradient), start in zip(found.items(), starts, strict=True)
+            for (name, gradient), start in zip(gradients.items(), starts, strict=True)
         }
         if vector is None:
-            vector = torch.cat([gradient.flatten() for gradient in found.values()])
+            vector = torch.cat([gradient.flatten() for gradient in gradients.values()])
             self._copies += [
                 (gradient, vector[slice(*places[name])].view(gradient.shape))
-                for name, gradient in found.items()
+                for name, gradient in gradients.items()
             ]
         self._averager.queue(vector, places)
 
-    def _set_aside(self, group: Group) -> None:
-        for held in group.held:
-            parameter = held.parameter
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise InputError(
-                    f"{held.name!r} has a hook that runs when its gradient is there"
-                    " (register_post_accumulate_grad_hook), before the replicas are averaged; call"
-                    " the optimiser's step() after backward()"
-                )
-            if parameter.grad is not None:
-                self._aside.append((parameter, parameter.grad))
-                parameter.grad = None
-
 
 class GroupHook:
-    """What FSDP calls for one group; it does not keep the exchange alive."""
+    """What FSDP calls for one group."""
 
     def __init__(self, hook: Hook, group: Group) -> None:
         self.hook, self._group = hook, group

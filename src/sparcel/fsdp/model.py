@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from sparcel._checks import check_type
@@ -69,13 +70,28 @@ def check_groups(modules: Sequence[Sequence[Group]]) -> list[Group]:
                 f"the model has an all-reduce hook already ({group.hook!r}), and FSDP takes only"
                 " one for each module; attach a model without it"
             )
-    meshes = {held.parameter.device_mesh for group in groups for held in group.held}
-    if len(meshes) > 1:
-        raise InputError(
-            f"all parameters must be sharded over the same ranks, got {sorted(map(str, meshes))};"
-            " sparcel cannot average models with a mesh of their own for experts yet"
-        )
     return groups
+
+
+def mesh_of(groups: Sequence[Group]) -> DeviceMesh:
+    """Return the mesh of the ranks that hold a replica of the model together.
+
+    Under tensor parallelism that is one of two dimensions, and some parameters are on a part of it.
+
+    Raises
+    ------
+    InputError
+        When parameters are on ranks that are in no common mesh.
+    """
+    meshes = {held.parameter.device_mesh for group in groups for held in group.held}
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks = set(largest.mesh.flatten().tolist())
+    if not all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):
+        raise InputError(
+            f"no mesh has all the ranks that hold the model, got {sorted(map(str, meshes))}; shard"
+            " all parameters over one mesh, or over parts of one"
+        )
+    return largest
 
 
 def _refuse_replicas(group: Group) -> None:

@@ -69,7 +69,8 @@ class LayerWise(torch.optim.Optimizer, ABC):
         Raises
         ------
         InputError
-            For settings out of their range, and for parameters that are not of a float dtype.
+            For settings out of their range, and for parameters that are not of a float dtype, or
+            that are shards.
         """
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -80,6 +81,12 @@ class LayerWise(torch.optim.Optimizer, ABC):
                 raise InputError(
                     f"{type(self).__name__} needs parameters of a float dtype, got"
                     f" {parameter.dtype}"
+                )
+            if hasattr(parameter, "to_local"):
+                self.param_groups.pop()
+                raise InputError(
+                    f"{type(self).__name__} needs whole parameters for their norms, got a shard (a"
+                    " DTensor); use an optimiser of torch with fully_shard"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
