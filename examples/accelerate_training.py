@@ -15,22 +15,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparcel
+from sparcel.integrations import FullState
 
 EPOCHS = 4
-
-
-class Memory:
-    """Saves the memory of all ranks. Accelerate saves rank 0's, and all ranks load it."""
-
-    def __init__(self, handle):
-        self.handle = handle
-
-    def state_dict(self):
-        return self.handle.full_state_dict()
-
-    def load_state_dict(self, state):
-        self.handle.load_state_dict(state)
-
 
 accelerator = Accelerator(cpu=True)
 set_seed(0)
@@ -40,8 +27,8 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
 loader = DataLoader(TensorDataset(x, y), batch_size=64)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-handle = sparcel.attach(model, "topk", density=0.05, scaler=accelerator.scaler)
-accelerator.register_for_checkpointing(Memory(handle))
+handle = sparcel.attach(model, "topk", density=0.05, optimizer=optimizer, scaler=accelerator.scaler)
+accelerator.register_for_checkpointing(FullState(handle))
 
 first = 0
 if len(sys.argv) > 2:

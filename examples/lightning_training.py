@@ -1,4 +1,4 @@
-"""Train with Lightning: a callback attaches sparcel, logs what it costs, and keeps its memory.
+"""Train with Lightning: a callback attaches sparcel and keeps its memory; the model logs its cost.
 
 torchrun --standalone --nproc-per-node 2 examples/lightning_training.py checkpoints
 
@@ -15,29 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-import sparcel
-
-
-class Sparcel(lightning.Callback):
-    """Attaches a scheme to the model, and keeps its memory in Lightning's checkpoints."""
-
-    def __init__(self, scheme, **settings):
-        self.scheme, self.settings = scheme, settings
-        self.handle, self.loaded = None, None
-
-    def on_fit_start(self, trainer, pl_module):  # the model is wrapped in DDP now
-        self.handle = sparcel.attach(trainer.strategy.model, self.scheme, **self.settings)
-        if self.loaded is not None:
-            self.handle.load_state_dict(self.loaded)
-
-    def on_train_batch_end(self, trainer, pl_module, *batch):
-        pl_module.log_dict(self.handle.stats().as_dict())  # the compression ratio among others
-
-    def state_dict(self):  # all ranks call; rank 0 saves
-        return self.handle.full_state_dict() if self.handle else {}
-
-    def load_state_dict(self, state):  # all ranks call, before the model is wrapped in DDP
-        self.loaded = state
+from sparcel.integrations.lightning import Sparcel
 
 
 class Classifier(lightning.LightningModule):
@@ -51,6 +29,7 @@ class Classifier(lightning.LightningModule):
 
     def training_step(self, batch):
         x, y = batch
+        self.log_dict(exchange.handle.stats().as_dict())  # the compression ratio among others
         return cross_entropy(self.layers(x), y)
 
     def configure_optimizers(self):
@@ -79,4 +58,3 @@ weights = sum(p.double().sum() for p in model.parameters()).item()
 accuracy = (model.layers(x).argmax(1) == data.tensors[1]).double().mean().item()
 stats = exchange.handle.stats()
 print(f"accuracy {accuracy:.2f}, weights {weights!r}, {stats.bytes_sent} bytes sent")
-exchange.handle.close()

@@ -1,0 +1,53 @@
+"""What is told where a framework is missing, or has not made what sparcel needs."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparcel.comm import Communicator
+from sparcel.errors import InputError, MissingDependencyError, SparcelWarning
+from sparcel.integrations._framework import attach_wrapped
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_a_missing_framework_is_named(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = f"sparcel.integrations.{framework}"
+    for name in [name for name in sys.modules if f"{name}.".startswith((f"{ours}.", framework))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, framework, None)
+    with pytest.raises(MissingDependencyError) as raised:
+        import_module(ours)
+    assert str(raised.value) == f"{ours} needs {framework}: pip install {framework}"
+
+
+def test_other_wrappers_are_refused_with_a_way_out() -> None:
+    with pytest.raises(InputError) as raised:
+        attach_wrapped(nn.Linear(2, 2), 4, "say ddp", {})
+    assert str(raised.value).endswith("and 4 processes train a Linear; say ddp")
+
+
+def steps_of_a_compiled_model(comm: Communicator) -> int:
+    """Attach to a DDP object that was compiled already, as Accelerate does, and do a step."""
+    compiled = torch.compile(DistributedDataParallel(nn.Linear(40, 60)), backend="eager")
+    handle = attach_wrapped(compiled, comm.size, "say ddp", {"scheme_or_name": "topk"})
+    assert handle is not None
+    compiled(torch.ones(1, 40)).sum().backward()
+    handle.close()
+    return handle.stats().steps
+
+
+@pytest.mark.processes
+def test_a_compiled_model_is_reached(run_on: Any) -> None:
+    assert run_on(2, steps_of_a_compiled_model) == [1, 1]
+
+
+def test_one_model_alone_is_left_as_it_is() -> None:
+    with pytest.warns(SparcelWarning, match="there is one copy of the model, so sparcel"):
+        assert attach_wrapped(nn.Linear(2, 2), 1, "say ddp", {}) is None
