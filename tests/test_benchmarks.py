@@ -1,6 +1,7 @@
 """Scripts of benchmarks/ measure what they say; `make check` compares their records and pages."""
 
 import importlib
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from sparcel import simulate
 
@@ -47,3 +49,25 @@ def test_scale_measures_every_collective() -> None:
     scale: Any = importlib.import_module("scale")
     for name in scale.NAMES:
         assert scale.measure(name, 4, 1000, 10)["ranks"] == 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("label", ["topk 1 %", "topk 1 %, packed:4"])
+def test_bytes_of_sharded_models_are_predicted_exactly(run_on: Any, label: str) -> None:
+    for told, sent in run_on(4, train_sharded, label):
+        assert told == (sent, True)
+
+
+def train_sharded(comm: Any, label: str) -> Any:
+    """Return what a rank was to send in a step, and what it sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        fsdp: Any = importlib.import_module("fsdp_model")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replica = fsdp.Replica(fsdp.METHODS[label], mesh, (32, 2))
+    for batch in islice(fsdp.random_batches(1), 2):
+        replica.step(*batch)
+    told = fsdp.predicted(fsdp.vectors_of(replica.model), replica.method, mesh)
+    sent = replica.handle.stats().last.bytes_sent
+    replica.close()
+    return told, sent

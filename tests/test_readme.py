@@ -61,7 +61,9 @@ def test_the_first_example_trains_with_all_that_protects_training() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("example", EXAMPLES, ids=["training", "all_reduce", "simulate", "fully_shard"])
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=["training", "all_reduce", "simulate", "fully_shard"]
+)
 def test_example_runs_as_printed(example: str, tmp_path: Path) -> None:
     run(example, tmp_path)
 

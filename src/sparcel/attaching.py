@@ -103,11 +103,11 @@ def attach(
         DataParallel, a second DDP, torch.compile), has a hook already, runs optimisers in the
         backward pass, or uses DDP's ``mixed_precision`` or the Python reducer; for a model that
         ``fully_shard`` shards only in part, or averages over replicas by itself; for replicas that
-        form no grid with the shards; for ``ahead`` where FSDP has no place for it; for a scheme or a
-        setting that does not exist; for momentum of both scheme and optimiser; for a group of other
-        ranks; for an unknown scope; for a carrier that the group or the model's device does not
-        allow; for nodes with different numbers of ranks; during the backward pass, if it is being
-        captured in a CUDA graph.
+        form no grid with the shards; for ``ahead`` where FSDP has no place for it; for a scheme or
+        a setting that does not exist; for momentum of both scheme and optimiser; for a group of
+        other ranks; for an unknown scope; for a carrier that the group or the model's device does
+        not allow; for nodes with different numbers of ranks; during the backward pass, if it is
+        being captured in a CUDA graph.
     MismatchError
         When the ranks' schemes, settings, policies, densities, carriers, scopes, front-loading or
         parameters differ.

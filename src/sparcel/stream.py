@@ -101,7 +101,8 @@ class SparseStream:
     def empty_like(self) -> SparseStream:
         """Return a sparse stream without entries, of the same size, dtype and width."""
         indices = torch.empty(0, dtype=kernels.index_dtype(self.size), device=self.device)
-        return SparseStream.unchecked(indices, self.values[:0], self.size, self.finite)
+        values = self.values.new_empty((0, *self.values.shape[1:]))
+        return SparseStream.unchecked(indices, values, self.size, self.finite)
 
     def void_like(self) -> SparseStream:
         """Return what stands for a sum that is not finite: `empty_like`, and not ``finite``."""

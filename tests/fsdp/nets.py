@@ -31,7 +31,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Layer(reentrant, inner) for _ in range(2)])
-        self.last = nn.Linear(WIDTH, 3)
+        self.last = nn.Linear(WIDTH, 40)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -52,7 +52,7 @@ def sharded(mesh: DeviceMesh, apply: Any = fully_shard, settings: Any = None, **
 def samples(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(6, WIDTH, generator=generator)
-    return x, torch.randint(0, 3, (6,), generator=generator)
+    return x, torch.randint(0, 40, (6,), generator=generator)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:

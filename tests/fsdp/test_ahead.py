@@ -45,6 +45,12 @@ def gather_first(model: nn.Module, before: bool) -> None:
         block.unshard(async_op=True)
 
 
+def gather_between(model: nn.Module, before: bool) -> None:
+    """Gather the parameters of a block for the backward pass."""
+    if not before:
+        gather_first(model, True)
+
+
 def forget(model: nn.Module, before: bool) -> None:
     """Do a forward pass without a backward pass, and look at the model."""
     if before:
@@ -60,6 +66,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Between]] = {
     "checkpoint": ({}, {"reentrant": False}, nothing),
     "reentrant checkpoint": ({}, {"reentrant": True}, nothing),
     "evaluation in between": ({}, {}, evaluate),
+    "evaluation, whole after passes": ({"reshard_after_forward": False}, {}, evaluate),
+    "gathered in between": ({}, {}, gather_between),
     "gathered beforehand": ({}, {}, gather_first),
     "a pass without a backward pass": ({}, {}, forget),
 }
@@ -143,8 +151,81 @@ def test_parameters_that_few_ranks_keep_are_refused(run_on: Any) -> None:
         assert "reshard_after_forward gives a number of ranks" in said
 
 
+def after_a_step(comm: Communicator) -> str:
+    """Do two forward passes, and then two backward passes that are a step each."""
+    mesh = mesh_of(1, comm.size)
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    attach_evenly(model, "topk", replicate=mesh["replicate"], optimizer=optimizer)
+    loss_of(model, comm.rank, 0).backward()
+    first, second = loss_of(model, comm.rank, 1), loss_of(model, comm.rank, 2)
+    first.backward()
+    with pytest.raises(InputError) as raised:
+        second.backward()
+    return str(raised.value)
+
+
+def test_a_step_between_a_forward_and_its_backward_pass_is_refused(run_on: Any) -> None:
+    for said in run_on(2, after_a_step):
+        assert "a step came between a forward and its backward pass" in said
+
+
+def with_another_gather(comm: Communicator) -> str:
+    mesh = mesh_of(1, comm.size)
+    model = sharded(mesh["shard"])
+    model.first.weight._local_tensor.fsdp_pre_all_gather = print
+    with pytest.raises(InputError) as raised:
+        attach_evenly(model, "topk", replicate=mesh["replicate"])
+    attach_evenly(model, "topk", replicate=mesh["replicate"], ahead=False).close()
+    return str(raised.value)
+
+
+def test_an_all_gather_of_somebody_else_is_left_alone(run_on: Any) -> None:
+    for said in run_on(2, with_another_gather):
+        assert said.startswith("'first.weight' has an all-gather of its own")
+
+
+def replaced(comm: Communicator) -> float:
+    """Replace all parameters after attach, and return the largest output in training."""
+    mesh = mesh_of(1, comm.size)
+    model = sharded(mesh["shard"])
+    handle = attach_evenly(model, "topk", replicate=mesh["replicate"])
+    zeros = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+    model.load_state_dict(zeros, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    largest = model(torch.ones(2, 36)).abs().max().item()
+    for step in range(2):
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.close()
+    return float(largest)
+
+
+def test_parameters_that_are_replaced_are_those_that_move(run_on: Any) -> None:
+    assert run_on(2, replaced) == [0.0, 0.0]
+
+
+def graphs_grow(comm: Communicator) -> bool:
+    """Tell whether what is gathered of shards of one rank has a graph."""
+    mesh = mesh_of(comm.size, 1)
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = attach_evenly(model, "topk", replicate=mesh["replicate"], optimizer=optimizer)
+    for step in range(2):
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+    handle.close()
+    (group,) = model.blocks[0]._get_fsdp_state()._fsdp_param_groups
+    return any(out.requires_grad for one in group.fsdp_params for out in one.all_gather_outputs)
+
+
+def test_moved_values_carry_no_graph(run_on: Any) -> None:
+    assert run_on(2, graphs_grow) == [False, False]
+
+
 def computed_in(comm: Communicator) -> set[torch.dtype]:
-    """Return the dtype of the gradients that enter, where passes compute in bfloat16."""
+    """Return in what dtype a module finds its weight, where passes compute in bfloat16."""
     mesh = mesh_of(1, comm.size)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(mesh["shard"], settings={"mp_policy": policy})

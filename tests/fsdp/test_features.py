@@ -121,7 +121,10 @@ def test_features_train_as_without_sparcel(run_on: Any, name: str) -> None:
         assert set(NAMES) <= set(names)
 
 
-def beside_tensor_parallelism(comm: Communicator, dense: bool) -> list[torch.Tensor]:
+def beside_tensor_parallelism(
+    comm: Communicator, dense: bool, density: float = 1
+) -> list[torch.Tensor]:
+    """Train with linear layers of two ranks; return all parameters, and at last what two share."""
     names = ("replicate", "shard", "tensor")
     mesh = init_device_mesh("cpu", (2, 1, comm.size // 2), mesh_dim_names=names)
     model = Net(inner=64)
@@ -134,21 +137,24 @@ def beside_tensor_parallelism(comm: Communicator, dense: bool) -> list[torch.Ten
     handle = None
     if not dense:
         handle = sparcel.attach(
-            model, "topk", density=1, replicate=mesh["replicate"], optimizer=optimizer
+            model, "topk", density=density, replicate=mesh["replicate"], optimizer=optimizer
         )
     for step in range(3):
         loss_of(model, mesh["replicate"].get_local_rank(), step).backward()
         optimizer.step()
         optimizer.zero_grad()
     if handle is not None:
+        assert "first.weight" not in handle.sparse  # each of the two would select for itself
         handle.close()
-    return [whole(one) for one in model.state_dict().values()]
+    return [*map(whole, model.state_dict().values()), whole(model.first.weight)]
 
 
 @pytest.mark.filterwarnings("ignore:density=1 sends")
 def test_tensor_parallelism_trains_as_without_sparcel(run_on: Any) -> None:
     dense, ours = (run_on(4, beside_tensor_parallelism, dense) for dense in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(dense[0], ours[0], strict=True))
+    sparse = run_on(4, beside_tensor_parallelism, False, 0.05)
+    assert all(torch.equal(one[-1], sparse[0][-1]) for one in sparse)
 
 
 @pytest.mark.filterwarnings("ignore:density=1 sends")

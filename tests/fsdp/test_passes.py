@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError, MismatchError
@@ -152,6 +153,37 @@ def test_a_pass_after_one_that_an_error_ended_is_refused(run_on: Any) -> None:
         assert first == "LookupError: a user's mistake"
         assert second.startswith("CommunicationError: the backward pass before was ended by an")
         assert went_on
+
+
+class Checkpointed(nn.Module):
+    """Calls its blocks, each sharded by itself, in reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(40, 40) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def under_checkpoints(comm: Communicator) -> tuple[int, list[bool]]:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = shard(Checkpointed(), mesh["shard"])
+    handle = attach_evenly(model, "topk", density=0.02, replicate=mesh["replicate"])
+    for step in range(2):
+        x = torch.full((3, 40), comm.rank + step + 1.0, requires_grad=True)
+        model(x).square().sum().backward()
+    handle.close()
+    return handle.stats().steps, [one.any().item() for one in gradients_of(model).values()]
+
+
+def test_passes_inside_of_a_backward_pass_are_a_part_of_its_step(run_on: Any) -> None:
+    for steps, have_gradients in run_on(4, under_checkpoints):
+        assert steps == 2
+        assert all(have_gradients)
 
 
 def skipping(comm: Communicator, skipped: dict[int, list[int]]) -> Trained | str:

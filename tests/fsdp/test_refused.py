@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,33 @@ def with_optimizer_in_backward(comm: Communicator) -> str:
 def test_optimisers_in_the_backward_pass_are_refused(run_on: Any) -> None:
     for said in run_on(4, with_optimizer_in_backward):
         assert "before the replicas are averaged; call the optimiser's step()" in said
+
+
+def unfrozen(comm: Communicator) -> str:
+    """Train parameters, a whole module and one between others, that were frozen before."""
+    mesh = mesh_of(2, comm.size // 2)
+    model = Net()
+    for part in (model.blocks[1], model.blocks[0].inner[0]):
+        part.requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    said = []
+    for part in (model.blocks[1], model.blocks[0].inner[0]):
+        handle = attach_evenly(model, "topk", replicate=mesh["replicate"])
+        loss_of(model, comm.rank, 0).backward()
+        part.requires_grad_(True)
+        with pytest.raises(InputError) as raised:
+            loss_of(model, comm.rank, 1).backward()
+        said.append(str(raised.value))
+        model.reset_iter_state()
+        handle.close()
+    return " ".join(said)
+
+
+def test_parameters_that_are_trained_later_are_refused(run_on: Any) -> None:
+    for said in run_on(4, unfrozen):
+        assert re.search(r"'blocks\.1\..*' was frozen .*'blocks\.0\.inner\.0\..*' was frozen", said)
 
 
 def after_closing(comm: Communicator) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class AheadShards:
     FSDP gathers a parameter when a pass needs it, and frees it afterwards. It gets the shards'
     moved values in a forward pass in training mode, and in the backward pass again if that forward
     pass got them: in between, nothing changes of which they are computed. All else gets the shards.
+    A forward pass is the call of the model, or of a part of it that fully_shard was applied to.
 
     Raises
     ------
@@ -31,22 +32,18 @@ class AheadShards:
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], ahead: Ahead) -> None:
-        self._ahead = ahead
-        self._moved_in: int | None = None
-        """The step of the last forward pass that moved shards, whose backward pass may follow."""
-        self._gathers = [
-            _Gather(group, held, ahead)
-            for group in groups
-            for held in group.held
-            if held.name in ahead.parameters
-        ]
         _check(groups)
+        self._model = model
+        self._called: nn.Module | None = None
+        """The module whose call is a forward pass that is under way."""
+        gathers = [_Gather(group, ahead) for group in groups]
+        self._gathers = [gather for gather in gathers if gather.extensions]
         self._extend()
-        before, after = map(torch.compiler.disable, (self._before, self._after))
-        self._hooks = [
-            model.register_forward_pre_hook(before, prepend=True),
-            model.register_forward_hook(after, always_call=True),
-        ]
+        self._hooks = []
+        for module in dict.fromkeys([model, *(one for group in groups for one in group.modules)]):
+            before, after = map(torch.compiler.disable, (self._before, self._after))
+            self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+            self._hooks.append(module.register_forward_hook(after, always_call=True))
         self._follower = Follower(ahead)
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -58,67 +55,127 @@ class AheadShards:
         self._follower.end()
         for hook in self._hooks:
             hook.remove()
-        self._free_unless(moved=False)
         for gather in self._gathers:
-            gather.held.remove_extension()
+            gather.free_unless(moved=False)
+            gather.remove()
+        self._gathers = []
 
-    def _before(self, model: nn.Module, arguments: Any) -> None:
-        """Prepare a forward pass of the model."""
-        initialize(model)
-        self._extend()
-        if _in_backward():  # a checkpoint calls the model again
+    def _before(self, module: nn.Module, arguments: Any) -> None:
+        """Begin a forward pass, unless it is a part of another one, or of a backward pass."""
+        if self._called is not None or _in_backward():
             return
-        moves = bool(model.training and torch.is_grad_enabled())
-        self._free_unless(moves)
-        # An evaluation between a forward and its backward pass may have gradients enabled, too.
-        decides = moves or (torch.is_grad_enabled() and self._moved_in != self._ahead.steps)
-        if moves:
-            self._moved_in = self._ahead.steps
-        for gather in self._gathers:
-            gather.begin_pass(moves, decides)
+        self._called = module
+        if module is self._model:
+            initialize(module)
+        self._extend()
+        for gather in self._of(module):
+            gather.begin(module.training, torch.is_grad_enabled())
 
-    def _after(self, model: nn.Module, arguments: Any, result: Any) -> None:
-        if not _in_backward():
-            for gather in self._gathers:
-                gather.end_pass()
+    def _after(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        if module is self._called:
+            self._called = None
+            for gather in self._of(module):
+                gather.end()
+
+    def _of(self, module: nn.Module) -> list[_Gather]:
+        """Return the gathers of a module and of its parts."""
+        inside = set(module.modules())
+        return [gather for gather in self._gathers if not inside.isdisjoint(gather.group.modules)]
 
     def _extend(self) -> None:
         """Let FSDP ask for the shards, also for those that it has replaced."""
         for gather in self._gathers:
             if not gather.group.is_gathered:
-                gather.held.set_extension(gather.before, gather.after)
-
-    def _free_unless(self, moved: bool) -> None:
-        """Free the values that a forward pass without a backward pass has left, if not those."""
-        for gather in self._gathers:
-            if gather.in_pass and gather.is_moved != moved and gather.group.is_gathered:
-                gather.group.module.reshard()
+                gather.extend()
 
 
 class _Gather:
-    """FSDP's extension of the all-gather of one parameter."""
+    """What a group's parameters are gathered from: FSDP's extension of their all-gather.
 
-    def __init__(self, group: Group, held: Held, ahead: Ahead) -> None:
-        self.group, self.held, self._ahead = group, held, ahead
-        self.is_moved = self.in_pass = False
-        """Whether the last gather got moved values, and whether a pass asked for it."""
+    Attributes
+    ----------
+    group
+        The group.
+    extensions
+        The parameters that can be moved, each with what FSDP calls before it gathers and after it.
+    """
+
+    def __init__(self, group: Group, ahead: Ahead) -> None:
+        self.group, self._ahead = group, ahead
+        self.extensions = [
+            (held, _Before(self, held), _after) for held in group.held if held.name in ahead.names
+        ]
+        self._is_moved = self._is_left = False
+        """Whether the last gather got moved values, and whether they may be left by a pass."""
         self._passing = self._moves = self._decides = False
-        """Whether a forward pass is under way, moves the shard, and decides for a backward pass."""
-        self._backward_moves = False
-        # The same objects each time, by which it is seen that they are in place.
-        self.before, self.after = self._before, self._after
+        """Whether a forward pass is under way, moves shards, and decides for a backward pass."""
+        self._backward: tuple[bool, int] = False, -1
+        """Whether the next backward pass moves shards, and the step in which that was decided."""
 
-    def begin_pass(self, moves: bool, decides: bool) -> None:
-        """Take note of what a forward pass is to get; the parameter may be there already."""
+    def extend(self) -> None:
+        """Let FSDP ask for the shards."""
+        for held, before, after in self.extensions:
+            held.set_extension(before, after)
+
+    def remove(self) -> None:
+        """Let FSDP gather the shards as they are."""
+        for held, *_ in self.extensions:
+            held.remove_extension()
+
+    def begin(self, training: bool, with_gradients: bool) -> None:
+        """Take note of what a forward pass is to get; the parameters may be there already."""
+        moves = training and with_gradients
+        self.free_unless(moves)
+        # An evaluation between a forward and its backward pass may have gradients enabled, too.
+        decides = moves or (with_gradients and not self._awaits_moved)
         self._passing, self._moves, self._decides = True, moves, decides
         if decides and self.group.is_gathered:
-            self._backward_moves = self.is_moved
+            self._backward = self._is_moved, self._ahead.steps
 
-    def end_pass(self) -> None:
-        """Gather the shard itself for whoever asks outside of a pass."""
+    def end(self) -> None:
+        """Gather the shards as they are for whoever asks outside of a pass."""
+        if not self._decides and self._awaits_moved:
+            self.free_unless(moved=True)
         self._passing = self._moves = self._decides = False
 
-    def _before(
+    def free_unless(self, moved: bool) -> None:
+        """Free the values that a pass has left, if they are not those."""
+        if self._is_left and self._is_moved != moved and self.group.is_gathered:
+            self.group.module.reshard()
+
+    def values(self, held: Held) -> Tensor:
+        """Return what to gather of a parameter, with its padding."""
+        if _in_backward():
+            moves, decided_in = self._backward
+            if moves and decided_in != self._ahead.steps:
+                raise InputError(
+                    "a step came between a forward and its backward pass, whose moved values are"
+                    " gone; call set_requires_gradient_sync(False) for all backward passes of a"
+                    " step but the last, or pass ahead=False to attach"
+                )
+        else:  # whoever asks outside of a pass may do it for the backward pass that follows
+            moves = self._moves if self._passing else self._awaits_moved
+        moved = self._ahead.moved([held.name]).get(held.name) if moves else None
+        self._is_moved = moved is not None
+        self._is_left = self._is_moved or self._passing
+        if self._decides and not _in_backward():
+            self._backward = self._is_moved, self._ahead.steps
+        return held.padded(moved)
+
+    @property
+    def _awaits_moved(self) -> bool:
+        """Whether a backward pass may follow that needs moved values."""
+        return self._backward == (True, self._ahead.steps)
+
+
+class _Before:
+    """What FSDP calls before it gathers a parameter."""
+
+    def __init__(self, gather: _Gather, held: Held) -> None:
+        self._gather, self._held = gather, held
+
+    @torch.no_grad()
+    def __call__(
         self,
         mesh: object,
         outer_size: torch.Size,
@@ -126,27 +183,23 @@ class _Gather:
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[Outputs, None]:
-        """Return what to gather, with its padding and in the dtype to compute in."""
-        moves = self._backward_moves if _in_backward() else self._moves
-        moved = self._ahead.moved([self.held.name]).get(self.held.name) if moves else None
-        self.is_moved, self.in_pass = moved is not None, self._passing or _in_backward()
-        if self._decides and not _in_backward():
-            self._backward_moves = self.is_moved
-        values = self.held.padded(moved)
+        """Return what to gather, in the dtype to compute in."""
+        values = self._gather.values(self._held)
         return (values.to(mp_policy.param_dtype or values.dtype),), None
 
-    def _after(
-        self, outputs: Outputs, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, Outputs] | None:
-        """Return the whole parameter; FSDP keeps it, with its memory, for the next time."""
-        return None if out is not None else (outputs[0], ())
+
+def _after(
+    outputs: Outputs, metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, Outputs] | None:
+    """Return the whole parameter; FSDP keeps it, with its memory, for the next time."""
+    return None if out is not None else (outputs[0], ())
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _check(groups: Collection[Group]) -> None:
+def _check(groups: Sequence[Group]) -> None:
     for group in groups:
         if group.keeps_part_between:
             raise InputError(
@@ -159,3 +212,9 @@ def _check(groups: Collection[Group]) -> None:
                 "step-ahead does not reach parameters that CPUOffloadPolicy keeps on the host; pass"
                 " ahead=False to attach"
             )
+        for held in group.held:
+            if hasattr(held.shard, "fsdp_pre_all_gather"):
+                raise InputError(
+                    f"{held.name!r} has an all-gather of its own (fsdp_pre_all_gather), as float8"
+                    " has, which step-ahead would replace; pass ahead=False to attach"
+                )

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Group
 from sparcel.fsdp.ahead import AheadShards
-from sparcel.fsdp.groups import groups_of
+from sparcel.fsdp.groups import Parameters, groups_of
 from sparcel.fsdp.hook import Hook
-from sparcel.fsdp.model import check_groups, checked_root, mesh_of
+from sparcel.fsdp.model import check_groups, checked_root, common_mesh, is_copied
 from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
 from sparcel.training import Averager, Policy, Shard
 
@@ -35,12 +35,13 @@ class FSDPDriver:
         self._model = root = checked_root(model)
         self._groups = check_groups(groups_of(root))
         replicas = group_of(replicate)
-        self.parameters = {held.name: held.parameter for one in self._groups for held in one.held}
-        mesh = mesh_of(self._groups)
+        self.parameters = Parameters(held for group in self._groups for held in group.held)
+        mesh = common_mesh(self.parameters)
         columns = columns_of(replicas, mesh)
         self.group = group_of_all(columns, replicas, mesh.device_type, group)
         number = next(n for n, ranks in enumerate(columns) if dist.get_rank() in ranks)
-        self.shard = Shard(number, self.parameters)
+        copied = frozenset(n for n, one in self.parameters.items() if is_copied(one, mesh))
+        self.shard = Shard(number, self.parameters, copied)
         self.tensors: dict[str, Tensor] = {
             name: whole.to_local().detach() for name, whole in self.parameters.items()
         }
@@ -51,12 +52,13 @@ class FSDPDriver:
 
     def move_ahead(self, averager: Averager, names: Collection[str]) -> AheadShards:
         """Let the model compute with moved values of these parameters."""
-        ahead = averager.ahead({name: self.parameters[name] for name in names})
+        held = (one for group in self._groups for one in group.held if one.name in names)
+        ahead = averager.ahead(Parameters(held))
         return AheadShards(self._model, self._groups, ahead)
 
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
-        Hook(self._groups, averager).install()
+        averager.on_close(Hook(self._model, self._groups, averager).close)
 
 
 def is_sharded(model: object) -> bool:

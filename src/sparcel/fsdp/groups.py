@@ -6,7 +6,8 @@ group is about to do. So this module, and no other, reads its private state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,18 +77,25 @@ class Group:
 
     Attributes
     ----------
-    module
-        A module that FSDP was applied to, which has this group.
+    module, modules
+        A module that FSDP was applied to, which has this group, and all that share it.
     held
         The parameters that are trained, in the order in which their gradients lie.
     """
 
     def __init__(self, module: FSDPModule, inner: Any, names: Mapping[int, str]) -> None:
         self.module, self._inner = module, inner
+        self.modules: tuple[nn.Module, ...] = inner.modules
         self.held = [
             Held(names[id(one.sharded_param)], one)
             for one in inner.fsdp_params
             if one.sharded_param.requires_grad
+        ]
+        trained = {id(held.inner) for held in self.held}
+        self._frozen = [
+            Held(names[id(one.sharded_param)], one)
+            for one in inner.fsdp_params
+            if id(one) not in trained
         ]
 
     @property
@@ -107,8 +115,16 @@ class Group:
         Raises
         ------
         InputError
-            When somebody waits for the next gradients, and would get them too early.
+            When somebody waits for the next gradients, and would get them too early; when a
+            parameter is trained that was not when the model was attached.
         """
+        for held in self._frozen:
+            if held.parameter.requires_grad:
+                raise InputError(
+                    f"{held.name!r} was frozen when the model was attached, and now requires a"
+                    " gradient; close() the handle, attach again, and load the old handle's"
+                    " state_dict(), with strict=False"
+                )
         aside = []
         for held in self.held:
             parameter = held.parameter
@@ -170,9 +186,30 @@ class Group:
         return getattr(info, "replicate_mesh_size", 1)
 
     @property
+    def has_divisor(self) -> bool:
+        """Whether sums over shards are divided by a number of the user's."""
+        return self._inner.gradient_divide_factor is not None
+
+    @property
     def keeps_part_between(self) -> bool:
         """Whether parameters are kept between the passes by fewer ranks than hold the shards."""
         return bool(self._inner._use_post_forward_mesh)
+
+
+class Parameters(Mapping[str, DTensor]):
+    """The parameters of groups by name, each as it is now: loading a state may replace it."""
+
+    def __init__(self, held: Iterable[Held]) -> None:
+        self._held = {one.name: one for one in held}
+
+    def __getitem__(self, name: str) -> DTensor:
+        return self._held[name].parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def groups_of(model: nn.Module) -> list[list[Group]]:
@@ -192,6 +229,31 @@ def groups_of(model: nn.Module) -> list[list[Group]]:
 def initialize(model: Any) -> None:
     """Let FSDP do what it otherwise does in the first forward pass: it may replace shards."""
     model._get_fsdp_state()._lazy_init()
+
+
+def call_after_backward(model: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
+    """Call whenever FSDP has ended a backward pass; return what undoes that.
+
+    FSDP ends a pass in the outermost backward pass, where checkpoints run others inside of it.
+    """
+    states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
+
+    def undo() -> None:
+        for state in states:
+            state.__dict__.pop(_FINAL, None)
+
+    for state in states:
+        state.__dict__[_FINAL] = partial(_end_and_call, state, call)
+    return undo
+
+
+_FINAL = "_root_post_backward_final_callback"
+"""What FSDP queues when a backward pass begins."""
+
+
+def _end_and_call(state: Any, call: Callable[[], None]) -> None:
+    getattr(type(state), _FINAL)(state)
+    call()
 
 
 def _inner_groups(module: FSDPModule) -> Iterator[Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparcel.errors import CommunicationError, InputError
-from sparcel.fsdp.groups import Group
+from sparcel.fsdp.groups import Group, call_after_backward
 from sparcel.training import Averager
 
 
@@ -23,85 +23,90 @@ class Hook:
     are; these become the updates in place. Gradients of steps before are set aside meanwhile.
     """
 
-    def __init__(self, groups: Sequence[Group], averager: Averager) -> None:
-        self._averager, self._groups = averager, groups
-        self._pass: int | None = None
-        """The pass under way that will end a step."""
+    def __init__(self, model: nn.Module, groups: Sequence[Group], averager: Averager) -> None:
+        self._averager: Averager | None = averager
+        self._groups = groups
         self._reduced: list[Group] = []
         """The groups whose gradients FSDP is making."""
-        self._queued: set[Group] = set()
+        self._queued: set[str] = set()
+        """The names of what was queued in the pass under way."""
         self._adding_up: set[Group] = set()
         """The groups whose gradients hold passes that were not averaged yet."""
         self._aside: dict[Group, list[tuple[DTensor, DTensor]]] = {}
         """The parameters of groups, each with its gradient of the steps before."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Gradients, each with the range of a queued vector that will hold its update."""
-
-    def install(self) -> None:
-        """Let FSDP call the hook for each group."""
-        for group in self._groups:
+        for group in groups:
             group.module.set_all_reduce_hook(GroupHook(self, group))
+        self._undo = call_after_backward(model, self._end)
+        before = torch.compiler.disable(self._begin)
+        self._forward = model.register_forward_pre_hook(before, prepend=True)
 
     @property
     def closed(self) -> bool:
         """Whether nothing is exchanged any more."""
-        return self._averager.handle.closed
+        return self._averager is None
+
+    def close(self) -> None:
+        """Exchange nothing more."""
+        self._averager = None
+        self._undo()
+        self._forward.remove()
+        self._give_back(list(self._aside))
 
     def reduced(self, group: Group) -> None:
         """Take note that FSDP is about to make a group's gradients."""
-        self._check(group)
-        self._queue_reduced(ended=False)
-        if group in self._adding_up and not group.has_gradients:  # zero_grad() was called
-            self._adding_up.discard(group)
-            self._aside.pop(group, None)
-        if group not in self._adding_up:
-            self._aside[group] = group.set_aside()
-        if group.adds_up:
-            self._adding_up.add(group)
-            return
-        self._reduced.append(group)
-        if self._pass is None:
-            self._pass = torch._C._current_graph_task_id()
-            # FSDP has queued its own end of the pass before, which this one comes after.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _check(self, group: Group) -> None:
         if self.closed:
             raise CommunicationError(
                 "the handle was closed, so gradients are exchanged no more between replicas;"
                 " attach again to train on"
             )
-        if self._pass not in (None, torch._C._current_graph_task_id()):
+        self._queue_reduced(ended=False)
+        if group in self._adding_up and not group.has_gradients:  # zero_grad() was called
+            self._adding_up.discard(group)
+            self._aside.pop(group, None)
+        if group not in self._adding_up:
+            self._aside.setdefault(group, []).extend(group.set_aside())
+        if group.adds_up:
+            self._adding_up.add(group)
+        else:
+            self._reduced.append(group)
+
+    def _begin(self, model: nn.Module, arguments: object) -> None:
+        """Refuse a forward pass after a backward pass that never ended."""
+        if (self._reduced or self._queued) and torch._C._current_graph_task_id() == -1:
             raise CommunicationError(
                 "the backward pass before was ended by an error, and other ranks may wait for what"
                 " it had begun; close() the handle, attach again on all ranks, and give the new"
                 " handle the state_dict() of the old one"
             )
-        if group in self._queued or group in self._reduced:
-            raise InputError(
-                f"FSDP reduced the gradients of {group.held[0].name!r} and its group twice in one"
-                " pass, as it does where parts of a list that fully_shard was given are called one"
-                " by one; apply fully_shard to each of them"
-            )
 
     def _end(self) -> None:
-        """End the step: the gradients become the updates."""
+        """End the step, if there is one: the gradients become the updates."""
         # Of a group that the last pass has not used, gradients of the passes before are left.
         left = [one for one in self._groups if one in self._adding_up and not one.adds_up]
         self._reduced += [group for group in left if group not in self._reduced]
         self._queue_reduced(ended=True)
-        self._averager.finish()
+        if self._averager is None or not self._queued:
+            return
+        try:
+            self._averager.finish()
+            with torch.no_grad():
+                for gradient, update in self._copies:
+                    gradient.copy_(update)
+        finally:
+            self._give_back([one for one in self._aside if one not in self._adding_up])
+
+    def _give_back(self, groups: Iterable[Group]) -> None:
+        """Add the gradients of the pass to those of the steps before; nothing is under way."""
         with torch.no_grad():
-            for gradient, update in self._copies:
-                gradient.copy_(update)
-            for parameter, before in chain.from_iterable(self._aside.values()):
+            for parameter, before in chain.from_iterable(self._aside.pop(one) for one in groups):
                 if parameter.grad is not None:
                     before.add_(parameter.grad)
                 parameter.grad = before
         self._copies.clear()
-        self._aside.clear()
         self._queued.clear()
-        self._pass = None
+        self._reduced.clear()
 
     def _queue_reduced(self, ended: bool) -> None:
         """Queue the groups whose gradients are there."""
@@ -111,14 +116,19 @@ class Hook:
                 if ended:
                     group.wait_for_gradients()
                 self._adding_up.discard(group)
-                self._queued.add(group)
-                self._queue(group)
+                self._queue(group.gradients)
         self._reduced = waiting
 
-    def _queue(self, group: Group) -> None:
-        gradients = group.gradients
-        if not gradients:
+    def _queue(self, gradients: Mapping[str, Tensor]) -> None:
+        if not gradients or self._averager is None:
             return
+        if twice := sorted(self._queued.intersection(gradients)):
+            raise InputError(
+                f"FSDP reduced the gradient of {twice[0]!r} twice in one pass, and it is on its way"
+                " to the other replicas already; apply fully_shard to the module by itself, and"
+                " call it once, or in a part of the model that is checkpointed as a whole"
+            )
+        self._queued.update(gradients)
         vector, starts = _end_to_end(list(gradients.values()))
         places = {
             name: (start, start + gradient.numel())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
 from sparcel._checks import check_type
-from sparcel.errors import InputError
+from sparcel.errors import InputError, warn
 from sparcel.fsdp.groups import Group
 from sparcel.fsdp.hook import GroupHook
 from sparcel.fsdp.ranks import MESH
@@ -57,8 +58,8 @@ def check_groups(modules: Sequence[Sequence[Group]]) -> list[Group]:
                 " which FSDP has no hook; apply fully_shard to the parts of the module, each with"
                 " its mesh"
             )
-    groups = [group for of_one in modules for group in of_one if group.held]
-    if not groups:
+    groups = [group for of_one in modules for group in of_one]
+    if not any(group.held for group in groups):
         raise InputError("the model has no parameters to train that FSDP shards")
     for group in groups:
         if group.ranks_that_replicate > 1:
@@ -70,10 +71,30 @@ def check_groups(modules: Sequence[Sequence[Group]]) -> list[Group]:
                 f"the model has an all-reduce hook already ({group.hook!r}), and FSDP takes only"
                 " one for each module; attach a model without it"
             )
+    for held in (held for group in groups for held in group.held):
+        if held.shard.is_meta:
+            raise InputError(
+                f"{held.name!r} is on the meta device; attach after model.to_empty(device=...), and"
+                " after its parameters were initialised or loaded"
+            )
+    if any(group.has_divisor for group in groups):
+        warn(
+            "set_gradient_divide_factor(f) divides the sums over shards, and sparcel averages over"
+            " the replicas; for the gradients that HSDP has, give f / replicas"
+        )
     return groups
 
 
-def mesh_of(groups: Sequence[Group]) -> DeviceMesh:
+def is_copied(parameter: DTensor, mesh: DeviceMesh) -> bool:
+    """Tell whether several ranks of a mesh hold the same shard of a parameter."""
+    own = parameter.device_mesh
+    return own.size() < mesh.size() or any(
+        isinstance(placement, Replicate) and own.size(dimension) > 1
+        for dimension, placement in enumerate(parameter.placements)
+    )
+
+
+def common_mesh(parameters: Mapping[str, DTensor]) -> DeviceMesh:
     """Return the mesh of the ranks that hold a replica of the model together.
 
     Under tensor parallelism that is one of two dimensions, and some parameters are on a part of it.
@@ -83,7 +104,7 @@ def mesh_of(groups: Sequence[Group]) -> DeviceMesh:
     InputError
         When parameters are on ranks that are in no common mesh.
     """
-    meshes = {held.parameter.device_mesh for group in groups for held in group.held}
+    meshes = {parameter.device_mesh for parameter in parameters.values()}
     largest = max(meshes, key=lambda mesh: mesh.size())
     ranks = set(largest.mesh.flatten().tolist())
     if not all(ranks.issuperset(mesh.mesh.flatten().tolist()) for mesh in meshes):

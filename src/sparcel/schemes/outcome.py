@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,11 @@ class Reduced:
     estimates: Estimates | None = None
     inner: Reduced | None = None
 
+    def without_sum(self) -> Reduced:
+        """Return what there is to remember; the sum can be freed."""
+        inner = None if self.inner is None else self.inner.without_sum()
+        return replace(self, total=self.total.empty_like(), inner=inner)
+
 
 @dataclass(frozen=True)
 class Begun:
@@ -54,6 +59,10 @@ class Begun:
     def finite(self) -> bool:
         """Whether the vectors of all ranks, and their average, are finite."""
         return device.truth(self.average.finite)
+
+    def without_sums(self) -> Begun:
+        """Return what `Scheme.commit` needs, for steps of several vectors that commit together."""
+        return Begun(self.average.empty_like(), self.reduced.without_sum())
 
 
 def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) -> SparseStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Ahead:
     Parameters
     ----------
     parameters
-        The tensors that gradients are computed at, by name. Of DTensors, this rank's shards move.
+        The tensors that gradients are computed at, by name, which may become others. Of DTensors,
+        this rank's shards move.
     residuals
         What is kept back of them.
     arrange
@@ -64,9 +65,9 @@ class Ahead:
     def __init__(
         self, parameters: Mapping[str, Tensor], residuals: Residuals, arrange: Arrange = in_order
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self.names = parameters, frozenset(parameters)
         self._residuals, self._arrange = residuals, arrange
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._owners = _Owners()
         self._rules: dict[Optimizer, TwoSteps] = {}
         """The optimisers whose rule is known, each with its rule."""
         self._staying: set[str] = set()
@@ -89,8 +90,11 @@ class Ahead:
             parameters are then not moved.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
+        own = {id(parameter): name for name, parameter in self.parameters.items()}
         updated = (one for group in optimizer.param_groups for one in group["params"])
-        names = [self._names[id(one)] for one in updated if id(one) in self._names]
+        names = [own[id(one)] for one in updated if id(one) in own]
+        if not names:
+            return
         rule: TwoSteps | None = _of_torch if isinstance(optimizer, _KNOWN) else None
         if isinstance(optimizer, SaysTwoSteps):
             rule = optimizer.two_steps
@@ -133,15 +137,10 @@ class Ahead:
         """
         if not self._residuals.owed_kinds:
             return {}
-        groups = {  # as they are now: loading a state replaces them
-            id(parameter): (optimizer, group)
-            for optimizer in self._rules
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        owners = self._owners.of(self._rules)
         names = self.parameters if names is None else names
         return {
-            name: self._moved(name, groups.get(id(self.parameters[name])))
+            name: self._moved(name, owners.get(id(self.parameters[name])))
             for name in names
             if name not in self._staying
         }
@@ -161,6 +160,37 @@ class Ahead:
             {key: _local(value) for key, value in state.items()},
         )
         return torch.sub(values, direction.detach().to(values.dtype), alpha=rate)
+
+
+class _Owners:
+    """Which optimiser updates a parameter, with the settings of its group."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[list[Any], list[int]]] = []
+        self._found: dict[int, tuple[Optimizer, Mapping[str, Any]]] = {}
+
+    def of(
+        self, optimizers: Iterable[Optimizer]
+    ) -> Mapping[int, tuple[Optimizer, Mapping[str, Any]]]:
+        """Return them by the id of the parameter, as they are now: loading a state replaces them.
+
+        Drivers ask for one parameter after another, so what was found is kept while the groups are
+        the same lists, of the same lengths.
+        """
+        lists = [optimizer.param_groups for optimizer in optimizers]
+        seen = [(groups, [len(group["params"]) for group in groups]) for groups in lists]
+        if len(seen) != len(self._seen) or any(
+            mine is not theirs or lengths != before
+            for (mine, lengths), (theirs, before) in zip(seen, self._seen, strict=True)
+        ):
+            self._seen = seen
+            self._found = {
+                id(parameter): (optimizer, group)
+                for optimizer in optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
+        return self._found
 
 
 def _local(value: Any) -> Any:

@@ -137,7 +137,8 @@ class Averager:
         withhold_zeros = flag(withhold_zeros, "withhold_zeros")
         frontload = flag(frontload, "frontload")
         template = scheme.fresh()
-        treatment = treat(tensors, template, policy, densities or {}, rows, scope)
+        copied = () if shard is None else shard.copied
+        treatment = treat(tensors, template, policy, densities or {}, rows, scope, copied)
         everyone, owned = connected(group, device_of(tensors), carrier, rates)
         try:
             comm = everyone if shard is None else everyone.split(shard.number)
@@ -335,7 +336,7 @@ class Averager:
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Let `Handle.close` undo what a driver has done to the user's objects."""
-        self._session.undo = undo
+        self._session.undo.append(undo)
 
     def _open(self, names: Iterable[str]) -> Transaction:
         """Return the step that is being queued, with these tensors added to it."""

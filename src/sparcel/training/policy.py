@@ -98,8 +98,9 @@ def treat(
     patterns: Mapping[str, float],
     rows: Collection[str],
     scope: Scope,
+    copied: Collection[str] = (),
 ) -> Treatment:
-    """Decide how each tensor is exchanged.
+    """Decide how each tensor is exchanged; those that are ``copied`` stay dense in any case.
 
     Raises
     ------
@@ -123,6 +124,7 @@ def treat(
         name: tensor
         for name, tensor in tensors.items()
         if name not in rows
+        and name not in copied
         and (densities[name] < 1 if name in densities else not policy(name, tensor))
     }
     return Treatment(scope, tensors, frozenset(rows), eligible, densities, selects)

@@ -63,7 +63,7 @@ class Session:
     taken: float = 0.0
     closed: bool = False
     ahead: Ahead | None = None
-    undo: Callable[[], None] | None = None
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
     def agree(self, finite: bool) -> bool:
         """Return whether a step was finite on the ranks of all shards; all call, inside a job.
@@ -85,10 +85,10 @@ class Session:
 
     def close(self) -> None:
         """Exchange nothing more, and undo what the driver has done."""
-        self.closed, undo, self.undo = True, self.undo, None
+        self.closed = True
         try:
-            if undo is not None:
-                undo()
+            while self.undo:
+                self.undo.pop()()
         finally:
             if self.owned is not None:
                 self.owned.close()

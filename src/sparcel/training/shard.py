@@ -25,10 +25,14 @@ class Shard:
         ranks of all numbers, or on none.
     tensors
         The whole tensors, by name.
+    copied
+        The names of tensors that ranks of other shards hold as well, as under tensor parallelism.
+        They are averaged densely: each of these ranks would select for itself.
     """
 
     number: int
     tensors: Mapping[str, DTensor]
+    copied: frozenset[str] = frozenset()
 
     def distributed(self, name: str, part: Tensor) -> DTensor:
         """Return the tensor of which ``part``, flat, is this rank's shard."""

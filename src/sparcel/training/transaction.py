@@ -201,7 +201,7 @@ class Transaction:
             gradient, vector.pieces, request.withheld, scale
         )
         begun = vector.scheme.begin(gradient, self.comm, request, in_place=True)
-        self.begun.append((vector.scheme, begun))
+        self.begun.append((vector.scheme, begun.without_sums()))
         self.finite &= begun.finite
         if unscaled:
             gradient.mul_(scale)
