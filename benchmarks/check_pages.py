@@ -154,6 +154,25 @@ def experiments() -> Faults:
     yield from absent("docs/experiments.md", lines)
 
 
+def fsdp() -> Faults:
+    networks = {
+        "2×4 ranks, 1 Gbit/s": "fsdp_2x4",
+        "4×2 ranks, 1 Gbit/s": "fsdp_4x2",
+        "2×4 ranks, 100 Mbit/s": "fsdp_2x4_100mbit",
+    }
+    lines = []
+    for network, name in networks.items():
+        rows = [row for row in recorded(name)["rows"] if row["what"] == "exchange"]
+        for start in range(0, len(rows), 5):  # a model has five methods, two of them HSDP's
+            of_model = rows[start : start + 5]
+            cells = [f"{row['ms']:.0f} ms" for row in of_model]
+            for number, row in enumerate(of_model[2:], 2):
+                cells[number] += f", {row['speedup']:.{0 if row['speedup'] > 9.5 else 1}f}×"
+            size = f"{of_model[0]['parameters'] / 1e6:.1f} M"
+            lines.append(f"| {' | '.join(['' if start else network, size, *cells])} |")
+    yield from absent("docs/fsdp.md", [line.replace("|  |", "| |") for line in lines], at_least=6)
+
+
 def linear() -> Faults:
     report: Any = importlib.import_module("linear_report")
     lines = (line for line in report.all_tables() if line.startswith("|"))
@@ -214,6 +233,7 @@ CHECKS: tuple[Callable[[], Faults], ...] = (
     data,
     demo,
     experiments,
+    fsdp,
     linear,
     optimizers,
     plan,
