@@ -8,12 +8,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Unpack
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel._checks import check_type, flag
 from sparcel.comm import Group
 from sparcel.ddp import DDPDriver
-from sparcel.errors import known
+from sparcel.errors import InputError, known
 from sparcel.fsdp import FSDPDriver, Replicas, is_sharded
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme, Settings, chosen_scheme
@@ -138,6 +139,7 @@ def attach(
     flag(ahead, "ahead")
     if optimizer is not None:
         check_type(optimizer, torch.optim.Optimizer, "optimizer")
+        _check_parameters(optimizer, driver.parameters)
     if densities is not None:
         check_type(densities, Mapping, "densities")
     for name in settings:
@@ -174,6 +176,16 @@ def attach(
         handle.close()
         raise
     return handle
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor]) -> None:
+    ids = {id(parameter) for parameter in own.values()}
+    updated = (one for group in optimizer.param_groups for one in group["params"])
+    if not any(id(one) in ids for one in updated):
+        raise InputError(
+            "optimizer updates none of the model's parameters; pass the one that does, and make it"
+            " after fully_shard, which replaces parameters"
+        )
 
 
 _OWN_SETTINGS = tuple(

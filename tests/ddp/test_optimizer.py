@@ -96,9 +96,22 @@ def of_other_parameters(module: torch.nn.Module) -> Optimizer:
     return SGD([torch.zeros(2)], lr=0.1)
 
 
-def test_an_optimiser_of_other_parameters_is_refused(run_on: Any) -> None:
-    for (said,) in run_on(2, partial(attach, make=of_other_parameters, scheme="dgc")):
-        assert "optimizer updates none of the 3 parameters that are made sparse" in said
+def of_dense_parameters(module: torch.nn.Module) -> Optimizer:
+    return SGD([one for name, one in module.named_parameters() if name.endswith("bias")], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheme", "theirs"),
+    [
+        (of_other_parameters, "topk", "none of the model's parameters; pass the one that does"),
+        (of_dense_parameters, "dgc", "none of the 3 parameters that are made sparse"),
+    ],
+)
+def test_an_optimiser_of_other_parameters_is_refused(
+    run_on: Any, make: Make, scheme: str, theirs: str
+) -> None:
+    for (said,) in run_on(2, partial(attach, make=make, scheme=scheme)):
+        assert f"optimizer updates {theirs}" in said
 
 
 @pytest.mark.parametrize(("scheme", "settings"), CORRECTED)

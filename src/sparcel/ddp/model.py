@@ -14,7 +14,7 @@ def checked_model(model: object) -> DistributedDataParallel:
     """Return the model, or raise an `InputError` that tells what to do for a hook to suffice."""
     if isinstance(model, nn.Module):
         _check_wrappers(model)
-    way_out = "wrap it first: DistributedDataParallel(model)"
+    way_out = "wrap it first: DistributedDataParallel(model), or fully_shard with replicate="
     check_type(model, DistributedDataParallel, "model", way_out)
     assert isinstance(model, DistributedDataParallel)
     _check_options(model)

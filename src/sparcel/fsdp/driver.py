@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from sparcel.comm import Group
+from sparcel.errors import warn
 from sparcel.fsdp.ahead import AheadShards
 from sparcel.fsdp.groups import Parameters, groups_of
 from sparcel.fsdp.hook import Hook
@@ -36,6 +37,11 @@ class FSDPDriver:
         self._groups = check_groups(groups_of(root))
         replicas = group_of(replicate)
         self.parameters = Parameters(held for group in self._groups for held in group.held)
+        if replicas.size() == 1:
+            warn(
+                "there is one replica, so nothing is exchanged, and gradients are kept back all the"
+                " same; attach where there are several"
+            )
         mesh = common_mesh(self.parameters)
         columns = columns_of(replicas, mesh)
         self.group = group_of_all(columns, replicas, mesh.device_type, group)

@@ -187,8 +187,8 @@ def _missing(
         return [
             f"the state holds nothing of the old ranks [{', '.join(map(str, nothing))}{more}],"
             f" which rank {rank} of now {ranks}"
-            " takes over; save full_state_dict(), or load with state_dict(saved_by=…), or give"
-            " rank r what ranks r, r+P, … saved"
+            " takes over; let torch.distributed.checkpoint load into state_dict(saved_by=…), or"
+            " save full_state_dict(), or give rank r what ranks r, r+P, … saved"
         ]
     names = [name for name in tensors if any((old, name) not in found for old in inherited)]
     return [f"the state holds no memory of {names}"] if names else []
