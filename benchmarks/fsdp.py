@@ -92,17 +92,17 @@ def _text(figure: Any) -> str:
     return f"{figure:,.0f}"
 
 
-def origin_of(arguments: argparse.Namespace) -> Row:
-    """Return the head of the record."""
+def origin(data: Path | None = None) -> Row:
+    """Return the head of a record, without the path of the data."""
     lab = {
         name.removeprefix("SPARCEL_LAB_").lower(): value
         for name, value in os.environ.items()
         if name.startswith("SPARCEL_LAB_")
     }
-    origin = machine()
-    if arguments.train is not None:
-        origin["command"] = origin["command"].replace(str(arguments.train), "DATA")
-    return {**origin, "network": lab}
+    found = machine()
+    if data is not None:
+        found["command"] = found["command"].replace(str(data), "DATA")
+    return {**found, "network": lab}
 
 
 def _arguments() -> argparse.Namespace:
@@ -119,11 +119,11 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks share the cores
-    rows, origin = [], origin_of(arguments)
+    rows, head = [], origin(arguments.train)
     for row in rows_for(arguments):
         rows.append(row)
         if os.environ["RANK"] == "0" and arguments.output is not None:
-            write(arguments.output, origin, rows)
+            write(arguments.output, head, rows)
     if os.environ["RANK"] == "0":
         Console(highlight=False, width=160).print(*tables(rows))
 

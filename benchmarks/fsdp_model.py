@@ -47,12 +47,15 @@ class Method:
         The dtype in which FSDP reduces; None for that of the gradients, float32.
     scheme, settings
         What sparcel averages over the replicas with, if it does.
+    ahead
+        Whether sparcel's gradients are those of step-ahead.
     """
 
     is_hsdp: bool = False
     dtype: torch.dtype | None = None
     scheme: str | None = None
     settings: Settings = field(default_factory=Settings)
+    ahead: bool = True
 
     def make(self) -> sparcel.Scheme:
         return sparcel.scheme(self.scheme, **self.settings)
@@ -126,6 +129,7 @@ class Replica:
                 replicate=mesh["replicate"],
                 optimizer=self.optimizer,
                 frontload=frontload,
+                ahead=method.ahead,
             )
 
     @property

@@ -52,6 +52,7 @@ __all__ = [
     "resolve_or_alone",
     "ring_bytes",
     "simulate",
+    "size_of",
     "world",
 ]
 
@@ -97,6 +98,11 @@ def resolve(group: Group = None, device: torch.device | None = None) -> Communic
         "group must be a torch.distributed process group, None for the default one, an MPI "
         f"communicator of mpi4py's, or a communicator from sparcel.comm, got {group!r}"
     )
+
+
+def size_of(group: Group) -> int:
+    """Return how many ranks a group has; those of a process group are not connected for it."""
+    return group.size() if isinstance(group, dist.ProcessGroup) else resolve(group).size
 
 
 def resolve_or_alone(group: Group) -> Communicator | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.comm import Group, resolve
+from sparcel.comm import Group, size_of
 from sparcel.ddp.ahead import AheadCalls
 from sparcel.ddp.buckets import as_in_buckets
 from sparcel.ddp.hook import Hook
@@ -59,8 +59,7 @@ class DDPDriver:
 
 def _check_ranks(model: DistributedDataParallel, group: Group) -> None:
     ranks = dist.get_world_size(model.process_group)
-    given = group.size() if isinstance(group, dist.ProcessGroup) else resolve(group).size
-    if given != ranks:
+    if (given := size_of(group)) != ranks:
         raise InputError(
             f"the model was wrapped for {ranks} ranks, group has {given}; pass the same process"
             " group to both, or none to sparcel"

@@ -11,7 +11,7 @@ from sparcel.errors import InputError
 
 
 def checked_model(model: object) -> DistributedDataParallel:
-    """Return the model, or raise an `InputError` that tells what to do for a hook to suffice."""
+    """Return the model if one hook gets all of its gradients; raise `InputError` otherwise."""
     if isinstance(model, nn.Module):
         _check_wrappers(model)
     way_out = "wrap it first: DistributedDataParallel(model), or fully_shard with replicate="

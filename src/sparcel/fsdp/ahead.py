@@ -39,9 +39,13 @@ class AheadShards:
         gathers = [_Gather(group, ahead) for group in groups]
         self._gathers = [gather for gather in gathers if gather.extensions]
         self._extend()
-        self._hooks = []
+        before, after = map(torch.compiler.disable, (self._before, self._after))
+        self._hooks, self._inside = [], dict[nn.Module, list[_Gather]]()
         for module in dict.fromkeys([model, *(one for group in groups for one in group.modules)]):
-            before, after = map(torch.compiler.disable, (self._before, self._after))
+            parts = set(module.modules())
+            self._inside[module] = [
+                gather for gather in self._gathers if not parts.isdisjoint(gather.group.modules)
+            ]
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
             self._hooks.append(module.register_forward_hook(after, always_call=True))
         self._follower = Follower(ahead)
@@ -58,7 +62,6 @@ class AheadShards:
         for gather in self._gathers:
             gather.free_unless(moved=False)
             gather.remove()
-        self._gathers = []
 
     def _before(self, module: nn.Module, arguments: Any) -> None:
         """Begin a forward pass, unless it is a part of another one, or of a backward pass."""
@@ -68,19 +71,14 @@ class AheadShards:
         if module is self._model:
             initialize(module)
         self._extend()
-        for gather in self._of(module):
+        for gather in self._inside[module]:
             gather.begin(module.training, torch.is_grad_enabled())
 
     def _after(self, module: nn.Module, arguments: Any, result: Any) -> None:
         if module is self._called:
             self._called = None
-            for gather in self._of(module):
+            for gather in self._inside[module]:
                 gather.end()
-
-    def _of(self, module: nn.Module) -> list[_Gather]:
-        """Return the gathers of a module and of its parts."""
-        inside = set(module.modules())
-        return [gather for gather in self._gathers if not inside.isdisjoint(gather.group.modules)]
 
     def _extend(self) -> None:
         """Let FSDP ask for the shards, also for those that it has replaced."""

@@ -39,8 +39,8 @@ class FSDPDriver:
         self.parameters = Parameters(held for group in self._groups for held in group.held)
         if replicas.size() == 1:
             warn(
-                "there is one replica, so nothing is exchanged, and gradients are kept back all the"
-                " same; attach where there are several"
+                "there is only one replica: nothing is exchanged, but a part of the gradients is"
+                " kept back; attach only where there are several replicas"
             )
         mesh = common_mesh(self.parameters)
         columns = columns_of(replicas, mesh)

@@ -104,11 +104,6 @@ class Group:
         found = ((held.name, held.gradient) for held in self.held)
         return {name: gradient for name, gradient in found if gradient is not None}
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(held.gradient is not None for held in self.held)
-
     def set_aside(self) -> list[tuple[DTensor, DTensor]]:
         """Take the parameters' gradients away; return them, each with its parameter.
 

@@ -62,7 +62,7 @@ class Hook:
                 " attach again to train on"
             )
         self._queue_reduced(ended=False)
-        if group in self._adding_up and not group.has_gradients:  # zero_grad() was called
+        if group in self._adding_up and not group.gradients:  # zero_grad() was called
             self._adding_up.discard(group)
             self._aside.pop(group, None)
         if group not in self._adding_up:
@@ -124,9 +124,9 @@ class Hook:
             return
         if twice := sorted(self._queued.intersection(gradients)):
             raise InputError(
-                f"FSDP reduced the gradient of {twice[0]!r} twice in one pass, and it is on its way"
-                " to the other replicas already; apply fully_shard to the module by itself, and"
-                " call it once, or in a part of the model that is checkpointed as a whole"
+                f"FSDP reduced the gradient of {twice[0]!r} twice in one pass, and sparcel has sent"
+                " the first part already; apply fully_shard to this module alone, and call the"
+                " module once in a pass"
             )
         self._queued.update(gradients)
         vector, starts = _end_to_end(list(gradients.values()))

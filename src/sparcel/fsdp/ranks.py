@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from sparcel.comm import Group, resolve
+from sparcel.comm import Group, size_of
 from sparcel.errors import InputError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-Replicas: TypeAlias = "DeviceMesh | dist.ProcessGroup | None"
+Replicas: TypeAlias = DeviceMesh | dist.ProcessGroup | None
 """The ranks that hold the same shard of a model: ``mesh["replicate"]``, or a process group."""
 
 MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))'
@@ -21,8 +19,6 @@ MESH = 'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("rep
 
 def group_of(replicate: object) -> dist.ProcessGroup:
     """Return the process group that ``replicate=`` means."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if isinstance(replicate, dist.ProcessGroup):
         return replicate
     if isinstance(replicate, DeviceMesh) and replicate.ndim == 1:
@@ -77,8 +73,7 @@ def group_of_all(
     """
     ranks = sorted(rank for column in columns for rank in column)
     if group is not None:
-        given = group.size() if isinstance(group, dist.ProcessGroup) else resolve(group).size
-        if given != len(ranks):
+        if (given := size_of(group)) != len(ranks):
             raise InputError(
                 f"the model is on {len(ranks)} ranks, group has {given}; give the group of all of"
                 " them, or none"

@@ -146,8 +146,8 @@ class Averager:
             if rates == "measure" and everyone.size == 1:
                 rates = None  # one rank exchanges nothing
             given = "measure" if rates == "measure" else rates is not None
-            settings = (template, scaler is not None, given, frontload, carrier)
-            check_alike(everyone, comm, settings, treatment)
+            settings = (scaler is not None, given, frontload, carrier)
+            check_alike(everyone, comm, template, settings, treatment)
             check_carrier(carrier, comm)
             if rates is not None:
                 everyone.rates = cost.rates_for(everyone, rates)

@@ -15,7 +15,6 @@ from sparcel.errors import InputError, MismatchError
 from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import Scheme
-from sparcel.training.carrier import Carrier
 from sparcel.training.policy import Policy, Treatment
 
 
@@ -79,7 +78,8 @@ def check_device(tensors: Mapping[str, Tensor], comm: Communicator) -> torch.dev
 def check_alike(
     everyone: Communicator,
     comm: Communicator,
-    settings: tuple[Scheme, bool, bool | str, bool, Carrier],
+    scheme: Scheme,
+    settings: tuple[object, ...],
     treatment: Treatment,
 ) -> None:
     """Compare what the ranks average, because ranks that differ would hang or misread each other.
@@ -88,8 +88,8 @@ def check_alike(
     ----------
     everyone, comm
         See `Session`: the shapes of shards are the same on the ranks that average them.
-    settings
-        The scheme; whether there is a scaler, and rates; front-loading and the carrier.
+    scheme, settings
+        The scheme, and whatever else the ranks must be told alike.
 
     Raises
     ------
@@ -102,12 +102,12 @@ def check_alike(
     ]
     shapes = [tensor.shape for tensor in treatment.tensors.values()]
     densities = sorted(treatment.own_densities.items())
-    same = repr((settings, layout, densities, treatment.scope))
+    same = repr((scheme, settings, layout, densities, treatment.scope))
     others = _ranks_with_other(same, everyone) + _ranks_with_other(repr(shapes), comm)
     if any(everyone.run(lambda: everyone.gather_numbers(len(others)))):
         found = f"ranks {others} average" if others else "ranks of another shard average"
         raise MismatchError(
-            f"{found} something else than rank {comm.rank}, which has {settings[0]}"
+            f"{found} something else than rank {comm.rank}, which has {scheme}"
             f" for {len(treatment.tensors)} tensors, {len(treatment.small)} of them small, and"
             f" scope {treatment.scope!r}; give every rank the same scheme, settings, policy,"
             " densities, scope, carrier and tensors, and a scaler and rates to all or to none"
