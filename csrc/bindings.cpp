@@ -52,4 +52,5 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_mesh(module);
     sparcel::bind_linear(module);
     sparcel::bind_coordinates(module);
+    sparcel::bind_delta(module);
 }

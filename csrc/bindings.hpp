@@ -17,5 +17,6 @@ void bind_text(nb::module_& module);
 void bind_mesh(nb::module_& module);
 void bind_linear(nb::module_& module);
 void bind_coordinates(nb::module_& module);
+void bind_delta(nb::module_& module);
 
 }  // namespace sparcel

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "bits.hpp"
+#include "delta.hpp"
 
 namespace sparcel {
 
@@ -125,6 +126,7 @@ struct Kernels {
     Accumulate<double, uint64_t> accumulate64;
     CodePasses codes;
     NarrowPasses narrow;
+    DeltaPasses delta;
 
     template <class Storage>
     const Readers<Storage>& readers() const {

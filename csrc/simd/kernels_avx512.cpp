@@ -1,7 +1,9 @@
 #include "accumulate_pass.hpp"
+#include "delta_pass.hpp"
 #include "narrow_pass.hpp"
 #include "passes.hpp"
 #include "quantize_pass.hpp"
+#include "sixty4_avx512.hpp"
 #include "vectors_avx512.hpp"
 
 namespace sparcel {
@@ -15,6 +17,7 @@ const Kernels avx512_kernels = {
     FloatPasses<Vector64>::accumulate,
     code_passes,
     narrow_passes,
+    delta_passes<Sixty4>,
 };
 
 }  // namespace sparcel

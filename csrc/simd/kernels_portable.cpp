@@ -1,7 +1,9 @@
 #include "accumulate_pass.hpp"
+#include "delta_pass.hpp"
 #include "narrow_pass.hpp"
 #include "passes.hpp"
 #include "quantize_pass.hpp"
+#include "sixty4_portable.hpp"
 #include "vectors_portable.hpp"
 
 namespace sparcel {
@@ -15,6 +17,7 @@ const Kernels portable_kernels = {
     FloatPasses<Vector64>::accumulate,
     code_passes,
     narrow_passes,
+    delta_passes<Sixty4>,
 };
 
 }  // namespace sparcel

@@ -232,3 +232,44 @@ def transpose(
     out_values: NumpyArray,
     threads: int,
 ) -> None: ...
+
+# Changes of weights: see csrc/bind_delta.cpp. A piece has its elements, or None if they are not
+# known, its count, key, first, row and stride.
+
+Piece: TypeAlias = tuple[Tensor | None, int, int, int, int, int]
+CODE_SLACK: int
+MOST_CLASSES: int
+
+def delta_encode(
+    old: Sequence[Piece],
+    now: Sequence[Piece],
+    itemsize: int,
+    floats: bool,
+    fraction: int,
+    most_classes: int,
+    steps: bool,
+) -> tuple[list[int], list[int], bytes, bytes, bytes, int]: ...
+def delta_encode_changes(
+    pieces: Sequence[Piece],
+    places: Tensor,
+    before: Tensor,
+    after: Tensor,
+    floats: bool,
+    fraction: int,
+    steps: bool,
+) -> tuple[list[int], list[int], bytes, bytes, bytes, int]: ...
+def delta_decode(
+    pieces: Sequence[Piece],
+    itemsize: int,
+    floats: bool,
+    fraction: int,
+    steps: bool,
+    limits: Sequence[int],
+    counts: Sequence[int],
+    data: NumpyArray,
+    values_begin: int,
+    bits_begin: int,
+    end: int,
+) -> tuple[Tensor, Tensor, Tensor, int] | None: ...
+def delta_write(pieces: Sequence[Piece], places: Tensor, values: Tensor) -> None: ...
+def delta_sum(pieces: Sequence[Piece], itemsize: int) -> int: ...

@@ -25,6 +25,10 @@ class FormatError(SparcelError, ValueError):
     """A message is truncated or corrupt, or was not written by sparcel."""
 
 
+class VersionError(SparcelError, ValueError):
+    """A delta was made for other weights than those at hand, or does not make what it should."""
+
+
 class CommunicationError(SparcelError, RuntimeError):
     """A peer disconnected, did not answer within the timeout, or reported a failure."""
 

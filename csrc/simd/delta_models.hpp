@@ -1,0 +1,172 @@
+// How the changes of weights are made of symbols: gaps between them, and steps or values.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include "../pack.hpp"
+#include "delta.hpp"
+#include "rans.hpp"
+
+namespace sparcel {
+namespace {
+
+// Codes the numbers of unchanged elements between changed ones. A gap's quotient by a power of two
+// near the mean of the gaps before is a symbol, and its remainder plain bits: gaps of any mean, and
+// of one that changes, take close to their entropy.
+class Gaps {
+  public:
+    uint64_t read(SymbolReader& symbols, BitReader& bits) {
+        const unsigned shift = this->shift();
+        uint64_t gap = symbols.read(models_[shift]);
+        if (gap < kMore) [[likely]] {
+            gap = gap << shift | bits.read(shift);
+        } else {
+            const auto width = unsigned(bits.read(kWidthBits));
+            gap = (kMore << shift) + (uint64_t{1} << width % 32) - 1 + bits.read(width % 32);
+        }
+        follow(gap);
+        return gap;
+    }
+
+    void record(SymbolRecorder& symbols, BitWriter& bits, uint64_t gap) {
+        const unsigned shift = this->shift();
+        const uint64_t quotient = gap >> shift;
+        if (quotient < kMore) {
+            symbols.record(models_[shift], unsigned(quotient));
+            bits.append(gap & ((uint64_t{1} << shift) - 1), shift);
+        } else {
+            symbols.record(models_[shift], kMore);
+            const uint64_t rest = gap - (kMore << shift) + 1;
+            const unsigned width = unsigned(std::bit_width(rest)) - 1;
+            bits.append(width, kWidthBits);
+            bits.append(rest - (uint64_t{1} << width), width);
+        }
+        follow(gap);
+    }
+
+  private:
+    static constexpr unsigned kMostShift = 16, kWidthBits = 5;
+    static constexpr uint64_t kMore = kSymbols - 1;
+
+    unsigned shift() const {
+        const int width = int(std::bit_width(sum_ >> 4)) - 2;
+        return unsigned(std::clamp(width, 0, int(kMostShift)));
+    }
+    // The last gap counts one gap later, so that nobody waits for it to choose a model.
+    void follow(uint64_t gap) {
+        sum_ += last_ - (sum_ >> 4);
+        last_ = gap;
+    }
+
+    uint64_t sum_ = 0;  // sixteen times the mean of the gaps before the last, about
+    uint64_t last_ = 0;
+    Model models_[kMostShift + 1];
+};
+
+// Codes steps other than 0: magnitudes up to 3 are symbols, larger ones have a symbol for each
+// number of bits.
+template <class Word>
+class Steps {
+  public:
+    Word read(SymbolReader& symbols, BitReader& bits) {
+        unsigned width = symbols.read(model_);
+        uint64_t magnitude = width + 1;
+        if (width >= kWide) [[unlikely]] {
+            if (width == kSymbols - 1) width += unsigned(bits.read(kWidthBits));
+            magnitude = high_bit(width - 1) | wide(bits, width - 1);
+        }
+        return Word(bits.read(1) ? -magnitude : magnitude);
+    }
+
+    void record(SymbolRecorder& symbols, BitWriter& bits, Word step) {
+        const bool down = step >> (8 * sizeof(Word) - 1);
+        const uint64_t magnitude = down ? Word(-step) : step;
+        if (magnitude <= kWide) {
+            symbols.record(model_, unsigned(magnitude) - 1);
+        } else {
+            const unsigned width = unsigned(std::bit_width(magnitude));
+            symbols.record(model_, std::min(width, kSymbols - 1));
+            if (width >= kSymbols - 1) bits.append(width - (kSymbols - 1), kWidthBits);
+            const uint64_t low = magnitude - high_bit(width - 1);
+            bits.append(low & 0xffffffff, std::min(width - 1, 32u));
+            if (width > 33) bits.append(low >> 32, width - 33);
+        }
+        bits.append(down, 1);
+    }
+
+  private:
+    static constexpr unsigned kWide = 3, kWidthBits = 6;
+
+    static uint64_t high_bit(unsigned bit) { return uint64_t{1} << bit % 64; }
+    static uint64_t wide(BitReader& bits, unsigned width) {
+        const uint64_t low = bits.read(std::min(width, 32u));
+        return width <= 32 ? low : low | bits.read(std::min(width - 32, 32u)) << 32;
+    }
+
+    Model model_;
+};
+
+// Codes new values: the first eight bits, a sign and an exponent or most of it, as two symbols, and
+// the rest as they are.
+template <class Word>
+class Values {
+  public:
+    Word read(SymbolReader& symbols, BitReader& bits) {
+        const unsigned high = symbols.read(high_);
+        const unsigned low = symbols.read(low_[high]);
+        return Word(uint64_t(high << 4 | low) << kPlain | bits.read(kPlain));
+    }
+
+    void record(SymbolRecorder& symbols, BitWriter& bits, Word value) {
+        const unsigned high = unsigned(value >> (kPlain + 4)), low = value >> kPlain & 0xf;
+        symbols.record(high_, high);
+        symbols.record(low_[high], low);
+        bits.append(value & ((uint64_t{1} << kPlain) - 1), kPlain);
+    }
+
+  private:
+    static constexpr unsigned kPlain = 8 * sizeof(Word) - 8;
+
+    Model high_;
+    Model low_[kSymbols];
+};
+
+// The bits of floats in an order that is that of their values, and back: neighbours differ by one
+// unit in the last place, and so do −0 and 0. Signs are as good as random, so nothing branches.
+template <class Word>
+Word ordered(Word bits, bool floats) {
+    using Signed = std::make_signed_t<Word>;
+    constexpr unsigned kSign = 8 * sizeof(Word) - 1;
+    const Word negative = Word(Signed(bits) >> kSign);  // all ones, or 0
+    return floats ? Word(bits ^ (negative | Word(Word(1) << kSign))) : bits;
+}
+template <class Word>
+Word unordered(Word order, bool floats) {
+    using Signed = std::make_signed_t<Word>;
+    constexpr unsigned kSign = 8 * sizeof(Word) - 1;
+    const Word positive = Word(Signed(order) >> kSign);
+    return floats ? Word(order ^ (Word(~positive) | Word(Word(1) << kSign))) : order;
+}
+template <class Word>
+Word step_between(Word before, Word after, bool floats) {
+    return Word(ordered(after, floats) - ordered(before, floats));
+}
+template <class Word>
+Word stepped(Word before, Word step, bool floats) {
+    return unordered(Word(ordered(before, floats) + step), floats);
+}
+
+// What an element adds to the sum of a tensor, by SplitMix64's finaliser (Steele, Lea and Flood
+// 2014). Sums of such numbers tell versions apart, whatever the order of their terms.
+inline uint64_t hashed(uint64_t key, uint64_t number, uint64_t bits) {
+    uint64_t x = key + number * 0x9e3779b97f4a7c15 + bits * 0xd1342543de82ef95;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+}
+
+}  // namespace
+}  // namespace sparcel

@@ -1,0 +1,232 @@
+"""The layout of a chunk, which is documented in ``docs/deltas.md``.
+
+A chunk begins with 16 bytes: the magic ``SPD1``, the length of the header, the CRC-32 of all that
+follows these, and a zero. Then come the header, JSON compressed by zlib, and the streams that it
+names. 32 zeros end it, so that a decoder may read past a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparcel import _cpu
+from sparcel.delta.bits import Layout, layout_named
+from sparcel.delta.parts import Piece
+from sparcel.errors import FormatError
+
+_START = struct.Struct("<4sIII")
+_MAGIC = b"SPD1"
+_MOST_HEADER = 64 << 20
+CODES = ("steps", "values", "dense", "removed")
+"""What a chunk may hold of each changed element: a step in units in the last place, the new value,
+the new values of all elements, or nothing, because the tensor is gone."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of the weights: its number, and the sum of its elements, which tells it apart."""
+
+    number: int
+    sum: int
+
+    def __str__(self) -> str:
+        return f"{self.number} ({self.sum:016x})"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a chunk says.
+
+    Attributes
+    ----------
+    base
+        The version that it applies to.
+    target
+        The number of the version that all chunks of a version make of it.
+    shard, shards
+        Which process encoded it, of how many that encode a version together.
+    part, last
+        Its number among the chunks of that process, and whether no other follows.
+    code
+        One of `CODES`.
+    layout
+        Of its tensors' dtype.
+    pieces
+        What its elements are of.
+    new
+        Whether the tensors do not exist in the base.
+    limits, changes
+        Of the classes of exponents, from the largest: the least exponent of all but the last, and
+        how many elements change in each. Without limits, places do not depend on the base.
+    sum
+        What the changes add to the sum of the version.
+    streams
+        The coded places, the coded values, and the plain bits of both; or all elements.
+    lengths
+        Of the first two streams, in bytes.
+    """
+
+    base: Version
+    target: int
+    code: str
+    layout: Layout
+    pieces: tuple[Piece, ...]
+    sum: int
+    shard: int = 0
+    shards: int = 1
+    part: int = 0
+    last: bool = False
+    new: bool = False
+    limits: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
+    lengths: tuple[int, int] = (0, 0)
+    streams: bytes | memoryview = field(default=b"", repr=False)
+
+    @property
+    def changed(self) -> int:
+        """The number of elements that change."""
+        return self.elements if self.code == "dense" else sum(self.changes)
+
+    @property
+    def elements(self) -> int:
+        """The number of elements, changed or not."""
+        return sum(piece.count for piece in self.pieces)
+
+    def to_bytes(self) -> bytes:
+        """Write the chunk."""
+        header = {
+            "base": [self.base.number, f"{self.base.sum:016x}"],
+            "target": self.target,
+            "shard": [self.shard, self.shards],
+            "part": self.part,
+            "last": self.last,
+            "code": self.code,
+            "dtype": self.layout.name,
+            "pieces": [_described(piece) for piece in self.pieces],
+            "sum": f"{self.sum:016x}",
+            "new": self.new,
+            "limits": self.limits,
+            "changes": self.changes,
+            "streams": [*self.lengths, len(self.streams) - sum(self.lengths)],
+        }
+        packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9)
+        body = b"".join([packed, self.streams, bytes(_cpu.CODE_SLACK)])
+        return _START.pack(_MAGIC, len(packed), zlib.crc32(body), 0) + body
+
+
+def read_chunk(data: bytes | memoryview) -> Chunk:
+    """Read a chunk, whose streams stay where they are.
+
+    Raises
+    ------
+    FormatError
+        If the bytes are not those of a whole chunk. What its streams say is not checked.
+    """
+    view = memoryview(data)
+    if len(view) < _START.size:
+        raise FormatError(f"a chunk has at least {_START.size} bytes, got {len(view)}")
+    magic, length, crc, _ = _START.unpack_from(view)
+    if magic != _MAGIC:
+        raise FormatError(f"a chunk begins with {_MAGIC!r}, got {bytes(magic)!r}")
+    body = view[_START.size :]
+    if zlib.crc32(body) != crc:
+        raise FormatError("a chunk is torn or corrupt: its checksum does not match")
+    try:
+        return _parsed(_header(body[:length]), body[length:])
+    except (KeyError, TypeError, ValueError, OverflowError, zlib.error, RecursionError) as error:
+        raise FormatError(f"a chunk's header is wrong: {error!r}") from error
+
+
+def _header(packed: memoryview) -> dict[str, Any]:
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(packed, _MOST_HEADER)
+    if not unpacker.eof:
+        raise ValueError(f"it is torn, or longer than {_MOST_HEADER} bytes")
+    header = json.loads(text)
+    if not isinstance(header, dict):
+        raise TypeError(type(header).__name__)
+    return header
+
+
+def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
+    layout = layout_named(header["dtype"])
+    number, text = header["base"]
+    if layout is None:
+        raise ValueError(f"unknown dtype {header['dtype']!r}")
+    if header["code"] not in CODES:
+        raise ValueError(f"unknown code {header['code']!r}")
+    places, values, others = (_whole(length) for length in header["streams"])
+    streams = places + values + others
+    if len(rest) != streams + _cpu.CODE_SLACK:
+        raise ValueError(f"{len(rest)} bytes follow it instead of {streams + _cpu.CODE_SLACK}")
+    limits = tuple(_whole(limit, 256) for limit in header["limits"])
+    changes = tuple(_whole(count) for count in header["changes"])
+    pieces = tuple(_read(piece, layout) for piece in header["pieces"])
+    chunk = Chunk(
+        base=Version(_whole(number), int(text, 16)),
+        target=_whole(header["target"]),
+        shard=_whole(header["shard"][0]),
+        shards=_whole(header["shard"][1]),
+        part=_whole(header["part"]),
+        last=bool(header["last"]),
+        code=header["code"],
+        layout=layout,
+        pieces=pieces,
+        sum=int(header["sum"], 16),
+        new=bool(header["new"]),
+        limits=limits,
+        changes=changes,
+        lengths=(places, values),
+        streams=rest,
+    )
+    _check(chunk, streams)
+    return chunk
+
+
+def _check(chunk: Chunk, streams: int) -> None:
+    if chunk.elements > 1 << 31:
+        raise ValueError(f"{chunk.elements} elements in a chunk")
+    if chunk.code in ("steps", "values"):
+        if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
+            raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")
+        if list(chunk.limits) != sorted(set(chunk.limits), reverse=True):
+            raise ValueError(f"limits {chunk.limits} do not fall")
+        if chunk.changed > chunk.elements:
+            raise ValueError(f"{chunk.changed} changes of {chunk.elements} elements")
+    elif chunk.code == "dense" and streams != chunk.elements * chunk.layout.itemsize:
+        raise ValueError(f"{streams} bytes for {chunk.elements} elements")
+
+
+def _whole(number: object, limit: int = 1 << 63) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
+        raise ValueError(f"{number!r} is no whole number below {limit}")
+    return number
+
+
+def _described(piece: Piece) -> list[object]:
+    whole = (piece.first, piece.count) == (0, piece.size)
+    there = [] if whole else [piece.first, piece.row, piece.stride, piece.count]
+    return [piece.name, list(piece.shape), *there]
+
+
+def _read(described: Sequence[Any], layout: Layout) -> Piece:
+    name, lengths, *there = described
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no name")
+    shape = tuple(_whole(length) for length in lengths)
+    piece = Piece(name, layout.dtype, shape, 0, 1, 1, 0)
+    size = piece.size
+    first, row, stride, count = (
+        [_whole(number) for number in there] if there else (0, max(size, 1), max(size, 1), size)
+    )
+    if not (row >= 1 and stride >= 1 and (count <= row or stride >= row)):
+        raise ValueError(f"rows of {row} elements every {stride}")
+    last = first + max(count - 1, 0) // row * stride + max(count - 1, 0) % row
+    if count and last >= size:
+        raise ValueError(f"element {last} of {size} in {name}")
+    return Piece(name, layout.dtype, shape, first, row, stride, count)

@@ -1,0 +1,221 @@
+"""Weights in, chunks out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparcel import _cpu
+from sparcel.delta.bits import Layout, bits_of, layout_of
+from sparcel.delta.chunk import Chunk, Version
+from sparcel.delta.parts import CHUNK_BYTES, Part, Piece, owners, parts_of, untied
+from sparcel.errors import known
+
+T = TypeVar("T")
+
+CODES = {"exponents": (_cpu.MOST_CLASSES, True), "steps": (1, True), "values": (1, False)}
+"""How many classes of exponents a code has, and whether it holds steps or new values."""
+
+Given: TypeAlias = tuple[Tensor | None, int, int, int, int, int]
+"""A piece as the compiled kernels take it."""
+
+
+def encode(
+    tensors: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    *,
+    code: str = "exponents",
+    since: Version | None = None,
+    target: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> Iterator[bytes]:
+    """Yield the chunks that make ``tensors`` of ``base``.
+
+    Tensors are compared bit by bit: NaN payloads and −0 count. Those that appear, vanish, or change
+    their dtype or shape are allowed. Tensors may be on any device, contiguous or not, and DTensors,
+    of which each rank encodes its shard. Tied tensors are encoded once. Chunks are made by as many
+    threads as torch uses; a chunk waits for the one before it to be taken, so memory is bounded.
+
+    Parameters
+    ----------
+    tensors
+        The new weights by name, of any dtype of one, two, four or eight bytes.
+    base
+        The old ones.
+    code
+        ``exponents``: steps in units in the last place, and places given the exponents of the old
+        weights, which are the shortest. ``steps``: the same, but places do not depend on the base.
+        ``values``: new values, for receivers that do not know the base. Where it is shorter, all
+        elements are sent.
+    since
+        The version that ``base`` is; by default number 0, whose sum nobody checks.
+    target
+        The number of the new version; by default the one after ``since``.
+    shard
+        Where several processes encode a version together: the number of this one, and how many
+        there are.
+
+    Yields
+    ------
+    bytes
+        A chunk, of at most 4 MiB of weights. There is at least one, even if nothing changes.
+    """
+    known(code, CODES, "code")
+    since = since or Version(0, 0)
+    target = since.number + 1 if target is None else target
+    made = in_threads(_jobs(parts_of(tensors), parts_of(base), code))
+    told = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
+    waiting, number = told, 0
+    for chunk in made:
+        if chunk is None:
+            continue
+        if number:
+            yield waiting.to_bytes()
+        waiting = replace(
+            chunk, base=since, target=target, shard=shard[0], shards=shard[1], part=number
+        )
+        number += 1
+    yield replace(waiting, last=True).to_bytes()
+
+
+def _jobs(
+    now: Mapping[str, Part], old: Mapping[str, Part], code: str
+) -> Iterator[Callable[[], Chunk | None]]:
+    """Yield what makes each chunk: tensors of one dtype side by side until a chunk is full."""
+    kept = [name for name, part in now.items() if name in old and part.piece == old[name].piece]
+    for name, part in old.items():
+        if name not in kept:
+            yield partial(_removed, part)
+    waiting: list[_Pair] = []
+    first, before = owners(now), owners(old)
+    for name in kept:
+        if name != first[name] and before.get(first[name]) == before[name]:
+            continue  # it is tied to a tensor that was there, in both versions
+        part = now[name]
+        for begin, piece in part.pieces():
+            pair = _Pair(piece, part, old[name], begin)
+            if waiting and not _fits(waiting, pair):
+                yield partial(_changed, tuple(waiting), code)
+                waiting.clear()
+            waiting.append(pair)
+    if waiting:
+        yield partial(_changed, tuple(waiting), code)
+    for name, part in now.items():
+        if name not in kept:
+            for begin, piece in part.pieces() if part.piece.count else [(0, part.piece)]:
+                yield partial(_new, part, begin, piece)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    piece: Piece
+    now: Part
+    old: Part
+    begin: int
+
+    def given(self) -> tuple[Given, Given]:
+        end = self.begin + self.piece.count
+        return (
+            given(self.piece, self.old.elements(self.begin, end)),
+            given(self.piece, self.now.elements(self.begin, end)),
+        )
+
+
+def given(piece: Piece, elements: Tensor | None) -> Given:
+    """Return a piece as the compiled kernels take it, with its elements on the host, if known."""
+    there = None if elements is None else bits_of(elements.cpu())
+    return (there, piece.count, piece.key, piece.first, piece.row, piece.stride)
+
+
+def _fits(waiting: list[_Pair], pair: _Pair) -> bool:
+    elements = sum(other.piece.count for other in waiting) + pair.piece.count
+    dtype = pair.piece.dtype
+    return waiting[0].piece.dtype == dtype and elements * dtype.itemsize <= CHUNK_BYTES
+
+
+def _changed(pairs: tuple[_Pair, ...], code: str) -> Chunk | None:
+    layout = layout_of(pairs[0].piece.dtype)
+    classes, steps = CODES[code]
+    both = [pair.given() for pair in pairs]
+    old, now = [one for one, _ in both], [other for _, other in both]
+    limits, changes, places, values, bits, total = _cpu.delta_encode(
+        old, now, layout.itemsize, layout.floats, layout.fraction, classes, steps
+    )
+    if not any(changes):
+        return None
+    pieces = tuple(pair.piece for pair in pairs)
+    streams = places + values + bits
+    if len(streams) >= sum(piece.count for piece in pieces) * layout.itemsize:
+        return _dense(layout, pieces, now, total, new=False)
+    return Chunk(
+        base=_LATER,
+        target=0,
+        code="steps" if steps else "values",
+        layout=layout,
+        pieces=pieces,
+        sum=total,
+        limits=tuple(limits),
+        changes=tuple(changes),
+        lengths=(len(places), len(values)),
+        streams=streams,
+    )
+
+
+_LATER = Version(0, 0)
+"""Stands for the version, which `encode` adds."""
+
+
+def _dense(
+    layout: Layout, pieces: tuple[Piece, ...], now: list[Given], total: int, new: bool
+) -> Chunk:
+    whole = b"".join(
+        one[0].view(torch.uint8).numpy().tobytes() for one in now if one[0] is not None
+    )
+    return Chunk(_LATER, 0, "dense", layout, pieces, total, new=new, streams=whole)
+
+
+def _new(part: Part, begin: int, piece: Piece) -> Chunk:
+    layout = layout_of(piece.dtype)
+    there = given(piece, part.elements(begin, begin + piece.count))
+    return _dense(layout, (piece,), [there], _cpu.delta_sum([there], layout.itemsize), new=True)
+
+
+def _removed(part: Part) -> Chunk:
+    layout = layout_of(part.piece.dtype)
+    total = -sum_of(part) % (1 << 64)
+    return Chunk(_LATER, 0, "removed", layout, (part.piece,), total)
+
+
+def sum_of(part: Part) -> int:
+    """Return the sum (64 bits) of what a part's elements add to that of their version."""
+    total = 0
+    for begin, piece in part.pieces():
+        there = given(piece, part.elements(begin, begin + piece.count))
+        total += _cpu.delta_sum([there], piece.dtype.itemsize)
+    return total % (1 << 64)
+
+
+def version_of(tensors: Mapping[str, Tensor], number: int = 0) -> Version:
+    """Return the version that tensors are; of DTensors, the sum counts this rank's shards."""
+    jobs = [partial(sum_of, part) for part in untied(parts_of(tensors)).values()]
+    return Version(number, sum(in_threads(iter(jobs))) % (1 << 64))
+
+
+def in_threads(jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
+    """Run jobs in as many threads as torch uses, and yield their results in order."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[T]] = deque()
+        for job in jobs:
+            waiting.append(pool.submit(job))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

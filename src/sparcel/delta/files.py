@@ -1,0 +1,164 @@
+"""Versions as safetensors files: anchors, which are whole models, and deltas, which hold chunks.
+
+The layout of safetensors is a length of eight bytes, a JSON header, and the tensors' bytes. Its
+library takes all tensors at once, so files are written here; they are read in place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparcel.delta.bits import layout_of
+from sparcel.delta.chunk import Version
+from sparcel.delta.parts import owners, parts_of, untied
+from sparcel.errors import FormatError, InputError
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_MOST_HEADER = 100_000_000
+_CHUNK = "chunk."
+
+
+def delta_file(chunks: list[bytes], base: Version, version: Version) -> Iterator[bytes]:
+    """Yield the parts of a file with the chunks of a delta."""
+    names = {f"{_CHUNK}{i}": ("U8", [len(chunk)], len(chunk)) for i, chunk in enumerate(chunks)}
+    yield _header(names, {"kind": "delta", **_told("base", base), **_told("version", version)})
+    yield from chunks
+
+
+def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a file with whole tensors; tied ones are written once."""
+    every = parts_of(tensors)
+    parts = untied(every)
+    described = {}
+    for name, part in parts.items():
+        piece = part.piece
+        if piece.dtype not in _NAMES:
+            raise InputError(f"safetensors has no name for {piece.dtype}, the dtype of {name}")
+        described[name] = (_NAMES[piece.dtype], piece.shape, piece.count * piece.dtype.itemsize)
+    ties = json.dumps({name: first for name, first in owners(every).items() if name != first})
+    yield _header(described, {"kind": "anchor", "ties": ties, **_told("version", version)})
+    for part in parts.values():
+        for begin, piece in part.pieces():
+            elements = part.elements(begin, begin + piece.count).cpu()
+            yield elements.view(torch.uint8).numpy().data
+
+
+class File:
+    """A safetensors file, read in place.
+
+    Raises
+    ------
+    FormatError
+        If it is torn, or no safetensors file.
+    """
+
+    def __init__(self, data: bytes | memoryview, name: str) -> None:
+        self._data = memoryview(data)
+        self._name = name
+        self._begin, self._tensors = self._read_header()
+        metadata = self._tensors.pop("__metadata__", {})
+        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
+        end = max((one["data_offsets"][1] for one in self._tensors.values()), default=0)
+        if self._begin + end != len(self._data):
+            raise FormatError(
+                f"{name} is torn: it has {len(self._data)} bytes instead of {self._begin + end}"
+            )
+
+    def chunks(self) -> list[memoryview]:
+        """Return the chunks of a delta, in order."""
+        names = [f"{_CHUNK}{i}" for i in range(len(self._tensors))]
+        if set(names) != set(self._tensors):
+            raise FormatError(f"{self._name} is no delta: it holds {sorted(self._tensors)[:3]}")
+        return [self._bytes(name) for name in names]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of an anchor, in the memory of the file; tied ones are one tensor."""
+        tensors = {name: self._tensor(name) for name in self._tensors}
+        try:
+            ties = json.loads(self.metadata.get("ties", "{}"))
+            tensors |= {alias: tensors[name] for alias, name in ties.items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise FormatError(f"{self._name} has wrong ties: {error!r}") from error
+        return tensors
+
+    def version(self, which: str = "version") -> Version:
+        """Return the version that the file makes, or its ``base``."""
+        try:
+            number, total = self.metadata[which], self.metadata[f"{which}_sum"]
+            return Version(int(number), int(total, 16))
+        except (KeyError, ValueError, TypeError) as error:
+            raise FormatError(f"{self._name} does not tell its {which}") from error
+
+    def _read_header(self) -> tuple[int, dict[str, Any]]:
+        length = int.from_bytes(self._data[:8], "little")
+        if len(self._data) < 8 or length > min(_MOST_HEADER, len(self._data) - 8):
+            raise FormatError(f"{self._name} is torn, or no safetensors file")
+        try:
+            header = json.loads(bytes(self._data[8 : 8 + length]))
+            for name, one in header.items():
+                if name != "__metadata__":
+                    _check(one)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise FormatError(f"{self._name} has a wrong header: {error!r}") from error
+        return 8 + length, header
+
+    def _bytes(self, name: str) -> memoryview:
+        begin, end = self._tensors[name]["data_offsets"]
+        return self._data[self._begin + begin : self._begin + end]
+
+    def _tensor(self, name: str) -> Tensor:
+        told = self._tensors[name]
+        dtype, shape = _DTYPES[told["dtype"]], told["shape"]
+        data = self._bytes(name)
+        if not len(data):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _check(told: dict[str, Any]) -> None:
+    begin, end = told["data_offsets"]
+    size = math.prod(told["shape"]) * layout_of(_DTYPES[told["dtype"]]).itemsize
+    if not (0 <= begin <= end and end - begin == size):
+        raise ValueError(f"{size} bytes at {begin} to {end}")
+
+
+def _told(what: str, version: Version) -> dict[str, str]:
+    return {what: str(version.number), f"{what}_sum": f"{version.sum:016x}"}
+
+
+def _header(
+    tensors: Mapping[str, tuple[str, Iterable[int], int]], metadata: Mapping[str, str]
+) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    begin = 0
+    for name, (dtype, shape, size) in tensors.items():
+        offsets = [begin, begin + size]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        begin += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

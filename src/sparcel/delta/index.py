@@ -1,0 +1,196 @@
+"""The list of versions in a store, and the ways from one to another.
+
+A version exists once the index lists its files, which are written before. So the index is what a
+publisher commits with, and all that a subscriber needs to know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sparcel.delta.chunk import Version
+from sparcel.delta.stores import Store
+from sparcel.errors import FormatError, VersionError
+
+INDEX = "index.json"
+_FORMAT = "sparcel-delta-1"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An anchor, which is a whole model, or a delta from the version ``base``.
+
+    Attributes
+    ----------
+    names
+        Its files; several processes write one each.
+    bytes
+        Length of the files together.
+    elements, changed
+        Of the model, and of it those that differ from the base.
+    time
+        When it was published, in seconds since 1970.
+    """
+
+    kind: str
+    base: Version | None
+    version: Version
+    names: tuple[str, ...]
+    bytes: int
+    elements: int
+    changed: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Index:
+    """All versions that a store has: the entries in the order in which they were published.
+
+    Attributes
+    ----------
+    entries
+        Anchors and deltas.
+    writer
+        Tells the publisher that wrote it.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    writer: str = ""
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest version, or None if there is none."""
+        versions = [entry.version for entry in self.entries]
+        return max(versions, key=lambda version: version.number, default=None)
+
+    def with_entries(self, *entries: Entry) -> Index:
+        """Return the index with more entries."""
+        return replace(self, entries=(*self.entries, *entries))
+
+    def pruned(self, lag: int) -> Index:
+        """Return the index without what nobody needs who is at most ``lag`` versions behind.
+
+        All is kept from the last anchor on that was there when the newest version but ``lag`` was.
+        So whoever has one of the last versions finds every delta since, and whoever began to read
+        an anchor when it was the newest one has ``lag`` versions' time for it.
+        """
+        numbers = sorted({entry.version.number for entry in self.entries})
+        oldest = numbers[max(len(numbers) - 1 - lag, 0)] if numbers else 0
+        anchors = [e.version.number for e in self.entries if e.kind == "anchor"]
+        first = max((number for number in anchors if number <= oldest), default=0)
+        kept = tuple(
+            entry
+            for entry in self.entries
+            if (entry.base or entry.version).number >= first and entry.version.number >= first
+        )
+        return replace(self, entries=kept)
+
+    def way(
+        self, since: Version | None, to: int | None = None, without: Collection[str] = ()
+    ) -> list[Entry]:
+        """Return the entries that lead to a version, with the fewest bytes.
+
+        Parameters
+        ----------
+        since
+            The version to start from, or None. Anchors need none.
+        to
+            The number of the version wanted; by default the newest.
+        without
+            Files that must not be used.
+
+        Raises
+        ------
+        VersionError
+            If no way leads there.
+        """
+        wanted = self.newest if to is None else self._numbered(to)
+        if wanted is None or wanted == since:
+            return []
+        best: dict[Version | None, tuple[int, list[Entry]]] = {None: (0, []), since: (0, [])}
+        usable = [entry for entry in self.entries if not set(entry.names) & set(without)]
+        for entry in sorted(usable, key=lambda e: (e.version.number, (e.base or e.version).number)):
+            start = best.get(entry.base)
+            if start is None:
+                continue
+            cost = start[0] + entry.bytes
+            if entry.version not in best or cost < best[entry.version][0]:
+                best[entry.version] = (cost, [*start[1], entry])
+        if wanted not in best:
+            raise VersionError(self._no_way(since, wanted, without))
+        return best[wanted][1]
+
+    def _numbered(self, number: int) -> Version:
+        for entry in self.entries:
+            if entry.version.number == number:
+                return entry.version
+        numbers = sorted({entry.version.number for entry in self.entries})
+        there = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+        raise VersionError(f"there is no version {number}; the store has {there}")
+
+    def _no_way(self, since: Version | None, wanted: Version, without: Collection[str]) -> str:
+        start = "nothing" if since is None else f"version {since}"
+        anchors = [entry.version.number for entry in self.entries if entry.kind == "anchor"]
+        torn = f"; {', '.join(sorted(without))} cannot be read" if without else ""
+        return (
+            f"no files lead from {start} to version {wanted}: there are whole models of versions"
+            f" {anchors}{torn}; wait for the next one"
+        )
+
+
+def read_index(store: Store) -> Index:
+    """Return the index of a store; it is empty if nothing was published.
+
+    Raises
+    ------
+    FormatError
+        If it cannot be read.
+    """
+    try:
+        text = bytes(store.read(INDEX))
+    except FileNotFoundError:
+        return Index()
+    try:
+        told = json.loads(text)
+        if told["format"] != _FORMAT:
+            raise ValueError(f"format {told['format']!r} instead of {_FORMAT!r}")
+        return Index(tuple(_entry(one) for one in told["entries"]), str(told["writer"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"the index of {store} is wrong: {error!r}") from error
+
+
+def write_index(store: Store, index: Index) -> None:
+    """Replace the index of a store, which commits what it lists."""
+    entries = [_told(entry) for entry in index.entries]
+    told = {"format": _FORMAT, "writer": index.writer, "entries": entries}
+    store.write(INDEX, [json.dumps(told, indent=1).encode()])
+
+
+def _told(entry: Entry) -> dict[str, Any]:
+    told = asdict(entry)
+    for which in ("base", "version"):
+        version = getattr(entry, which)
+        told[which] = version and [version.number, f"{version.sum:016x}"]
+    return told
+
+
+def _entry(told: dict[str, Any]) -> Entry:
+    def version(which: str) -> Version | None:
+        return told[which] and Version(int(told[which][0]), int(told[which][1], 16))
+
+    made = version("version")
+    if made is None or told["kind"] not in ("anchor", "delta"):
+        raise ValueError(f"an entry of kind {told['kind']!r}")
+    return Entry(
+        told["kind"],
+        version("base"),
+        made,
+        tuple(str(name) for name in told["names"]),
+        int(told["bytes"]),
+        int(told["elements"]),
+        int(told["changed"]),
+        float(told["time"]),
+    )

@@ -1,0 +1,228 @@
+"""Parts of tensors, and the pieces that chunks are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sparcel.delta.bits import bits_of, key_of, layout_of
+from sparcel.errors import InputError
+
+CHUNK_BYTES = 4 << 20
+"""Most bytes of weights in a chunk: a chunk learns its models anew, and waits in memory."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of the tensor ``name`` of a dtype and shape: ``count`` of them in rows.
+
+    Element i of a piece has the number ``first + i // row * stride + i % row`` in the whole tensor,
+    read row by row. So a piece may be any range of a tensor, or of a shard that is cut along one
+    dimension.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    row: int
+    stride: int
+    count: int
+
+    @property
+    def key(self) -> int:
+        """What tells the tensor's elements from those of other tensors."""
+        return key_of(self.name, self.dtype, self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def ranges(self) -> bool:
+        """Whether its numbers have no gaps."""
+        return self.row == self.stride or self.count <= self.row
+
+    def numbers(self, places: Tensor) -> Tensor:
+        """Return the numbers in the whole tensor (int64) of elements of this piece."""
+        places = places.long()
+        if self.ranges:
+            return places + self.first
+        return self.first + places // self.row * self.stride + places % self.row
+
+    def cut(self, begin: int, end: int) -> Piece:
+        """Return elements from ``begin`` to ``end``: whole rows, or a part of one, or a range."""
+        if self.ranges:
+            return replace(self, first=self.first + begin, count=end - begin)
+        first = self.first + begin // self.row * self.stride
+        if begin % self.row or (end % self.row and end != self.count):
+            return replace(self, first=first + begin % self.row, row=end - begin, count=end - begin)
+        return replace(self, first=first, count=end - begin)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process holds of a tensor: all of it, or a shard."""
+
+    piece: Piece
+    local: Tensor
+
+    def elements(self, begin: int, end: int) -> Tensor:
+        """Return elements as a contiguous vector; it shares memory with the part if it can."""
+        local = self.local.detach()
+        if local.is_contiguous():
+            return local.view(-1)[begin:end]
+        each = max(local[0].numel(), 1)
+        first = begin // each
+        rows = local[first : -(-end // each)].reshape(-1)
+        return rows[begin - first * each : end - first * each]
+
+    def begin_of(self, piece: Piece) -> int | None:
+        """Return where a piece begins, if its elements follow one another here."""
+        mine, before = self.piece, piece.first - self.piece.first
+        if mine.ranges:
+            there = piece.ranges and 0 <= before <= mine.count - piece.count
+            return before if there else None
+        begin = before // mine.stride * mine.row + before % mine.stride
+        in_rows = (piece.row, piece.stride) == (mine.row, mine.stride) and begin % mine.row == 0
+        in_one = piece.ranges and begin % mine.row + piece.count <= mine.row
+        there = before >= 0 and before % mine.stride < mine.row
+        there = there and (in_rows or in_one) and begin + piece.count <= mine.count
+        return begin if there else None
+
+    def gathered(self, piece: Piece) -> Tensor:
+        """Return a piece's elements; they share memory with the part if `begin_of` tells where.
+
+        Raises
+        ------
+        InputError
+            If the part lacks some of them.
+        """
+        begin = self.begin_of(piece)
+        if begin is not None:
+            return self.elements(begin, begin + piece.count)
+        numbers = piece.numbers(torch.arange(piece.count, device=self.local.device))
+        here, places = self.here(numbers)
+        if not bool(here.all()):
+            raise InputError(
+                f"{piece.name} is cut otherwise here than where it was encoded; keep whole tensors"
+                " in a Subscriber, and assign_ what changes in them"
+            )
+        return self.local.reshape(-1)[places]
+
+    def here(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Tell which elements of the whole tensor are here, and at which places these are."""
+        mine, before = self.piece, numbers - self.piece.first
+        places = before // mine.stride * mine.row + before % mine.stride
+        here = (before >= 0) & (before % mine.stride < mine.row) & (places < mine.count)
+        return here, places[here]
+
+    def put(self, places: Tensor, bits: Tensor) -> None:
+        """Write bits to the elements at these places."""
+        places, bits = places.to(self.local.device), bits.to(self.local.device)
+        if self.local.is_contiguous():
+            bits_of(self.local).view(-1)[places] = bits
+        else:
+            self.local[torch.unravel_index(places, self.local.shape)] = bits.view(self.local.dtype)
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """Cut the part into pieces of at most `CHUNK_BYTES`; yield where each begins."""
+        most = CHUNK_BYTES // self.piece.dtype.itemsize
+        if not self.piece.ranges:
+            most = most // self.piece.row * self.piece.row or most
+        begin = 0
+        while begin < self.piece.count:
+            end = min(begin + most, self.piece.count)
+            if not self.piece.ranges and most < self.piece.row:
+                end = min(end, (begin // self.piece.row + 1) * self.piece.row)
+            yield begin, self.piece.cut(begin, end)
+            begin = end
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Return the part of each tensor that this process holds.
+
+    Raises
+    ------
+    InputError
+        If a DTensor is cut along several dimensions, so that its rows have no common distance, or
+        if a dtype has no bits that a delta can count.
+    """
+    parts: dict[str, Part] = {}
+    for name, tensor in tensors.items():
+        layout_of(tensor.dtype)
+        if isinstance(tensor, DTensor):
+            parts[name] = Part(_sharded(name, tensor), tensor.to_local().detach())
+        else:
+            parts[name] = Part(_whole(name, tensor), tensor.detach())
+    return parts
+
+
+def owners(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return the name of the first part with the same memory: of tied tensors, the first."""
+    first: dict[tuple[object, ...], str] = {}
+    names = {}
+    for name, part in parts.items():
+        local = part.local
+        where = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device)
+        names[name] = first.setdefault(where, name) if local.data_ptr() else name
+    return names
+
+
+def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Return the parts without those that are tied to one before."""
+    return {name: parts[name] for name, owner in owners(parts).items() if name == owner}
+
+
+def _whole(name: str, tensor: Tensor) -> Piece:
+    shape, size = tuple(tensor.shape), tensor.numel()
+    return Piece(name, tensor.dtype, shape, 0, max(size, 1), max(size, 1), size)
+
+
+def _sharded(name: str, tensor: DTensor) -> Piece:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    held, starts = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return piece_of_slice(name, tensor.dtype, tuple(tensor.shape), tuple(starts), tuple(held))
+
+
+def piece_of_slice(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    starts: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> Piece:
+    """Return a slice of a tensor as a piece: from ``starts``, ``lengths`` along each dimension.
+
+    Raises
+    ------
+    InputError
+        If the slice's rows have no common distance.
+    """
+    count = math.prod(lengths)
+    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = sum(start * size for start, size in zip(starts, inner, strict=True))
+    cut = [d for d, (part, all_) in enumerate(zip(lengths, shape, strict=True)) if part < all_]
+    last = cut[-1] if cut else 0
+    outer = [d for d in range(last) if lengths[d] > 1]
+    if not count or not cut or not outer:
+        row = max(count, 1)
+        return Piece(name, dtype, shape, first, row, row, count)
+    if any(inner[a] != lengths[b] * inner[b] for a, b in pairwise(outer)):
+        raise InputError(
+            f"{name} is cut along several dimensions, {lengths} of {shape}; publish it from a mesh"
+            " that cuts it along one, or gather it first"
+        )
+    row = lengths[last] * inner[last]
+    stride = inner[outer[-1]]
+    return Piece(name, dtype, shape, first, row, stride, count)

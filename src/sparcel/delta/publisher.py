@@ -1,0 +1,251 @@
+"""The side that trains: versions go into a store."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from sparcel.delta.applying import apply_
+from sparcel.delta.chunk import Version, read_chunk
+from sparcel.delta.encoding import CODES, encode, version_of
+from sparcel.delta.files import File, anchor_file, delta_file
+from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
+from sparcel.delta.parts import owners, parts_of, untied
+from sparcel.delta.stores import Folder, Store
+from sparcel.delta.subscriber import Subscriber
+from sparcel.errors import FormatError, InputError, VersionError, known
+
+
+class Publisher:
+    """Publishes versions of a model's weights: a whole one first, then what changes.
+
+    It keeps a copy of the last version, its base, which moves on only when a version is durable. So
+    a publication that fails, or a process that is killed, loses nothing: the next version is told
+    from the last one that subscribers can see. A new publisher of a store goes on from its newest
+    version, whatever the weights of the trainer are by then.
+
+    Parameters
+    ----------
+    store
+        Where versions go: see `store_at`. It has one publisher at a time; when another one has
+        published meanwhile, `publish` raises `VersionError`.
+    code
+        As for `encode`.
+    anchor_every
+        A whole model is published every so many versions, for those who join or fall behind.
+    lag
+        How many versions a subscriber may be behind and still find all deltas since. What nobody
+        within that lag needs is removed.
+    base
+        A file for the copy of the last version, which is then mapped instead of held in memory; the
+        publisher makes it anew.
+
+    Attributes
+    ----------
+    version
+        The last version, or None.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        code: str = "exponents",
+        anchor_every: int = 50,
+        lag: int = 20,
+        base: str | os.PathLike[str] | None = None,
+    ) -> None:
+        known(code, CODES, "code")
+        if anchor_every < 1 or lag < 0:
+            raise InputError(
+                f"anchor_every must be at least 1, and lag at least 0, got {anchor_every}, {lag}"
+            )
+        self.version: Version | None = None
+        self._store, self._code = store, code
+        self._anchor_every, self._lag = anchor_every, lag
+        self._file = None if base is None else Path(base)
+        self._base: dict[str, Tensor] = {}
+        self._writer = secrets.token_hex(8)
+        self._index = read_index(store)
+        self._resume()
+
+    def publish(
+        self, weights: nn.Module | Mapping[str, Tensor], number: int | None = None
+    ) -> Version:
+        """Publish weights, and return their version when it is durable.
+
+        Parameters
+        ----------
+        weights
+            A module, whose state dict is published, or tensors by name, on any device. They must
+            not change meanwhile.
+        number
+            The version's number, larger than the last one's; by default the next one.
+
+        Raises
+        ------
+        VersionError
+            If another publisher has written to the store.
+        """
+        tensors = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        self._catch_up()
+        last = self._index.newest
+        number = number if number is not None else (last.number + 1 if last else 0)
+        if last is not None and number <= last.number:
+            raise InputError(f"versions are numbered upwards: the last one is {last}, got {number}")
+        if self.version is None:
+            self._base = self._copied(tensors)
+            self.version = self._commit_anchor(version_of(self._base, number))
+        else:
+            self.version = self._publish_delta(tensors, number)
+            if number - self._last_anchor().version.number >= self._anchor_every:
+                self._publish_anchor()
+        self._prune()
+        return self.version
+
+    def _publish_delta(self, tensors: Mapping[str, Tensor], number: int) -> Version:
+        assert self.version is not None, "there is a base"
+        chunks = list(
+            encode(tensors, self._base, code=self._code, since=self.version, target=number)
+        )
+        version = self._commit_delta(chunks, self.version, number)
+        moved = apply_(self._base, chunks, self.version)
+        assert moved.version == version, "a delta makes what it says"
+        return version
+
+    def _commit_delta(self, chunks: list[bytes], base: Version, number: int) -> Version:
+        read = [read_chunk(chunk) for chunk in chunks]
+        version = Version(number, (base.sum + sum(chunk.sum for chunk in read)) % (1 << 64))
+        name = f"delta-{base.number:010}-{number:010}.safetensors"
+        entry = Entry(
+            kind="delta",
+            base=base,
+            version=version,
+            names=(name,),
+            bytes=self._store.write(name, delta_file(chunks, base, version)),
+            elements=self._elements(),
+            changed=sum(chunk.changed for chunk in read),
+            time=time.time(),
+        )
+        self._commit(self._index.with_entries(entry))
+        return version
+
+    def _commit_anchor(self, version: Version) -> Version:
+        name = f"anchor-{version.number:010}.safetensors"
+        elements = self._elements()
+        entry = Entry(
+            kind="anchor",
+            base=None,
+            version=version,
+            names=(name,),
+            bytes=self._store.write(name, anchor_file(self._base, version)),
+            elements=elements,
+            changed=elements,
+            time=time.time(),
+        )
+        self._commit(self._index.with_entries(entry))
+        return version
+
+    def _publish_anchor(self) -> None:
+        """Publish the last version as a whole, and what makes it of the anchor before."""
+        assert self.version is not None, "there is a version"
+        before = self._last_anchor()
+        steps = [entry for entry in self._index.entries if entry.version == self.version]
+        if isinstance(self._store, Folder) and all(e.base != before.version for e in steps):
+            old = File(self._store.mapped(before.names[0]), before.names[0]).tensors()
+            chunks = encode(
+                self._base,
+                old,
+                code=self._code,
+                since=before.version,
+                target=self.version.number,
+            )
+            self._commit_delta(list(chunks), before.version, self.version.number)
+        self._commit_anchor(self.version)
+
+    def _commit(self, index: Index) -> None:
+        there = read_index(self._store)
+        if there != self._index:
+            raise VersionError(
+                f"another publisher has written to {self._store}: its newest version is"
+                f" {there.newest}, not {self._index.newest}; a store has one publisher at a time"
+            )
+        index = Index(index.entries, self._writer)
+        write_index(self._store, index)
+        self._index = index
+
+    def _prune(self) -> None:
+        """Remove what nobody needs: from the index first."""
+        kept = self._index.pruned(self._lag)
+        dropped = set(_names(self._index.entries)) - set(_names(kept.entries))
+        if dropped:
+            self._commit(kept)
+            for name in dropped:
+                self._store.remove(name)
+
+    def _catch_up(self) -> None:
+        """Go on from the newest version, also if an error came between a commit and its base."""
+        there = read_index(self._store)
+        if there != self._index and there.writer == self._writer:
+            self._index = there
+        if self.version != self._index.newest:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Take the newest version of the store as the base, and remove files that it does not list.
+
+        If it cannot be read, what is published next is a whole model.
+        """
+        self._base, self.version = {}, None
+        if self._index.newest is None:
+            return
+        reader = Subscriber(self._store)
+        try:
+            reader.update()
+        except (FormatError, VersionError):
+            return
+        self._base = self._copied(reader.tensors) if self._file else dict(reader.tensors)
+        self.version = reader.version
+        listed = {INDEX, *_names(self._index.entries)}
+        for name in self._store.names():
+            if name.startswith(("delta-", "anchor-")) and name not in listed:
+                self._store.remove(name)
+
+    def _last_anchor(self) -> Entry:
+        return next(entry for entry in reversed(self._index.entries) if entry.kind == "anchor")
+
+    def _elements(self) -> int:
+        return sum(part.piece.count for part in untied(parts_of(self._base)).values())
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors to memory, or to the file of the base; tied ones stay tied."""
+        every = parts_of(tensors)
+        parts = untied(every)
+        size = sum(_padded(part.local.nbytes) for part in parts.values())
+        if self._file is None:
+            room = torch.empty(size, dtype=torch.uint8)
+        else:
+            self._file.unlink(missing_ok=True)
+            name = str(self._file)
+            room = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        copies, begin = {}, 0
+        for name, part in parts.items():
+            local = part.local
+            copy = room[begin : begin + local.nbytes].view(local.dtype).view(local.shape)
+            copies[name] = copy.copy_(local)
+            begin += _padded(local.nbytes)
+        return {name: copies[owner] for name, owner in owners(every).items()}
+
+
+def _padded(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _names(entries: Iterable[Entry]) -> list[str]:
+    return [name for entry in entries for name in entry.names]

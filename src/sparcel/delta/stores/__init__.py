@@ -1,0 +1,35 @@
+"""Where versions are kept: a store holds files, each of which is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from sparcel.delta.stores.folder import Folder as Folder
+
+
+class Store(Protocol):
+    """What a publisher and its subscribers need of a place for files."""
+
+    def read(self, name: str) -> memoryview:
+        """Return a file's bytes, in memory of their own, or raise FileNotFoundError."""
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        """Write a file, whole or not at all, and return its length when it is durable."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    def names(self) -> list[str]:
+        """Return the names of all files, or raise InputError where they cannot be listed."""
+
+
+def store_at(place: str | os.PathLike[str]) -> Store:
+    """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``."""
+    if isinstance(place, str) and "://" in place:
+        from sparcel.delta.stores.remote import Remote
+
+        return Remote(place)
+    return Folder(Path(place))

@@ -1,0 +1,208 @@
+"""The side that serves: versions come from a store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from sparcel.delta.applying import Inverse, apply_
+from sparcel.delta.bits import bits_of
+from sparcel.delta.chunk import Version
+from sparcel.delta.decoding import Change
+from sparcel.delta.encoding import version_of
+from sparcel.delta.files import File
+from sparcel.delta.index import Entry, read_index
+from sparcel.delta.stores import Store
+from sparcel.errors import FormatError, InputError, VersionError
+
+_TRIES = 3
+"""How often a way is looked for, while a publisher removes what was on it."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """A version that a subscriber has reached.
+
+    Attributes
+    ----------
+    base
+        The version before, or None after a whole model.
+    version
+        The version now.
+    bytes
+        Length of the files that were read.
+    changed
+        How many elements have changed; all of them after a whole model.
+    """
+
+    base: Version | None
+    version: Version
+    bytes: int
+    changed: int
+    _tensors: MutableMapping[str, Tensor] = field(repr=False)
+    _inverse: Inverse | None = field(repr=False, default=None)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what has changed, with the new values; only until the subscriber goes on."""
+        if self._inverse is not None:
+            yield from self._inverse.changes()
+            return
+        for name, tensor in self._tensors.items():
+            everything = torch.arange(tensor.numel())
+            whole = tensor.detach().reshape(-1)
+            yield Change(name, tensor.dtype, tuple(tensor.shape), everything, whole, new=True)
+
+
+class Subscriber:
+    """Keeps weights at the newest version of a store, in place, and never between two versions.
+
+    It begins with a whole model, and goes on with deltas, by the files that lead to the version
+    wanted with the fewest bytes. What does not check leaves the weights as they were; a file that
+    is torn is passed by, if others lead there.
+
+    Parameters
+    ----------
+    store
+        Where versions come from: see `store_at`.
+    tensors
+        A module or tensors by name that are kept at the newest version, on any device. By default
+        the subscriber keeps its own, in memory.
+
+    Attributes
+    ----------
+    version
+        What the weights are, or None before the first update.
+    tensors
+        The weights by name.
+    """
+
+    def __init__(
+        self, store: Store, tensors: nn.Module | MutableMapping[str, Tensor] | None = None
+    ) -> None:
+        self.version: Version | None = None
+        self._store = store
+        self._target: nn.Module | MutableMapping[str, Tensor] = {} if tensors is None else tensors
+        self.tensors: MutableMapping[str, Tensor] = (
+            self._target.state_dict() if isinstance(self._target, nn.Module) else self._target
+        )
+        self._inverse: Inverse | None = None
+
+    def update(self, to: int | None = None) -> Update | None:
+        """Go to the newest version, or to the one with the number ``to``.
+
+        Returns
+        -------
+        Update or None
+            The version that is now served, and what it took to get there from the one before; its
+            `changes` are those of the last step. None if nothing had to be done.
+
+        Raises
+        ------
+        VersionError
+            If nothing in the store leads there; the weights are then a whole version, maybe one on
+            the way.
+        """
+        steps = deque(self.updates(to), maxlen=1)
+        return steps[0] if steps else None
+
+    def updates(self, to: int | None = None) -> Iterator[Update]:
+        """Go there step by step, a whole model or a delta at a time, and yield each step."""
+        passed_by: set[str] = set()
+        missed = 0
+        while way := read_index(self._store).way(self.version, to, passed_by):
+            try:
+                update = self._take(way[0])
+            except FileNotFoundError:  # it was pruned after the index was read, or is lost
+                missed += 1
+                if missed >= _TRIES:
+                    passed_by.update(way[0].names)
+            except FormatError:
+                passed_by.update(way[0].names)
+            else:
+                yield update
+
+    def reload(self) -> Update | None:
+        """Begin anew with a whole model, whatever the weights are now."""
+        self.version = self._inverse = None
+        return self.update()
+
+    def rollback(self) -> Version:
+        """Undo the last delta, bit for bit, and return the version that the weights are again.
+
+        Raises
+        ------
+        VersionError
+            If the last step was a whole model, or is undone already.
+        """
+        if self._inverse is None:
+            raise VersionError("there is no delta to undo: only the last one can be")
+        self._inverse.undo()
+        self.version = self._inverse.base
+        self._inverse = None
+        return self.version
+
+    def verify(self) -> None:
+        """Read all weights, and raise VersionError if they are not what their version says."""
+        if self.version is None:
+            raise InputError("there is no version yet; update first")
+        found = version_of(self.tensors, self.version.number)
+        if found != self.version:
+            raise VersionError(
+                f"the weights are {found} instead of version {self.version}: something else has"
+                " written to them; update from a new subscriber"
+            )
+
+    def _take(self, entry: Entry) -> Update:
+        files = [File(self._store.read(name), name) for name in entry.names]
+        base = self.version
+        if entry.kind == "anchor":
+            self._take_whole(entry, files)
+            base = self._inverse = None
+        else:
+            self._inverse = self._take_delta(entry, files)
+        self.version = entry.version
+        return Update(base, entry.version, entry.bytes, entry.changed, self.tensors, self._inverse)
+
+    def _take_delta(self, entry: Entry, files: list[File]) -> Inverse:
+        chunks = [chunk for file in files for chunk in file.chunks()]
+        inverse = apply_(self._target, chunks, self.version)
+        if inverse.version != entry.version:
+            inverse.undo()
+            raise FormatError(
+                f"{entry.names[0]} makes version {inverse.version} instead of {entry.version}"
+            )
+        return inverse
+
+    def _take_whole(self, entry: Entry, files: list[File]) -> None:
+        """Check a whole model, and write it to the weights, or keep it as these."""
+        whole = {name: tensor for file in files for name, tensor in file.tensors().items()}
+        found = version_of(whole, entry.version.number)
+        if found != entry.version:
+            raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
+        if not self.tensors:
+            self.tensors.update(whole)
+            return
+        different = sorted(
+            name
+            for name in whole.keys() | self.tensors.keys()
+            if _shape(whole.get(name)) != _shape(self.tensors.get(name))
+        )
+        if different and isinstance(self._target, nn.Module):
+            raise VersionError(
+                f"version {entry.version} has other tensors than the module: {different[:3]}"
+            )
+        for name in different:
+            self.tensors.pop(name, None)
+            if name in whole:
+                self.tensors[name] = whole[name]
+        with torch.no_grad():
+            for name in whole.keys() - different:
+                bits_of(self.tensors[name]).copy_(bits_of(whole[name]))
+
+
+def _shape(tensor: Tensor | None) -> tuple[object, ...]:
+    return () if tensor is None else (tensor.dtype, *tensor.shape)
