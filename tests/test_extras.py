@@ -34,10 +34,11 @@ EXTRAS_OF = {
     "rows": {"linear"},
     "linear": {"linear", "cli", "plots"},
     "kernels": {"gpu"},
+    "delta": {"delta"},
 }
 """The extras that each room's modules may import from; other rooms need torch and numpy alone."""
 
-BROUGHT_ALONG = {"integrations": {"lightning", "transformers"}}
+BROUGHT_ALONG = {"integrations": {"lightning", "transformers", "verl", "vllm"}}
 """What the users of a room have already, so that no extra installs it."""
 
 

@@ -3,6 +3,8 @@
 from sparcel.delta.applying import Inverse as Inverse
 from sparcel.delta.applying import apply_ as apply_
 from sparcel.delta.applying import assign_ as assign_
+from sparcel.delta.broadcast import Arriving as Arriving
+from sparcel.delta.broadcast import broadcast as broadcast
 from sparcel.delta.chunk import Version as Version
 from sparcel.delta.decoding import Change as Change
 from sparcel.delta.decoding import decode as decode
@@ -12,6 +14,7 @@ from sparcel.delta.index import Entry as Entry
 from sparcel.delta.index import Index as Index
 from sparcel.delta.index import read_index as read_index
 from sparcel.delta.publisher import Publisher as Publisher
+from sparcel.delta.sharded import ShardedPublisher as ShardedPublisher
 from sparcel.delta.stores import Folder as Folder
 from sparcel.delta.stores import Store as Store
 from sparcel.delta.stores import store_at as store_at

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from sparcel import _cpu
+from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import Change, Found, check_sum, elements_of, found_in, on_host
-from sparcel.delta.encoding import in_threads, sum_of
+from sparcel.delta.decoding import (
+    Change,
+    Found,
+    check_sum,
+    check_tensor,
+    elements_of,
+    found_in,
+    on_host,
+)
+from sparcel.delta.encoding import in_threads
 from sparcel.delta.parts import Part, parts_of
 from sparcel.errors import FormatError, InputError, VersionError
 
@@ -95,11 +104,9 @@ def apply_(
         target.state_dict() if isinstance(target, nn.Module) else target
     )
     parts = parts_of(tensors)
-    seen: list[Chunk] = []
     found: list[Found] = []
     try:
-        for _ in in_threads(_jobs(parts, chunks, since, seen, found)):
-            pass
+        seen = write_parts(parts, chunks, since, found)
         _check_together(seen)
         added = _added(found)
         gone = {name: tensors[name] for name in _names(seen, "removed")}
@@ -148,7 +155,20 @@ def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[C
                 f" {change.dtype} {list(change.shape)}"
             )
         here, places = part.here(change.indices)
-        part.put(places, change.values[here])
+        part.put(places, bits_of(change.values)[here])
+
+
+def write_parts(
+    parts: Mapping[str, Part],
+    chunks: Iterable[bytes | memoryview],
+    since: Version | None,
+    found: list[Found],
+) -> list[Chunk]:
+    """Check chunks and write what they change, which is noted in ``found``; return the chunks."""
+    seen: list[Chunk] = []
+    for _ in in_threads(_jobs(parts, chunks, since, seen, found)):
+        pass
+    return seen
 
 
 def _jobs(
@@ -172,8 +192,10 @@ def _jobs(
 def _write(chunk: Chunk, parts: Mapping[str, Part], done: list[Found]) -> None:
     """Check a chunk, note what it changes, and write it."""
     if chunk.code == "removed":
-        there = [parts[piece.name] for piece in chunk.pieces if piece.name in parts]
-        check_sum(chunk, -sum(sum_of(part) for part in there))
+        for piece in chunk.pieces:
+            check_tensor(chunk, piece, parts)
+        old = elements_of(chunk, parts)
+        check_sum(chunk, -_cpu.delta_sum(old, chunk.layout.itemsize))
         return
     found = found_in(chunk, None if chunk.new else parts)
     done.append(found)

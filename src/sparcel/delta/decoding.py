@@ -106,7 +106,7 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     """Decode a chunk, and check it by the old weights, if these are known."""
     if parts is not None:
         for piece in chunk.pieces:
-            _check_tensor(chunk, piece, parts)
+            check_tensor(chunk, piece, parts)
     if chunk.code == "dense":
         return _all_found(chunk, parts)
     on_device = parts is not None and not chunk.limits and not on_host(chunk, parts)
@@ -161,7 +161,8 @@ def not_this_base(chunk: Chunk) -> VersionError:
     )
 
 
-def _check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
+def check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
+    """Raise VersionError unless a tensor is there as the chunk says."""
     part = parts.get(piece.name)
     if part is None:
         raise VersionError(

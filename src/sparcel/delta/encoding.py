@@ -70,7 +70,19 @@ def encode(
     known(code, CODES, "code")
     since = since or Version(0, 0)
     target = since.number + 1 if target is None else target
-    made = in_threads(_jobs(parts_of(tensors), parts_of(base), code))
+    yield from encode_parts(parts_of(tensors), parts_of(base), code, since, target, shard)
+
+
+def encode_parts(
+    now: Mapping[str, Part],
+    old: Mapping[str, Part],
+    code: str,
+    since: Version,
+    target: int,
+    shard: tuple[int, int] = (0, 1),
+) -> Iterator[bytes]:
+    """Yield the chunks that make parts of tensors of others: see `encode`."""
+    made = in_threads(_jobs(now, old, code))
     told = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
     waiting, number = told, 0
     for chunk in made:

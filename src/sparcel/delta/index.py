@@ -66,6 +66,10 @@ class Index:
         versions = [entry.version for entry in self.entries]
         return max(versions, key=lambda version: version.number, default=None)
 
+    def by(self, writer: str) -> Index:
+        """Return the index as another publisher's."""
+        return replace(self, writer=writer)
+
     def with_entries(self, *entries: Entry) -> Index:
         """Return the index with more entries."""
         return replace(self, entries=(*self.entries, *entries))

@@ -179,7 +179,7 @@ class Subscriber:
 
     def _take_whole(self, entry: Entry, files: list[File]) -> None:
         """Check a whole model, and write it to the weights, or keep it as these."""
-        whole = {name: tensor for file in files for name, tensor in file.tensors().items()}
+        whole = _whole(files)
         found = version_of(whole, entry.version.number)
         if found != entry.version:
             raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
@@ -202,6 +202,15 @@ class Subscriber:
         with torch.no_grad():
             for name in whole.keys() - different:
                 bits_of(self.tensors[name]).copy_(bits_of(whole[name]))
+
+
+def _whole(files: list[File]) -> dict[str, Tensor]:
+    """Return the tensors of a whole model: stored as such, or by several processes as chunks."""
+    if files[0].metadata.get("kind") == "anchor":
+        return {name: tensor for file in files for name, tensor in file.tensors().items()}
+    whole: dict[str, Tensor] = {}
+    apply_(whole, [chunk for file in files for chunk in file.chunks()])
+    return whole
 
 
 def _shape(tensor: Tensor | None) -> tuple[object, ...]:

@@ -1,0 +1,83 @@
+"""Chunks from one rank to all others, over sparcel's wires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparcel import api
+from sparcel.comm import Group, Job, resolve
+from sparcel.stream import SparseStream
+
+
+class Arriving:
+    """Chunks on their way: they travel in the background until somebody waits for them."""
+
+    def __init__(self, job: Job[SparseStream]) -> None:
+        self._job = job
+
+    def wait(self) -> list[bytes]:
+        """Return the chunks when all are there; raise what `broadcast` raises."""
+        return _split(self._job.wait().values)
+
+
+@overload
+def broadcast(
+    chunks: Iterable[bytes] | None,
+    group: Group = ...,
+    root: int = ...,
+    async_op: Literal[False] = ...,
+) -> list[bytes]: ...
+@overload
+def broadcast(
+    chunks: Iterable[bytes] | None, group: Group = ..., root: int = ..., *, async_op: Literal[True]
+) -> Arriving: ...
+def broadcast(
+    chunks: Iterable[bytes] | None, group: Group = None, root: int = 0, async_op: bool = False
+) -> list[bytes] | Arriving:
+    """Return the root's chunks on every rank; the other ranks pass None.
+
+    Few bytes go down a tree; more are scattered, and gathered from all ranks, so that the root
+    sends them about twice, however many ranks there are.
+
+    Parameters
+    ----------
+    chunks
+        What `encode` made, on the root.
+    group
+        As for `sparcel.broadcast`.
+    root
+        The rank that has the chunks.
+    async_op
+        Return at once with an `Arriving`; servers go on with the old version until they wait.
+
+    Raises
+    ------
+    InputError, MismatchError, CommunicationError
+        As `sparcel.broadcast`.
+    """
+    comm = resolve(group)
+    there = chunks is not None and comm.rank == root
+    stream = _joined(list(chunks or ())) if there else None
+    arriving = Arriving(api.broadcast(stream, root, comm, async_op=True))
+    return arriving if async_op else arriving.wait()
+
+
+def _joined(chunks: list[bytes]) -> SparseStream:
+    """Return chunks as words: how many there are, the length of each, and their bytes."""
+    lengths = np.array([len(chunks), *map(len, chunks)], np.int64).tobytes()
+    data = b"".join([lengths, *chunks])
+    words = np.frombuffer(data + bytes(-len(data) % 8), np.int64).copy()
+    return SparseStream(None, torch.from_numpy(words), len(words))
+
+
+def _split(words: Tensor) -> list[bytes]:
+    numbers = words.cpu().numpy()
+    count = int(numbers[0])
+    data = numbers[1 + count :].data.cast("B")
+    ends = np.cumsum(numbers[1 : 1 + count]).tolist()
+    return [bytes(data[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
