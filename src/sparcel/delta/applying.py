@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -46,6 +46,7 @@ class Inverse:
     _tensors: MutableMapping[str, Tensor] = field(repr=False)
     _parts: Mapping[str, Part] = field(repr=False)
     _found: list[Found] = field(repr=False)
+    _added: list[str] = field(repr=False)
     _gone: dict[str, Tensor] = field(repr=False)
 
     def changes(self) -> Iterator[Change]:
@@ -53,16 +54,26 @@ class Inverse:
         for name, tensor in self._gone.items():
             nothing = torch.empty(0, dtype=torch.int64)
             yield Change(name, tensor.dtype, tuple(tensor.shape), nothing, None)
+        for name in self._added:
+            tensor = self._tensors[name]
+            everything = torch.arange(tensor.numel())
+            values = tensor.detach().reshape(-1)
+            yield Change(name, tensor.dtype, tuple(tensor.shape), everything, values, new=True)
         for found in self._found:
-            yield from found.changes()
+            for piece, places, _ in found.pieces():
+                numbers = piece.numbers(places.sort().values)
+                part = self._parts[piece.name]
+                _, local = part.here(numbers.to(part.local.device))
+                values = part.local.reshape(-1)[local].cpu()
+                yield Change(piece.name, piece.dtype, piece.shape, numbers, values)
 
     def undo(self) -> None:
         """Make the weights what they were, bit for bit; this can be done once."""
         _undo(self._found, self._parts)
-        for name in {change.name for change in self.changes() if change.new}:
+        for name in self._added:
             del self._tensors[name]
         self._tensors.update(self._gone)
-        self._found, self._gone = [], {}
+        self._found, self._added, self._gone = [], [], {}
 
 
 def apply_(
@@ -90,8 +101,8 @@ def apply_(
     Returns
     -------
     Inverse
-        The version that ``target`` is now, and what it was. It holds the place, the old and the new
-        value of each changed element: eight bytes for one of bfloat16.
+        The version that ``target`` is now, and what it was. It holds the place and the old value of
+        each changed element: six bytes for one of bfloat16.
 
     Raises
     ------
@@ -122,7 +133,9 @@ def apply_(
     base = seen[0].base
     version = Version(seen[0].target, (base.sum + sum(chunk.sum for chunk in seen)) % (1 << 64))
     changed = sum(chunk.changed for chunk in seen)
-    return Inverse(base, version, changed, tensors, parts, found, gone)
+    # The new values are in the weights.
+    kept = [replace(one, after=one.after[:0]) for one in found if not one.chunk.new]
+    return Inverse(base, version, changed, tensors, parts, kept, list(added), gone)
 
 
 def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[Change]) -> None:

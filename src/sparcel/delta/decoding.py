@@ -77,7 +77,10 @@ def decode(
 
 @dataclass(frozen=True)
 class Found:
-    """The changed elements of a chunk: places in it, in order, and bits before and after."""
+    """The changed elements of a chunk: places in it, and bits before and after.
+
+    Places follow one another piece by piece; within a piece they come in the order of coding.
+    """
 
     chunk: Chunk
     places: Tensor
@@ -97,8 +100,9 @@ class Found:
     def changes(self) -> Iterator[Change]:
         """Yield what changes in each tensor."""
         for piece, places, which in self.pieces():
-            values = self.after[which].view(piece.dtype)
-            numbers = piece.numbers(places)
+            there, order = places.sort()
+            values = self.after[which][order].view(piece.dtype)
+            numbers = piece.numbers(there)
             yield Change(piece.name, piece.dtype, piece.shape, numbers, values, self.chunk.new)
 
 
