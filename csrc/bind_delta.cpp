@@ -201,6 +201,33 @@ void write(const Arrays& arrays, const Input& places, const Input& values) {
     });
 }
 
+// Returns a byte for each element: see `remember`.
+Output remember_elements(const Input& elements, bool floats) {
+    const size_t n = elements.size();
+    Buffer<uint8_t> low(n);
+    {
+        nb::gil_scoped_release release;
+        with_word(elements.itemsize(), [&]<class Word>(Type<Word>) {
+            remember(data<Word>(elements), n, floats, low.data());
+        });
+    }
+    return give(std::move(low), n, dtype_of<uint8_t>());
+}
+
+// Returns what elements were, as integers: see `recall`.
+Output recall_elements(const Input& now, const Input& low, bool floats) {
+    const size_t n = now.size();
+    require(low.size() == n && low.itemsize() == 1, "there is a byte for each element");
+    return with_word(now.itemsize(), [&]<class Word>(Type<Word>) {
+        Buffer<Word> before(n);
+        {
+            nb::gil_scoped_release release;
+            recall(data<Word>(now), data<uint8_t>(low), n, floats, before.data());
+        }
+        return give(std::move(before), n, signed_dtype<Word>());
+    });
+}
+
 // The sum of the hashed elements of pieces.
 uint64_t sum(const Arrays& arrays, size_t itemsize) {
     const auto pieces = pieces_of(arrays, itemsize);
@@ -227,6 +254,8 @@ void bind_delta(nb::module_& module) {
                "steps"_a, "limits"_a, "counts"_a, "data"_a, "values_begin"_a, "bits_begin"_a,
                "end"_a);
     module.def("delta_write", write, "pieces"_a, "places"_a, "values"_a);
+    module.def("delta_remember", remember_elements, "elements"_a, "floats"_a);
+    module.def("delta_recall", recall_elements, "now"_a, "low"_a, "floats"_a);
     module.def("delta_sum", sum, "pieces"_a, "itemsize"_a);
 }
 

@@ -216,6 +216,22 @@ uint64_t hashed_changes(const std::vector<Piece>& pieces, const Changes<Word>& c
     return sum;
 }
 
+// Notes the last eight bits of each element's place in the order of values.
+template <class Word>
+void remember(const Word* x, size_t n, bool floats, uint8_t* low) {
+    for (size_t i = 0; i < n; ++i) low[i] = uint8_t(ordered(x[i], floats));
+}
+
+// Finds what elements were, if each has moved by less than 128 steps since `remember`.
+template <class Word>
+void recall(const Word* now, const uint8_t* low, size_t n, bool floats, Word* before) {
+    for (size_t i = 0; i < n; ++i) {
+        const Word order = ordered(now[i], floats);
+        const auto step = int8_t(uint8_t(uint8_t(order) - low[i]));
+        before[i] = unordered(Word(order - Word(step)), floats);
+    }
+}
+
 template <class Word>
 void write_changes(const std::vector<Piece>& pieces, const uint32_t* places, const Word* values,
                    size_t count) {

@@ -168,7 +168,7 @@ class Decoding {
         }
         if (changes_.before) changes_.before[found_] = old ? *old : Word{0};
         ++found_;
-        return !values_.past_end() && to_next(c);
+        return !values_.past_end() && !bits_.past_end() && to_next(c);
     }
 
     bool to_next(unsigned c) {

@@ -5,14 +5,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <optional>
-#include <random>
-#include <span>
 #include <vector>
 
+#include "fuzzing.hpp"
 #include "merge.hpp"
 #include "message.hpp"
 #include "pack.hpp"
@@ -20,43 +18,6 @@
 
 namespace sparcel {
 namespace {
-
-using Bytes = std::span<uint8_t>;
-
-std::mt19937_64 engine;
-
-uint64_t below(uint64_t bound) { return engine() % bound; }
-bool one_in(uint64_t count) { return below(count) == 0; }
-
-void expect(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "%s\n", what);
-    std::abort();
-}
-
-template <class T>
-Bytes bytes_of(std::vector<T>& items) {
-    return {reinterpret_cast<uint8_t*>(items.data()), items.size() * sizeof(T)};
-}
-
-// Flips bits, sets bytes, and copies bytes to other places.
-void mutate(Bytes bytes) {
-    if (bytes.empty()) return;
-    for (uint64_t times = 1 + below(4); times > 0; --times) {
-        const uint64_t place = below(bytes.size()), from = below(bytes.size());
-        const uint64_t length = 1 + below(bytes.size() - std::max(place, from));
-        switch (below(3)) {
-            case 0:
-                bytes[place] ^= uint8_t(1 << below(8));
-                break;
-            case 1:
-                bytes[place] = one_in(2) ? uint8_t(0 - below(2)) : uint8_t(engine());
-                break;
-            default:
-                std::memmove(&bytes[place], &bytes[from], length);
-        }
-    }
-}
 
 // Mostly small, so that mutations of few bits matter; sometimes at the limits of the index types.
 template <class Index>
@@ -172,31 +133,15 @@ void read_few_bits() {
     dequantize(coding, codes.data(), scales.data(), n, 1, values.data());
 }
 
-int run(uint64_t count, uint64_t seed) {
-    engine.seed(seed);
-    uint64_t accepted = 0;
-    for (uint64_t i = 0; i < count; ++i) {
-        if (i % 1024 == 0) {
-            constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
-            set_isa(kNames[i / 1024 % 3]);
-        }
-        const bool plain = one_in(2);
-        accepted += plain       ? read_plain()
-                    : one_in(2) ? read_packed<int32_t>()
-                                : read_packed<int64_t>();
-        if (!plain) read_few_bits();
-    }
-    std::printf("%llu mutated messages: %llu accepted, all harmless\n",
-                static_cast<unsigned long long>(count), static_cast<unsigned long long>(accepted));
-    return 0;
-}
-
 }  // namespace
 }  // namespace sparcel
 
 int main(int argc, char** argv) {
-    const auto argument = [&](int place, uint64_t otherwise) {
-        return argc > place ? std::strtoull(argv[place], nullptr, 10) : otherwise;
-    };
-    return sparcel::run(argument(1, 100'000), argument(2, 0));
+    using namespace sparcel;
+    return fuzz(argc, argv, "messages", [] {
+        if (one_in(2)) return read_plain();
+        const bool accepted = one_in(2) ? read_packed<int32_t>() : read_packed<int64_t>();
+        read_few_bits();
+        return accepted;
+    });
 }

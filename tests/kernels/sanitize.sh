@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of the C++ code under the address and undefined-behaviour sanitizers. It builds the
 # extension with the sanitizers in a directory of its own and loads it instead of the installed one.
-# The program that mutates messages can be run again, with more of them:
-# build/sanitize/fuzz_messages 10000000
+# The programs that mutate messages and deltas can be run again, with more of them:
+# build/sanitize/fuzz_messages 10000000; build/sanitize/fuzz_deltas 10000000
 # Needs the development environment's `python` first on PATH.
 set -euo pipefail
 
@@ -22,6 +22,7 @@ cmake --build "$build" --target headers --parallel 2 # each header alone include
 
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 "$build/fuzz_messages" 200000
+"$build/fuzz_deltas" 200000
 
 compiler=$(sed -n 's/^CMAKE_CXX_COMPILER:[A-Z]*=//p' "$build/CMakeCache.txt")
 # Python is built without the sanitizer, so the sanitizer's runtime must be loaded before Python. So
@@ -31,5 +32,6 @@ cd "$root"
 LD_PRELOAD=$runtime \
     ASAN_OPTIONS=detect_leaks=0 \
     SPARCEL_CPU_DIRECTORY=$build \
-    python -m pytest tests/kernels tests/comm/torch/test_mesh.py tests/formats tests/rows -q \
+    python -m pytest tests/kernels tests/comm/torch/test_mesh.py tests/delta/test_codec.py \
+    tests/formats tests/rows -q \
     -p tests.kernels.sanitized "$@"

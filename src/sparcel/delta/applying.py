@@ -22,7 +22,7 @@ from sparcel.delta.decoding import (
     on_host,
 )
 from sparcel.delta.encoding import in_threads
-from sparcel.delta.parts import Part, parts_of
+from sparcel.delta.parts import Part, owners, parts_of
 from sparcel.errors import FormatError, InputError, VersionError
 
 
@@ -48,6 +48,7 @@ class Inverse:
     _found: list[Found] = field(repr=False)
     _added: list[str] = field(repr=False)
     _gone: dict[str, Tensor] = field(repr=False)
+    _copies: dict[str, str] = field(repr=False)
 
     def changes(self) -> Iterator[Change]:
         """Yield what has changed in each tensor, with the new values."""
@@ -73,6 +74,7 @@ class Inverse:
         for name in self._added:
             del self._tensors[name]
         self._tensors.update(self._gone)
+        _copy(self._copies, self._tensors)
         self._found, self._added, self._gone = [], [], {}
 
 
@@ -115,27 +117,33 @@ def apply_(
         target.state_dict() if isinstance(target, nn.Module) else target
     )
     parts = parts_of(tensors)
+    _check_writable(parts)
     found: list[Found] = []
     try:
         seen = write_parts(parts, chunks, since, found)
         _check_together(seen)
         added = _added(found)
-        gone = {name: tensors[name] for name in _names(seen, "removed")}
-        if (added or gone) and isinstance(target, nn.Module):
-            names = ", ".join(sorted(set(added) | set(gone)))
-            raise VersionError(f"a module's tensors cannot appear, vanish or change shape: {names}")
+        leaving = _names(seen, "removed") | {name for chunk in seen for name in chunk.untied}
+        _check_names(target, tensors, added, leaving)
     except BaseException:
         _undo(found, parts)
         raise
-    for name in gone:
-        del tensors[name]
+    gone = {name: tensors.pop(name) for name in leaving}
     tensors.update(added)
+    ties = _apart(tensors, {alias: name for chunk in seen for alias, name in chunk.ties.items()})
+    if isinstance(target, nn.Module):
+        _copy(ties, tensors)
+    else:
+        fresh = [alias for alias in ties if alias not in tensors]
+        gone |= {alias: tensors[alias] for alias in ties if alias in tensors}
+        tensors.update({alias: tensors[name] for alias, name in ties.items()})
+        added, ties = {**added, **{alias: tensors[alias] for alias in fresh}}, {}
     base = seen[0].base
     version = Version(seen[0].target, (base.sum + sum(chunk.sum for chunk in seen)) % (1 << 64))
     changed = sum(chunk.changed for chunk in seen)
     # The new values are in the weights.
     kept = [replace(one, after=one.after[:0]) for one in found if not one.chunk.new]
-    return Inverse(base, version, changed, tensors, parts, kept, list(added), gone)
+    return Inverse(base, version, changed, tensors, parts, kept, list(added), gone, ties)
 
 
 def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[Change]) -> None:
@@ -216,8 +224,8 @@ def _write(chunk: Chunk, parts: Mapping[str, Part], done: list[Found]) -> None:
         _put(found, found.after, parts)
 
 
-def _undo(found: Iterable[Found], parts: Mapping[str, Part]) -> None:
-    for one in found:
+def _undo(found: list[Found], parts: Mapping[str, Part]) -> None:
+    for one in reversed(found):
         if one.before is not None:
             _put(one, one.before, parts)
 
@@ -260,6 +268,44 @@ def _check_together(chunks: list[Chunk]) -> None:
             )
 
 
+def _check_names(
+    target: object, tensors: Mapping[str, Tensor], added: Iterable[str], leaving: set[str]
+) -> None:
+    added = set(added)
+    if isinstance(target, nn.Module) and (added or leaving):
+        names = ", ".join(sorted(added | leaving))
+        raise VersionError(f"a module's tensors cannot appear, vanish or change shape: {names}")
+    there = sorted(added & tensors.keys() - leaving)
+    missing = sorted(leaving - tensors.keys())
+    if there or missing:
+        raise VersionError(
+            f"these weights are not the base of the delta: {there} are there already, and {missing}"
+            " are not; fetch a full version"
+        )
+
+
+def _copy(names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors whose owners are others in a version, but which are not tied to them here."""
+    for copy, name in names.items():
+        bits_of(tensors[copy]).copy_(bits_of(tensors[name]))
+
+
+def _check_writable(parts: Mapping[str, Part]) -> None:
+    for name, part in parts.items():
+        local = part.local
+        if any(
+            not step and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
+        ):
+            raise InputError(f"several elements of {name} are one in memory; pass a copy of it")
+
+
+def _apart(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, str]:
+    """Return the ties between tensors that are not tied here."""
+    owner = owners(parts_of(tensors))
+    known = {alias: name for alias, name in ties.items() if name in tensors}
+    return {alias: name for alias, name in known.items() if owner.get(alias) != owner[name]}
+
+
 def _names(chunks: Iterable[Chunk], code: str) -> set[str]:
     return {piece.name for chunk in chunks if chunk.code == code for piece in chunk.pieces}
 
@@ -274,7 +320,7 @@ def _added(found: Iterable[Found]) -> dict[str, Tensor]:
             tensor = tensors.setdefault(change.name, torch.empty(change.shape, dtype=change.dtype))
             if (tensor.dtype, tuple(tensor.shape)) != (change.dtype, change.shape):
                 raise FormatError(f"the new tensor {change.name!r} has pieces of several shapes")
-            tensor.view(-1)[change.indices] = change.values
+            bits_of(tensor).view(-1)[change.indices] = bits_of(change.values)
             counts[change.name] = counts.get(change.name, 0) + len(change.indices)
     for name, tensor in tensors.items():
         if counts[name] != tensor.numel():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,18 @@ from sparcel.errors import FormatError
 
 _START = struct.Struct("<4sIII")
 _MAGIC = b"SPD1"
+_WRONG = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    zlib.error,
+    RecursionError,
+)
 _MOST_HEADER = 64 << 20
+_MOST_SHARDS = 1 << 20
+_MOST_ELEMENTS = 1 << 24
 CODES = ("steps", "values", "dense", "removed")
 """What a chunk may hold of each changed element: a step in units in the last place, the new value,
 the new values of all elements, or nothing, because the tensor is gone."""
@@ -65,6 +76,11 @@ class Chunk:
         how many elements change in each. Without limits, places do not depend on the base.
     sum
         What the changes add to the sum of the version.
+    ties
+        In the last chunk: the tensors that are tied in the new version, and to which ones. Only
+        these count in sums.
+    untied
+        In the last chunk: those that were tied in the base, and are not any more.
     streams
         The coded places, the coded values, and the plain bits of both; or all elements.
     lengths
@@ -85,6 +101,8 @@ class Chunk:
     limits: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
     lengths: tuple[int, int] = (0, 0)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    untied: tuple[str, ...] = ()
     streams: bytes | memoryview = field(default=b"", repr=False)
 
     @property
@@ -112,6 +130,8 @@ class Chunk:
             "new": self.new,
             "limits": self.limits,
             "changes": self.changes,
+            "ties": dict(self.ties),
+            "untied": self.untied,
             "streams": [*self.lengths, len(self.streams) - sum(self.lengths)],
         }
         packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9)
@@ -138,7 +158,7 @@ def read_chunk(data: bytes | memoryview) -> Chunk:
         raise FormatError("a chunk is torn or corrupt: its checksum does not match")
     try:
         return _parsed(_header(body[:length]), body[length:])
-    except (KeyError, TypeError, ValueError, OverflowError, zlib.error, RecursionError) as error:
+    except _WRONG as error:
         raise FormatError(f"a chunk's header is wrong: {error!r}") from error
 
 
@@ -164,14 +184,18 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
     streams = places + values + others
     if len(rest) != streams + _cpu.CODE_SLACK:
         raise ValueError(f"{len(rest)} bytes follow it instead of {streams + _cpu.CODE_SLACK}")
+    shard, shards = (_whole(number, _MOST_SHARDS) for number in header["shard"])
+    ties, untied = header["ties"], header["untied"]
+    if not all(isinstance(name, str) for name in [*ties, *ties.values(), *untied]):
+        raise TypeError("names are text")
     limits = tuple(_whole(limit, 256) for limit in header["limits"])
     changes = tuple(_whole(count) for count in header["changes"])
     pieces = tuple(_read(piece, layout) for piece in header["pieces"])
     chunk = Chunk(
         base=Version(_whole(number), int(text, 16)),
         target=_whole(header["target"]),
-        shard=_whole(header["shard"][0]),
-        shards=_whole(header["shard"][1]),
+        shard=shard,
+        shards=shards,
         part=_whole(header["part"]),
         last=bool(header["last"]),
         code=header["code"],
@@ -182,6 +206,8 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
         limits=limits,
         changes=changes,
         lengths=(places, values),
+        ties=ties,
+        untied=tuple(untied),
         streams=rest,
     )
     _check(chunk, streams)
@@ -189,8 +215,14 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
 
 
 def _check(chunk: Chunk, streams: int) -> None:
-    if chunk.elements > 1 << 31:
+    if chunk.shard >= chunk.shards:
+        raise ValueError(f"shard {chunk.shard} of {chunk.shards}")
+    if chunk.elements > _MOST_ELEMENTS and chunk.code != "removed":
         raise ValueError(f"{chunk.elements} elements in a chunk")
+    if chunk.new and chunk.code != "dense":
+        raise ValueError(f"new tensors in code {chunk.code!r}")
+    if chunk.limits and chunk.code != "steps":
+        raise ValueError(f"classes in code {chunk.code!r}")
     if chunk.code in ("steps", "values"):
         if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
             raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")

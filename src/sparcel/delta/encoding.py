@@ -82,10 +82,12 @@ def encode_parts(
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[bytes]:
     """Yield the chunks that make parts of tensors of others: see `encode`."""
-    made = in_threads(_jobs(now, old, code))
+    mine, before = owners(now), owners(old)
+    ties = {name: owner for name, owner in mine.items() if name != owner}
+    no_more = [name for name, owner in before.items() if name != owner and name not in ties]
     told = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
     waiting, number = told, 0
-    for chunk in made:
+    for chunk in in_threads(_jobs(untied(now), untied(old), code)):
         if chunk is None:
             continue
         if number:
@@ -94,7 +96,7 @@ def encode_parts(
             chunk, base=since, target=target, shard=shard[0], shards=shard[1], part=number
         )
         number += 1
-    yield replace(waiting, last=True).to_bytes()
+    yield replace(waiting, last=True, ties=ties, untied=tuple(no_more)).to_bytes()
 
 
 def _jobs(
@@ -106,10 +108,7 @@ def _jobs(
         if name not in kept:
             yield partial(_removed, part)
     waiting: list[_Pair] = []
-    first, before = owners(now), owners(old)
     for name in kept:
-        if name != first[name] and before.get(first[name]) == before[name]:
-            continue  # it is tied to a tensor that was there, in both versions
         part = now[name]
         for begin, piece in part.pieces():
             pair = _Pair(piece, part, old[name], begin)

@@ -127,10 +127,11 @@ class Part:
     def put(self, places: Tensor, bits: Tensor) -> None:
         """Write bits to the elements at these places."""
         places, bits = places.to(self.local.device), bits.to(self.local.device)
-        if self.local.is_contiguous():
-            bits_of(self.local).view(-1)[places] = bits
+        held = bits_of(self.local)
+        if held.is_contiguous():
+            held.view(-1)[places] = bits
         else:
-            self.local[torch.unravel_index(places, self.local.shape)] = bits.view(self.local.dtype)
+            held[torch.unravel_index(places, held.shape)] = bits
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Cut the part into pieces of at most `CHUNK_BYTES`; yield where each begins."""
@@ -153,11 +154,13 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     ------
     InputError
         If a DTensor is cut along several dimensions, so that its rows have no common distance, or
-        if a dtype has no bits that a delta can count.
+        if elements are not there as their bits.
     """
     parts: dict[str, Part] = {}
     for name, tensor in tensors.items():
         layout_of(tensor.dtype)
+        if tensor.is_conj() or tensor.is_neg():
+            raise InputError(f"{name} is a conjugate or negative view; resolve it first")
         if isinstance(tensor, DTensor):
             parts[name] = Part(_sharded(name, tensor), tensor.to_local().detach())
         else:
@@ -166,18 +169,18 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def owners(parts: Mapping[str, Part]) -> dict[str, str]:
-    """Return the name of the first part with the same memory: of tied tensors, the first."""
+    """Return for each name the first one, in alphabetical order, of a part with the same memory."""
     first: dict[tuple[object, ...], str] = {}
     names = {}
-    for name, part in parts.items():
-        local = part.local
+    for name in sorted(parts):
+        local = parts[name].local
         where = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device)
         names[name] = first.setdefault(where, name) if local.data_ptr() else name
-    return names
+    return {name: names[name] for name in parts}
 
 
 def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return the parts without those that are tied to one before."""
+    """Return the parts without those that are tied to another: that have its memory."""
     return {name: parts[name] for name, owner in owners(parts).items() if name == owner}
 
 

@@ -1,0 +1,736 @@
+"""Chunks make the new weights of the old ones, bit by bit, and all of them or none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from sparcel import _cpu
+from sparcel.delta import Version, apply_, decode, encode, version_of
+from sparcel.delta.applying import write_parts
+from sparcel.delta.bits import hashed, key_of, layout_of
+from sparcel.delta.chunk import read_chunk
+from sparcel.delta.encoding import encode_parts
+from sparcel.delta.parts import Part, Piece, piece_of_slice
+from sparcel.errors import FormatError, InputError, SparcelError, VersionError
+from tests.delta.pairs import (
+    CODES,
+    DTYPES,
+    FLOATS,
+    INTEGERS,
+    SIZES,
+    STEPS,
+    Model,
+    Recipe,
+    bits_of,
+    chunk_bytes,
+    chunks_of,
+    codes,
+    copied,
+    laid_out,
+    models,
+    recipes,
+    same,
+)
+from tests.kernels.paths import ISAS, isas, using
+
+
+def written(old: Model, chunks: Iterable[bytes], knows_base: bool = True) -> Model:
+    """Apply chunks by what `decode` says of them."""
+    new = {name: tensor.reshape(-1) for name, tensor in copied(old).items()}
+    shapes = {name: tensor.shape for name, tensor in old.items()}
+    # A tensor with another dtype or shape is removed and new, in any order.
+    changes = [change for chunk in chunks for change in decode(chunk, old if knows_base else None)]
+    for change in sorted(changes, key=lambda change: change.values is not None):
+        if change.values is None:
+            del new[change.name], shapes[change.name]
+            continue
+        if change.name not in new:
+            assert change.new
+            new[change.name] = torch.zeros(change.shape, dtype=change.dtype).view(-1)
+            shapes[change.name] = torch.Size(change.shape)
+        assert (change.indices.dtype, change.values.dtype) == (torch.int64, change.dtype)
+        assert len(change.indices) == len(change.indices.unique())
+        bits_of(new[change.name])[change.indices] = bits_of(change.values)
+    return {name: tensor.view(shapes[name]) for name, tensor in new.items()}
+
+
+# ---- round trips
+
+
+@given(models(), codes, chunk_bytes, isas, st.randoms(use_true_random=False))
+def test_weights_become_the_new_ones_and_the_old_ones_again(
+    model: tuple[Model, Model], code: str, most: int, isa: str, order: random.Random
+) -> None:
+    old, new = model
+    base = version_of(old, 3)
+    with using(isa), chunks_of(most):
+        chunks = list(encode(new, old, code=code, since=base, target=9))
+        order.shuffle(chunks)
+        target = copied(old)
+        there = dict(target)
+        inverse = apply_(target, chunks, since=base)
+    assert same(target, new)
+    assert (inverse.base, inverse.version) == (base, version_of(new, 9))
+    kept = [name for name in old if name in new and _alike(old[name], new[name])]
+    assert all(target[name] is there[name] for name in kept), "changed in place"
+    inverse.undo()
+    assert same(target, old)
+    inverse.undo()
+    assert same(target, old)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+@given(models(), codes, chunk_bytes)
+def test_decoded_changes_are_the_new_weights(
+    model: tuple[Model, Model], code: str, most: int
+) -> None:
+    old, new = model
+    with chunks_of(most):
+        chunks = list(encode(new, old, code=code))
+    assert same(written(old, chunks), new)
+    if code == "values":
+        assert same(written(old, chunks, knows_base=False), new)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_step(dtype: torch.dtype) -> None:
+    for i, (step, code) in enumerate(itertools.product(STEPS, CODES)):
+        recipe = Recipe(dtype, SIZES[-1 - i % 3], "any bits", step, 0.3 + 0.7 * (i % 2), seed=i)
+        old, new = ({"w": tensor} for tensor in recipe.pair())
+        target = copied(old)
+        apply_(target, encode(new, old, code=code))
+        assert same(target, new)
+        target = Model()
+        apply_(target, encode(new, {}, code=code))
+        assert same(target, new)
+
+
+LENGTHS = (*range(4), *range(62, 67), *range(126, 131), 192, 256, 320, 447, 448, 449, 2048, 2112)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("size", LENGTHS)
+def test_every_length_and_number_of_changes(code: str, size: int) -> None:
+    """Of a tensor beside another one, with exponents of several classes."""
+    for changed in {0, 1, size // 2, size} & set(range(size + 1)):
+        generator = torch.Generator().manual_seed(changed)
+        old = {name: torch.randn(n, generator=generator) for name, n in [("a", 2500), ("b", size)]}
+        new = copied(old)
+        bits_of(new["a"])[::2] += 1
+        bits_of(new["b"])[torch.randperm(size, generator=generator)[:changed]] += 1
+        target = copied(old)
+        for isa in ISAS:
+            with using(isa):
+                inverse = apply_(target, encode(new, old, code=code, since=version_of(old)))
+            assert same(target, new)
+            assert inverse.version == version_of(new, 1)
+            inverse.undo()
+
+
+@given(recipes)
+def test_a_delta_of_nothing_is_one_small_chunk(recipe: Recipe) -> None:
+    model = {"w": recipe.pair()[0]}
+    base = version_of(model, 7)
+    (chunk,) = encode(model, model, since=base)
+    assert len(chunk) < 300
+    target = copied(model)
+    inverse = apply_(target, [chunk], since=base)
+    assert (inverse.version, inverse.changed) == (Version(8, base.sum), 0)
+    assert same(target, model)
+
+
+def test_steps_across_zero_and_to_the_ends() -> None:
+    """−0 lies between 0 and the numbers below it, and the order of NaNs wraps around."""
+    for dtype in FLOATS:
+        integers = INTEGERS[dtype.itemsize]
+        least, most = torch.iinfo(integers).min, torch.iinfo(integers).max
+        some = torch.tensor([0, least, 1, least + 1, most, -1, most - 1, -2], dtype=integers)
+        old, new = (part.reshape(-1) for part in torch.meshgrid(some, some, indexing="ij"))
+        model, other = {"w": old.view(dtype)}, {"w": new.view(dtype)}
+        for code in CODES:
+            target = copied(model)
+            apply_(target, encode(other, model, code=code))
+            assert same(target, other)
+
+
+def test_few_changes_are_short() -> None:
+    """Steps are shorter than values, and exponents tell where a training step changes weights."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(200_000, generator=generator)
+    moved = weights + 1e-4 * torch.randn(200_000, generator=generator)
+    old, new = {"w": weights.bfloat16()}, {"w": moved.bfloat16()}
+    changed = int((old["w"] != new["w"]).sum())
+    sizes = {code: sum(map(len, encode(new, old, code=code))) for code in CODES}
+    assert sizes["exponents"] < 0.9 * sizes["steps"] < 0.9 * sizes["values"] < 2 * changed
+
+
+def test_sources_may_repeat_elements() -> None:
+    """Expanded tensors are read like others."""
+    old = {"w": torch.zeros(1).expand(300, 70), "v": torch.zeros(70).expand(300, 70)}
+    new = {"w": torch.arange(70.0).expand(300, 70), "v": torch.ones(300, 1).expand(300, 70)}
+    target = {name: tensor.contiguous() for name, tensor in old.items()}
+    with chunks_of(1000):
+        apply_(target, encode(new, old))
+    assert same(target, {name: tensor.contiguous() for name, tensor in new.items()})
+
+
+def test_a_target_that_repeats_elements_is_refused() -> None:
+    """Its elements cannot become different."""
+    shared = torch.zeros(1)
+    target = {"a": torch.zeros(300), "w": shared.expand(300)}
+    old = {name: tensor.contiguous() for name, tensor in target.items()}
+    with pytest.raises(SparcelError):
+        apply_(target, encode({"a": old["a"] + 1, "w": torch.arange(300.0)}, old))
+    assert same(target, old)
+
+
+# ---- the same bytes everywhere
+
+
+@given(models(), codes, chunk_bytes)
+def test_instruction_sets_and_threads_do_not_change_bytes(
+    model: tuple[Model, Model], code: str, most: int
+) -> None:
+    old, new = model
+    made = []
+    for isa, threads in [*((isa, 1) for isa in ISAS), (ISAS[-1], 3)]:
+        with using(isa, threads), chunks_of(most):
+            chunks = list(encode(new, old, code=code))
+            made.append((chunks, version_of(new)))
+            target = copied(old)
+            apply_(target, chunks)
+            assert same(target, new)
+    assert all(one == made[0] for one in made)
+
+
+@given(models(), codes, chunk_bytes)
+def test_a_device_finds_the_same_bits(model: tuple[Model, Model], code: str, most: int) -> None:
+    """Where tensors are elsewhere, torch finds what changes; here the host pretends to be one."""
+    old, new = model
+    base = version_of(old)
+    with chunks_of(most):
+        chunks = list(encode(new, old, code=code, since=base))
+    target = copied(old)
+    elsewhere = patch("sparcel.delta.decoding.on_host", lambda *_: False)
+    with elsewhere, patch("sparcel.delta.applying.on_host", lambda *_: False):
+        inverse = apply_(target, chunks)
+        assert same(target, new)
+        assert inverse.version == version_of(new, 1)
+        inverse.undo()
+    assert same(target, old)
+
+
+@st.composite
+def strided_pieces(draw: st.DrawFn) -> tuple[Piece, Tensor]:
+    """Draw elements of a tensor in rows."""
+    dtype = draw(st.sampled_from(DTYPES))
+    row, count = draw(st.integers(1, 70)), draw(st.integers(0, 300))
+    stride = row + draw(st.integers(0, 100))
+    piece = Piece("w", dtype, (300, 170), draw(st.integers(0, 99)), row, stride, count)
+    return piece, replace(Recipe(dtype, count, "any bits"), seed=row).pair()[0]
+
+
+@given(strided_pieces())
+def test_sums_are_those_of_the_definition(case: tuple[Piece, Tensor]) -> None:
+    piece, elements = case
+    bits = bits_of(elements)
+    numbers = piece.numbers(torch.arange(piece.count))
+    given = (bits, piece.count, piece.key, piece.first, piece.row, piece.stride)
+    expected = hashed(piece.key, numbers, bits)
+    assert _cpu.delta_sum([given], piece.dtype.itemsize) == expected
+
+
+def test_a_version_tells_names_dtypes_shapes_places_and_bits_apart() -> None:
+    zeros = torch.zeros(6)
+    others = [
+        {"v": zeros},
+        {"w": zeros.view(2, 3)},
+        {"w": zeros.int()},
+        {"w": torch.tensor([0.0] * 5 + [-0.0])},
+        {"w": torch.tensor([0.0] * 4 + [-0.0, 0.0])},
+        {"w": torch.zeros(7)},
+        {"w": zeros, "v": torch.zeros(6)},
+    ]
+    assert len({version_of(model).sum for model in [{"w": zeros}, *others]}) == len(others) + 1
+    assert version_of({"w": zeros, "v": zeros + 1}) == version_of({"v": zeros + 1, "w": zeros})
+
+
+# ---- kinds of models
+
+
+class Tied(nn.Module):
+    """A model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_modules_and_tied_weights(code: str) -> None:
+    here, there = Tied(), Tied()
+    there.load_state_dict(here.state_dict())
+    before = copied(here.state_dict())
+    base = version_of(there.state_dict(), 4)
+    old = here.state_dict()
+    old = {name: tensor.clone() for name, tensor in old.items()}
+    old["head.weight"] = old["embedding.weight"]
+    with torch.no_grad():
+        here.embedding.weight[::3] *= 1.01
+        here.norm.num_batches_tracked += 1
+    chunks = list(encode(here.state_dict(), old, code=code, since=base))
+    inverse = apply_(there, chunks, since=base)
+    assert same(there.state_dict(), here.state_dict())
+    assert there.head.weight is there.embedding.weight
+    assert inverse.version == version_of(there.state_dict(), 5)
+    assert inverse.changed == 10 * 8 + 1
+    inverse.undo()
+    assert same(there.state_dict(), before)
+
+
+@pytest.mark.parametrize("was_tied", [False, True])
+def test_tensors_that_become_tied_or_no_longer_are(was_tied: bool) -> None:
+    """Ties of either side alone leave nothing out."""
+    tied, zeros = torch.arange(100.0), torch.zeros(100)
+    one, other = {"a": tied, "b": tied}, {"a": zeros, "b": zeros + 1}
+    old, new = (one, other) if was_tied else (other, one)
+    base = version_of(old)
+    target = copied(old)
+    inverse = apply_(target, encode(new, old, since=base), since=base)
+    assert same(target, new)
+    assert inverse.version == version_of(new, 1)
+    inverse.undo()
+    assert same(target, old)
+
+
+@pytest.mark.parametrize("appear", [False, True])
+def test_a_tied_tensor_appears_or_vanishes(appear: bool) -> None:
+    w = torch.arange(100.0)
+    one, other = {"a": w}, {"a": w, "b": w}
+    old, new = (one, other) if appear else (other, one)
+    base = version_of(old)
+    target = copied(old)
+    inverse = apply_(target, encode(new, old, since=base), since=base)
+    assert same(target, new)
+    assert inverse.version == version_of(new, 1)
+    inverse.undo()
+    assert same(target, old)
+
+
+def test_a_module_keeps_its_tensors() -> None:
+    module = nn.Linear(3, 4)
+    before = copied(module.state_dict())
+    for new in (
+        {"weight": before["weight"] + 1},
+        {**before, "weight": before["weight"].double()},
+        {**before, "bias": before["bias"] + 1, "other": torch.zeros(2)},
+    ):
+        with pytest.raises(VersionError, match="a module's tensors cannot appear, vanish"):
+            apply_(module, encode(new, before))
+        assert same(module.state_dict(), before)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("code", CODES)
+def test_shards_encoded_apart_make_one_version(code: str, cut: int) -> None:
+    """Of a tensor cut along any dimension; whole tensors take all chunks, and a shard its own."""
+    old, new = Recipe(torch.bfloat16, 3200, share=0.1, seed=cut).pair()
+    old, new = old.view(8, 20, 20), new.view(8, 20, 20)
+    half = old.shape[cut] // 2
+
+    def shard_of(tensor: Tensor, rank: int) -> dict[str, Part]:
+        """Return a half of a tensor, in its memory."""
+        begin, length = (half, tensor.shape[cut] - half) if rank else (0, half)
+        starts = tuple(begin * (d == cut) for d in range(3))
+        lengths = tuple(length if d == cut else size for d, size in enumerate(tensor.shape))
+        piece = piece_of_slice("w", tensor.dtype, tuple(tensor.shape), starts, lengths)
+        return {"w": Part(piece, tensor.narrow(cut, begin, length))}
+
+    base, target, shards, chunks = version_of({"w": old}), {"w": old.clone()}, old.clone(), []
+    for rank in range(2):
+        now, before = shard_of(new, rank), shard_of(old, rank)
+        with chunks_of(300):
+            made = list(encode_parts(now, before, code, base, 1, (rank, 2)))
+        with pytest.raises(VersionError, match="is not whole"):
+            apply_(target, made)
+        assert same(target, {"w": old})
+        write_parts(shard_of(shards, rank), made, base, [])
+        chunks += made
+    assert same({"w": shards}, {"w": new})
+    inverse = apply_(target, chunks)
+    assert same(target, {"w": new})
+    assert inverse.version == version_of({"w": new}, 1)
+    inverse.undo()
+    assert same(target, {"w": old})
+
+
+# ---- all or nothing
+
+
+def two_versions() -> tuple[Model, Model, Model]:
+    """Three versions of a model, whose deltas have several chunks."""
+    first = {
+        "a": Recipe(torch.bfloat16, 3000, seed=1).pair()[0],
+        "b": laid_out(Recipe(torch.float32, 1000, rank=2).pair()[0], "transposed"),
+        "c": torch.arange(50),
+    }
+    versions = [first]
+    for step in (1, 2):
+        new = copied(versions[-1])
+        for tensor in new.values():
+            bits_of(tensor)[::5] += step
+        versions.append({**new, f"new.{step}": torch.ones(200) * step})
+    return versions[0], versions[1], versions[2]
+
+
+FIRST, SECOND, THIRD = two_versions()
+ONE, TWO, THREE = version_of(FIRST, 1), version_of(SECOND, 2), version_of(THIRD, 3)
+
+
+OTHER_BASE = r"does not fit|is not there|but it is"
+
+
+def chunks_between(
+    new: Model, old: Model, since: Version, code: str = "exponents", **options: Any
+) -> list[bytes]:
+    with chunks_of(800):
+        return list(encode(new, old, code=code, since=since, **options))
+
+
+def refused(
+    chunks: Iterable[bytes], error: type[Exception] = VersionError, match: str = ""
+) -> None:
+    """Chunks raise an error, and the weights stay what they were."""
+    for threads in (1, 3):
+        target = copied(FIRST)
+        there = dict(target)
+        with using(ISAS[-1], threads), pytest.raises(VersionError, match=match):
+            apply_(target, list(chunks))
+        assert same(target, FIRST)
+        assert all(target[name] is there[name] for name in there)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_chunk_is_missing_or_there_twice(code: str) -> None:
+    chunks = chunks_between(SECOND, FIRST, ONE, code)
+    assert len(chunks) > 5
+    for i in range(len(chunks)):
+        refused(chunks[:i] + chunks[i + 1 :], match="is not whole")
+        refused([*chunks, chunks[i]])
+    refused([], match="there are no chunks")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_chunks_of_several_versions(code: str) -> None:
+    """Also where the second delta fits once the first is written."""
+    first, second = (
+        chunks_between(SECOND, FIRST, ONE, code),
+        chunks_between(THIRD, SECOND, TWO, code),
+    )
+    refused(first + second, match="chunks of different versions|is not there|does not fit")
+    refused(second + first)
+    refused(first[:-1] + second[-1:])
+    refused(second)
+
+
+def test_chunks_of_other_shards() -> None:
+    whole = chunks_between(SECOND, FIRST, ONE)
+    half = chunks_between(SECOND, FIRST, ONE, shard=(0, 2))
+    refused(half, match="of shard 1 there are chunks")
+    refused(whole[:3] + half[3:], match="chunks of different versions")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_another_base(code: str) -> None:
+    """A change of an element that the delta changes is always seen, and so are other tensors."""
+    chunks = chunks_between(SECOND, FIRST, ONE, code)
+    others = []
+    for name in FIRST:
+        other = copied(FIRST)
+        bits_of(other[name])[0] += 3
+        others.append(other)
+    others.append({name: tensor for name, tensor in FIRST.items() if name != "b"})
+    others.append({**FIRST, "c": FIRST["c"].int()})
+    others.append({**FIRST, "c": FIRST["c"][:40]})
+    for other in others:
+        target = copied(other)
+        with pytest.raises(VersionError, match=OTHER_BASE):
+            apply_(target, chunks)
+        assert same(target, other)
+        with pytest.raises(VersionError, match=OTHER_BASE):
+            written(other, chunks)
+    target = copied(FIRST)
+    with pytest.raises(VersionError, match=r"version 1 \(.*but the weights are version 5"):
+        apply_(target, chunks, since=replace(ONE, number=5))
+    with pytest.raises(VersionError, match="but the weights are version 1"):
+        apply_(target, chunks, since=replace(ONE, sum=ONE.sum ^ 1))
+    assert same(target, FIRST)
+
+
+def test_a_new_tensor_is_there_already() -> None:
+    """What would be overwritten is not the base, or it comes back."""
+    target = {**copied(FIRST), "new.1": torch.zeros(5)}
+    before = copied(target)
+    with suppress(VersionError):
+        apply_(target, chunks_between(SECOND, FIRST, ONE)).undo()
+    assert same(target, before)
+
+
+def test_a_tensor_that_should_go_is_not_there() -> None:
+    for gone in (torch.zeros(5), torch.zeros(0)):
+        chunks = chunks_between(SECOND, {**FIRST, "gone": gone}, ONE)
+        refused(chunks)
+
+
+def test_the_source_of_chunks_may_fail() -> None:
+    def chunks() -> Iterable[bytes]:
+        yield from chunks_between(SECOND, FIRST, ONE)[:3]
+        raise OSError("the network is gone")
+
+    target = copied(FIRST)
+    with pytest.raises(OSError, match="the network is gone"):
+        apply_(target, chunks())
+    assert same(target, FIRST)
+
+
+# ---- damage
+
+
+def repacked(chunk: bytes, change: Callable[[dict[str, Any], bytearray], None]) -> bytes:
+    """Change a chunk's header and streams, with the right checksum and lengths in its start."""
+    length = struct.unpack_from("<I", chunk, 4)[0]
+    header = json.loads(zlib.decompress(chunk[16 : 16 + length]))
+    rest = bytearray(chunk[16 + length :])
+    change(header, rest)
+    packed = zlib.compress(json.dumps(header).encode())
+    body = packed + bytes(rest)
+    return struct.pack("<4sIII", b"SPD1", len(packed), zlib.crc32(body), 0) + body
+
+
+def damaged(data: bytearray, random: random.Random) -> None:
+    """Flip a bit, set some bytes, or copy some to another place."""
+    place, length = random.randrange(len(data)), random.choice([1, 2, 8])
+    match random.randrange(3):
+        case 0:
+            data[place] ^= 1 << random.randrange(8)
+        case 1:
+            data[place : place + length] = random.randbytes(len(data[place : place + length]))
+        case _:
+            begin = random.randrange(len(data))
+            piece = data[begin : begin + length]
+            data[place : place + len(piece)] = piece[: len(data) - place]
+
+
+@given(codes, st.randoms(use_true_random=False))
+def test_bytes_that_change_on_their_way(code: str, random: random.Random) -> None:
+    chunks = chunks_between(SECOND, FIRST, ONE, code)
+    i = random.randrange(len(chunks))
+    changed = bytearray(chunks[i])
+    if random.random() < 0.3:
+        del changed[random.randrange(len(changed)) :]
+    else:
+        damaged(changed, random)
+    chunks[i] = bytes(changed)
+    _right_or_refused(chunks, FormatError)
+
+
+@given(codes, st.randoms(use_true_random=False))
+def test_streams_of_a_hostile_chunk(code: str, random: random.Random) -> None:
+    """The checksum does not tell, but the decoder or the sum of the version does."""
+    chunks = chunks_between(SECOND, FIRST, ONE, code)
+    i = random.randrange(len(chunks))
+    chunks[i] = repacked(chunks[i], lambda _, rest: damaged(rest, random))
+    _right_or_refused(chunks)
+
+
+def _right_or_refused(chunks: list[bytes], error: type[Exception] = SparcelError) -> None:
+    target = copied(FIRST)
+    try:
+        apply_(target, chunks)
+    except error:
+        assert same(target, FIRST)
+    else:
+        assert same(target, SECOND)
+
+
+HOSTILE = (None, True, -1, 0, 1, 7, 2**31, 2**62, 2**63, 2**64, 1e400, 0.5, "", "a", "-f", [], {})
+FIELDS = (
+    *("base", "target", "shard", "part", "last", "code", "dtype", "pieces", "sum", "new"),
+    *("limits", "changes", "streams"),
+)
+
+
+@given(
+    codes,
+    st.integers(0, 99),
+    st.sampled_from(FIELDS),
+    st.sampled_from(HOSTILE) | st.sampled_from(["steps", "values", "dense", "removed", "int64"]),
+    st.lists(st.integers(0, 5), max_size=3),
+)
+def test_headers_of_a_hostile_chunk(
+    code: str, which: int, field: str, value: Any, path: list[int]
+) -> None:
+    """Any field may be anything, at any depth: nothing but sparcel's own errors come of it."""
+    chunks = chunks_between(SECOND, FIRST, ONE, code)
+
+    def change(header: dict[str, Any], _: bytearray) -> None:
+        there, key = header, field
+        for step in path:
+            if isinstance(there[key], list) and there[key]:
+                there, key = there[key], step % len(there[key])
+        there[key] = value
+
+    i = which % len(chunks)
+    chunks[i] = repacked(chunks[i], change)
+    target = copied(FIRST)
+    try:
+        apply_(target, chunks)
+    except SparcelError:
+        assert same(target, FIRST)
+    else:
+        # What a header says of numbers of versions, nobody can check.
+        assert all(same({"w": target[name]}, {"w": SECOND[name]}) for name in FIRST)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields_are_missing(field: str) -> None:
+    (chunk,) = encode({"w": torch.ones(9)}, {"w": torch.zeros(9)})
+    with pytest.raises(FormatError, match="a chunk's header is wrong"):
+        read_chunk(repacked(chunk, lambda header, _: header.pop(field)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shard": []},
+        {"shard": [0]},
+        {"shard": [3, 2]},
+        {"shard": [0, 0]},
+        {"pieces": [["w", [9], 0, 0, 1, 9]]},
+        {"pieces": [["w", [9], 1, 9, 9, 9]]},
+        {"pieces": [["w", [9], 0, 2, 1, 9]]},
+        {"pieces": [["w", [2**31 + 1]]]},
+        {"changes": [10]},
+        {"changes": [1, 2]},
+        {"changes": []},
+        {"changes": [1] * 7, "limits": [6, 5, 4, 3, 2, 1]},
+        {"streams": [9]},
+        {"limits": [256], "changes": [1, 1]},
+        {"changes": [1, 1, 1], "limits": [3, 4]},
+        {"dtype": "quaternion"},
+        {"dtype": "complex128"},
+        {"code": "exponents"},
+        {"new": True},
+        {"code": "values", "limits": [3], "changes": [1, 0]},
+    ],
+    ids=str,
+)
+def test_headers_that_contradict_themselves(change: dict[str, Any]) -> None:
+    old = {"w": torch.arange(9).float()}
+    chunk = next(encode({"w": old["w"] + (old["w"] == 4)}, old))
+    with pytest.raises(FormatError, match="a chunk's header is wrong"):
+        read_chunk(repacked(chunk, lambda header, _: header.update({"code": "steps", **change})))
+
+
+def test_a_header_is_not_unpacked_without_end() -> None:
+    packed = zlib.compress(bytes(65 << 20), 9)
+    with pytest.raises(FormatError, match="longer than"):
+        read_chunk(struct.pack("<4sIII", b"SPD1", len(packed), zlib.crc32(packed), 0) + packed)
+
+
+# ---- arguments
+
+
+def test_arguments() -> None:
+    old, new = {"w": torch.zeros(1000)}, {"w": torch.arange(1000) % 9 / 8}
+    with pytest.raises(InputError, match="did you mean 'steps'"):
+        next(encode(new, old, code="step"))
+    with pytest.raises(InputError, match="elements must have 1, 2, 4 or 8 bytes"):
+        next(encode({"w": torch.zeros(2, dtype=torch.complex128)}, {}))
+    chunk = next(encode({"w": old["w"] + (torch.arange(1000) % 50 == 0)}, old, code="steps"))
+    with pytest.raises(InputError, match="steps need the old weights"):
+        list(decode(chunk))
+
+
+def test_kernels_check_what_they_are_given() -> None:
+    words = torch.zeros(70, dtype=torch.int16)
+    piece, unknown = (words, 70, 1, 0, 70, 70), (None, 70, 1, 0, 70, 70)
+    data = torch.zeros(64, dtype=torch.uint8).numpy()
+    bad_decodes: list[tuple[Any, ...]] = [
+        ([piece], 4, True, 7, True, [], [1], data, 8, 16, 24),
+        ([piece], 3, True, 7, True, [], [1], data, 8, 16, 24),
+        ([piece], 2, True, 16, True, [], [1], data, 8, 16, 24),
+        ([piece], 2, True, 7, True, [], [71], data, 8, 16, 24),
+        ([piece], 2, True, 7, True, [3], [2**63, 2**63 + 1], data, 8, 16, 24),
+        ([piece], 2, True, 7, True, [], [], data, 8, 16, 24),
+        ([piece], 2, True, 7, True, [1], [1], data, 8, 16, 24),
+        ([piece], 2, True, 7, True, [*range(6)], [1] * 7, data, 8, 16, 24),
+        ([unknown], 2, True, 7, True, [3], [1, 1], data, 8, 16, 24),
+        ([piece], 2, True, 7, True, [], [1], data, 17, 16, 24),
+        ([piece], 2, True, 7, True, [], [1], data, 8, 25, 24),
+        ([piece], 2, True, 7, True, [], [1], data, 8, 16, 33),
+        ([(words, 70, 1, 0, 0, 70)], 2, True, 7, True, [], [1], data, 8, 16, 24),
+        ([(None, 2**31 + 1, 1, 0, 1, 1)], 2, True, 7, True, [], [1], data, 8, 16, 24),
+    ]
+    for arguments in bad_decodes:
+        with pytest.raises((ValueError, TypeError)):
+            _cpu.delta_decode(*arguments)
+    assert _cpu.delta_decode([piece], 2, True, 7, True, [], [1], data, 8, 16, 24) is None
+    place = torch.tensor([70], dtype=torch.int32)
+    for wrong in (place, -place):
+        with pytest.raises(ValueError, match="places must lie in the chunk"):
+            _cpu.delta_write([piece], wrong, words[:1])
+    two = torch.tensor([5, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="places must be sorted"):
+        _cpu.delta_encode_changes([piece], two, words[:2], words[:2], True, 7, True)
+    with pytest.raises(ValueError, match="as many old elements as new"):
+        _cpu.delta_encode([piece], [unknown], 2, True, 7, 1, True)
+
+
+@given(recipes, st.booleans())
+def test_known_changes_are_coded_like_weights(recipe: Recipe, steps: bool) -> None:
+    """What encodes changes of which it has no more than old and new bits makes the same streams."""
+    old, new = (bits_of(tensor).reshape(-1) for tensor in recipe.pair())
+    layout = layout_of(recipe.dtype)
+    rest = (old.numel(), key_of("w", recipe.dtype, (old.numel(),)), 0, 1, 1)
+    places = (old != new).nonzero().flatten()
+    coded = _cpu.delta_encode_changes(
+        [(None, *rest)],
+        places.int(),
+        old[places],
+        new[places],
+        layout.floats,
+        layout.fraction,
+        steps,
+    )
+    whole = _cpu.delta_encode(
+        [(old, *rest)],
+        [(new, *rest)],
+        layout.itemsize,
+        layout.floats,
+        layout.fraction,
+        1,
+        steps,
+    )
+    assert coded == whole
