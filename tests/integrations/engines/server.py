@@ -1,0 +1,38 @@
+"""A web server with the control routes of vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+
+@contextmanager
+def serving(answer: Callable[[str, Any], None]) -> Iterator[str]:
+    """Yield the URL of a server that calls ``answer(route, body)``; what that raises is a 500."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            told, status = b"{}", 200
+            try:
+                answer(self.path, json.loads(body) if body else None)
+            except Exception as error:
+                told, status = str(error).encode(), 500
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(told)))
+            self.end_headers()
+            self.wfile.write(told)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,188 @@
+"""TRL: servers load what AsyncGRPOTrainer sends, and patches in TRL's shape come back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sparcel.delta import Folder, Subscriber
+from sparcel.errors import CommunicationError, InputError
+from sparcel.integrations.trl import WeightTransfer, encode_patch, iter_sparse_patches
+from tests.integrations.engines import trl as stand_ins
+from tests.integrations.engines.installing import assert_alike, parameters
+from tests.integrations.engines.server import serving
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"
+
+
+class Served:
+    """A server that goes to the versions that it is told, and keeps what it had then."""
+
+    def __init__(self) -> None:
+        self.subscriber: Subscriber | None = None
+        self.versions: list[dict[str, Tensor]] = []
+        self.failing = False
+
+    def __call__(self, route: str, body: Any) -> None:
+        if route == "/init_weight_transfer_engine":
+            self.subscriber = Subscriber(Folder(body["init_info"]["store"]))
+        if route == "/update_weights":
+            if self.failing:
+                raise ValueError("no memory")
+            assert self.subscriber is not None
+            self.subscriber.update(body["update_info"]["version"])
+            held = self.subscriber.tensors
+            self.versions.append({name: tensor.clone() for name, tensor in held.items()})
+
+
+def sync(transfer: WeightTransfer, model: nn.Module) -> None:
+    """Do what AsyncGRPOTrainer does."""
+    transfer.pause()
+    transfer.send_weights(iter(list(model.named_parameters())))
+    transfer.resume()
+
+
+def assert_same(got: dict[str, Tensor], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.equal(got[name], parameter.detach().bfloat16())
+
+
+def test_all_servers_get_each_version(tmp_path: Path) -> None:
+    model, first, second = nn.Linear(10, 10), Served(), Served()
+    with serving(first) as url, serving(second) as other:
+        transfer = WeightTransfer(tmp_path, url, other)
+        transfer.init_weight_transfer()
+        for number in range(3):
+            sync(transfer, model)
+            assert transfer.version is not None
+            assert transfer.version.number == number
+            for server in (first, second):
+                assert_same(server.versions[number], model)
+            with torch.no_grad():
+                model.weight[number] += 1
+        transfer.destroy()
+
+
+def test_a_failure_does_not_keep_other_ranks_waiting(tmp_path: Path) -> None:
+    transfer = WeightTransfer(tmp_path)
+    walked = []
+
+    def weights() -> Iterator[tuple[str, Any]]:
+        yield "fails", None
+        for name in ("a", "b"):
+            walked.append(name)
+            yield name, torch.ones(3)
+
+    with pytest.raises(AttributeError):
+        transfer.send_weights(weights())
+    assert walked == ["a", "b"]
+    with pytest.raises(InputError, match="init_weight_transfer first"):
+        transfer.send_weights(iter(()))
+
+
+def test_what_a_server_says_reaches_the_trainer(tmp_path: Path) -> None:
+    served, model = Served(), nn.Linear(4, 4)
+    with serving(served) as url:
+        transfer = WeightTransfer(tmp_path, url)
+        transfer.init_weight_transfer()
+        served.failing = True
+        with pytest.raises(CommunicationError, match="no memory"):
+            sync(transfer, model)
+        served.failing = False
+        sync(transfer, model)
+    assert_same(served.versions[0], model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_patches_hold_what_the_masks_say(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    new = {name: torch.randn(300, 400).mul(3).to(dtype) for name in ("a", "b.val", "whole")}
+    masks = {"a": torch.rand(300, 400) < 0.01, "b.val": torch.zeros(300, 400, dtype=torch.bool)}
+    items = [(name, tensor, masks.get(name)) for name, tensor in new.items()]
+    tensors, metadata = encode_patch(items, model_version=7)
+    assert tensors is not None
+    assert metadata is not None
+    changed = int(masks["a"].sum()) + 120_000
+    assert metadata == {
+        "format": "sparcel_patch",
+        "model_version": "7",
+        "num_changed_params": "2",
+        "total_changed_elements": str(changed),
+        "total_elements": "360000",
+    }
+    save_file(tensors, tmp_path / "patch", metadata)
+    got = {name: torch.zeros(300, 400, dtype=dtype) for name in new}
+    seen = 0
+    with safe_open(tmp_path / "patch", "pt") as file:
+        assert file.metadata() == metadata
+        for name, indices, values in iter_sparse_patches(file):
+            got[name].view(-1)[indices] = values
+            seen += len(indices)
+    assert seen == changed
+    assert torch.equal(got["whole"], new["whole"])
+    assert torch.equal(got["a"], torch.where(masks["a"], new["a"], 0))
+    assert not got["b.val"].any()
+
+
+def test_sparse_patches_are_short() -> None:
+    torch.manual_seed(3)
+    tensor, mask = torch.randn(1000, 1000).bfloat16(), torch.rand(1000, 1000) < 0.01
+    tensors, _ = encode_patch([("a", tensor, mask)])
+    assert tensors is not None
+    length = sum(chunk.numel() for chunk in tensors.values())
+    assert length < 3.2 * int(mask.sum())  # indices and values as they are take 6 bytes each
+
+
+def test_nothing_changed_is_nothing() -> None:
+    mask = torch.zeros(3, dtype=torch.bool)
+    assert encode_patch([("a", torch.ones(3), mask)]) == (None, None)
+    assert encode_patch([]) == (None, None)
+
+
+def test_it_has_the_methods_that_trl_calls() -> None:
+    for name, method in vars(stand_ins.WeightTransferProtocol).items():
+        if not name.startswith("_"):
+            assert parameters(getattr(WeightTransfer, name)) == parameters(method)
+
+
+def test_the_trainer_of_trl_drives_it(tmp_path: Path) -> None:
+    trainer = pytest.importorskip(TRAINER, reason="without TRL").AsyncGRPOTrainer
+    pytest.importorskip("accelerate").PartialState()
+    model, served = nn.Linear(10, 10), Served()
+    with serving(served) as url:
+        transfer = WeightTransfer(tmp_path, url)
+        transfer.init_weight_transfer()
+        accelerator = SimpleNamespace(
+            unwrap_model=lambda model: model,
+            is_main_process=True,
+            wait_for_everyone=lambda: None,
+            device=torch.device("cpu"),
+        )
+        told = SimpleNamespace(
+            accelerator=accelerator,
+            model=model,
+            weight_transfer=transfer,
+            rollout_worker=None,
+            model_version=0,
+        )
+        told._streaming_iter = lambda: trainer._streaming_iter(told)
+        for number in range(3):
+            trainer._sync_weight_merged(told, 0.0)
+            assert_same(served.versions[number], model)
+            with torch.no_grad():
+                model.weight[number] += 1
+
+
+def test_the_stand_in_is_like_trl() -> None:
+    real = pytest.importorskip(TRAINER, reason="without TRL").WeightTransferProtocol
+    assert_alike(stand_ins.WeightTransferProtocol, real)
