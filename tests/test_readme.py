@@ -28,7 +28,7 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-SCRIPT, SAVE, LOAD, LOG = python_of(README)
+SCRIPT, SAVE, LOAD, LOG, PUBLISH = python_of(README)
 SHARDED = "".join(python_of((ROOT / "docs/fsdp.md").read_text()))
 EXAMPLES = [SCRIPT, *python_of((ROOT / "docs/streams.md").read_text()), SHARDED]
 LAUNCHES = re.findall(r"^torchrun .*$", README, re.MULTILINE)
@@ -78,6 +78,13 @@ def test_training_resumes_from_the_checkpoint_as_printed(tmp_path: Path) -> None
     seen = "assert (handle.stats().training_steps, handle.stats().steps) == (2000, 1000)\n"
     new = f"handle.close()\ndist.barrier()\n{attach}"
     run("".join([begin, attach, train, SAVE, new, LOAD, train, seen, end]), tmp_path)
+
+
+def test_weights_are_published_as_printed(tmp_path: Path) -> None:
+    model, served = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    names = {"sparcel": sparcel, "model": model, "served_model": served}
+    exec(PUBLISH.replace("/shared/run", str(tmp_path)), names)
+    assert torch.equal(model.weight, served.weight)
 
 
 def handle() -> sparcel.Handle:

@@ -55,14 +55,9 @@ class Gaps {
         const int width = int(std::bit_width(sum_ >> 4)) - 2;
         return unsigned(std::clamp(width, 0, int(kMostShift)));
     }
-    // The last gap counts one gap later, so that nobody waits for it to choose a model.
-    void follow(uint64_t gap) {
-        sum_ += last_ - (sum_ >> 4);
-        last_ = gap;
-    }
+    void follow(uint64_t gap) { sum_ += gap - (sum_ >> 4); }
 
-    uint64_t sum_ = 0;  // sixteen times the mean of the gaps before the last, about
-    uint64_t last_ = 0;
+    uint64_t sum_ = 0;  // sixteen times the mean of the last gaps, about
     Model models_[kMostShift + 1];
 };
 

@@ -229,8 +229,7 @@ class Gaps:
     """Elements of a class between two changes, divided by a power of two near their mean / 4."""
 
     def __init__(self) -> None:
-        self.sum = 0  # sixteen times a mean of the gaps before the last
-        self.last = 0
+        self.sum = 0  # sixteen times a mean of the gaps before
         self.models = [Model() for _ in range(17)]
 
     def read(self, symbols: Symbols, bits: Bits) -> int:
@@ -241,8 +240,7 @@ class Gaps:
         else:  # the rest: its number of bits, then the bits below the first
             width = bits.read(5)
             gap = (15 << shift) + (1 << width) - 1 + bits.read(width)
-        self.sum += self.last - (self.sum >> 4)
-        self.last = gap
+        self.sum += gap - (self.sum >> 4)
         return gap
 
 
