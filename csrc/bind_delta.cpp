@@ -183,8 +183,8 @@ nb::object decode(const Arrays& arrays, size_t itemsize, bool floats, unsigned f
     });
 }
 
-// Writes values to elements; their places are those of `decode`.
-void write(const Arrays& arrays, const Input& places, const Input& values) {
+// Exchanges elements with values; their places are those of `decode`.
+void swap(const Arrays& arrays, const Input& places, const InOut& values) {
     const auto pieces = pieces_of(arrays, values.itemsize());
     require(places.dtype() == dtype_of<int32_t>() && values.size() == places.size(),
             "every value has a place");
@@ -197,7 +197,7 @@ void write(const Arrays& arrays, const Input& places, const Input& values) {
     for (size_t i = 0; i < count; ++i) largest = std::max(largest, numbers[i]);
     if (count && largest >= total) throw nb::value_error("places must lie in the chunk");
     with_word(values.itemsize(), [&]<class Word>(Type<Word>) {
-        write_changes(pieces, numbers, data<Word>(values), count);
+        swap_changes(pieces, numbers, data<Word>(values), count);
     });
 }
 
@@ -253,7 +253,7 @@ void bind_delta(nb::module_& module) {
     module.def("delta_decode", decode, "pieces"_a, "itemsize"_a, "floats"_a, "fraction"_a,
                "steps"_a, "limits"_a, "counts"_a, "data"_a, "values_begin"_a, "bits_begin"_a,
                "end"_a);
-    module.def("delta_write", write, "pieces"_a, "places"_a, "values"_a);
+    module.def("delta_swap", swap, "pieces"_a, "places"_a, "values"_a);
     module.def("delta_remember", remember_elements, "elements"_a, "floats"_a);
     module.def("delta_recall", recall_elements, "now"_a, "low"_a, "floats"_a);
     module.def("delta_sum", sum, "pieces"_a, "itemsize"_a);

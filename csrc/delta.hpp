@@ -232,15 +232,16 @@ void recall(const Word* now, const uint8_t* low, size_t n, bool floats, Word* be
     }
 }
 
+// Exchanges values with the elements at their places.
 template <class Word>
-void write_changes(const std::vector<Piece>& pieces, const uint32_t* places, const Word* values,
-                   size_t count) {
+void swap_changes(const std::vector<Piece>& pieces, const uint32_t* places, Word* values,
+                  size_t count) {
     uint64_t base = 0;
     const Piece* piece = pieces.data();
     for (size_t i = 0; i < count; ++i) {
         if (places[i] < base) piece = pieces.data(), base = 0;
         while (places[i] >= base + piece->count) base += piece++->count;
-        static_cast<Word*>(piece->elements)[places[i] - base] = values[i];
+        std::swap(static_cast<Word*>(piece->elements)[places[i] - base], values[i]);
     }
 }
 

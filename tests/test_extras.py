@@ -25,7 +25,7 @@ MODULES = {"scikit-learn": "sklearn"}
 """The modules that are named otherwise than their packages."""
 
 EXTRAS_OF = {
-    "cli": {"cli"},
+    "cli": {"cli", "delta"},
     "lab": {"lab"},
     "plan": {"cli", "plots"},
     "bench": {"cli", "plots", "mpi"},

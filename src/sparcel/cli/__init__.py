@@ -13,6 +13,7 @@ try:
     import typer
 
     from sparcel.cli.bench import bench
+    from sparcel.cli.delta import delta
     from sparcel.cli.density import density
     from sparcel.cli.lab import lab
     from sparcel.cli.linear import linear
@@ -24,6 +25,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 app.command()(density)
 app.command()(plan)
 app.add_typer(bench, name="bench")
+app.add_typer(delta, name="delta")
 app.add_typer(lab, name="lab")
 app.add_typer(linear, name="linear")
 

@@ -1,8 +1,10 @@
 """Weight deltas: what changed since the last version, to everyone who serves the model."""
 
 from sparcel.delta.applying import Inverse as Inverse
+from sparcel.delta.applying import Prepared as Prepared
 from sparcel.delta.applying import apply_ as apply_
 from sparcel.delta.applying import assign_ as assign_
+from sparcel.delta.applying import prepare as prepare
 from sparcel.delta.broadcast import Arriving as Arriving
 from sparcel.delta.broadcast import broadcast as broadcast
 from sparcel.delta.chunk import Version as Version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import (
-    Change,
-    Found,
-    check_sum,
-    check_tensor,
-    elements_of,
-    found_in,
-    on_host,
-)
+from sparcel.delta.decoding import Change, Found, check_sum, check_tensor, elements_of, found_in
 from sparcel.delta.encoding import in_threads
 from sparcel.delta.parts import Part, owners, parts_of
 from sparcel.errors import FormatError, InputError, VersionError
@@ -37,7 +29,7 @@ class Inverse:
     version
         What they are now.
     changed
-        How many elements have changed.
+        How many elements have changed; all of those that were sent whole.
     """
 
     base: Version
@@ -65,17 +57,95 @@ class Inverse:
                 numbers = piece.numbers(places.sort().values)
                 part = self._parts[piece.name]
                 _, local = part.here(numbers.to(part.local.device))
-                values = part.local.reshape(-1)[local].cpu()
+                values = part.take(local).cpu().view(piece.dtype)
                 yield Change(piece.name, piece.dtype, piece.shape, numbers, values)
 
     def undo(self) -> None:
         """Make the weights what they were, bit for bit; this can be done once."""
-        _undo(self._found, self._parts)
+        swap_all(self._found, self._parts)
         for name in self._added:
             del self._tensors[name]
         self._tensors.update(self._gone)
         _copy(self._copies, self._tensors)
         self._found, self._added, self._gone = [], [], {}
+
+
+@dataclass
+class Prepared:
+    """A delta that is decoded and checked, and waits to be written.
+
+    Attributes
+    ----------
+    base
+        The version that it applies to.
+    version
+        The version that it makes.
+    """
+
+    base: Version
+    version: Version
+    _target: nn.Module | MutableMapping[str, Tensor] = field(repr=False)
+    _tensors: MutableMapping[str, Tensor] = field(repr=False)
+    _parts: Mapping[str, Part] = field(repr=False)
+    _chunks: list[Chunk] = field(repr=False)
+    _found: list[Found] = field(repr=False)
+    _added: dict[str, Tensor] = field(repr=False)
+    _leaving: set[str] = field(repr=False)
+
+    def apply(self) -> Inverse:
+        """Write it; the weights must be what they were when it was prepared."""
+        tensors = self._tensors
+        swap_all(self._found, self._parts)
+        gone = {name: tensors.pop(name) for name in self._leaving}
+        tensors.update(self._added)
+        added = list(self._added)
+        told = {alias: name for chunk in self._chunks for alias, name in chunk.ties.items()}
+        ties = _apart(tensors, told)
+        if isinstance(self._target, nn.Module):
+            _copy(ties, tensors)
+        else:
+            added += [alias for alias in ties if alias not in tensors]
+            gone |= {alias: tensors[alias] for alias in ties if alias in tensors}
+            tensors.update({alias: tensors[name] for alias, name in ties.items()})
+            ties = {}
+        changed = sum(chunk.changed for chunk in self._chunks)
+        return Inverse(
+            self.base,
+            self.version,
+            changed,
+            tensors,
+            self._parts,
+            self._found,
+            added,
+            gone,
+            ties,
+        )
+
+
+def prepare(
+    target: nn.Module | MutableMapping[str, Tensor],
+    chunks: Iterable[bytes | memoryview],
+    since: Version | None = None,
+) -> Prepared:
+    """Decode and check all chunks of a version, and write nothing yet.
+
+    The weights may go on serving meanwhile. What `Prepared.apply` has left to do is to write what
+    changes. Parameters and errors are those of `apply_`.
+    """
+    tensors: MutableMapping[str, Tensor] = (
+        target.state_dict() if isinstance(target, nn.Module) else target
+    )
+    parts = parts_of(tensors)
+    _check_writable(parts)
+    seen, found = found_in_parts(parts, chunks, since)
+    _check_together(seen)
+    added = _added([one for one in found if one.chunk.new])
+    leaving = _names(seen, "removed") | {name for chunk in seen for name in chunk.untied}
+    _check_names(target, tensors, added, leaving)
+    base = seen[0].base
+    version = Version(seen[0].target, (base.sum + sum(chunk.sum for chunk in seen)) % (1 << 64))
+    kept = [one for one in found if not one.chunk.new]
+    return Prepared(base, version, target, tensors, parts, seen, kept, added, leaving)
 
 
 def apply_(
@@ -85,9 +155,8 @@ def apply_(
 ) -> Inverse:
     """Apply all chunks of a version, in any order, in place, or none of them.
 
-    Each chunk is checked before it is written: the sum of what it changes, which counts old and new
-    bits, must be the one that it states. If one does not check, is missing, or is there twice, what
-    was written before is undone.
+    Nothing is written before all is checked: the sum of what each chunk changes, which counts old
+    and new bits, must be the one that it states, and every chunk must be there once.
 
     Parameters
     ----------
@@ -112,38 +181,10 @@ def apply_(
         If a chunk is torn or corrupt.
     VersionError
         If the chunks are for another version, or do not belong together.
+    InputError
+        If ``target`` has tensors that cannot be written element by element.
     """
-    tensors: MutableMapping[str, Tensor] = (
-        target.state_dict() if isinstance(target, nn.Module) else target
-    )
-    parts = parts_of(tensors)
-    _check_writable(parts)
-    found: list[Found] = []
-    try:
-        seen = write_parts(parts, chunks, since, found)
-        _check_together(seen)
-        added = _added(found)
-        leaving = _names(seen, "removed") | {name for chunk in seen for name in chunk.untied}
-        _check_names(target, tensors, added, leaving)
-    except BaseException:
-        _undo(found, parts)
-        raise
-    gone = {name: tensors.pop(name) for name in leaving}
-    tensors.update(added)
-    ties = _apart(tensors, {alias: name for chunk in seen for alias, name in chunk.ties.items()})
-    if isinstance(target, nn.Module):
-        _copy(ties, tensors)
-    else:
-        fresh = [alias for alias in ties if alias not in tensors]
-        gone |= {alias: tensors[alias] for alias in ties if alias in tensors}
-        tensors.update({alias: tensors[name] for alias, name in ties.items()})
-        added, ties = {**added, **{alias: tensors[alias] for alias in fresh}}, {}
-    base = seen[0].base
-    version = Version(seen[0].target, (base.sum + sum(chunk.sum for chunk in seen)) % (1 << 64))
-    changed = sum(chunk.changed for chunk in seen)
-    # The new values are in the weights.
-    kept = [replace(one, after=one.after[:0]) for one in found if not one.chunk.new]
-    return Inverse(base, version, changed, tensors, parts, kept, list(added), gone, ties)
+    return prepare(target, chunks, since).apply()
 
 
 def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[Change]) -> None:
@@ -179,17 +220,30 @@ def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[C
         part.put(places, bits_of(change.values)[here])
 
 
-def write_parts(
-    parts: Mapping[str, Part],
-    chunks: Iterable[bytes | memoryview],
-    since: Version | None,
-    found: list[Found],
-) -> list[Chunk]:
-    """Check chunks and write what they change, which is noted in ``found``; return the chunks."""
+def found_in_parts(
+    parts: Mapping[str, Part], chunks: Iterable[bytes | memoryview], since: Version | None
+) -> tuple[list[Chunk], list[Found]]:
+    """Decode chunks and check them by what parts are; return them, and what they change."""
     seen: list[Chunk] = []
-    for _ in in_threads(_jobs(parts, chunks, since, seen, found)):
-        pass
-    return seen
+    found = list(in_threads(_jobs(parts, chunks, since, seen)))
+    return seen, [one for one in found if one is not None]
+
+
+def swap_all(found: Iterable[Found], parts: Mapping[str, Part]) -> None:
+    """Exchange what was found for what parts are; if that fails, nothing is changed."""
+    done: list[Found] = []
+
+    def swap(one: Found) -> None:
+        one.swap(parts)
+        done.append(one)
+
+    try:
+        for _ in in_threads(partial(swap, one) for one in found):
+            pass
+    except BaseException:
+        for one in done:
+            one.swap(parts)
+        raise
 
 
 def _jobs(
@@ -197,8 +251,7 @@ def _jobs(
     chunks: Iterable[bytes | memoryview],
     since: Version | None,
     seen: list[Chunk],
-    found: list[Found],
-) -> Iterator[partial[None]]:
+) -> Iterator[partial[Found | None]]:
     for data in chunks:
         chunk = read_chunk(data)
         if since is not None and chunk.base != since:
@@ -207,43 +260,17 @@ def _jobs(
                 f" are version {since}; fetch what follows that one, or a full version"
             )
         seen.append(chunk)
-        yield partial(_write, chunk, parts, found)
+        yield partial(_found, chunk, parts)
 
 
-def _write(chunk: Chunk, parts: Mapping[str, Part], done: list[Found]) -> None:
-    """Check a chunk, note what it changes, and write it."""
-    if chunk.code == "removed":
-        for piece in chunk.pieces:
-            check_tensor(chunk, piece, parts)
-        old = elements_of(chunk, parts)
-        check_sum(chunk, -_cpu.delta_sum(old, chunk.layout.itemsize))
-        return
-    found = found_in(chunk, None if chunk.new else parts)
-    done.append(found)
-    if not chunk.new:
-        _put(found, found.after, parts)
-
-
-def _undo(found: list[Found], parts: Mapping[str, Part]) -> None:
-    for one in reversed(found):
-        if one.before is not None:
-            _put(one, one.before, parts)
-
-
-def _put(found: Found, values: Tensor, parts: Mapping[str, Part]) -> None:
-    """Write bits to the changed elements of a chunk."""
-    chunk = found.chunk
-    in_place = [
-        parts[piece.name].local.is_contiguous() and parts[piece.name].begin_of(piece) is not None
-        for piece in chunk.pieces
-    ]
-    if all(in_place) and on_host(chunk, parts):
-        _cpu.delta_write(elements_of(chunk, parts), found.places, values)
-        return
-    for piece, places, which in found.pieces():
-        part = parts[piece.name]
-        _, local = part.here(piece.numbers(places).to(part.local.device))
-        part.put(local, values[which])
+def _found(chunk: Chunk, parts: Mapping[str, Part]) -> Found | None:
+    """Check a chunk, and return what it changes; nothing if its tensors are gone."""
+    if chunk.code != "removed":
+        return found_in(chunk, None if chunk.new else parts)
+    for piece in chunk.pieces:
+        check_tensor(chunk, piece, parts)
+    check_sum(chunk, -_cpu.delta_sum(elements_of(chunk, parts), chunk.layout.itemsize))
+    return None
 
 
 def _check_together(chunks: list[Chunk]) -> None:
@@ -315,7 +342,7 @@ def _added(found: Iterable[Found]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     for one in found:
-        for change in one.changes() if one.chunk.new else ():
+        for change in one.changes():
             assert change.values is not None, "new tensors have values"
             tensor = tensors.setdefault(change.name, torch.empty(change.shape, dtype=change.dtype))
             if (tensor.dtype, tuple(tensor.shape)) != (change.dtype, change.shape):

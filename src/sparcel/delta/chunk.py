@@ -150,8 +150,8 @@ def read_chunk(data: bytes | memoryview) -> Chunk:
     view = memoryview(data)
     if len(view) < _START.size:
         raise FormatError(f"a chunk has at least {_START.size} bytes, got {len(view)}")
-    magic, length, crc, _ = _START.unpack_from(view)
-    if magic != _MAGIC:
+    magic, length, crc, zero = _START.unpack_from(view)
+    if magic != _MAGIC or zero:
         raise FormatError(f"a chunk begins with {_MAGIC!r}, got {bytes(magic)!r}")
     body = view[_START.size :]
     if zlib.crc32(body) != crc:

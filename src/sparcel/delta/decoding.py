@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.delta import bits
-from sparcel.delta.bits import bits_of
+from sparcel.delta.bits import hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.encoding import given
 from sparcel.delta.parts import Part, Piece, parts_of
@@ -77,33 +76,53 @@ def decode(
 
 @dataclass(frozen=True)
 class Found:
-    """The changed elements of a chunk: places in it, and bits before and after.
+    """The changed elements of a chunk: places in it, None for all, and their bits.
 
-    Places follow one another piece by piece; within a piece they come in the order of coding.
+    The bits are new ones, until they are exchanged for the old ones. Places follow one another
+    piece by piece; within a piece they come in the order of coding.
     """
 
     chunk: Chunk
-    places: Tensor
-    before: Tensor | None
-    after: Tensor
+    places: Tensor | None
+    bits: Tensor
 
-    def pieces(self) -> Iterator[tuple[Piece, Tensor, slice]]:
-        """Yield each piece that changes, the places in it, and which of the changes these are."""
+    def pieces(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+        """Yield each piece that changes, the places in it, and their bits."""
         first = begin = 0
         for piece in self.chunk.pieces:
             last = first + piece.count
-            end = int(torch.searchsorted(self.places, last))
-            if end > begin or self.chunk.new:
-                yield piece, self.places[begin:end] - first, slice(begin, end)
-            first, begin = last, end
+            if self.places is None:
+                yield piece, torch.arange(piece.count), self.bits[first:last]
+            else:
+                end = int(torch.searchsorted(self.places, last))
+                if end > begin:
+                    yield piece, self.places[begin:end] - first, self.bits[begin:end]
+                begin = end
+            first = last
 
     def changes(self) -> Iterator[Change]:
-        """Yield what changes in each tensor."""
-        for piece, places, which in self.pieces():
+        """Yield what changes in each tensor, if the bits are new ones."""
+        for piece, places, bits in self.pieces():
             there, order = places.sort()
-            values = self.after[which][order].view(piece.dtype)
-            numbers = piece.numbers(there)
+            values, numbers = bits[order].view(piece.dtype), piece.numbers(there)
             yield Change(piece.name, piece.dtype, piece.shape, numbers, values, self.chunk.new)
+
+    def swap(self, parts: Mapping[str, Part]) -> None:
+        """Exchange the bits for those of the elements: write new ones, or put old ones back."""
+        mine = [parts[piece.name] for piece in self.chunk.pieces]
+        in_place = all(
+            part.local.is_contiguous() and part.begin_of(piece) is not None
+            for piece, part in zip(self.chunk.pieces, mine, strict=True)
+        )
+        if self.places is not None and in_place and on_host(self.chunk, parts):
+            _cpu.delta_swap(elements_of(self.chunk, parts), self.places, self.bits)
+            return
+        for piece, places, bits in self.pieces():
+            part = parts[piece.name]
+            _, local = part.here(piece.numbers(places).to(part.local.device))
+            before = part.take(local).cpu()
+            part.put(local, bits)
+            bits.copy_(before)
 
 
 def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
@@ -129,13 +148,13 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     )
     if decoded is None:
         raise not_this_base(chunk)
-    places, before, after, total = decoded
-    if parts is None:
-        return Found(chunk, places, None, after)
-    if on_device:
-        return _found_on_device(Found(chunk, places, None, after), parts)
-    check_sum(chunk, total)
-    return Found(chunk, places, before, after)
+    places, _, after, total = decoded
+    found = Found(chunk, places, after)
+    if on_device and parts is not None:
+        return _found_on_device(found, parts)
+    if parts is not None:
+        check_sum(chunk, total)
+    return found
 
 
 def elements_of(chunk: Chunk, parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
@@ -182,25 +201,20 @@ def check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
 
 def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
     """Find old and new bits where the tensors are: only what changes travels."""
-    chunk = found.chunk
-    total, befores, afters = 0, [], []
-    for piece, places, which in found.pieces():
+    chunk, total, afters = found.chunk, 0, [found.bits[:0]]
+    for piece, places, values in found.pieces():
         part = parts[piece.name]
         numbers = piece.numbers(places).to(part.local.device)
         here, local = part.here(numbers)
         if not bool(here.all()):
             raise not_this_base(chunk)
-        before = bits_of(part.local.reshape(-1)[local])
-        after = found.after[which].to(part.local.device)
+        before, after = part.take(local), values.to(part.local.device)
         if chunk.code == "steps":
-            after = bits.stepped(before, after, chunk.layout.floats)
-        total += bits.hashed(piece.key, numbers, after) - bits.hashed(piece.key, numbers, before)
-        befores.append(before.cpu())
+            after = stepped(before, after, chunk.layout.floats)
+        total += hashed(piece.key, numbers, after) - hashed(piece.key, numbers, before)
         afters.append(after.cpu())
     check_sum(chunk, total)
-    nothing = found.after[:0]
-    before, after = torch.cat([nothing, *befores]), torch.cat([nothing, *afters])
-    return Found(chunk, found.places, before, after)
+    return Found(chunk, found.places, torch.cat(afters))
 
 
 def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
@@ -210,12 +224,7 @@ def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{itemsize}").copy())
     split = after.split([piece.count for piece in chunk.pieces])
     now = [given(piece, one) for piece, one in zip(chunk.pieces, split, strict=True)]
-    places = torch.arange(chunk.elements, dtype=torch.int32)
-    if parts is None:
-        if chunk.new:
-            check_sum(chunk, _cpu.delta_sum(now, itemsize))
-        return Found(chunk, places, None, after)
-    old = elements_of(chunk, parts)
-    check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
-    before = torch.cat([after[:0], *(elements for elements, *_ in old if elements is not None)])
-    return Found(chunk, places, before, after)
+    if chunk.new or parts is not None:
+        old = [] if parts is None else elements_of(chunk, parts)
+        check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
+    return Found(chunk, None, after)

@@ -186,9 +186,7 @@ _LATER = Version(0, 0)
 def _dense(
     layout: Layout, pieces: tuple[Piece, ...], now: list[Given], total: int, new: bool
 ) -> Chunk:
-    whole = b"".join(
-        one[0].view(torch.uint8).numpy().tobytes() for one in now if one[0] is not None
-    )
+    whole = b"".join(bits.numpy().tobytes() for bits, *_ in now if bits is not None)
     return Chunk(_LATER, 0, "dense", layout, pieces, total, new=new, streams=whole)
 
 
@@ -222,6 +220,9 @@ def version_of(tensors: Mapping[str, Tensor], number: int = 0) -> Version:
 def in_threads(jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
     """Run jobs in as many threads as torch uses, and yield their results in order."""
     threads = torch.get_num_threads()
+    if threads == 1:
+        yield from (job() for job in jobs)
+        return
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[T]] = deque()
         for job in jobs:

@@ -10,13 +10,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import Version
-from sparcel.delta.parts import owners, parts_of, untied
+from sparcel.delta.parts import Part, owners, parts_of, untied
 from sparcel.errors import FormatError, InputError
 
 _NAMES = {
@@ -35,6 +36,8 @@ _NAMES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
@@ -52,19 +55,26 @@ def delta_file(chunks: list[bytes], base: Version, version: Version) -> Iterator
 def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[bytes | memoryview]:
     """Yield the parts of a file with whole tensors; tied ones are written once."""
     every = parts_of(tensors)
-    parts = untied(every)
+    # Long elements first, so that all are aligned where the file is read in place.
+    parts = dict(sorted(untied(every).items(), key=lambda one: -one[1].piece.dtype.itemsize))
     described = {}
     for name, part in parts.items():
         piece = part.piece
         if piece.dtype not in _NAMES:
             raise InputError(f"safetensors has no name for {piece.dtype}, the dtype of {name}")
         described[name] = (_NAMES[piece.dtype], piece.shape, piece.count * piece.dtype.itemsize)
-    ties = json.dumps({name: first for name, first in owners(every).items() if name != first})
-    yield _header(described, {"kind": "anchor", "ties": ties, **_told("version", version)})
+    ties = json.dumps(ties_of(every))
+    checked = {"ties": ties, "ties_crc": f"{crc32(ties.encode()):08x}"}
+    yield _header(described, {"kind": "anchor", **checked, **_told("version", version)})
     for part in parts.values():
         for begin, piece in part.pieces():
             elements = part.elements(begin, begin + piece.count).cpu()
             yield elements.view(torch.uint8).numpy().data
+
+
+def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return for each tensor that is tied to one before the name of that one."""
+    return {name: first for name, first in owners(parts).items() if name != first}
 
 
 class File:
@@ -99,8 +109,10 @@ class File:
         """Return the tensors of an anchor, in the memory of the file; tied ones are one tensor."""
         tensors = {name: self._tensor(name) for name in self._tensors}
         try:
-            ties = json.loads(self.metadata.get("ties", "{}"))
-            tensors |= {alias: tensors[name] for alias, name in ties.items()}
+            ties = self.metadata["ties"]
+            if int(self.metadata["ties_crc"], 16) != crc32(ties.encode()):
+                raise ValueError("their checksum does not match")
+            tensors |= {alias: tensors[name] for alias, name in json.loads(ties).items()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise FormatError(f"{self._name} has wrong ties: {error!r}") from error
         return tensors
@@ -141,8 +153,10 @@ class File:
 
 def _check(told: dict[str, Any]) -> None:
     begin, end = told["data_offsets"]
+    if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *told["shape"])):
+        raise ValueError(f"shape {told['shape']} at {begin} to {end}")
     size = math.prod(told["shape"]) * layout_of(_DTYPES[told["dtype"]]).itemsize
-    if not (0 <= begin <= end and end - begin == size):
+    if end - begin != size:
         raise ValueError(f"{size} bytes at {begin} to {end}")
 
 

@@ -162,7 +162,7 @@ def read_index(store: Store) -> Index:
         if told["format"] != _FORMAT:
             raise ValueError(f"format {told['format']!r} instead of {_FORMAT!r}")
         return Index(tuple(_entry(one) for one in told["entries"]), str(told["writer"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(f"the index of {store} is wrong: {error!r}") from error
 
 
@@ -183,16 +183,20 @@ def _told(entry: Entry) -> dict[str, Any]:
 
 def _entry(told: dict[str, Any]) -> Entry:
     def version(which: str) -> Version | None:
-        return told[which] and Version(int(told[which][0]), int(told[which][1], 16))
+        one = told[which]
+        return None if one is None else Version(int(one[0]), int(one[1], 16))
 
-    made = version("version")
-    if made is None or told["kind"] not in ("anchor", "delta"):
-        raise ValueError(f"an entry of kind {told['kind']!r}")
+    base, made = version("base"), version("version")
+    if made is None or told["kind"] != ("delta" if base else "anchor"):
+        raise ValueError(f"an entry of kind {told['kind']!r} from {base} to {made}")
+    names = tuple(str(name) for name in told["names"])
+    if any("/" in name or name == INDEX for name in names):
+        raise ValueError(f"files named {names}")
     return Entry(
         told["kind"],
-        version("base"),
+        base,
         made,
-        tuple(str(name) for name in told["names"]),
+        names,
         int(told["bytes"]),
         int(told["elements"]),
         int(told["changed"]),

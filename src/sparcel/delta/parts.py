@@ -115,7 +115,7 @@ class Part:
                 f"{piece.name} is cut otherwise here than where it was encoded; keep whole tensors"
                 " in a Subscriber, and assign_ what changes in them"
             )
-        return self.local.reshape(-1)[places]
+        return self.take(places).view(piece.dtype)
 
     def here(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Tell which elements of the whole tensor are here, and at which places these are."""
@@ -124,14 +124,21 @@ class Part:
         here = (before >= 0) & (before % mine.stride < mine.row) & (places < mine.count)
         return here, places[here]
 
+    def take(self, places: Tensor) -> Tensor:
+        """Return the bits of the elements at these places."""
+        held = bits_of(self.local)
+        return held.view(-1)[places] if held.is_contiguous() else held[self._at(places)]
+
     def put(self, places: Tensor, bits: Tensor) -> None:
         """Write bits to the elements at these places."""
-        places, bits = places.to(self.local.device), bits.to(self.local.device)
-        held = bits_of(self.local)
+        held, bits = bits_of(self.local), bits.to(self.local.device)
         if held.is_contiguous():
             held.view(-1)[places] = bits
         else:
-            held[torch.unravel_index(places, held.shape)] = bits
+            held[self._at(places)] = bits
+
+    def _at(self, places: Tensor) -> tuple[Tensor, ...]:
+        return torch.unravel_index(places, self.local.shape)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Cut the part into pieces of at most `CHUNK_BYTES`; yield where each begins."""

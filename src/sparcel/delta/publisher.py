@@ -6,11 +6,13 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from sparcel._checks import whole_number
 from sparcel.delta.applying import apply_
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import CODES, encode, version_of
@@ -72,6 +74,7 @@ class Publisher:
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
         self._writer = secrets.token_hex(8)
+        self._tidied = False
         self._index = read_index(store)
         self._resume()
 
@@ -79,6 +82,9 @@ class Publisher:
         self, weights: nn.Module | Mapping[str, Tensor], number: int | None = None
     ) -> Version:
         """Publish weights, and return their version when it is durable.
+
+        If the store fails, its error is raised, and `version` tells what has been published; the
+        next publication goes on from there.
 
         Parameters
         ----------
@@ -96,15 +102,15 @@ class Publisher:
         tensors = weights.state_dict() if isinstance(weights, nn.Module) else weights
         self._catch_up()
         last = self._index.newest
-        number = number if number is not None else (last.number + 1 if last else 0)
-        if last is not None and number <= last.number:
-            raise InputError(f"versions are numbered upwards: the last one is {last}, got {number}")
+        least = last.number + 1 if last else 0
+        hint = f"; versions are numbered upwards, and the last one is {last}" if last else ""
+        number = least if number is None else whole_number(number, "number", least, hint=hint)
         if self.version is None:
             self._base = self._copied(tensors)
             self.version = self._commit_anchor(version_of(self._base, number))
         else:
             self.version = self._publish_delta(tensors, number)
-            if number - self._last_anchor().version.number >= self._anchor_every:
+            if self._since_anchor() >= self._anchor_every:
                 self._publish_anchor()
         self._prune()
         return self.version
@@ -122,7 +128,7 @@ class Publisher:
     def _commit_delta(self, chunks: list[bytes], base: Version, number: int) -> Version:
         read = [read_chunk(chunk) for chunk in chunks]
         version = Version(number, (base.sum + sum(chunk.sum for chunk in read)) % (1 << 64))
-        name = f"delta-{base.number:010}-{number:010}.safetensors"
+        name = self._named(f"delta-{base.number:010}-{number:010}")
         entry = Entry(
             kind="delta",
             base=base,
@@ -137,7 +143,7 @@ class Publisher:
         return version
 
     def _commit_anchor(self, version: Version) -> Version:
-        name = f"anchor-{version.number:010}.safetensors"
+        name = self._named(f"anchor-{version.number:010}")
         elements = self._elements()
         entry = Entry(
             kind="anchor",
@@ -152,33 +158,47 @@ class Publisher:
         self._commit(self._index.with_entries(entry))
         return version
 
+    def _named(self, name: str) -> str:
+        """Return the name of a file, which no other publisher writes."""
+        return f"{name}-{self._writer}.safetensors"
+
     def _publish_anchor(self) -> None:
         """Publish the last version as a whole, and what makes it of the anchor before."""
         assert self.version is not None, "there is a version"
         before = self._last_anchor()
         steps = [entry for entry in self._index.entries if entry.version == self.version]
         if isinstance(self._store, Folder) and all(e.base != before.version for e in steps):
-            old = File(self._store.mapped(before.names[0]), before.names[0]).tensors()
-            chunks = encode(
-                self._base,
-                old,
-                code=self._code,
-                since=before.version,
-                target=self.version.number,
-            )
-            self._commit_delta(list(chunks), before.version, self.version.number)
+            merged = self._merged(self._store, before, self.version)
+            if merged:
+                self._commit_delta(merged, before.version, self.version.number)
         self._commit_anchor(self.version)
+
+    def _merged(self, store: Folder, before: Entry, version: Version) -> list[bytes]:
+        """Return what makes the version of an anchor; nothing if that is not what it was."""
+        name = before.names[0]  # others follow where ranks wrote chunks, which are no tensors
+        try:
+            old = File(store.mapped(name), name).tensors()
+        except (FormatError, OSError):
+            return []
+        chunks = list(
+            encode(self._base, old, code=self._code, since=before.version, target=version.number)
+        )
+        total = before.version.sum + sum(read_chunk(chunk).sum for chunk in chunks)
+        return chunks if total % (1 << 64) == version.sum else []
 
     def _commit(self, index: Index) -> None:
         there = read_index(self._store)
         if there != self._index:
-            raise VersionError(
-                f"another publisher has written to {self._store}: its newest version is"
-                f" {there.newest}, not {self._index.newest}; a store has one publisher at a time"
-            )
+            raise self._not_mine(there)
         index = Index(index.entries, self._writer)
         write_index(self._store, index)
         self._index = index
+
+    def _not_mine(self, there: Index) -> VersionError:
+        return VersionError(
+            f"another publisher has written to {self._store}: its newest version is"
+            f" {there.newest}, not {self._index.newest}; a store has one publisher at a time"
+        )
 
     def _prune(self) -> None:
         """Remove what nobody needs: from the index first."""
@@ -186,19 +206,35 @@ class Publisher:
         dropped = set(_names(self._index.entries)) - set(_names(kept.entries))
         if dropped:
             self._commit(kept)
-            for name in dropped:
-                self._store.remove(name)
+        for name in dropped | self._left_behind():
+            self._store.remove(name)
+        self._tidied = True
+
+    def _left_behind(self) -> set[str]:
+        """Return the files that publishers before wrote and did not commit; now they cannot."""
+        there: list[str] = []
+        if not self._tidied:
+            with suppress(InputError):
+                there = self._store.names()
+        ours = ("delta-", "anchor-", f"{INDEX}.")
+        listed = {INDEX, *_names(self._index.entries)}
+        return {
+            name
+            for name in there
+            if name.startswith(ours) and name not in listed and self._writer not in name
+        }
 
     def _catch_up(self) -> None:
         """Go on from the newest version, also if an error came between a commit and its base."""
         there = read_index(self._store)
-        if there != self._index and there.writer == self._writer:
-            self._index = there
+        if there != self._index and there.writer != self._writer:
+            raise self._not_mine(there)
+        self._index = there
         if self.version != self._index.newest:
             self._resume()
 
     def _resume(self) -> None:
-        """Take the newest version of the store as the base, and remove files that it does not list.
+        """Take the newest version of the store as the base.
 
         If it cannot be read, what is published next is a whole model.
         """
@@ -212,13 +248,15 @@ class Publisher:
             return
         self._base = self._copied(reader.tensors) if self._file else dict(reader.tensors)
         self.version = reader.version
-        listed = {INDEX, *_names(self._index.entries)}
-        for name in self._store.names():
-            if name.startswith(("delta-", "anchor-")) and name not in listed:
-                self._store.remove(name)
 
     def _last_anchor(self) -> Entry:
         return next(entry for entry in reversed(self._index.entries) if entry.kind == "anchor")
+
+    def _since_anchor(self) -> int:
+        """Return how many versions there are since the last anchor."""
+        last = self._last_anchor().version.number
+        numbers = {entry.version.number for entry in self._index.entries}
+        return sum(number > last for number in numbers)
 
     def _elements(self) -> int:
         return sum(part.piece.count for part in untied(parts_of(self._base)).values())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparcel.comm import Group, resolve
-from sparcel.delta.applying import write_parts
+from sparcel.delta.applying import found_in_parts, swap_all
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
@@ -102,7 +102,8 @@ class ShardedPublisher:
 
         def follow() -> None:
             """Let the base follow by what was published, whatever the weights are by now."""
-            write_parts(self._base, chunks, since, [])
+            _, found = found_in_parts(self._base, chunks, since)
+            swap_all([one for one in found if not one.chunk.new], self._base)
             for name, part in parts.items():
                 if name not in self._base or self._base[name].piece != part.piece:
                     self._base[name] = _copied(part)

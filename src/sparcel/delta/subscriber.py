@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sparcel.delta.applying import Inverse, apply_
 from sparcel.delta.bits import bits_of
@@ -16,6 +17,7 @@ from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
 from sparcel.delta.index import Entry, read_index
+from sparcel.delta.parts import owners, parts_of
 from sparcel.delta.stores import Store
 from sparcel.errors import FormatError, InputError, VersionError
 
@@ -76,8 +78,6 @@ class Subscriber:
     ----------
     version
         What the weights are, or None before the first update.
-    tensors
-        The weights by name.
     """
 
     def __init__(
@@ -86,10 +86,21 @@ class Subscriber:
         self.version: Version | None = None
         self._store = store
         self._target: nn.Module | MutableMapping[str, Tensor] = {} if tensors is None else tensors
-        self.tensors: MutableMapping[str, Tensor] = (
-            self._target.state_dict() if isinstance(self._target, nn.Module) else self._target
-        )
         self._inverse: Inverse | None = None
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, DTensor):
+                raise InputError(
+                    f"{name} is cut over several processes; keep whole tensors in a Subscriber, and"
+                    " assign_ what changes in them"
+                )
+
+    @property
+    def tensors(self) -> MutableMapping[str, Tensor]:
+        """The weights by name."""
+        if isinstance(self._target, nn.Module):
+            state: MutableMapping[str, Tensor] = self._target.state_dict()
+            return state
+        return self._target
 
     def update(self, to: int | None = None) -> Update | None:
         """Go to the newest version, or to the one with the number ``to``.
@@ -153,11 +164,15 @@ class Subscriber:
         if found != self.version:
             raise VersionError(
                 f"the weights are {found} instead of version {self.version}: something else has"
-                " written to them; update from a new subscriber"
+                " written to them; reload() begins anew"
             )
 
     def _take(self, entry: Entry) -> Update:
         files = [File(self._store.read(name), name) for name in entry.names]
+        for file, name in zip(files, entry.names, strict=True):
+            base = entry.base and file.version("base")
+            if (base, file.version()) != (entry.base, entry.version):
+                raise FormatError(f"{name} holds {file.version()}, not {entry.version}")
         base = self.version
         if entry.kind == "anchor":
             self._take_whole(entry, files)
@@ -183,25 +198,20 @@ class Subscriber:
         found = version_of(whole, entry.version.number)
         if found != entry.version:
             raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
-        if not self.tensors:
-            self.tensors.update(whole)
-            return
-        different = sorted(
-            name
-            for name in whole.keys() | self.tensors.keys()
-            if _shape(whole.get(name)) != _shape(self.tensors.get(name))
-        )
+        tensors = self.tensors
+        different = _different(whole, tensors)
         if different and isinstance(self._target, nn.Module):
             raise VersionError(
-                f"version {entry.version} has other tensors than the module: {different[:3]}"
+                f"version {entry.version} has other tensors than the module, or ties others:"
+                f" {sorted(different)[:3]}"
             )
+        self.version = self._inverse = None  # until all is written
         for name in different:
-            self.tensors.pop(name, None)
-            if name in whole:
-                self.tensors[name] = whole[name]
+            tensors.pop(name, None)
+        tensors.update((name, tensor) for name, tensor in whole.items() if name in different)
         with torch.no_grad():
             for name in whole.keys() - different:
-                bits_of(self.tensors[name]).copy_(bits_of(whole[name]))
+                bits_of(tensors[name]).copy_(bits_of(whole[name]))
 
 
 def _whole(files: list[File]) -> dict[str, Tensor]:
@@ -211,6 +221,26 @@ def _whole(files: list[File]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     apply_(whole, [chunk for file in files for chunk in file.chunks()])
     return whole
+
+
+def _different(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of tensors whose dtype or shape differs, or which are tied to others."""
+    theirs, ours = _tied(whole), _tied(tensors)
+    return {
+        name
+        for name in whole.keys() | tensors.keys()
+        if theirs.get(name) != ours.get(name)
+        or _shape(whole.get(name)) != _shape(tensors.get(name))
+    }
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+    """Return for each tensor the names of all that have its memory."""
+    names = owners(parts_of(tensors))
+    groups: dict[str, set[str]] = {}
+    for name, owner in names.items():
+        groups.setdefault(owner, set()).add(name)
+    return {name: groups[owner] for name, owner in names.items()}
 
 
 def _shape(tensor: Tensor | None) -> tuple[object, ...]:

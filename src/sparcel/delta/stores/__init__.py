@@ -14,7 +14,7 @@ class Store(Protocol):
     """What a publisher and its subscribers need of a place for files."""
 
     def read(self, name: str) -> memoryview:
-        """Return a file's bytes, in memory of their own, or raise FileNotFoundError."""
+        """Return a file's bytes, in memory of their own, or raise FileNotFoundError or OSError."""
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length when it is durable."""

@@ -34,6 +34,8 @@ class Folder:
     def mapped(self, name: str) -> memoryview:
         """Return a file's bytes where they are; the file must not change meanwhile."""
         with (self.path / name).open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                return memoryview(b"")  # which cannot be mapped
             return memoryview(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE))
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:

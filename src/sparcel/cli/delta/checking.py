@@ -1,0 +1,173 @@
+"""Reading all of a store: each file by itself, then the ways along the deltas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparcel.cli.delta.checkpoints import contents
+from sparcel.errors import FormatError, VersionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparcel.delta import Entry, Store, Version
+    from sparcel.delta.files import File
+
+
+class Checking:
+    """What is wrong with the files of a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.faults: list[str] = []
+        self._store = store
+        self._sound: list[Entry] = []
+
+    def read(self, entry: Entry) -> None:
+        """Compare the files of an entry with what it and they state."""
+        files = self._open(entry)
+        if files is None:
+            return
+        try:
+            faults = self._contents(entry, files)
+        except (FormatError, VersionError) as error:
+            faults = [str(error)]
+        for fault in faults:
+            self._fault(entry, fault)
+        if not faults:
+            self._sound.append(entry)
+
+    def _open(self, entry: Entry) -> list[File] | None:
+        from sparcel.delta import read_index
+        from sparcel.delta.files import File
+
+        try:
+            data = [(name, self._bytes(name)) for name in entry.names]
+            files = [File(one, name) for name, one in data]
+        except FileNotFoundError:
+            if entry in read_index(self._store).entries:  # so it was not removed meanwhile
+                self._fault(entry, "the index lists it, and it is missing")
+            return None
+        except (FormatError, OSError) as error:
+            self._fault(entry, str(error))
+            return None
+        length = sum(len(one) for _, one in data)
+        if length != entry.bytes:
+            self._fault(entry, f"it has {length} bytes instead of {entry.bytes}")
+            return None
+        return files
+
+    def _bytes(self, name: str) -> memoryview:
+        from sparcel.delta import Folder
+
+        store = self._store
+        return contents(store.path / name) if isinstance(store, Folder) else store.read(name)
+
+    def _contents(self, entry: Entry, files: list[File]) -> list[str]:
+        for file in files:
+            if file.version() != entry.version:
+                return [f"it says version {file.version()} instead of {entry.version}"]
+        if entry.base is None and _is_whole(files):
+            return anchor_faults(_united(files), entry.version)
+        base = entry.base or files[0].version("base")
+        faults = delta_faults(files, base, entry.version)
+        return faults or ([] if entry.base else anchor_faults(_united(files), entry.version))
+
+    def replay(self) -> None:
+        """Go from each whole model along the deltas, and apply each delta once."""
+        left = [entry for entry in self._sound if entry.base is not None]
+        anchors = [entry for entry in self._sound if entry.base is None]
+        for anchor in sorted(anchors, key=lambda entry: entry.version.number):
+            if any(entry.base == anchor.version for entry in left):
+                files = self._open(anchor)
+                if files is not None:
+                    self._follow(anchor.version, _united(files), left)
+        for entry in left:
+            self._fault(entry, f"nothing sound leads to its base, version {entry.base}")
+
+    def _follow(self, now: Version, tensors: dict[str, Tensor], left: list[Entry]) -> None:
+        """Apply what is left from a version on, and go on with the nearest that can be reached."""
+        reached: Version | None = now
+        while reached is not None:
+            now, reached = reached, None
+            steps = sorted(
+                (entry for entry in left if entry.base == now),
+                key=lambda entry: entry.version.number,
+                reverse=True,
+            )
+            sound = [step for step in steps if self._apply(step, tensors, undo=step != steps[-1])]
+            left[:] = [entry for entry in left if entry not in steps]
+            if sound and (sound[-1] == steps[-1] or self._apply(sound[-1], tensors, undo=False)):
+                reached = sound[-1].version
+
+    def _apply(self, entry: Entry, tensors: dict[str, Tensor], undo: bool) -> bool:
+        """Apply a delta, or only try it, and tell whether it makes the version that it should."""
+        from sparcel.delta import apply_
+
+        files = self._open(entry)
+        if files is None:
+            return False
+        try:
+            made = apply_(tensors, [chunk for file in files for chunk in file.chunks()], entry.base)
+        except (FormatError, VersionError) as error:
+            self._fault(entry, str(error))
+            return False
+        right = made.version == entry.version
+        if not right:
+            self._fault(entry, f"it makes version {made.version} instead of {entry.version}")
+        if undo or not right:
+            made.undo()
+        return right
+
+    def _fault(self, entry: Entry, fault: str) -> None:
+        names = ", ".join(entry.names)
+        self.faults.append(fault if names in fault else f"{names}: {fault}")
+
+
+def _is_whole(files: list[File]) -> bool:
+    """Tell whether files hold tensors, and not chunks of them from several processes."""
+    return files[0].metadata.get("kind") == "anchor"
+
+
+def _united(files: list[File]) -> dict[str, Tensor]:
+    """Return the tensors of a whole model."""
+    from sparcel.delta import apply_
+
+    if _is_whole(files):
+        return {name: tensor for file in files for name, tensor in file.tensors().items()}
+    tensors: dict[str, Tensor] = {}
+    apply_(tensors, [chunk for file in files for chunk in file.chunks()])
+    return tensors
+
+
+def anchor_faults(tensors: dict[str, Tensor], stated: Version) -> list[str]:
+    """Compare the sum of all weights with that of the version that they should be."""
+    from sparcel.delta import version_of
+
+    found = version_of(tensors, stated.number)
+    return [] if found == stated else [f"the weights are {found} instead of version {stated}"]
+
+
+def delta_faults(files: list[File], base: Version, version: Version) -> list[str]:
+    """Compare the checksums of chunks, and the versions that they and the file state."""
+    from sparcel.delta.chunk import read_chunk
+
+    faults, total = [], base.sum
+    for file in files:
+        for number, data in enumerate(file.chunks()):
+            try:
+                chunk = read_chunk(data)
+            except FormatError as error:
+                faults.append(f"chunk {number}: {error}")
+                continue
+            total += chunk.sum
+            if (chunk.base, chunk.target) != (base, version.number):
+                faults.append(
+                    f"chunk {number} makes version {chunk.target} of version {chunk.base}, instead"
+                    f" of {version.number} of {base}"
+                )
+    if not faults and total % (1 << 64) != version.sum:
+        faults.append(
+            f"its chunks make version {version.number} ({total % (1 << 64):016x}) instead of"
+            f" {version}: one is missing, or there twice"
+        )
+    return faults

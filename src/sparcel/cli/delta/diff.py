@@ -1,0 +1,180 @@
+"""``sparcel delta diff``: what changes between two checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.table import Table
+
+from sparcel.cli.delta.checkpoints import Checkpoint, open_checkpoint
+from sparcel.cli.delta.shown import bits_each, console, share, size
+from sparcel.cli.options import check_apart, check_output
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparcel.delta import Version
+    from sparcel.delta.chunk import Chunk
+
+
+def diff(
+    old: Annotated[
+        Path,
+        typer.Argument(
+            help="The checkpoint before: a safetensors file, or a folder of them.",
+            show_default=False,
+        ),
+    ],
+    new: Annotated[
+        Path, typer.Argument(help="The checkpoint after, of the same kind.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File for the delta, which `sparcel delta apply` takes."),
+    ] = None,
+    code: Annotated[
+        str,
+        typer.Option(
+            help="How changes are written. exponents: the shortest; whoever applies the delta "
+            "needs the old weights. steps: longer; which elements change can be read without the "
+            "old weights. values: the new values, for readers that do not have the old ones."
+        ),
+    ] = "exponents",
+) -> None:
+    """Tell how much two checkpoints differ, and how small a delta between them is.
+
+    Tensors are compared bit by bit, so nothing is lost. Checkpoints may be larger than memory.
+    """
+    from sparcel.delta.encoding import CODES
+    from sparcel.errors import known
+
+    known(code, CODES, "code")
+    check_output(output)
+    before, after = open_checkpoint(old), open_checkpoint(new)
+    check_apart({"--output": output}, [*before.files, *after.files])
+    shown = console()
+    with shown.status(f"comparing {old} with {new}"):
+        found = _found(before, after, code, output)
+    shown.print(_table(found, after))
+    if output is not None:
+        shown.print(f"{output} makes version {found.version} of version {found.base}.")
+
+
+@dataclass
+class _Counts:
+    elements: int = 0
+    changed: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class _Found:
+    """What differs, by dtype, and the delta's length."""
+
+    by_dtype: dict[str, _Counts]
+    bytes: int
+    appeared: int
+    gone: int
+    base: Version
+    version: Version
+
+    @property
+    def changed(self) -> int:
+        return sum(counts.changed for counts in self.by_dtype.values())
+
+
+def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None) -> _Found:
+    """Encode a delta, a chunk at a time, and write it if there is an output."""
+    from sparcel.delta import Version, encode
+    from sparcel.delta.chunk import read_chunk
+    from sparcel.delta.files import delta_file
+
+    counts: dict[str, _Counts] = defaultdict(_Counts)
+    for tensor in after.tensors.values():
+        counts[str(tensor.dtype).removeprefix("torch.")].elements += tensor.numel()
+    # The sum of the old weights takes a pass over them; it is what `apply` checks them by.
+    base = Version(before.number, 0) if output is None else before.version()
+    target = after.number if after.number > base.number else base.number + 1
+    total = base.sum
+    # The header comes first and tells the lengths of all chunks, so these wait in a file.
+    with tempfile.TemporaryFile(dir=output.parent if output else None) as waiting:
+        lengths = []
+        for data in encode(after.tensors, before.tensors, code=code, since=base, target=target):
+            chunk = read_chunk(data)
+            if chunk.pieces:
+                one = counts[chunk.layout.name]
+                one.changed += _changed(chunk, before.tensors)
+                one.bytes += len(data)
+            total += chunk.sum
+            lengths.append(len(data))
+            if output is not None:
+                waiting.write(data)
+        version = Version(target, total % (1 << 64))
+        if output is None:
+            written = sum(lengths)
+        else:
+            from sparcel._files import replacing
+
+            with replacing(output) as file:
+                chunks = cast("list[bytes]", list(_cut(waiting, lengths)))
+                written = sum(file.write(part) for part in delta_file(chunks, base, version))
+    appeared = len(after.tensors.keys() - before.tensors.keys())
+    gone = len(before.tensors.keys() - after.tensors.keys())
+    return _Found(dict(counts), written, appeared, gone, base, version)
+
+
+def _changed(chunk: Chunk, before: Mapping[str, Tensor]) -> int:
+    """Count the elements that differ; a chunk of all elements does not say how many these are."""
+    from sparcel.delta import decode
+    from sparcel.delta.bits import bits_of
+
+    if chunk.code != "dense" or chunk.new:
+        return chunk.changed
+    changed = 0
+    for change in decode(chunk):
+        assert change.values is not None, "the tensor is there"
+        old = bits_of(before[change.name].reshape(-1)[change.indices])
+        changed += int((old != bits_of(change.values)).sum())
+    return changed
+
+
+def _cut(waiting: IO[bytes], lengths: list[int]) -> Iterator[memoryview]:
+    """Yield the chunks that a file holds one after the other, mapped."""
+    import mmap
+
+    waiting.flush()
+    data = memoryview(mmap.mmap(waiting.fileno(), 0, access=mmap.ACCESS_READ))
+    begin = 0
+    for length in lengths:
+        yield data[begin : begin + length]
+        begin += length
+
+
+def _table(found: _Found, after: Checkpoint) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row("elements", f"{after.elements:,}", f"in {len(after.tensors):,} tensors")
+    table.add_row("changed", f"{found.changed:,}", share(found.changed, after.elements))
+    there = {name: counts for name, counts in found.by_dtype.items() if counts.elements}
+    for name, counts in sorted(there.items()) if len(there) > 1 else ():
+        of = f"of {counts.elements:,}: {share(counts.changed, counts.elements)}"
+        each = f", {bits_each(counts.bytes, counts.changed)} bits each" if counts.changed else ""
+        table.add_row(f"  {name}", f"{counts.changed:,}", of + each)
+    if found.appeared or found.gone:
+        table.add_row("tensors", f"{found.appeared:,} new", f"{found.gone:,} gone")
+    table.add_row("bits a changed element", bits_each(found.bytes, found.changed))
+    table.add_row("delta", size(found.bytes), f"{found.bytes:,} bytes")
+    full = sum(tensor.nbytes for tensor in after.tensors.values())
+    table.add_row("of the checkpoint", share(found.bytes, full), f"of {size(full)}")
+    half = 2 * after.elements
+    if size(half) != size(full):
+        table.add_row("of a copy in bfloat16", share(found.bytes, half), f"of {size(half)}")
+    return table

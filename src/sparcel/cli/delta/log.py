@@ -1,0 +1,63 @@
+"""``sparcel delta log``: the versions of a store."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from sparcel.cli.delta.shown import age, bits_each, console, share, size
+from sparcel.errors import InputError
+
+if TYPE_CHECKING:
+    from sparcel.delta.index import Entry, Index
+
+
+def log(
+    store: Annotated[
+        str,
+        typer.Argument(
+            help="The store: a folder, or a URL such as s3://bucket/folder or https://host/folder.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """List the versions of a store: whole models, and deltas from one version to another.
+
+    A delta is much smaller than a whole model; bits is how much it spends on each changed element.
+    """
+    from sparcel.delta import read_index, store_at
+
+    index = read_index(store_at(store))
+    if not index.entries:
+        raise InputError(f"nothing was published to {store} yet: it has no index.json")
+    shown = console()
+    shown.print(_table(index))
+    kept = sum(entry.bytes for entry in index.entries)
+    shown.print(f"The newest version is {index.newest}. All files take {size(kept)}.")
+
+
+def _table(index: Index) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("version", "from", "", "changed", "bits", "bytes", "age"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    now = time.time()
+    for entry in index.entries:
+        table.add_row(*_row(entry), age(now - entry.time))
+    return table
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    if entry.base is None:
+        return str(entry.version.number), "", "whole model", "", "", size(entry.bytes)
+    return (
+        str(entry.version.number),
+        str(entry.base.number),
+        "delta",
+        share(entry.changed, entry.elements),
+        bits_each(entry.bytes, entry.changed),
+        size(entry.bytes),
+    )

@@ -1,0 +1,155 @@
+"""``sparcel delta watch``: follows a store."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparcel import units
+from sparcel.cli.delta.shown import console, share, size
+from sparcel.cli.options import check_output
+from sparcel.errors import FormatError, InputError, VersionError
+
+if TYPE_CHECKING:
+    from sparcel.delta import Subscriber, Version
+    from sparcel.delta.index import Entry, Index
+    from sparcel.delta.stores import Store
+
+_FILE = "model.safetensors"
+
+
+def watch(
+    store: Annotated[
+        str,
+        typer.Argument(
+            help="The store: a folder, or a URL such as s3://bucket/folder or https://host/folder.",
+            show_default=False,
+        ),
+    ],
+    every: Annotated[str, typer.Option(help="How often to look for new versions: 500ms.")] = "2s",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Folder in which to keep the newest version as {_FILE}. The file is replaced as "
+            "a whole, so whoever opens it finds one version.",
+        ),
+    ] = None,
+) -> None:
+    """Follow a store, and print a line for each new version, until Ctrl-C.
+
+    Begins with the newest version. If the store cannot be read, says so and goes on trying.
+    """
+    from sparcel.delta import store_at
+
+    seconds = units.seconds(every)
+    if not seconds:
+        raise InputError(f"--every must be more than 0s, got {every}")
+    if output is not None:
+        if not output.is_dir():
+            raise InputError(f"can't write {output / _FILE}: there is no folder {output}")
+        check_output(output / _FILE)
+    watching = _Watching(store_at(store), output and output / _FILE)
+    before = signal.signal(signal.SIGINT, watching.interrupt)
+    try:
+        watching.go_on(seconds)
+    except KeyboardInterrupt:
+        pass  # how a watch ends
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Watching:
+    def __init__(self, store: Store, file: Path | None) -> None:
+        self._store, self._file = store, file
+        self._console = console()
+        self._shown: int | None = None
+        self._said = ""
+        self._written: Version | None = None
+        self._subscriber: Subscriber | None = None
+        self._idle = self._interrupted = False
+
+    def go_on(self, every: float) -> None:
+        while not self._interrupted:
+            try:
+                self._look()
+            except (FormatError, VersionError, OSError) as error:
+                self._say(f"{error}; trying again")
+            self._idle = True
+            if not self._interrupted:
+                time.sleep(every)
+            self._idle = False
+
+    def interrupt(self, *_: object) -> None:
+        """End the wait for the next look, or let a look end first, unless asked again.
+
+        An exception that a signal raises among threads that work can leave a lock behind.
+        """
+        again, self._interrupted = self._interrupted, True
+        if again or self._idle:
+            raise KeyboardInterrupt
+
+    def _look(self) -> None:
+        from sparcel.delta import read_index
+
+        index = read_index(self._store)
+        if index.newest is None:
+            self._say(f"{self._store} has no versions yet; waiting for the first")
+            return
+        if self._file is not None:
+            self._keep(self._file)
+        self._show(index)
+        self._said = ""
+
+    def _keep(self, file: Path) -> None:
+        """Make the file the newest version."""
+        from sparcel._files import replacing
+        from sparcel.delta import Subscriber
+        from sparcel.delta.files import anchor_file
+
+        reader = self._subscriber = self._subscriber or Subscriber(self._store)
+        reader.update()
+        if reader.version is None or reader.version == self._written:
+            return
+        with replacing(file) as written:
+            for part in anchor_file(reader.tensors, reader.version):
+                written.write(part)
+        self._written = reader.version
+
+    def _show(self, index: Index) -> None:
+        """Print a line for each version that was not shown; at first for the newest."""
+        newest = index.newest
+        assert newest is not None, "there is a version"
+        after = newest.number - 1 if self._shown is None else self._shown
+        best: dict[int, Entry] = {}
+        for entry in index.entries:
+            number = entry.version.number
+            there = best.get(number)
+            if number > after and (there is None or _rank(entry) > _rank(there)):
+                best[number] = entry
+        for number in sorted(best):
+            self._console.print(_line(best[number]))
+        self._shown = newest.number
+
+    def _say(self, what: str) -> None:
+        """Print something once, not each time the store is looked at."""
+        if what != self._said:
+            self._console.print(what)
+        self._said = what
+
+
+def _rank(entry: Entry) -> int:
+    """Prefer the delta from the nearest version, to other deltas, to the whole model."""
+    return -1 if entry.base is None else entry.base.number
+
+
+def _line(entry: Entry) -> str:
+    if entry.base is None:
+        what = "whole model"
+    else:
+        what = f"{share(entry.changed, entry.elements)} changed since {entry.base.number}"
+    when = time.strftime("%H:%M:%S", time.localtime(entry.time))
+    return f"{when}  version {entry.version}: {what}, {size(entry.bytes)}"

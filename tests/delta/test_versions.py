@@ -1,0 +1,819 @@
+"""Publishers and subscribers of a folder: whatever happens, weights are a version, or told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from sparcel.comm import Communicator
+from sparcel.delta import (
+    Change,
+    Folder,
+    Publisher,
+    Subscriber,
+    Version,
+    assign_,
+    decode,
+    read_index,
+    version_of,
+)
+from sparcel.delta.files import File
+from sparcel.delta.index import INDEX
+from sparcel.errors import FormatError, InputError, VersionError
+from tests.delta.histories import (
+    DAMAGES,
+    Failing,
+    damage,
+    first_model,
+    history,
+    sums_of,
+    trained,
+)
+from tests.delta.pairs import CODES, Model, bits_of, copied, models, same
+
+Folders = Callable[[], Path]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return lambda: tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """Nothing here is about power cuts."""
+    with patch("os.fsync"):
+        yield
+
+
+def publish(publisher: Publisher, models: list[Model]) -> list[Version]:
+    return [publisher.publish(model) for model in models]
+
+
+# ---- where subscribers are
+
+
+actions = st.sampled_from(["update", "update", "wait", "wait", "rollback", "goto", "join"])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), actions, st.integers(0, 99)), max_size=20),
+    st.integers(1, 6),
+    st.integers(0, 4),
+    st.sampled_from(CODES),
+)
+def test_subscribers_that_come_and_go(
+    folders: Folders, steps: list[tuple[int, str, int]], anchor_every: int, lag: int, code: str
+) -> None:
+    """They fall behind, join late, roll back and go to older versions, and hold what they say."""
+    store = Folder(folders())
+    publisher = Publisher(store, code=code, anchor_every=anchor_every, lag=lag)
+    models = history(len(steps) + 1)
+    sums = sums_of(models)
+    subscribers: list[Subscriber] = [Subscriber(store)]
+
+    def check(subscriber: Subscriber) -> None:
+        if subscriber.version is not None:
+            assert subscriber.version == sums[subscriber.version.number]
+            assert same(subscriber.tensors, models[subscriber.version.number])
+            subscriber.verify()
+
+    assert publisher.publish(models[0]) == sums[0]
+    for number, (who, action, where) in enumerate(steps, 1):
+        assert publisher.publish(models[number]) == sums[number]
+        subscriber = subscribers[who % len(subscribers)]
+        before = subscriber.version
+        match action:
+            case "update":
+                update = subscriber.update()
+                assert update is not None and update.version == sums[number]
+            case "rollback":
+                with suppress(VersionError):
+                    assert subscriber.rollback() == subscriber.version != before
+            case "goto":
+                wanted = where % (number + 1)
+                try:
+                    update = subscriber.update(wanted)
+                    assert subscriber.version == sums[wanted]
+                    assert (update is None) == (before == sums[wanted])
+                except VersionError:
+                    assert wanted < number - lag  # it may be pruned
+            case "join":
+                subscribers.append(Subscriber(store, copied(first_model(9))))
+                subscribers[-1].update()
+        for one in subscribers:
+            check(one)
+    for one in subscribers:
+        one.update()
+        assert one.version == sums[len(steps)]
+        check(one)
+        assert one.update() is None
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_anchors_merged_deltas_and_what_is_kept(tmp_path: Path, lag: int) -> None:
+    store = Folder(tmp_path)
+    publisher = Publisher(store, anchor_every=5, lag=lag)
+    models = history(14)
+    behind = Subscriber(store)
+    for number, model in enumerate(models):
+        publisher.publish(model)
+        if number == 5:
+            behind.update()
+    index = read_index(store)
+    kinds = [(e.kind, e.base and e.base.number, e.version.number) for e in index.entries]
+    assert ("anchor", None, 10) in kinds
+    assert kinds[0] == (("anchor", None, 10) if lag < 4 else ("anchor", None, 5))
+    listed = {INDEX, *(name for entry in index.entries for name in entry.names)}
+    assert set(store.names()) == listed
+    for entry in index.entries:
+        (name,) = entry.names
+        assert entry.bytes == (tmp_path / name).stat().st_size
+        assert entry.elements == sum(tensor.numel() for tensor in models[0].values())
+    # Whoever is behind all of them begins with the anchor.
+    steps = [update.version.number for update in behind.updates()]
+    assert steps == [10, 11, 12, 13]
+    assert same(behind.tensors, models[-1])
+
+
+def test_a_merged_delta_is_the_shorter_way(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    publisher = Publisher(store, anchor_every=6, lag=20)
+    models = history(9)
+    publisher.publish(models[0])
+    first, late = Subscriber(store), Subscriber(store)
+    first.update()
+    publish(publisher, models[1:])
+    steps = [(update.base, update.version.number) for update in first.updates()]
+    assert steps[0] == (version_of(models[0], 0), 6)
+    assert [number for _, number in steps] == [6, 7, 8]
+    assert same(first.tensors, models[8])
+    first.rollback()
+    assert same(first.tensors, models[7])
+    with pytest.raises(VersionError, match="only the last one"):
+        first.rollback()
+    (whole, *_) = late.updates()
+    assert whole.base is None and whole.changed == first_elements(models[0])
+    with pytest.raises(VersionError, match="no delta to undo"):
+        Subscriber(store).rollback()
+    assert whole.bytes == next(e.bytes for e in read_index(store).entries if e.kind == "anchor")
+
+
+def first_elements(model: Model) -> int:
+    return sum(tensor.numel() for tensor in model.values())
+
+
+# ---- damaged files
+
+
+@given(
+    st.integers(0, 99),
+    st.lists(st.tuples(st.integers(0, 99), st.sampled_from(DAMAGES)), min_size=1, max_size=5),
+    st.integers(0, 11),
+    st.booleans(),
+)
+def test_damaged_files_are_passed_by_or_told(
+    folders: Folders, seed: int, damages: list[tuple[int, str]], behind: int, in_place: bool
+) -> None:
+    """Weights are those of a version, bit for bit, at the newest one unless an error says why."""
+    path, dice = folders(), random.Random(seed)
+    store = Folder(path)
+    publisher = Publisher(store, anchor_every=4, lag=20)
+    models = history(12)
+    sums = sums_of(models)
+    subscriber = Subscriber(store, copied(first_model(7)) if in_place else None)
+    for number, model in enumerate(models):
+        publisher.publish(model)
+        if number == behind:
+            subscriber.update()
+    files = sorted(path.glob("*.safetensors"))
+    for which, how in damages:
+        file = files[which % len(files)]
+        if file.exists():
+            damage(file, how, dice)
+    try:
+        subscriber.update()
+        assert subscriber.version == sums[-1]
+    except (VersionError, FormatError):
+        pass
+    assert subscriber.version is not None
+    assert subscriber.version.number >= behind
+    assert subscriber.version == sums[subscriber.version.number]
+    assert same(subscriber.tensors, models[subscriber.version.number])
+    # The publisher passes them by as well, and the next anchor takes everybody along.
+    again = Publisher(store, anchor_every=1, lag=20)
+    for model in (trained(models[-1], 5), trained(models[-1], 6)):
+        again.publish(model)
+    subscriber.update()
+    assert same(subscriber.tensors, trained(models[-1], 6))
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_each_damage_of_each_file(tmp_path: Path, how: str) -> None:
+    """Here no other file leads there: the error is typed, and what was reached is a version."""
+    models = history(4)
+    sums = sums_of(models)
+    for which in range(4):
+        path = tmp_path / str(which)
+        publisher = Publisher(Folder(path), anchor_every=50)
+        publish(publisher, models)
+        file = sorted(path.glob("*.safetensors"))[which]  # the anchor, then the deltas
+        damage(file, how, random.Random(which))
+        subscriber = Subscriber(Folder(path))
+        try:
+            subscriber.update()
+        except (VersionError, FormatError):
+            reached = subscriber.version and subscriber.version.number
+            assert reached == (None if which == 0 else which - 1)
+        assert subscriber.version in (None, *sums)
+        if subscriber.version is not None:
+            assert same(subscriber.tensors, models[subscriber.version.number])
+
+
+def test_an_anchor_that_cannot_be_read_hinders_no_publisher(tmp_path: Path) -> None:
+    """What it would have been merged to is left out, and the next anchor comes all the same."""
+    models = history(8)
+    for how in (*DAMAGES, "weights"):
+        store = Folder(tmp_path / how)
+        publisher = Publisher(store, anchor_every=3, lag=20)
+        publisher.publish(models[0])
+        publisher.publish(models[1])
+        (anchor,) = (tmp_path / how).glob("anchor-*")
+        if how == "weights":  # which only their sum tells
+            data = anchor.read_bytes()
+            anchor.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        else:
+            damage(anchor, how, random.Random(1))
+        publish(publisher, models[2:])
+        versions = {entry.version for entry in read_index(store).entries}
+        assert versions == set(sums_of(models))
+        subscriber = Subscriber(store)
+        subscriber.update()
+        assert same(subscriber.tensors, models[-1])
+
+
+def test_a_tie_that_was_damaged_is_found(tmp_path: Path) -> None:
+    """The sum of a version counts tied tensors once, so names of ties have a checksum."""
+    w = torch.arange(50.0)
+    Publisher(Folder(tmp_path)).publish({"embedding": w, "head": w})
+    (anchor,) = tmp_path.glob("anchor-*")
+    data = anchor.read_bytes()
+    at = data.index(b"head")
+    anchor.write_bytes(data[:at] + b"lead" + data[at + 4 :])
+    with pytest.raises(VersionError, match="cannot be read"):
+        Subscriber(Folder(tmp_path)).update()
+
+
+# ---- stores that fail
+
+
+failures = st.tuples(
+    st.sampled_from(["delta-", "anchor-", INDEX]),
+    st.sampled_from(["before", "in", "after", "remove"]),
+    st.integers(0, 2),
+)
+
+
+@given(st.lists(st.none() | failures, min_size=1, max_size=12), st.integers(1, 3), st.booleans())
+def test_a_publisher_goes_on_when_its_store_failed(
+    folders: Folders, steps: list[tuple[str, str, int] | None], anchor_every: int, in_file: bool
+) -> None:
+    """Whatever failed, and however far it came, the next versions are right."""
+    store = Failing(folders())
+    base = store.path.with_name(f"{store.path.name}-base") if in_file else None
+    publisher = Publisher(store, anchor_every=anchor_every, lag=2, base=base)
+    subscriber = Subscriber(store)
+    model = first_model()
+    journal: dict[Version, Model] = {}
+    for number, failure in enumerate(steps):
+        model = trained(model, number)
+        store.fail, store.left = (failure[:2], failure[2]) if failure else (None, 0)
+        with suppress(OSError):
+            publisher.publish(model, number)
+        store.fail = None
+        journal[version_of(model, number)] = model
+        subscriber.update()
+        assert subscriber.version == read_index(store).newest
+        if subscriber.version is not None:
+            assert same(subscriber.tensors, journal[subscriber.version])
+    model = trained(model, 99)
+    publisher.publish(model)
+    late = Subscriber(store)
+    for one in (subscriber, late):
+        one.update()
+        one.verify()
+        assert one.version == publisher.version
+        assert same(one.tensors, model)
+
+
+def test_what_was_published_when_an_anchor_fails(tmp_path: Path) -> None:
+    """The version is there, and `version` says so."""
+    store, models = Failing(tmp_path), history(3)
+    publisher = Publisher(store, anchor_every=1)
+    publisher.publish(models[0])
+    store.fail = ("anchor-", "in")
+    with pytest.raises(OSError, match="failed in"):
+        publisher.publish(models[1])
+    store.fail = None
+    assert publisher.version == version_of(models[1], 1) == read_index(store).newest
+    publisher.publish(models[2])
+    assert [e.version.number for e in read_index(store).entries if e.kind == "anchor"] == [0, 2]
+
+
+def test_an_interrupt_while_the_base_follows(tmp_path: Path) -> None:
+    """The version is durable by then; the publisher reads it back."""
+    store, models = Folder(tmp_path), history(3)
+    publisher = Publisher(store)
+    publisher.publish(models[0])
+    interrupted = patch("sparcel.delta.publisher.apply_", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        publisher.publish(models[1])
+    assert read_index(store).newest == version_of(models[1], 1)
+    publisher.publish(models[2])
+    assert read_index(store).entries[-1].base == version_of(models[1], 1)
+    subscriber = Subscriber(store)
+    subscriber.update()
+    assert same(subscriber.tensors, models[2])
+
+
+def test_an_interrupt_while_a_whole_model_is_written(tmp_path: Path) -> None:
+    """The weights are no version then, and nothing claims that they were."""
+    store, models = Folder(tmp_path), history(4)
+    publisher = Publisher(store, anchor_every=1, lag=0)
+    publisher.publish(models[0])
+    subscriber = Subscriber(store, copied(models[0]))
+    subscriber.update()
+    publish(publisher, models[1:])
+    real, calls = bits_of, iter([True, True, False])
+
+    def interrupting(tensor: torch.Tensor) -> torch.Tensor:
+        if not next(calls, False):
+            raise KeyboardInterrupt
+        return real(tensor)
+
+    interrupted = patch("sparcel.delta.subscriber.bits_of", interrupting)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        subscriber.update()
+    assert subscriber.version is None
+    subscriber.update()
+    assert same(subscriber.tensors, models[3])
+
+
+# ---- publishers
+
+
+def test_two_publishers_of_a_store(tmp_path: Path) -> None:
+    """The second one to publish raises, and harms nothing that the first has published."""
+    store, models = Folder(tmp_path), history(5)
+    one = Publisher(store)
+    publish(one, models[:2])
+    other = Publisher(store)
+    assert other.version == one.version
+    other.publish(models[2])
+    for _ in range(2):
+        with pytest.raises(VersionError, match="another publisher has written to"):
+            one.publish(first_model(5))
+    subscriber = Subscriber(store)
+    subscriber.update()
+    assert same(subscriber.tensors, models[2])
+    other.publish(models[3])
+    subscriber.update()
+    assert same(subscriber.tensors, models[3])
+
+
+def test_two_publishers_at_the_same_moment(tmp_path: Path) -> None:
+    """One commits before the other, which encodes the version of the same number, writes it."""
+    store, models = Folder(tmp_path), history(3)
+    one = Publisher(store)
+    publish(one, models[:2])
+    other = Publisher(store)
+    real = one._publish_delta
+
+    def late(tensors: Any, number: int) -> Version:
+        other.publish(models[2])
+        return real(tensors, number)
+
+    late_one = patch.object(one, "_publish_delta", late)
+    with late_one, pytest.raises(VersionError, match="another publisher"):
+        one.publish(first_model(5))
+    subscriber = Subscriber(store)
+    subscriber.update()
+    assert subscriber.version == other.version
+    assert same(subscriber.tensors, models[2])
+
+
+def test_a_publisher_that_only_looks_takes_nothing_away(tmp_path: Path) -> None:
+    """Files that are written and not yet committed stay until somebody else has committed."""
+    store, models = Folder(tmp_path), history(3)
+    one = Publisher(store)
+    publish(one, models[:2])
+    real = one._commit
+
+    def late(index: Any) -> None:
+        Publisher(store)
+        real(index)
+
+    with patch.object(one, "_commit", late):
+        one.publish(models[2])
+    subscriber = Subscriber(store)
+    subscriber.update()
+    assert same(subscriber.tensors, models[2])
+
+
+def test_what_killed_publishers_leave_behind_is_removed(tmp_path: Path) -> None:
+    store, models = Folder(tmp_path), history(3)
+    publish(Publisher(store), models[:2])
+    left = ["delta-0000000001-0000000002-ab.safetensors", "anchor-7.x.part", f"{INDEX}.ab.part"]
+    for name in [*left, "notes.txt"]:
+        (tmp_path / name).write_bytes(b"left")
+    Publisher(store).publish(models[2])
+    assert not set(left) & set(store.names())
+    assert "notes.txt" in store.names()
+
+
+@given(st.integers(0, 5), st.integers(0, 3), st.booleans())
+def test_a_resumed_trainer_with_other_weights(
+    folders: Folders, before: int, back: int, in_file: bool
+) -> None:
+    """It may have gone back to a checkpoint, or have learned more; versions go on."""
+    path = folders()
+    store, models = Folder(path), history(10)
+    publish(Publisher(store, anchor_every=3), models[: before + 1])
+    subscriber = Subscriber(store)
+    subscriber.update()
+    base = path.with_name(f"{path.name}-base") if in_file else None
+    publisher = Publisher(store, anchor_every=3, base=base)
+    assert publisher.version == version_of(models[before], before)
+    for model in models[max(before - back, 0) : before + 3]:
+        version = publisher.publish(model)
+        subscriber.update()
+        assert subscriber.version == version == version_of(model, version.number)
+        assert same(subscriber.tensors, model)
+
+
+def test_numbers_of_versions(tmp_path: Path) -> None:
+    store, models = Folder(tmp_path), history(5)
+    publisher = Publisher(store, anchor_every=10)
+    for wrong in (-1, 1.5, True, "1"):
+        with pytest.raises(InputError, match="number must"):
+            publisher.publish(models[0], wrong)  # type: ignore[arg-type]
+    assert publisher.publish(models[0], 100).number == 100
+    for wrong in (100, 99, -3):
+        with pytest.raises(InputError, match="numbered upwards, and the last one is 100"):
+            publisher.publish(models[1], wrong)
+    assert publisher.publish(models[1], 105).number == 105
+    assert publisher.publish(models[2]).number == 106
+    assert publisher.publish(models[3], 110).number == 110
+    subscriber = Subscriber(store)
+    assert [update.version.number for update in subscriber.updates(106)] == [100, 105, 106]
+    subscriber.update()
+    with pytest.raises(VersionError, match="there is no version 104; the store has 100 to 110"):
+        subscriber.update(104)
+    assert same(subscriber.tensors, models[3])
+
+
+def test_anchors_are_counted_in_versions(tmp_path: Path) -> None:
+    """Numbers may be those of training steps, with gaps."""
+    store = Folder(tmp_path)
+    publisher = Publisher(store, anchor_every=3)
+    for number, model in enumerate(history(8)):
+        publisher.publish(model, 100 * number)
+    entries = read_index(store).entries
+    assert [e.version.number for e in entries if e.kind == "anchor"] == [0, 300, 600]
+
+
+def test_nothing_is_published_twice_when_nothing_changes(tmp_path: Path) -> None:
+    store, model = Folder(tmp_path), first_model()
+    publisher = Publisher(store)
+    publish(publisher, [model, model])
+    entry = read_index(store).entries[-1]
+    assert (entry.kind, entry.changed) == ("delta", 0)
+    subscriber = Subscriber(store)
+    steps = [(update.version.number, update.changed) for update in subscriber.updates()]
+    assert steps == [(0, first_elements(model)), (1, 0)]
+
+
+# ---- kinds of weights
+
+
+@given(st.lists(models(), min_size=1, max_size=4), st.sampled_from(CODES), st.integers(1, 3))
+def test_any_weights(
+    folders: Folders, pairs: list[tuple[Model, Model]], code: str, anchor_every: int
+) -> None:
+    """Of any dtype and bits; tensors appear, vanish and change their shape."""
+    store = Folder(folders())
+    publisher = Publisher(store, code=code, anchor_every=anchor_every, lag=1)
+    subscriber = Subscriber(store)
+    for model in [model for pair in pairs for model in pair]:
+        supported = all(
+            "e8m0" not in str(t.dtype) and t.dtype != torch.complex32 for t in model.values()
+        )
+        if not supported:
+            continue
+        version = publisher.publish(model)
+        assert version == version_of(model, version.number)
+        subscriber.update()
+        assert subscriber.version == version
+        assert same(subscriber.tensors, model)
+    late = Subscriber(store)
+    late.update()
+    assert same(late.tensors, subscriber.tensors)
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 30, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def train(module: Tied, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weights in module.parameters():
+            weights += 0.01 * torch.randn(weights.shape, generator=generator)
+        module.norm.num_batches_tracked += 1
+
+
+def test_modules_are_kept_in_place(tmp_path: Path) -> None:
+    store = Folder(tmp_path)
+    here, there = Tied(), Tied()
+    parameters = dict(there.named_parameters())
+    publisher = Publisher(store, anchor_every=2, lag=0)
+    subscriber = Subscriber(store, there)
+    for step in range(6):
+        train(here, step)
+        publisher.publish(here)
+        if step != 2:
+            subscriber.update()
+            subscriber.verify()
+            assert same(there.state_dict(), here.state_dict())
+    assert all(parameters[name] is one for name, one in there.named_parameters())
+    assert there.head.weight is there.embedding.weight
+
+
+def test_a_module_whose_memory_is_replaced(tmp_path: Path) -> None:
+    """As `Module.to` does; the subscriber writes to the weights that are there."""
+    store, here, there = Folder(tmp_path), Tied(), Tied()
+    publisher, subscriber = Publisher(store, anchor_every=1, lag=0), Subscriber(store, there)
+    publisher.publish(here)
+    for step in range(3):
+        there.load_state_dict({k: v.clone() for k, v in there.state_dict().items()}, assign=True)
+        there.head.weight = there.embedding.weight
+        subscriber.reload()
+        assert same(there.state_dict(), here.state_dict())
+        train(here, step)
+        publisher.publish(here)
+        subscriber.update()
+        subscriber.verify()
+        assert same(there.state_dict(), here.state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_module_with_other_ties_is_refused(tmp_path: Path, tied: bool) -> None:
+    """A delta tells a tied tensor once, so the other one would stay behind."""
+    here, there = Tied(tied), Tied(not tied)
+    before = copied(there.state_dict())
+    Publisher(Folder(tmp_path)).publish(here)
+    with pytest.raises(VersionError, match=r"or ties others: \['embedding.weight', 'head.weight'"):
+        Subscriber(Folder(tmp_path), there).update()
+    assert same(there.state_dict(), before)
+    mapping: Model = dict(copied(before))
+    subscriber = Subscriber(Folder(tmp_path), mapping)
+    subscriber.update()
+    subscriber.verify()
+    assert same(mapping, here.state_dict())
+    assert (mapping["head.weight"] is mapping["embedding.weight"]) == tied
+
+
+def test_ties_that_come_and_go(tmp_path: Path) -> None:
+    """A whole model tells of them."""
+    store = Folder(tmp_path)
+    publisher, subscriber = Publisher(store), Subscriber(store)
+    w, v = torch.arange(100.0), torch.zeros(100)
+    versions: list[Model] = [
+        {"a": w, "b": w, "c": v},
+        {"a": w + 1, "b": w + 2, "c": v},
+        {"a": w, "b": v, "c": v},
+        {"a": w + 1, "b": v, "c": v},
+        {"a": w + 2},
+        {"a": w, "b": w},
+    ]
+    for model in versions:
+        version = publisher.publish(model)
+        assert version == version_of(model, version.number)
+        for one in (subscriber, Subscriber(store)):
+            one.update()
+            one.verify()
+            assert same(one.tensors, model)
+
+
+def test_a_module_refuses_tensors_that_it_lacks(tmp_path: Path) -> None:
+    store, module = Folder(tmp_path), nn.Linear(3, 4)
+    publisher, subscriber = Publisher(store, anchor_every=2), Subscriber(store, module)
+    publisher.publish(module)
+    subscriber.update()
+    before = copied(module.state_dict())
+    wider = {**copied(before), "other": torch.zeros(2)}
+    for error in ("cannot appear", "has other tensors than the module"):
+        version = publisher.publish(wider)
+        with pytest.raises(VersionError, match=error):
+            subscriber.update()
+        assert same(module.state_dict(), before)
+        subscriber = Subscriber(store, module)
+        publisher.publish(wider)
+    assert read_index(store).newest == Version(version.number + 1, version.sum)
+
+
+# ---- files
+
+
+def test_safetensors_reads_all_files(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    store, here = Folder(tmp_path), Tied()
+    publisher = Publisher(store, anchor_every=2)
+    states = []
+    for step in range(4):
+        train(here, step)
+        publisher.publish(here)
+        states.append(copied(here.state_dict()))
+    read = set()
+    for entry in read_index(store).entries:
+        (name,) = entry.names
+        file = File(store.read(name), name)
+        with safetensors.safe_open(tmp_path / name, framework="pt") as opened:
+            metadata = opened.metadata()
+            assert metadata == file.metadata
+            assert metadata["kind"] == entry.kind
+            assert metadata["version_sum"] == f"{entry.version.sum:016x}"
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        read.add(entry.kind)
+        if entry.kind == "anchor":
+            state = states[entry.version.number]
+            state.pop("head.weight")  # it is tied
+            assert same(tensors, state)
+            assert all(t.data_ptr() % t.itemsize == 0 for t in file.tensors().values())
+        else:
+            chunks = [bytes(chunk) for chunk in file.chunks()]
+            assert [tensors[f"chunk.{i}"].numpy().tobytes() for i in range(len(chunks))] == chunks
+            assert entry.base is not None
+            old = copied(states[entry.base.number])
+            for chunk in chunks:
+                assign_(old, list(decode(chunk, states[entry.base.number])))
+            old["head.weight"] = old["embedding.weight"]
+            assert same(old, states[entry.version.number])
+    assert read == {"anchor", "delta"}
+
+
+# ---- what has changed
+
+
+@given(models(alike=True), st.sampled_from(CODES))
+def test_updates_tell_what_has_changed(
+    folders: Folders, pair: tuple[Model, Model], code: str
+) -> None:
+    """All that differs; and nothing else, but in tensors that are sent whole."""
+    old, new = pair
+    unnamed = ("e8m0", "complex32")
+    for name in [name for name, t in old.items() if any(d in str(t.dtype) for d in unnamed)]:
+        del old[name], new[name]
+    store = Folder(folders())
+    publisher, subscriber = Publisher(store, code=code), Subscriber(store)
+    mirror = {name: torch.empty_like(tensor) for name, tensor in old.items()}
+    publisher.publish(old)
+    update = subscriber.update()
+    assert update is not None
+    assign_(mirror, update.changes())
+    assert same(mirror, old)
+    publisher.publish(new)
+    update = subscriber.update()
+    assert update is not None
+    told = list(update.changes())
+    total = 0
+    for name, tensor in new.items():
+        differs = (bits_of(tensor) != bits_of(old[name])).reshape(-1).nonzero().reshape(-1)
+        mine = [change.indices for change in told if change.name == name]
+        places = torch.cat([differs[:0], *mine])
+        assert len(places.unique()) == len(places)
+        assert set(differs.tolist()) <= set(places.tolist())
+        if len(places) < tensor.numel():
+            assert torch.equal(places.sort().values, differs)
+        total += len(places)
+    assert update.changed == total
+    assign_(mirror, told)
+    assert same(mirror, new)
+
+
+def test_changes_of_tensors_that_appear_and_vanish(tmp_path: Path) -> None:
+    store, a = Folder(tmp_path), torch.arange(4.0)
+    publisher, subscriber = Publisher(store), Subscriber(store)
+    publisher.publish({"a": a, "b": a + 1})
+    subscriber.update()
+    publisher.publish({"a": a, "c": a + 2})
+    update = subscriber.update()
+    assert update is not None
+    told = {change.name: change for change in update.changes()}
+    assert told.keys() == {"b", "c"}
+    assert told["b"].values is None
+    assert told["c"].new and told["c"].values is not None
+    assert torch.equal(told["c"].values, a + 2)
+    subscriber.rollback()
+    assert same(subscriber.tensors, {"a": a, "b": a + 1})
+
+
+def test_a_foreign_write_is_found(tmp_path: Path) -> None:
+    store, models = Folder(tmp_path), history(3)
+    publisher, subscriber = Publisher(store), Subscriber(store)
+    with pytest.raises(InputError, match="update first"):
+        subscriber.verify()
+    publish(publisher, models[:2])
+    subscriber.update()
+    subscriber.verify()
+    place = int(
+        (bits_of(models[1]["layer.weight"]) != bits_of(models[2]["layer.weight"]))
+        .view(-1)
+        .nonzero()[0]
+    )
+    bits_of(subscriber.tensors["layer.weight"]).view(-1)[place] ^= 1
+    before = copied(subscriber.tensors)
+    with pytest.raises(VersionError, match=r"something else has written to them; reload\(\)"):
+        subscriber.verify()
+    publisher.publish(models[2])
+    with pytest.raises(VersionError, match="does not fit these weights"):
+        subscriber.update()
+    assert same(subscriber.tensors, before)
+    subscriber.reload()
+    subscriber.verify()
+    assert same(subscriber.tensors, models[2])
+
+
+# ---- DTensors
+
+
+def assigned(comm: Communicator) -> list[bool]:
+    """Write what changes to tensors that are cut in several ways, and compare what is here."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    old = {f"w{i}": torch.arange(i * 60.0, (i + 1) * 60).view(6, 2, 5) for i in range(4)}
+    old["odd"] = torch.arange(7.0).bfloat16()
+    new = copied(old)
+    for tensor in new.values():
+        bits_of(tensor).view(-1)[::3] += 1
+    cuts = {"w0": Shard(0), "w1": Shard(1), "w2": Shard(2), "w3": Replicate(), "odd": Shard(0)}
+    target = {
+        name: distribute_tensor(torch.zeros_like(tensor), mesh, [cuts[name]])
+        for name, tensor in old.items()
+    }
+    same_here = []
+    for model in (old, new):
+        changes = [
+            Change(name, t.dtype, tuple(t.shape), torch.arange(t.numel()), t.view(-1), new=True)
+            for name, t in model.items()
+        ]
+        if model is new:
+            changes = [
+                Change(c.name, c.dtype, c.shape, c.indices[::3], c.values[::3])
+                for c in changes
+                if c.values is not None
+            ]
+        assign_(target, changes)
+        wanted = {name: distribute_tensor(t, mesh, [cuts[name]]) for name, t in model.items()}
+        same_here.append(
+            all(torch.equal(target[n].to_local(), wanted[n].to_local()) for n in target)
+        )
+    return same_here
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_changes_are_assigned_to_dtensors_cut_differently(run_on: Any, world_size: int) -> None:
+    assert run_on(world_size, assigned) == [[True, True]] * world_size
+
+
+def refused(comm: Communicator, folder: Path) -> str:
+    mesh = init_device_mesh("cpu", (comm.size,))
+    weights: dict[str, torch.Tensor] = {"w": distribute_tensor(torch.zeros(8), mesh, [Shard(0)])}
+    assert isinstance(weights["w"], DTensor)
+    with pytest.raises(InputError) as error:
+        Subscriber(Folder(folder), weights)
+    return str(error.value)
+
+
+@pytest.mark.processes
+def test_a_subscriber_refuses_dtensors(run_on: Any, tmp_path: Path) -> None:
+    for error in run_on(2, refused, tmp_path):
+        assert error.startswith("w is cut over several processes; keep whole tensors")
