@@ -65,7 +65,6 @@ def follow_all(folder: Path, who: str, note: int) -> None:
             assert version == right, f"{version} was never published: it is {right}"
             assert version_of(subscriber.tensors, version.number) == version
             assert same(subscriber.tensors, model_at(version.number))
-            assert reached is None or reached.number < version.number
             reached = version
         text = f"{version.number if version else -1} {type(error).__name__}\n"
         os.write(note, text.encode())
@@ -182,15 +181,14 @@ def survive(
     return fleet.kills, len(errors)
 
 
-def test_kills_and_damage(tmp_path: Path) -> None:
-    survive(tmp_path, count=40, subscribers=2, anchor_every=8, pause=0.05, seconds=60)
-
-
 @pytest.mark.slow
-def test_kills_and_damage_for_a_thousand_versions(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_kills_and_damage(tmp_path: Path) -> None:
+    """1,000 versions take a minute: ``SPARCEL_VERSIONS=1000``."""
+    count = int(os.environ.get("SPARCEL_VERSIONS", "150"))
     kills, errors = survive(
-        tmp_path, count=1000, subscribers=3, anchor_every=50, pause=0.1, seconds=240
+        tmp_path, count=count, subscribers=3, anchor_every=count // 20, pause=0.05, seconds=240
     )
     print(f"{kills} kills, {errors} refusals")
-    assert kills > 10
+    assert kills > 5
     assert errors > 0

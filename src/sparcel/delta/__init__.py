@@ -20,5 +20,6 @@ from sparcel.delta.sharded import ShardedPublisher as ShardedPublisher
 from sparcel.delta.stores import Folder as Folder
 from sparcel.delta.stores import Store as Store
 from sparcel.delta.stores import store_at as store_at
+from sparcel.delta.subscriber import Ready as Ready
 from sparcel.delta.subscriber import Subscriber as Subscriber
 from sparcel.delta.subscriber import Update as Update

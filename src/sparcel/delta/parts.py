@@ -165,6 +165,8 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     """
     parts: dict[str, Part] = {}
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is no tensor but {type(tensor).__name__}; leave it out")
         layout_of(tensor.dtype)
         if tensor.is_conj() or tensor.is_neg():
             raise InputError(f"{name} is a conjugate or negative view; resolve it first")
@@ -198,6 +200,9 @@ def _whole(name: str, tensor: Tensor) -> Piece:
 
 def _sharded(name: str, tensor: DTensor) -> Piece:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(how.is_partial() for how in tensor.placements):
+        raise InputError(f"{name} is placed as {tensor.placements}, a sum that is not yet made")
 
     held, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from sparcel._checks import whole_number
 from sparcel.delta.applying import apply_
 from sparcel.delta.chunk import Version, read_chunk
-from sparcel.delta.encoding import CODES, encode, version_of
+from sparcel.delta.encoding import CODES, encode, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, delta_file
 from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
-from sparcel.delta.parts import owners, parts_of, untied
+from sparcel.delta.parts import Part, owners, parts_of, untied
+from sparcel.delta.remembered import remembered
 from sparcel.delta.stores import Folder, Store
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, known
@@ -47,6 +48,12 @@ class Publisher:
     base
         A file for the copy of the last version, which is then mapped instead of held in memory; the
         publisher makes it anew.
+    bracketed
+        Keep one byte an element instead of a copy: an optimiser moves weights by few units in the
+        last place, so the last eight bits tell what they were. The weights published must then be
+        the same tensors each time, changed in place between two calls. If one has moved by 128
+        units or more, which the sum of the version tells, the version is a whole model. So is the
+        first one of each publisher.
 
     Attributes
     ----------
@@ -62,13 +69,18 @@ class Publisher:
         anchor_every: int = 50,
         lag: int = 20,
         base: str | os.PathLike[str] | None = None,
+        bracketed: bool = False,
     ) -> None:
         known(code, CODES, "code")
         if anchor_every < 1 or lag < 0:
             raise InputError(
                 f"anchor_every must be at least 1, and lag at least 0, got {anchor_every}, {lag}"
             )
+        if bracketed and base is not None:
+            raise InputError("a bracketed publisher keeps no base; leave base= out")
         self.version: Version | None = None
+        self._bracketed = bracketed
+        self._noted: Mapping[str, Part] = {}
         self._store, self._code = store, code
         self._anchor_every, self._lag = anchor_every, lag
         self._file = None if base is None else Path(base)
@@ -105,13 +117,15 @@ class Publisher:
         least = last.number + 1 if last else 0
         hint = f"; versions are numbered upwards, and the last one is {last}" if last else ""
         number = least if number is None else whole_number(number, "number", least, hint=hint)
-        if self.version is None:
+        if self._bracketed:
+            self.version = self._publish_bracketed(dict(tensors), number)
+        elif self.version is None:
             self._base = self._copied(tensors)
             self.version = self._commit_anchor(version_of(self._base, number))
         else:
             self.version = self._publish_delta(tensors, number)
-            if self._since_anchor() >= self._anchor_every:
-                self._publish_anchor()
+        if self._since_anchor() >= self._anchor_every:
+            self._publish_anchor()
         self._prune()
         return self.version
 
@@ -125,9 +139,23 @@ class Publisher:
         assert moved.version == version, "a delta makes what it says"
         return version
 
+    def _publish_bracketed(self, tensors: dict[str, Tensor], number: int) -> Version:
+        """Publish what has changed since weights were noted, if that tells all, and note them."""
+        since, self.version = self.version, None
+        self._base, version = tensors, version_of(tensors, number)
+        told: list[bytes] = []
+        if since is not None:
+            now = parts_of(tensors)
+            told = list(encode_parts(now, self._noted, self._code, since, number))
+        if since is not None and _made_by(told, since, number) == version:
+            self._commit_delta(told, since, number)
+        else:
+            self._commit_anchor(version)
+        self._noted = remembered(tensors)
+        return version
+
     def _commit_delta(self, chunks: list[bytes], base: Version, number: int) -> Version:
-        read = [read_chunk(chunk) for chunk in chunks]
-        version = Version(number, (base.sum + sum(chunk.sum for chunk in read)) % (1 << 64))
+        version = _made_by(chunks, base, number)
         name = self._named(f"delta-{base.number:010}-{number:010}")
         entry = Entry(
             kind="delta",
@@ -136,7 +164,7 @@ class Publisher:
             names=(name,),
             bytes=self._store.write(name, delta_file(chunks, base, version)),
             elements=self._elements(),
-            changed=sum(chunk.changed for chunk in read),
+            changed=sum(read_chunk(chunk).changed for chunk in chunks),
             time=time.time(),
         )
         self._commit(self._index.with_entries(entry))
@@ -183,8 +211,7 @@ class Publisher:
         chunks = list(
             encode(self._base, old, code=self._code, since=before.version, target=version.number)
         )
-        total = before.version.sum + sum(read_chunk(chunk).sum for chunk in chunks)
-        return chunks if total % (1 << 64) == version.sum else []
+        return chunks if _made_by(chunks, before.version, version.number) == version else []
 
     def _commit(self, index: Index) -> None:
         there = read_index(self._store)
@@ -239,7 +266,7 @@ class Publisher:
         If it cannot be read, what is published next is a whole model.
         """
         self._base, self.version = {}, None
-        if self._index.newest is None:
+        if self._index.newest is None or self._bracketed:
             return
         reader = Subscriber(self._store)
         try:
@@ -279,6 +306,11 @@ class Publisher:
             copies[name] = copy.copy_(local)
             begin += _padded(local.nbytes)
         return {name: copies[owner] for name, owner in owners(every).items()}
+
+
+def _made_by(chunks: Iterable[bytes], base: Version, number: int) -> Version:
+    """Return the version that chunks make of their base."""
+    return Version(number, (base.sum + sum(read_chunk(c).sum for c in chunks)) % (1 << 64))
 
 
 def _padded(size: int) -> int:

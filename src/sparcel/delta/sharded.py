@@ -15,8 +15,8 @@ from sparcel.delta.applying import found_in_parts, swap_all
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
-from sparcel.delta.index import Entry, read_index, write_index
-from sparcel.delta.parts import Part, parts_of, untied
+from sparcel.delta.index import Entry, Index, read_index, write_index
+from sparcel.delta.parts import Part, owners, parts_of, untied
 from sparcel.delta.stores import Store
 from sparcel.errors import VersionError, known
 
@@ -66,7 +66,8 @@ class ShardedPublisher:
         self._store, self._code = store, code
         self._anchor_every, self._lag = anchor_every, lag
         self._comm = resolve(group)
-        self._writer = secrets.token_hex(8)
+        self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
+        self._mine = False
         self._base: dict[str, Part] = {}
         self._deltas = 0
 
@@ -81,18 +82,19 @@ class ShardedPublisher:
         """
         tensors = weights.state_dict() if isinstance(weights, nn.Module) else weights
         since, self.version = self.version, None  # until all is done
-        parts = self._together(lambda: untied(_owned(tensors, self._comm.rank)))
+        parts = self._together(lambda: _owned(tensors, self._comm.rank))
+        number = self._from_first(self._next_number)
+        if any(self._comm.gather_numbers(int(_ties(parts) != _ties(self._base)))):
+            since = None
         if since is None:
-            number = self._from_first(lambda: self._next_number())
-            self._base = {name: _copied(part) for name, part in parts.items()}
+            self._base = _copied(parts)
         else:
-            number = since.number + 1
             version = self._publish_delta(parts, since, number)
             self._deltas += 1
         if since is None or self._deltas >= self._anchor_every:
             version = self._publish_whole(number)
             self._deltas = 0
-        self._from_first(lambda: self._prune())
+        self._from_first(self._prune)
         self.version = version
         return version
 
@@ -104,10 +106,13 @@ class ShardedPublisher:
             """Let the base follow by what was published, whatever the weights are by now."""
             _, found = found_in_parts(self._base, chunks, since)
             swap_all([one for one in found if not one.chunk.new], self._base)
-            for name, part in parts.items():
-                if name not in self._base or self._base[name].piece != part.piece:
-                    self._base[name] = _copied(part)
-            self._base = {name: self._base[name] for name in parts}
+            kept = {
+                name: part
+                for name, part in self._base.items()
+                if name in parts and parts[name].piece == part.piece
+            }
+            others = {name: part for name, part in parts.items() if name not in kept}
+            self._base = {**kept, **_copied(others)}
 
         self._together(follow)
         return version
@@ -128,8 +133,9 @@ class ShardedPublisher:
         read = [read_chunk(chunk) for chunk in chunks]
         sums = comm.gather_numbers(_signed(sum(chunk.sum for chunk in read)))
         version = Version(number, (base.sum + sum(sums)) % (1 << 64))
-        first = f"{kind}-{base.number:010}-{number:010}"
+        first = f"{kind}-{base.number:010}-{number:010}-{self._writer}"
         names = tuple(f"{first}.{rank:04}.safetensors" for rank in range(comm.size))
+        elements = sum(part.piece.count for part in untied(self._base).values())
         size = self._together(
             lambda: self._store.write(names[comm.rank], delta_file(chunks, base, version))
         )
@@ -139,7 +145,7 @@ class ShardedPublisher:
             version=version,
             names=names,
             bytes=sum(comm.gather_numbers(size)),
-            elements=sum(comm.gather_numbers(sum(p.piece.count for p in self._base.values()))),
+            elements=sum(comm.gather_numbers(elements)),
             changed=sum(comm.gather_numbers(sum(chunk.changed for chunk in read))),
             time=time.time(),
         )
@@ -147,23 +153,29 @@ class ShardedPublisher:
         return version
 
     def _next_number(self) -> int:
-        """Take the store over, and return the number of the next version."""
-        index = read_index(self._store)
-        write_index(self._store, index.by(self._writer))
-        return index.newest.number + 1 if index.newest else 0
+        """Return the number of the next version; the first time, take the store over."""
+        if not self._mine:
+            write_index(self._store, read_index(self._store).by(self._writer))
+            self._mine = True
+        newest = self._index().newest
+        return newest.number + 1 if newest else 0
 
-    def _commit(self, entry: Entry) -> int:
+    def _index(self) -> Index:
+        """Return the index of the store, which must be this publisher's."""
         index = read_index(self._store)
         if index.writer != self._writer:
             raise VersionError(
                 f"another publisher has written to {self._store}; a store has one at a time"
             )
-        write_index(self._store, index.with_entries(entry))
+        return index
+
+    def _commit(self, entry: Entry) -> int:
+        write_index(self._store, self._index().with_entries(entry))
         return 0
 
     def _prune(self) -> int:
         """Remove what nobody needs: from the index first."""
-        index = read_index(self._store)
+        index = self._index()
         kept = index.pruned(self._lag)
         dropped = {name for entry in index.entries for name in entry.names}
         dropped -= {name for entry in kept.entries for name in entry.names}
@@ -200,15 +212,21 @@ def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
         if isinstance(tensor, DTensor):
             where = tensor.device_mesh.get_coordinate() or [1] * tensor.device_mesh.ndim
             pairs = zip(where, tensor.placements, strict=True)
-            if all(place == 0 for place, how in pairs if not how.is_shard()):
+            if all(place == 0 for place, how in pairs if how.is_replicate()):
                 mine[name] = tensor
         elif rank == 0:
             mine[name] = tensor
     return parts_of(mine)
 
 
-def _copied(part: Part) -> Part:
-    return Part(part.piece, part.local.detach().cpu().clone())
+def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Copy parts to the host; tied ones stay tied."""
+    local = {name: part.local.cpu().clone() for name, part in untied(parts).items()}
+    return {name: Part(parts[name].piece, local[owner]) for name, owner in owners(parts).items()}
+
+
+def _ties(parts: Mapping[str, Part]) -> dict[str, str]:
+    return {name: owner for name, owner in owners(parts).items() if name != owner}
 
 
 def _signed(number: int) -> int:

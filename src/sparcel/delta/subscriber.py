@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparcel.delta.applying import Inverse, apply_
+from sparcel.delta.applying import Inverse, apply_, prepare
 from sparcel.delta.bits import bits_of
 from sparcel.delta.chunk import Version
 from sparcel.delta.decoding import Change
@@ -23,6 +25,34 @@ from sparcel.errors import FormatError, InputError, VersionError
 
 _TRIES = 3
 """How often a way is looked for, while a publisher removes what was on it."""
+
+
+_Write: TypeAlias = Callable[[], Inverse | None]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A step to another version that is read and checked, and waits to be written."""
+
+    _entry: Entry = field(repr=False)
+    _subscriber: Subscriber = field(repr=False)
+    _since: Version | None
+    _write: _Write = field(repr=False)
+
+    @property
+    def version(self) -> Version:
+        """The version that it makes."""
+        return self._entry.version
+
+    def apply(self) -> Update:
+        """Write it, and return what it was.
+
+        Raises
+        ------
+        VersionError
+            If the subscriber has gone to another version meanwhile.
+        """
+        return self._subscriber._apply(self._entry, self._since, self._write)
 
 
 @dataclass(frozen=True)
@@ -115,7 +145,7 @@ class Subscriber:
         ------
         VersionError
             If nothing in the store leads there; the weights are then a whole version, maybe one on
-            the way.
+            the way, which may be older than the one before.
         """
         steps = deque(self.updates(to), maxlen=1)
         return steps[0] if steps else None
@@ -123,18 +153,30 @@ class Subscriber:
     def updates(self, to: int | None = None) -> Iterator[Update]:
         """Go there step by step, a whole model or a delta at a time, and yield each step."""
         passed_by: set[str] = set()
+        while ready := self._prepared(to, passed_by):
+            yield ready.apply()
+
+    def prepare(self, to: int | None = None) -> Ready | None:
+        """Read and check the next step, while the weights serve; None if nothing has to be done.
+
+        A server pauses only for `Ready.apply`, which writes what changes. Errors are those of
+        `update`.
+        """
+        return self._prepared(to, set())
+
+    def _prepared(self, to: int | None, passed_by: set[str]) -> Ready | None:
+        """Prepare the next step, past files that are lost or torn, which are noted."""
         missed = 0
         while way := read_index(self._store).way(self.version, to, passed_by):
             try:
-                update = self._take(way[0])
+                return self._read(way[0])
             except FileNotFoundError:  # it was pruned after the index was read, or is lost
                 missed += 1
                 if missed >= _TRIES:
                     passed_by.update(way[0].names)
             except FormatError:
                 passed_by.update(way[0].names)
-            else:
-                yield update
+        return None
 
     def reload(self) -> Update | None:
         """Begin anew with a whole model, whatever the weights are now."""
@@ -167,37 +209,46 @@ class Subscriber:
                 " written to them; reload() begins anew"
             )
 
-    def _take(self, entry: Entry) -> Update:
+    def _read(self, entry: Entry) -> Ready:
+        """Read and check a delta or a whole model."""
         files = [File(self._store.read(name), name) for name in entry.names]
         for file, name in zip(files, entry.names, strict=True):
             base = entry.base and file.version("base")
             if (base, file.version()) != (entry.base, entry.version):
                 raise FormatError(f"{name} holds {file.version()}, not {entry.version}")
-        base = self.version
         if entry.kind == "anchor":
-            self._take_whole(entry, files)
-            base = self._inverse = None
-        else:
-            self._inverse = self._take_delta(entry, files)
-        self.version = entry.version
-        return Update(base, entry.version, entry.bytes, entry.changed, self.tensors, self._inverse)
-
-    def _take_delta(self, entry: Entry, files: list[File]) -> Inverse:
+            whole = _whole(files)
+            found = version_of(whole, entry.version.number)
+            if found != entry.version:
+                raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
+            return Ready(entry, self, self.version, partial(self._write_whole, entry, whole))
         chunks = [chunk for file in files for chunk in file.chunks()]
-        inverse = apply_(self._target, chunks, self.version)
-        if inverse.version != entry.version:
-            inverse.undo()
+        prepared = prepare(self._target, chunks, self.version)
+        if prepared.version != entry.version:
             raise FormatError(
-                f"{entry.names[0]} makes version {inverse.version} instead of {entry.version}"
+                f"{entry.names[0]} makes version {prepared.version} instead of {entry.version}"
             )
-        return inverse
+        return Ready(entry, self, self.version, prepared.apply)
 
-    def _take_whole(self, entry: Entry, files: list[File]) -> None:
-        """Check a whole model, and write it to the weights, or keep it as these."""
-        whole = _whole(files)
-        found = version_of(whole, entry.version.number)
-        if found != entry.version:
-            raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
+    def _apply(self, entry: Entry, since: Version | None, write: _Write) -> Update:
+        if self.version != since:
+            raise VersionError(
+                f"version {entry.version} was prepared for {since}, but the weights are"
+                f" {self.version} by now; prepare again"
+            )
+        self._inverse = write()
+        base, self.version = self.version, entry.version
+        return Update(
+            base if self._inverse else None,
+            entry.version,
+            entry.bytes,
+            entry.changed,
+            self.tensors,
+            self._inverse,
+        )
+
+    def _write_whole(self, entry: Entry, whole: dict[str, Tensor]) -> None:
+        """Write a whole model to the weights, or keep it as these."""
         tensors = self.tensors
         different = _different(whole, tensors)
         if different and isinstance(self._target, nn.Module):

@@ -1,0 +1,116 @@
+"""Publishers that keep one byte an element, and servers that prepare while they serve."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from sparcel.delta import Folder, Publisher, Subscriber, read_index
+from sparcel.delta.remembered import remembered
+from sparcel.errors import InputError, VersionError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32)
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def moved(tensor: Tensor, by: Tensor) -> None:
+    """Move elements by so many bit patterns, which are units in the last place away from zero."""
+    bits = tensor.view(INTEGERS[tensor.itemsize])
+    bits += by.to(bits.dtype)
+
+
+@given(st.sampled_from(DTYPES), st.integers(1, 5000), st.integers(0, 2**32))
+def test_weights_that_move_little_are_recalled(dtype: torch.dtype, size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = (torch.randn(size, generator=generator) * 8 + 64).to(dtype)  # far from zero
+    before = tensor.clone()
+    noted = remembered({"x": tensor})["x"]
+    moved(tensor, torch.randint(-3, 4, (size,), generator=generator))
+    recalled = noted.elements(0, size)
+    assert torch.equal(recalled.view(torch.uint8), before.view(torch.uint8))
+    begin = size // 3
+    assert torch.equal(
+        noted.elements(begin, size).view(torch.uint8), before[begin:].view(torch.uint8)
+    )
+
+
+def test_the_smallest_weights_may_move_far() -> None:
+    tensor = torch.ones(1000).bfloat16()
+    tensor[5] = 1e-9
+    noted = remembered({"x": tensor})["x"]
+    tensor[5] = -3.0
+    assert float(noted.elements(0, 1000)[5]) == float(torch.tensor(1e-9).bfloat16())
+
+
+def kinds(folder: Path) -> list[str]:
+    return [entry.kind for entry in read_index(Folder(folder)).entries]
+
+
+def test_a_bracketed_publisher_tells_what_an_optimiser_does(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model, served = nn.Linear(60, 40).bfloat16(), nn.Linear(60, 40).bfloat16()
+    publisher = Publisher(Folder(tmp_path), bracketed=True)
+    subscriber = Subscriber(Folder(tmp_path), served)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(4):
+        version = publisher.publish(model)
+        subscriber.update()
+        assert subscriber.version == version
+        assert torch.equal(served.weight, model.weight)
+        model(torch.ones(1, 60).bfloat16()).sum().backward()
+        optimiser.step()
+    assert kinds(tmp_path) == ["anchor", "delta", "delta", "delta"]
+
+
+def test_weights_that_move_far_are_published_whole(tmp_path: Path) -> None:
+    weights = {"x": torch.linspace(1, 2, 1000).bfloat16()}
+    publisher = Publisher(Folder(tmp_path), bracketed=True)
+    publisher.publish(weights)
+    weights["x"].mul_(-7)
+    publisher.publish(weights)
+    weights["x"][700] += 0.0625
+    publisher.publish(weights)
+    assert kinds(tmp_path) == ["anchor", "anchor", "delta"]
+    subscriber = Subscriber(Folder(tmp_path))
+    subscriber.update()
+    assert torch.equal(subscriber.tensors["x"], weights["x"])
+
+
+def test_a_bracketed_publisher_has_no_base(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="keeps no base"):
+        Publisher(Folder(tmp_path), base=tmp_path / "base", bracketed=True)
+
+
+def test_what_is_prepared_is_written_by_apply_alone(tmp_path: Path) -> None:
+    weights = {"x": torch.arange(1000).float()}
+    publisher, served = Publisher(Folder(tmp_path)), {"x": torch.zeros(1000)}
+    subscriber = Subscriber(Folder(tmp_path), served)
+    for step in range(3):
+        publisher.publish(weights)
+        before = served["x"].clone()
+        ready = subscriber.prepare()
+        assert ready is not None
+        assert torch.equal(served["x"], before)
+        update = ready.apply()
+        assert update.version == ready.version == subscriber.version
+        assert torch.equal(served["x"], weights["x"])
+        weights["x"][step] += 1
+    assert subscriber.prepare() is None
+
+
+def test_what_was_prepared_for_another_version_is_refused(tmp_path: Path) -> None:
+    weights = {"x": torch.arange(1000).float()}
+    publisher, subscriber = Publisher(Folder(tmp_path)), Subscriber(Folder(tmp_path))
+    publisher.publish(weights)
+    subscriber.update()
+    weights["x"][7] = 0
+    publisher.publish(weights)
+    ready = subscriber.prepare()
+    assert ready is not None
+    subscriber.update()
+    with pytest.raises(VersionError, match="was prepared for"):
+        ready.apply()
+    assert torch.equal(subscriber.tensors["x"], weights["x"])
