@@ -139,7 +139,7 @@ bool decode(const CodedChanges& coded, const std::vector<Piece>& pieces) {
     for (const uint32_t place : places) expect(place < total, "a place outside was accepted");
     hashed_changes(pieces, changes, count);
     if (std::all_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.known(); })) {
-        write_changes(pieces, places.data(), after.data(), count);
+        swap_changes(pieces, places.data(), after.data(), count);
     }
     return true;
 }
