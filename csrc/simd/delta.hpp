@@ -64,7 +64,7 @@ struct CodedChanges {
 template <class Word>
 struct Changes {
     uint32_t* places;
-    Word* before;  // null if they are not known
+    Word* before;  // zeros if they are not known
     Word* after;
 };
 

@@ -166,7 +166,7 @@ class Decoding {
         } else {
             changes_.after[found_] = whole_.read(values_, bits_);
         }
-        if (changes_.before) changes_.before[found_] = old ? *old : Word{0};
+        changes_.before[found_] = old ? *old : Word{0};
         ++found_;
         return !values_.past_end() && !bits_.past_end() && to_next(c);
     }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of
+from sparcel.delta.checks import check_names, check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import Change, Found, check_sum, check_tensor, elements_of, found_in
 from sparcel.delta.encoding import in_threads
@@ -45,13 +46,9 @@ class Inverse:
     def changes(self) -> Iterator[Change]:
         """Yield what has changed in each tensor, with the new values."""
         for name, tensor in self._gone.items():
-            nothing = torch.empty(0, dtype=torch.int64)
-            yield Change(name, tensor.dtype, tuple(tensor.shape), nothing, None)
+            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
         for name in self._added:
-            tensor = self._tensors[name]
-            everything = torch.arange(tensor.numel())
-            values = tensor.detach().reshape(-1)
-            yield Change(name, tensor.dtype, tuple(tensor.shape), everything, values, new=True)
+            yield Change.whole(name, self._tensors[name])
         for found in self._found:
             for piece, places, _ in found.pieces():
                 numbers = piece.numbers(places.sort().values)
@@ -136,14 +133,14 @@ def prepare(
         target.state_dict() if isinstance(target, nn.Module) else target
     )
     parts = parts_of(tensors)
-    _check_writable(parts)
+    check_writable(parts)
     seen, found = found_in_parts(parts, chunks, since)
-    _check_together(seen)
+    check_together(seen)
     added = _added([one for one in found if one.chunk.new])
     leaving = _names(seen, "removed") | {name for chunk in seen for name in chunk.untied}
-    _check_names(target, tensors, added, leaving)
+    check_names(target, tensors, added, leaving)
     base = seen[0].base
-    version = Version(seen[0].target, (base.sum + sum(chunk.sum for chunk in seen)) % (1 << 64))
+    version = base.after(seen[0].target, sum(chunk.sum for chunk in seen))
     kept = [one for one in found if not one.chunk.new]
     return Prepared(base, version, target, tensors, parts, seen, kept, added, leaving)
 
@@ -273,57 +270,10 @@ def _found(chunk: Chunk, parts: Mapping[str, Part]) -> Found | None:
     return None
 
 
-def _check_together(chunks: list[Chunk]) -> None:
-    if not chunks:
-        raise VersionError("there are no chunks to apply; a version has at least one")
-    first = chunks[0]
-    for chunk in chunks:
-        told = (chunk.base, chunk.target, chunk.shards)
-        if told != (first.base, first.target, first.shards):
-            raise VersionError(
-                f"chunks of different versions: {first.base} to {first.target}, and {chunk.base} to"
-                f" {chunk.target}"
-            )
-    for shard in range(first.shards):
-        mine = [chunk for chunk in chunks if chunk.shard == shard]
-        parts = sorted(chunk.part for chunk in mine)
-        last = [chunk.part for chunk in mine if chunk.last]
-        if not parts or parts != list(range(len(mine))) or last != parts[-1:]:
-            raise VersionError(
-                f"version {first.target} is not whole: of shard {shard} there are chunks {parts},"
-                f" and the last one is {last}; fetch it again"
-            )
-
-
-def _check_names(
-    target: object, tensors: Mapping[str, Tensor], added: Iterable[str], leaving: set[str]
-) -> None:
-    added = set(added)
-    if isinstance(target, nn.Module) and (added or leaving):
-        names = ", ".join(sorted(added | leaving))
-        raise VersionError(f"a module's tensors cannot appear, vanish or change shape: {names}")
-    there = sorted(added & tensors.keys() - leaving)
-    missing = sorted(leaving - tensors.keys())
-    if there or missing:
-        raise VersionError(
-            f"these weights are not the base of the delta: {there} are there already, and {missing}"
-            " are not; fetch a full version"
-        )
-
-
 def _copy(names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors whose owners are others in a version, but which are not tied to them here."""
     for copy, name in names.items():
         bits_of(tensors[copy]).copy_(bits_of(tensors[name]))
-
-
-def _check_writable(parts: Mapping[str, Part]) -> None:
-    for name, part in parts.items():
-        local = part.local
-        if any(
-            not step and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
-        ):
-            raise InputError(f"several elements of {name} are one in memory; pass a copy of it")
 
 
 def _apart(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, str]:

@@ -99,14 +99,15 @@ def hashed(key: int, numbers: Tensor, bits: Tensor) -> int:
     """
     mask = (1 << 8 * bits.itemsize) - 1
     plain = bits.long() & mask if mask < (1 << 64) - 1 else bits.long()
-    x = numbers.long() * _signed(0x9E3779B97F4A7C15) + plain * _signed(0xD1342543DE82EF95)
-    x = x + _signed(key)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = numbers.long() * signed(0x9E3779B97F4A7C15) + plain * signed(0xD1342543DE82EF95)
+    x = x + signed(key)
+    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
     return int((x ^ _shifted(x, 31)).sum()) % (1 << 64)
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
+    """Return the number of 64 bits with a sign that has the bits of a number without one."""
     number %= 1 << 64
     return number - (1 << 64) if number >> 63 else number
 

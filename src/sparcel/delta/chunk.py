@@ -1,4 +1,4 @@
-"""The layout of a chunk, which is documented in ``docs/deltas.md``.
+"""The layout of a chunk, which is documented in ``docs/deltas-layout.md``.
 
 A chunk begins with 16 bytes: the magic ``SPD1``, the length of the header, the CRC-32 of all that
 follows these, and a zero. Then come the header, JSON compressed by zlib, and the streams that it
@@ -44,6 +44,10 @@ class Version:
 
     number: int
     sum: int
+
+    def after(self, number: int, change: int) -> Version:
+        """Return the version with a number that changes make, which add so much to the sum."""
+        return Version(number, (self.sum + change) % (1 << 64))
 
     def __str__(self) -> str:
         return f"{self.number} ({self.sum:016x})"

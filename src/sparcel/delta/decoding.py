@@ -40,6 +40,18 @@ class Change:
     values: Tensor | None
     new: bool = False
 
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Change:
+        """Return the change that makes a tensor, which was not there before."""
+        everything = torch.arange(tensor.numel())
+        values = tensor.detach().reshape(-1)
+        return cls(name, tensor.dtype, tuple(tensor.shape), everything, values, new=True)
+
+    @classmethod
+    def gone(cls, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Change:
+        """Return the change that takes a tensor away."""
+        return cls(name, dtype, shape, torch.empty(0, dtype=torch.int64), None)
+
 
 def decode(
     chunk: bytes | memoryview | Chunk, base: Mapping[str, Tensor] | None = None
@@ -67,8 +79,7 @@ def decode(
         raise InputError('steps need the old weights: pass base=, or encode with code="values"')
     if chunk.code == "removed":
         for piece in chunk.pieces:
-            nothing = torch.empty(0, dtype=torch.int64)
-            yield Change(piece.name, piece.dtype, piece.shape, nothing, None)
+            yield Change.gone(piece.name, piece.dtype, piece.shape)
         return
     parts = None if base is None or chunk.new else parts_of(base)
     yield from found_in(chunk, parts).changes()

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparcel import _cpu
 from sparcel.delta.bits import Layout, bits_of, layout_of
 from sparcel.delta.chunk import Chunk, Version
-from sparcel.delta.parts import CHUNK_BYTES, Part, Piece, owners, parts_of, untied
+from sparcel.delta.parts import CHUNK_BYTES, Part, Piece, parts_of, ties_of, untied
 from sparcel.errors import known
 
 T = TypeVar("T")
@@ -82,9 +82,8 @@ def encode_parts(
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[bytes]:
     """Yield the chunks that make parts of tensors of others: see `encode`."""
-    mine, before = owners(now), owners(old)
-    ties = {name: owner for name, owner in mine.items() if name != owner}
-    no_more = [name for name, owner in before.items() if name != owner and name not in ties]
+    ties = ties_of(now)
+    no_more = tuple(name for name in ties_of(old) if name not in ties)
     told = Chunk(since, target, "removed", layout_of(torch.uint8), (), 0, *shard)
     waiting, number = told, 0
     for chunk in in_threads(_jobs(untied(now), untied(old), code)):
@@ -96,20 +95,21 @@ def encode_parts(
             chunk, base=since, target=target, shard=shard[0], shards=shard[1], part=number
         )
         number += 1
-    yield replace(waiting, last=True, ties=ties, untied=tuple(no_more)).to_bytes()
+    yield replace(waiting, last=True, ties=ties, untied=no_more).to_bytes()
 
 
 def _jobs(
     now: Mapping[str, Part], old: Mapping[str, Part], code: str
 ) -> Iterator[Callable[[], Chunk | None]]:
     """Yield what makes each chunk: tensors of one dtype side by side until a chunk is full."""
-    kept = [name for name, part in now.items() if name in old and part.piece == old[name].piece]
+    kept = {
+        name: part for name, part in now.items() if name in old and part.piece == old[name].piece
+    }
     for name, part in old.items():
         if name not in kept:
             yield partial(_removed, part)
     waiting: list[_Pair] = []
-    for name in kept:
-        part = now[name]
+    for name, part in kept.items():
         for begin, piece in part.pieces():
             pair = _Pair(piece, part, old[name], begin)
             if waiting and not _fits(waiting, pair):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import Version
-from sparcel.delta.parts import Part, owners, parts_of, untied
+from sparcel.delta.parts import parts_of, ties_of, untied
 from sparcel.errors import FormatError, InputError
 
 _NAMES = {
@@ -45,7 +45,9 @@ _MOST_HEADER = 100_000_000
 _CHUNK = "chunk."
 
 
-def delta_file(chunks: list[bytes], base: Version, version: Version) -> Iterator[bytes]:
+def delta_file(
+    chunks: Sequence[bytes | memoryview], base: Version, version: Version
+) -> Iterator[bytes | memoryview]:
     """Yield the parts of a file with the chunks of a delta."""
     names = {f"{_CHUNK}{i}": ("U8", [len(chunk)], len(chunk)) for i, chunk in enumerate(chunks)}
     yield _header(names, {"kind": "delta", **_told("base", base), **_told("version", version)})
@@ -72,11 +74,6 @@ def anchor_file(tensors: Mapping[str, Tensor], version: Version) -> Iterator[byt
             yield elements.view(torch.uint8).numpy().data
 
 
-def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
-    """Return for each tensor that is tied to one before the name of that one."""
-    return {name: first for name, first in owners(parts).items() if name != first}
-
-
 class File:
     """A safetensors file, read in place.
 
@@ -97,6 +94,11 @@ class File:
             raise FormatError(
                 f"{name} is torn: it has {len(self._data)} bytes instead of {self._begin + end}"
             )
+
+    @property
+    def whole(self) -> bool:
+        """Whether it holds tensors, and not chunks."""
+        return self.metadata.get("kind") == "anchor"
 
     def chunks(self) -> list[memoryview]:
         """Return the chunks of a delta, in order."""

@@ -66,6 +66,11 @@ class Index:
         versions = [entry.version for entry in self.entries]
         return max(versions, key=lambda version: version.number, default=None)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all files."""
+        return {name for entry in self.entries for name in entry.names}
+
     def by(self, writer: str) -> Index:
         """Return the index as another publisher's."""
         return replace(self, writer=writer)

@@ -188,6 +188,11 @@ def owners(parts: Mapping[str, Part]) -> dict[str, str]:
     return {name: names[name] for name in parts}
 
 
+def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Return for each tensor that is tied to another the name of that one."""
+    return {name: owner for name, owner in owners(parts).items() if name != owner}
+
+
 def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return the parts without those that are tied to another: that have its memory."""
     return {name: parts[name] for name, owner in owners(parts).items() if name == owner}

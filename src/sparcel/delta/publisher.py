@@ -9,16 +9,17 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from sparcel._checks import whole_number
 from sparcel.delta.applying import apply_
+from sparcel.delta.checks import check_pace
 from sparcel.delta.chunk import Version, read_chunk
+from sparcel.delta.copies import copied
 from sparcel.delta.encoding import CODES, encode, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, delta_file
 from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
-from sparcel.delta.parts import Part, owners, parts_of, untied
+from sparcel.delta.parts import Part, parts_of, untied
 from sparcel.delta.remembered import remembered
 from sparcel.delta.stores import Folder, Store
 from sparcel.delta.subscriber import Subscriber
@@ -72,10 +73,7 @@ class Publisher:
         bracketed: bool = False,
     ) -> None:
         known(code, CODES, "code")
-        if anchor_every < 1 or lag < 0:
-            raise InputError(
-                f"anchor_every must be at least 1, and lag at least 0, got {anchor_every}, {lag}"
-            )
+        check_pace(anchor_every, lag)
         if bracketed and base is not None:
             raise InputError("a bracketed publisher keeps no base; leave base= out")
         self.version: Version | None = None
@@ -120,7 +118,7 @@ class Publisher:
         if self._bracketed:
             self.version = self._publish_bracketed(dict(tensors), number)
         elif self.version is None:
-            self._base = self._copied(tensors)
+            self._base = copied(parts_of(tensors), self._file)
             self.version = self._commit_anchor(version_of(self._base, number))
         else:
             self.version = self._publish_delta(tensors, number)
@@ -155,7 +153,8 @@ class Publisher:
         return version
 
     def _commit_delta(self, chunks: list[bytes], base: Version, number: int) -> Version:
-        version = _made_by(chunks, base, number)
+        read = [read_chunk(chunk) for chunk in chunks]
+        version = base.after(number, sum(chunk.sum for chunk in read))
         name = self._named(f"delta-{base.number:010}-{number:010}")
         entry = Entry(
             kind="delta",
@@ -164,7 +163,7 @@ class Publisher:
             names=(name,),
             bytes=self._store.write(name, delta_file(chunks, base, version)),
             elements=self._elements(),
-            changed=sum(read_chunk(chunk).changed for chunk in chunks),
+            changed=sum(chunk.changed for chunk in read),
             time=time.time(),
         )
         self._commit(self._index.with_entries(entry))
@@ -230,7 +229,7 @@ class Publisher:
     def _prune(self) -> None:
         """Remove what nobody needs: from the index first."""
         kept = self._index.pruned(self._lag)
-        dropped = set(_names(self._index.entries)) - set(_names(kept.entries))
+        dropped = self._index.names - kept.names
         if dropped:
             self._commit(kept)
         for name in dropped | self._left_behind():
@@ -244,7 +243,7 @@ class Publisher:
             with suppress(InputError):
                 there = self._store.names()
         ours = ("delta-", "anchor-", f"{INDEX}.")
-        listed = {INDEX, *_names(self._index.entries)}
+        listed = {INDEX, *self._index.names}
         return {
             name
             for name in there
@@ -273,7 +272,8 @@ class Publisher:
             reader.update()
         except (FormatError, VersionError):
             return
-        self._base = self._copied(reader.tensors) if self._file else dict(reader.tensors)
+        tensors = dict(reader.tensors)
+        self._base = copied(parts_of(tensors), self._file) if self._file else tensors
         self.version = reader.version
 
     def _last_anchor(self) -> Entry:
@@ -288,34 +288,7 @@ class Publisher:
     def _elements(self) -> int:
         return sum(part.piece.count for part in untied(parts_of(self._base)).values())
 
-    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to memory, or to the file of the base; tied ones stay tied."""
-        every = parts_of(tensors)
-        parts = untied(every)
-        size = sum(_padded(part.local.nbytes) for part in parts.values())
-        if self._file is None:
-            room = torch.empty(size, dtype=torch.uint8)
-        else:
-            self._file.unlink(missing_ok=True)
-            name = str(self._file)
-            room = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-        copies, begin = {}, 0
-        for name, part in parts.items():
-            local = part.local
-            copy = room[begin : begin + local.nbytes].view(local.dtype).view(local.shape)
-            copies[name] = copy.copy_(local)
-            begin += _padded(local.nbytes)
-        return {name: copies[owner] for name, owner in owners(every).items()}
-
 
 def _made_by(chunks: Iterable[bytes], base: Version, number: int) -> Version:
     """Return the version that chunks make of their base."""
-    return Version(number, (base.sum + sum(read_chunk(c).sum for c in chunks)) % (1 << 64))
-
-
-def _padded(size: int) -> int:
-    return -(-size // 64) * 64
-
-
-def _names(entries: Iterable[Entry]) -> list[str]:
-    return [name for entry in entries for name in entry.names]
+    return base.after(number, sum(read_chunk(chunk).sum for chunk in chunks))

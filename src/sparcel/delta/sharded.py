@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from sparcel.comm import Group, resolve
 from sparcel.delta.applying import found_in_parts, swap_all
+from sparcel.delta.bits import signed
+from sparcel.delta.checks import check_pace
 from sparcel.delta.chunk import Version, read_chunk
+from sparcel.delta.copies import copied
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
 from sparcel.delta.index import Entry, Index, read_index, write_index
-from sparcel.delta.parts import Part, owners, parts_of, untied
+from sparcel.delta.parts import Part, parts_of, ties_of, untied
 from sparcel.delta.stores import Store
 from sparcel.errors import VersionError, known
 
@@ -62,6 +65,7 @@ class ShardedPublisher:
         lag: int = 20,
     ) -> None:
         known(code, CODES, "code")
+        check_pace(anchor_every, lag)
         self.version: Version | None = None
         self._store, self._code = store, code
         self._anchor_every, self._lag = anchor_every, lag
@@ -84,7 +88,7 @@ class ShardedPublisher:
         since, self.version = self.version, None  # until all is done
         parts = self._together(lambda: _owned(tensors, self._comm.rank))
         number = self._from_first(self._next_number)
-        if any(self._comm.gather_numbers(int(_ties(parts) != _ties(self._base)))):
+        if any(self._comm.gather_numbers(int(ties_of(parts) != ties_of(self._base)))):
             since = None
         if since is None:
             self._base = _copied(parts)
@@ -131,8 +135,8 @@ class ShardedPublisher:
         """Write this rank's file, and commit the files of all ranks."""
         comm = self._comm
         read = [read_chunk(chunk) for chunk in chunks]
-        sums = comm.gather_numbers(_signed(sum(chunk.sum for chunk in read)))
-        version = Version(number, (base.sum + sum(sums)) % (1 << 64))
+        sums = comm.gather_numbers(signed(sum(chunk.sum for chunk in read)))
+        version = base.after(number, sum(sums))
         first = f"{kind}-{base.number:010}-{number:010}-{self._writer}"
         names = tuple(f"{first}.{rank:04}.safetensors" for rank in range(comm.size))
         elements = sum(part.piece.count for part in untied(self._base).values())
@@ -177,8 +181,7 @@ class ShardedPublisher:
         """Remove what nobody needs: from the index first."""
         index = self._index()
         kept = index.pruned(self._lag)
-        dropped = {name for entry in index.entries for name in entry.names}
-        dropped -= {name for entry in kept.entries for name in entry.names}
+        dropped = index.names - kept.names
         if dropped:
             write_index(self._store, kept)
         for name in dropped:
@@ -221,14 +224,4 @@ def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
 
 def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Copy parts to the host; tied ones stay tied."""
-    local = {name: part.local.cpu().clone() for name, part in untied(parts).items()}
-    return {name: Part(parts[name].piece, local[owner]) for name, owner in owners(parts).items()}
-
-
-def _ties(parts: Mapping[str, Part]) -> dict[str, str]:
-    return {name: owner for name, owner in owners(parts).items() if name != owner}
-
-
-def _signed(number: int) -> int:
-    number %= 1 << 64
-    return number - (1 << 64) if number >> 63 else number
+    return {name: Part(parts[name].piece, local) for name, local in copied(parts).items()}

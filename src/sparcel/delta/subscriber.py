@@ -84,9 +84,7 @@ class Update:
             yield from self._inverse.changes()
             return
         for name, tensor in self._tensors.items():
-            everything = torch.arange(tensor.numel())
-            whole = tensor.detach().reshape(-1)
-            yield Change(name, tensor.dtype, tuple(tensor.shape), everything, whole, new=True)
+            yield Change.whole(name, tensor)
 
 
 class Subscriber:
@@ -217,7 +215,7 @@ class Subscriber:
             if (base, file.version()) != (entry.base, entry.version):
                 raise FormatError(f"{name} holds {file.version()}, not {entry.version}")
         if entry.kind == "anchor":
-            whole = _whole(files)
+            whole = whole_of(files)
             found = version_of(whole, entry.version.number)
             if found != entry.version:
                 raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
@@ -265,9 +263,9 @@ class Subscriber:
                 bits_of(tensors[name]).copy_(bits_of(whole[name]))
 
 
-def _whole(files: list[File]) -> dict[str, Tensor]:
+def whole_of(files: list[File]) -> dict[str, Tensor]:
     """Return the tensors of a whole model: stored as such, or by several processes as chunks."""
-    if files[0].metadata.get("kind") == "anchor":
+    if files[0].whole:
         return {name: tensor for file in files for name, tensor in file.tensors().items()}
     whole: dict[str, Tensor] = {}
     apply_(whole, [chunk for file in files for chunk in file.chunks()])

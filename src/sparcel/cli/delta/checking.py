@@ -63,24 +63,28 @@ class Checking:
         return contents(store.path / name) if isinstance(store, Folder) else store.read(name)
 
     def _contents(self, entry: Entry, files: list[File]) -> list[str]:
+        from sparcel.delta.subscriber import whole_of
+
         for file in files:
             if file.version() != entry.version:
                 return [f"it says version {file.version()} instead of {entry.version}"]
-        if entry.base is None and _is_whole(files):
-            return anchor_faults(_united(files), entry.version)
+        if entry.base is None and files[0].whole:
+            return anchor_faults(whole_of(files), entry.version)
         base = entry.base or files[0].version("base")
         faults = delta_faults(files, base, entry.version)
-        return faults or ([] if entry.base else anchor_faults(_united(files), entry.version))
+        return faults or ([] if entry.base else anchor_faults(whole_of(files), entry.version))
 
     def replay(self) -> None:
         """Go from each whole model along the deltas, and apply each delta once."""
+        from sparcel.delta.subscriber import whole_of
+
         left = [entry for entry in self._sound if entry.base is not None]
         anchors = [entry for entry in self._sound if entry.base is None]
         for anchor in sorted(anchors, key=lambda entry: entry.version.number):
             if any(entry.base == anchor.version for entry in left):
                 files = self._open(anchor)
                 if files is not None:
-                    self._follow(anchor.version, _united(files), left)
+                    self._follow(anchor.version, whole_of(files), left)
         for entry in left:
             self._fault(entry, f"nothing sound leads to its base, version {entry.base}")
 
@@ -123,22 +127,6 @@ class Checking:
         self.faults.append(fault if names in fault else f"{names}: {fault}")
 
 
-def _is_whole(files: list[File]) -> bool:
-    """Tell whether files hold tensors, and not chunks of them from several processes."""
-    return files[0].metadata.get("kind") == "anchor"
-
-
-def _united(files: list[File]) -> dict[str, Tensor]:
-    """Return the tensors of a whole model."""
-    from sparcel.delta import apply_
-
-    if _is_whole(files):
-        return {name: tensor for file in files for name, tensor in file.tensors().items()}
-    tensors: dict[str, Tensor] = {}
-    apply_(tensors, [chunk for file in files for chunk in file.chunks()])
-    return tensors
-
-
 def anchor_faults(tensors: dict[str, Tensor], stated: Version) -> list[str]:
     """Compare the sum of all weights with that of the version that they should be."""
     from sparcel.delta import version_of
@@ -151,7 +139,7 @@ def delta_faults(files: list[File], base: Version, version: Version) -> list[str
     """Compare the checksums of chunks, and the versions that they and the file state."""
     from sparcel.delta.chunk import read_chunk
 
-    faults, total = [], base.sum
+    faults, total = [], 0
     for file in files:
         for number, data in enumerate(file.chunks()):
             try:
@@ -165,9 +153,9 @@ def delta_faults(files: list[File], base: Version, version: Version) -> list[str
                     f"chunk {number} makes version {chunk.target} of version {chunk.base}, instead"
                     f" of {version.number} of {base}"
                 )
-    if not faults and total % (1 << 64) != version.sum:
+    made = base.after(version.number, total)
+    if not faults and made != version:
         faults.append(
-            f"its chunks make version {version.number} ({total % (1 << 64):016x}) instead of"
-            f" {version}: one is missing, or there twice"
+            f"its chunks make version {made} instead of {version}: one is missing, or there twice"
         )
     return faults

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, cast
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -101,7 +101,7 @@ def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None
     # The sum of the old weights takes a pass over them; it is what `apply` checks them by.
     base = Version(before.number, 0) if output is None else before.version()
     target = after.number if after.number > base.number else base.number + 1
-    total = base.sum
+    total = 0
     # The header comes first and tells the lengths of all chunks, so these wait in a file.
     with tempfile.TemporaryFile(dir=output.parent if output else None) as waiting:
         lengths = []
@@ -115,14 +115,14 @@ def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None
             lengths.append(len(data))
             if output is not None:
                 waiting.write(data)
-        version = Version(target, total % (1 << 64))
+        version = base.after(target, total)
         if output is None:
             written = sum(lengths)
         else:
             from sparcel._files import replacing
 
             with replacing(output) as file:
-                chunks = cast("list[bytes]", list(_cut(waiting, lengths)))
+                chunks = list(_cut(waiting, lengths))
                 written = sum(file.write(part) for part in delta_file(chunks, base, version))
     appeared = len(after.tensors.keys() - before.tensors.keys())
     gone = len(before.tensors.keys() - after.tensors.keys())
