@@ -63,8 +63,8 @@ nb::list as_list(const T* numbers, size_t count) {
 
 nb::tuple coded_tuple(const Streams& streams, const Classes& classes, uint64_t sum) {
     return nb::make_tuple(as_list(classes.limits, classes.count - 1),
-                          as_list(classes.changes, classes.count), as_bytes(streams.places),
-                          as_bytes(streams.values), as_bytes(streams.bits), sum);
+                          as_list(classes.changes, classes.count), as_bytes(streams.coded.places),
+                          as_bytes(streams.coded.values), as_bytes(streams.coded.bits), sum);
 }
 
 // Codes how the elements of `now` differ from those of `old`. Returns the limits of the classes,

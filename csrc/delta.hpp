@@ -126,78 +126,24 @@ size_t find_changes(const std::vector<Piece>& old, const std::vector<Piece>& now
     return found;
 }
 
-// The coded streams of a chunk.
+// The coded streams of a chunk, with their memory.
 struct Streams {
-    Buffer<uint8_t> symbols;
-    Buffer<uint64_t> plain;
-    CodedBytes places, values, bits;
+    Buffer<uint8_t> symbols, plain;
+    CodedStreams coded;
 };
-
-// Codes two streams, in turns, so that neither waits for the other's divisions.
-inline std::pair<uint8_t*, uint8_t*> coded(const SymbolRecorder& one, uint8_t* end_of_one,
-                                           const SymbolRecorder& other, uint8_t* end_of_other) {
-    SymbolCoder a(one, end_of_one), b(other, end_of_other);
-    for (size_t both = std::min(a.left(), b.left()); both > 0; --both) {
-        a.code_one();
-        b.code_one();
-    }
-    while (a.left()) a.code_one();
-    while (b.left()) b.code_one();
-    return {a.finish(), b.finish()};
-}
 
 // Codes changes whose ranks are known, and counts those of each class.
 template <class Word>
 Streams code_changes(const Changes<Word>& changes, size_t count, Ranks ranks, BitLayout layout,
                      Classes& classes, bool steps) {
-    // What a gap takes: a symbol, and at most 36 bits; a value: two symbols, and its bits and
-    // seven.
-    Buffer<uint32_t> gap_records(count + kMostClasses), value_records(2 * count);
-    const size_t words = (count + kMostClasses) * (36 + 8 * sizeof(Word) + 7) / 64 + 2;
-    Streams streams;
-    streams.plain = Buffer<uint64_t>(words);
-    std::fill(streams.plain.data(), streams.plain.data() + words, 0);
-    SymbolRecorder places(gap_records.data()), values(value_records.data());
-    BitWriter bits(streams.plain.data(), 0);
-
-    // The gap to a change follows the change before it of its class.
-    constexpr uint32_t kLast = ~uint32_t{0};
-    Buffer<uint32_t> gaps(count);
-    uint32_t next[kMostClasses];
-    std::fill(next, next + kMostClasses, kLast);
-    std::fill(classes.changes, classes.changes + kMostClasses, 0);
-    for (size_t i = count; i-- > 0;) {
-        const unsigned c = ranks.classes[i];
-        gaps[i] = next[c] == kLast ? kLast : next[c] - ranks.ranks[i] - 1;
-        next[c] = ranks.ranks[i];
-        ++classes.changes[c];
-    }
-    Gaps gaps_of[kMostClasses];
-    for (unsigned c = 0; c < classes.count; ++c) {
-        if (next[c] != kLast) gaps_of[c].record(places, bits, next[c]);
-    }
-    Steps<Word> steps_of[kMostClasses];
-    Values<Word> whole;
-    for (size_t i = 0; i < count; ++i) {
-        const unsigned c = ranks.classes[i];
-        if (steps) {
-            const Word step = step_between(changes.before[i], changes.after[i], layout.floats);
-            steps_of[c].record(values, bits, step);
-        } else {
-            whole.record(values, bits, changes.after[i]);
-        }
-        if (gaps[i] != kLast) gaps_of[c].record(places, bits, gaps[i]);
-    }
-    bits.finish();
-
-    streams.symbols = Buffer<uint8_t>(places.most_bytes() + values.most_bytes());
-    uint8_t* const middle = streams.symbols.data() + places.most_bytes();
-    uint8_t* const end = middle + values.most_bytes();
-    const auto [of_places, of_values] = coded(places, middle, values, end);
-    streams.places = {of_places, middle};
-    streams.values = {of_values, end};
-    const auto* plain = reinterpret_cast<const uint8_t*>(streams.plain.data());
-    streams.bits = {plain, plain + 8 * bits.words_used(streams.plain.data())};
+    Buffer<uint32_t> gaps(count), places(count + kMostClasses), values(2 * count);
+    Streams streams{Buffer<uint8_t>(most_symbol_bytes(count)),
+                    Buffer<uint8_t>(most_plain_bytes(count, sizeof(Word))),
+                    {}};
+    const CodingRoom room{gaps.data(), places.data(), values.data(), streams.plain.data(),
+                          streams.symbols.data()};
+    streams.coded =
+        kernels().delta.readers<Word>().code(changes, count, ranks, layout, classes, steps, room);
     return streams;
 }
 

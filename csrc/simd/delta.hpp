@@ -74,6 +74,25 @@ struct Ranks {
     uint8_t* classes;
 };
 
+// The coded streams of a chunk.
+struct CodedStreams {
+    CodedBytes places, values, bits;
+};
+
+// Memory in which `count` changes are coded.
+struct CodingRoom {
+    uint32_t* gaps;    // count
+    uint32_t* places;  // count + kMostClasses
+    uint32_t* values;  // 2 * count
+    uint8_t* bits;     // most_plain_bytes(count, sizeof(Word))
+    uint8_t* symbols;  // most_symbol_bytes(count)
+};
+// A gap takes a symbol, and 36 bits at most; a step or a value two symbols, and its bits and seven.
+constexpr size_t most_plain_bytes(size_t count, size_t word) {
+    return (count + kMostClasses) * (36 + 8 * word + 7) / 8 + 24;
+}
+constexpr size_t most_symbol_bytes(size_t count) { return 2 * (3 * count + kMostClasses) + 16; }
+
 // The passes over weights whose bits are `Word`s.
 template <class Word>
 struct DeltaReaders {
@@ -86,6 +105,10 @@ struct DeltaReaders {
     size_t (*changed)(const Word* old, const Word* now, size_t n, BitLayout layout,
                       const Classes& classes, uint64_t* seen, uint32_t base, Changes<Word> changes,
                       Ranks ranks);
+
+    // Codes changes whose ranks are known, and counts those of each class.
+    CodedStreams (*code)(Changes<Word> changes, size_t count, Ranks ranks, BitLayout layout,
+                         Classes& classes, bool steps, CodingRoom room);
 
     // Decodes a chunk, and tells whether all that it says was found. There is room for all changes
     // that `classes` tells of.

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../pack.hpp"
 #include "delta.hpp"
 #include "rans.hpp"
 
@@ -31,18 +30,18 @@ class Gaps {
         return gap;
     }
 
-    void record(SymbolRecorder& symbols, BitWriter& bits, uint64_t gap) {
+    [[gnu::always_inline]] void record(SymbolRecorder& symbols, BitRecorder& bits, uint64_t gap) {
         const unsigned shift = this->shift();
         const uint64_t quotient = gap >> shift;
         if (quotient < kMore) {
             symbols.record(models_[shift], unsigned(quotient));
-            bits.append(gap & ((uint64_t{1} << shift) - 1), shift);
+            bits.record(gap & ((uint64_t{1} << shift) - 1), shift);
         } else {
             symbols.record(models_[shift], kMore);
             const uint64_t rest = gap - (kMore << shift) + 1;
             const unsigned width = unsigned(std::bit_width(rest)) - 1;
-            bits.append(width, kWidthBits);
-            bits.append(rest - (uint64_t{1} << width), width);
+            bits.record(width, kWidthBits);
+            bits.record(rest - (uint64_t{1} << width), width);
         }
         follow(gap);
     }
@@ -73,10 +72,11 @@ class Steps {
             if (width == kSymbols - 1) width += unsigned(bits.read(kWidthBits));
             magnitude = high_bit(width - 1) | wide(bits, width - 1);
         }
-        return Word(bits.read(1) ? -magnitude : magnitude);
+        const uint64_t down = -bits.read(1);  // all ones, or 0: signs are as good as random
+        return Word((magnitude ^ down) - down);
     }
 
-    void record(SymbolRecorder& symbols, BitWriter& bits, Word step) {
+    [[gnu::always_inline]] void record(SymbolRecorder& symbols, BitRecorder& bits, Word step) {
         const bool down = step >> (8 * sizeof(Word) - 1);
         const uint64_t magnitude = down ? Word(-step) : step;
         if (magnitude <= kWide) {
@@ -84,12 +84,12 @@ class Steps {
         } else {
             const unsigned width = unsigned(std::bit_width(magnitude));
             symbols.record(model_, std::min(width, kSymbols - 1));
-            if (width >= kSymbols - 1) bits.append(width - (kSymbols - 1), kWidthBits);
+            if (width >= kSymbols - 1) bits.record(width - (kSymbols - 1), kWidthBits);
             const uint64_t low = magnitude - high_bit(width - 1);
-            bits.append(low & 0xffffffff, std::min(width - 1, 32u));
-            if (width > 33) bits.append(low >> 32, width - 33);
+            bits.record(low & 0xffffffff, std::min(width - 1, 32u));
+            if (width > 33) bits.record(low >> 32, width - 33);
         }
-        bits.append(down, 1);
+        bits.record(down, 1);
     }
 
   private:
@@ -115,11 +115,11 @@ class Values {
         return Word(uint64_t(high << 4 | low) << kPlain | bits.read(kPlain));
     }
 
-    void record(SymbolRecorder& symbols, BitWriter& bits, Word value) {
+    [[gnu::always_inline]] void record(SymbolRecorder& symbols, BitRecorder& bits, Word value) {
         const unsigned high = unsigned(value >> (kPlain + 4)), low = value >> kPlain & 0xf;
         symbols.record(high_, high);
         symbols.record(low_[high], low);
-        bits.append(value & ((uint64_t{1} << kPlain) - 1), kPlain);
+        bits.record(value & ((uint64_t{1} << kPlain) - 1), kPlain);
     }
 
   private:

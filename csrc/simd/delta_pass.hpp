@@ -32,19 +32,46 @@ inline unsigned place_of(uint64_t word, uint64_t rank) {
 #endif
 }
 
-// Which elements of a block belong to each class: a bit for each element.
+constexpr size_t kWords = kCodedTogether / 64;  // a bit for each element of a block
+
+// Asks for the memory of elements that are read soon: processors fetch ahead within a page only,
+// and a block is a page of two-byte elements.
+template <class Word>
+void fetch(const Word* x, size_t n) {
+    const auto* bytes = reinterpret_cast<const char*>(x);
+    for (size_t i = 0; i < n * sizeof(Word); i += 64) __builtin_prefetch(bytes + i);
+}
+
+// Lists the places of a block whose bits are set, and returns how many; there is room for three
+// more. Of each word, four are listed before a branch asks for more: most words have fewer.
+inline size_t places_of(const uint64_t* words, uint16_t* places) {
+    size_t found = 0;
+    for (unsigned word = 0; word < kWords; ++word) {
+        uint64_t rest = words[word];
+        const size_t end = found + size_t(std::popcount(rest));
+        do {
+            for (int i = 0; i < 4; ++i, rest &= rest - 1)
+                places[found++] = uint16_t(64 * word + unsigned(std::countr_zero(rest)));
+        } while (rest);
+        found = end;
+    }
+    return found;
+}
+
+// Which elements of a block belong to each class: a bit for each element, and counts.
 template <class Sixty4>
 class Members {
   public:
-    static constexpr size_t kWords = kCodedTogether / 64;
-
-    Members(BitLayout layout, const Classes& classes) : shift_(layout.exponent_shift() + 1) {
+    Members(BitLayout layout, const Classes& classes)
+        : shift_(layout.exponent_shift() + 1), classes_(classes.count) {
         std::copy(classes.limits, classes.limits + kMostClasses - 1, limits_);
     }
 
-    // Elements after the n-th, in whole groups of words, belong to no class.
+    // Elements after the n-th belong to no class. With one class, nothing is looked at.
     template <class Word>
     void find(const Word* x, size_t n) {
+        counts_[0] = uint16_t(n);
+        if (classes_ == 1) return;
         size_t word = 0;
         for (; 64 * (word + 1) <= n; ++word) find_word(x + 64 * word, ~uint64_t{0}, word);
         if (64 * word < n) {
@@ -53,17 +80,48 @@ class Members {
             find_word(padded, first_bits(n - 64 * word), word);
             ++word;
         }
-        for (; word % kGroup; ++word) {
+        for (; word < kWords; ++word) {
             for (auto& of_class : bits_) of_class[word] = 0;
+        }
+        for (unsigned c = 0; c < classes_; ++c) {
+            uint16_t count = 0;
+            for (size_t i = 0; i < kWords; ++i) {
+                before_[c][i] = count;
+                count = uint16_t(count + std::popcount(bits_[c][i]));
+            }
+            counts_[c] = count;
         }
     }
 
-    const uint64_t* of_class(unsigned c) const { return bits_[c]; }
+    // How many elements of the block are in a class.
+    uint16_t count(unsigned c) const { return counts_[c]; }
 
-    static constexpr size_t kGroup = 8;  // words that are counted together
+    // The class of an element: limits that are not used are 0.
+    template <class Word>
+    unsigned class_of(Word bits) const {
+        const auto exponent = uint8_t(Word(bits << 1) >> shift_);
+        unsigned c = 0;
+        for (const uint8_t limit : limits_) c += exponent < limit;
+        return c;
+    }
+
+    // How many elements of its class are before an element.
+    size_t rank(unsigned c, size_t place) const {
+        if (classes_ == 1) return place;
+        const uint64_t below = bits_[c][place / 64] & first_bits(place % 64);
+        return before_[c][place / 64] + size_t(std::popcount(below));
+    }
+
+    // The place of the element with a rank. The word that it is in is computed, not branched on.
+    size_t place(unsigned c, uint16_t rank) const {
+        uint16_t words = 0;
+        for (const uint16_t before : before_[c]) words += uint16_t(before <= rank);
+        const size_t word = words - 1u;
+        return 64 * word + place_of(bits_[c][word], uint16_t(rank - before_[c][word]));
+    }
 
   private:
-    // Limits that are not used are 0: all elements reach them, and the classes after have none.
+    // All elements reach limits that are not used, and the classes after these have none.
     template <class Word>
     void find_word(const Word* x, uint64_t all, size_t word) {
         const auto exponents = Sixty4::of_exponents(x, shift_);
@@ -76,8 +134,10 @@ class Members {
         bits_[kMostClasses - 1][word] = all & ~above;
     }
 
-    unsigned shift_;
+    unsigned shift_, classes_;
     uint8_t limits_[kMostClasses - 1];
+    uint16_t counts_[kMostClasses];
+    uint16_t before_[kMostClasses][kWords];  // elements of the class in the words before
     uint64_t bits_[kMostClasses][kWords];
 };
 
@@ -85,106 +145,98 @@ template <class Sixty4, class Word>
 class Decoding {
   public:
     Decoding(const CodedChanges& coded, Changes<Word> changes)
-        : coded_(coded),
-          changes_(changes),
-          places_(coded.places),
-          values_(coded.values),
-          bits_(coded.bits),
-          members_(coded.layout, coded.classes) {}
+        : coded_(coded), changes_(changes), members_(coded.layout, coded.classes) {}
 
     bool run(const Piece* pieces, size_t count) {
+        Readers readers{SymbolReader(coded_.places), SymbolReader(coded_.values),
+                        BitReader(coded_.bits)};
         for (unsigned c = 0; c < coded_.classes.count; ++c) {
             left_[c] = coded_.classes.changes[c];
-            if (!to_next(c)) return false;
+            skip_[c] = next(c, readers);
+            if (readers.past_end()) return false;
         }
-        for (size_t i = 0; i < count; base_ += uint32_t(pieces[i++].count)) {
+        for (size_t i = 0; i < count && !readers.past_end(); base_ += uint32_t(pieces[i++].count)) {
             const auto* x = static_cast<const Word*>(pieces[i].elements);
             const size_t n = pieces[i].count;
-            if (!(coded_.classes.count == 1 ? skip(x, n) : scan(x, n))) return false;
+            if (coded_.classes.count == 1) {
+                const size_t before = found_;
+                skip_[0] = take(0, n, 0, readers, [](uint64_t rank) { return rank; });
+                complete(x, before);
+            } else {
+                scan(x, n, readers);
+            }
         }
         for (unsigned c = 0; c < coded_.classes.count; ++c) {
             if (skip_[c] < kNever) return false;
         }
-        return places_.finished() && values_.finished() && bits_.finished();
+        return readers.finished();
     }
 
   private:
     static constexpr uint64_t kNever = uint64_t{1} << 62;
 
-    // With one class, elements that do not change need not be looked at.
-    bool skip(const Word* x, size_t n) {
-        while (skip_[0] < n) {
-            const size_t i = size_t(skip_[0]);
-            if (!take(0, x ? x + i : nullptr, uint32_t(i))) return false;
-            skip_[0] += i + 1;
-        }
-        skip_[0] -= n;
-        return true;
-    }
+    struct Readers {
+        SymbolReader places, values;
+        BitReader bits;
 
-    bool scan(const Word* x, size_t n) {
+        bool past_end() const { return places.past_end() || values.past_end() || bits.past_end(); }
+        bool finished() const { return places.finished() && values.finished() && bits.finished(); }
+    };
+
+    void scan(const Word* x, size_t n, Readers& readers) {
         for (size_t i = 0; i < n; i += kCodedTogether) {
             const size_t length = std::min(kCodedTogether, n - i);
+            fetch(x + i + length, std::min(kCodedTogether, n - i - length));
             members_.find(x + i, length);
+            const size_t before = found_;
             for (unsigned c = 0; c < coded_.classes.count; ++c) {
-                if (!scan_class(c, x + i, length, uint32_t(i))) return false;
+                skip_[c] = take(c, members_.count(c), uint32_t(i), readers,
+                                [&](uint64_t rank) { return members_.place(c, uint16_t(rank)); });
             }
+            complete(x, before);
         }
-        return true;
     }
 
-    // Eight words are counted together. Which of them holds a change is computed, not branched on.
-    bool scan_class(unsigned c, const Word* x, size_t n, uint32_t first) {
-        constexpr size_t kGroup = Members<Sixty4>::kGroup;
+    // Decodes the changes among the next `count` elements of a class, and returns how many elements
+    // after these do not change.
+    template <class Place>
+    uint64_t take(unsigned c, uint64_t count, uint32_t first, Readers& shared, const Place& place) {
+        Readers readers = shared;  // in registers
         uint64_t skip = skip_[c];
-        const uint64_t* group = members_.of_class(c);
-        for (size_t i = 0; i < n; i += 64 * kGroup, group += kGroup) {
-            uint64_t counts[kGroup], there = 0;
-            for (size_t j = 0; j < kGroup; ++j) {
-                counts[j] = there;
-                there += uint64_t(std::popcount(group[j]));
-            }
-            while (skip < there) {
-                size_t j = 0;
-                for (size_t k = 1; k < kGroup; ++k) j += counts[k] <= skip;
-                const size_t place = i + 64 * j + place_of(group[j], skip - counts[j]);
-                if (!take(c, x + place, first + uint32_t(place))) return false;
-                skip += skip_[c] + 1;
-            }
-            skip -= there;
+        size_t found = found_;
+        while (skip < count && !readers.past_end()) {
+            changes_.places[found] = base_ + first + uint32_t(place(skip));
+            changes_.after[found] = coded_.steps ? steps_[c].read(readers.values, readers.bits)
+                                                 : whole_.read(readers.values, readers.bits);
+            ++found;
+            skip += next(c, readers) + 1;
         }
-        skip_[c] = skip;
-        return true;
+        found_ = found;
+        shared = readers;
+        return skip - std::min(skip, count);
     }
 
-    // Decodes the change of an element, and the gap to the next one of its class.
-    bool take(unsigned c, const Word* old, uint32_t place) {
-        changes_.places[found_] = base_ + place;
-        if (coded_.steps) {
-            const Word step = steps_[c].read(values_, bits_);
-            changes_.after[found_] = old ? stepped(*old, step, coded_.layout.floats) : step;
-        } else {
-            changes_.after[found_] = whole_.read(values_, bits_);
-        }
-        changes_.before[found_] = old ? *old : Word{0};
-        ++found_;
-        return !values_.past_end() && !bits_.past_end() && to_next(c);
-    }
-
-    bool to_next(unsigned c) {
-        if (left_[c] == 0) {
-            skip_[c] = 2 * kNever;  // whatever a chunk takes off, more than kNever is left
-            return true;
-        }
+    // Decodes the gap to the next change of a class.
+    uint64_t next(unsigned c, Readers& readers) {
+        if (left_[c] == 0)
+            return 2 * kNever;  // whatever a chunk takes off, more than kNever is left
         --left_[c];
-        skip_[c] = gaps_[c].read(places_, bits_);
-        return !places_.past_end() && !bits_.past_end();
+        return gaps_[c].read(readers.places, readers.bits);
+    }
+
+    // Fills in what depends on the old elements, if these are known. They are read apart from
+    // decoding, so that many reads from memory overlap.
+    void complete(const Word* x, size_t first) {
+        for (size_t i = first; i < found_; ++i) {
+            const Word old = x ? x[changes_.places[i] - base_] : Word{0};
+            Word& after = changes_.after[i];
+            if (x && coded_.steps) after = stepped(old, after, coded_.layout.floats);
+            changes_.before[i] = old;
+        }
     }
 
     const CodedChanges& coded_;
     Changes<Word> changes_;
-    SymbolReader places_, values_;
-    BitReader bits_;
     Members<Sixty4> members_;
     Gaps gaps_[kMostClasses];
     Steps<Word> steps_[kMostClasses];
@@ -195,41 +247,92 @@ class Decoding {
     uint32_t base_ = 0;
 };
 
+// Codes two streams, in turns, so that neither waits for the other's divisions; one ends where the
+// other begins.
+inline void code_both(SymbolCoder& one, SymbolCoder& other) {
+    for (size_t both = std::min(one.left(), other.left()); both > 0; --both) {
+        one.code_one();
+        other.code_one();
+    }
+    while (one.left()) one.code_one();
+    while (other.left()) other.code_one();
+}
+
 template <class Sixty4, class Word>
 struct DeltaPass {
+    static CodedStreams code(Changes<Word> changes, size_t count, Ranks ranks, BitLayout layout,
+                             Classes& classes, bool steps, CodingRoom room) {
+        // The gap to a change follows the change before it of its class.
+        constexpr uint32_t kLast = ~uint32_t{0};
+        uint32_t next[kMostClasses];
+        std::fill(next, next + kMostClasses, kLast);
+        std::fill(classes.changes, classes.changes + kMostClasses, 0);
+        for (size_t i = count; i-- > 0;) {
+            const unsigned c = ranks.classes[i];
+            room.gaps[i] = next[c] == kLast ? kLast : next[c] - ranks.ranks[i] - 1;
+            next[c] = ranks.ranks[i];
+            ++classes.changes[c];
+        }
+        SymbolRecorder places(room.places), values(room.values);
+        BitRecorder bits(room.bits);
+        Gaps gaps_of[kMostClasses];
+        for (unsigned c = 0; c < classes.count; ++c) {
+            if (next[c] != kLast) gaps_of[c].record(places, bits, next[c]);
+        }
+        Steps<Word> steps_of[kMostClasses];
+        Values<Word> whole;
+        for (size_t i = 0; i < count; ++i) {
+            const unsigned c = ranks.classes[i];
+            if (steps) {
+                const Word step = step_between(changes.before[i], changes.after[i], layout.floats);
+                steps_of[c].record(values, bits, step);
+            } else {
+                whole.record(values, bits, changes.after[i]);
+            }
+            if (room.gaps[i] != kLast) gaps_of[c].record(places, bits, room.gaps[i]);
+        }
+        uint8_t* const middle = room.symbols + places.most_bytes();
+        uint8_t* const end = middle + values.most_bytes();
+        SymbolCoder of_places(places, middle), of_values(values, end);
+        code_both(of_places, of_values);
+        return {
+            {of_places.finish(), middle}, {of_values.finish(), end}, {room.bits, bits.finish()}};
+    }
+
     static size_t changed(const Word* old, const Word* now, size_t n, BitLayout layout,
                           const Classes& classes, uint64_t* seen, uint32_t base,
                           Changes<Word> changes, Ranks ranks) {
         Members<Sixty4> members(layout, classes);
         size_t found = 0;
-        for (size_t i = 0; i < n; i += kCodedTogether) {
+        for (size_t i = 0; i < n;
+             i += kCodedTogether, old += kCodedTogether, now += kCodedTogether) {
             const size_t length = std::min(kCodedTogether, n - i);
-            uint64_t differing[Members<Sixty4>::kWords];
-            const bool any = differ(old + i, now + i, length, differing);
-            if (classes.count == 1 && !any) {
-                seen[0] += length;
-                continue;
+            const size_t after = std::min(kCodedTogether, n - i - length);
+            fetch(old + length, after);
+            fetch(now + length, after);
+            uint64_t differing[kWords] = {};
+            uint16_t places[kCodedTogether + 3];
+            const bool any = differ(old, now, length, differing);
+            const size_t count = any ? places_of(differing, places) : 0;
+            uint8_t class_of[kCodedTogether];
+            size_t next[kMostClasses + 1] = {};  // where each class goes on
+            for (size_t j = 0; j < count; ++j) {
+                class_of[j] = uint8_t(members.class_of(old[places[j]]));
+                ++next[class_of[j] + 1];
             }
-            members.find(old + i, length);
-            for (unsigned c = 0; c < classes.count; ++c) {
-                const uint64_t* of_class = members.of_class(c);
-                uint64_t before = seen[c];
-                for (size_t j = 0; 64 * j < length; ++j) {
-                    for (uint64_t rest = of_class[j] & differing[j]; rest; rest &= rest - 1) {
-                        const auto bit = unsigned(std::countr_zero(rest));
-                        const size_t place = i + 64 * j + bit;
-                        const int below = std::popcount(of_class[j] & first_bits(bit));
-                        changes.places[found] = base + uint32_t(place);
-                        changes.before[found] = old[place];
-                        changes.after[found] = now[place];
-                        ranks.ranks[found] = uint32_t(before + uint64_t(below));
-                        ranks.classes[found] = uint8_t(c);
-                        ++found;
-                    }
-                    before += uint64_t(std::popcount(of_class[j]));
-                }
-                seen[c] = before;
+            for (unsigned c = 0; c < classes.count; ++c) next[c + 1] += next[c];
+            members.find(old, length);
+            for (size_t j = 0; j < count; ++j) {
+                const unsigned c = class_of[j];
+                const size_t place = places[j], to = found + next[c]++;
+                changes.places[to] = base + uint32_t(i + place);
+                changes.before[to] = old[place];
+                changes.after[to] = now[place];
+                ranks.ranks[to] = uint32_t(seen[c] + members.rank(c, place));
+                ranks.classes[to] = uint8_t(c);
             }
+            for (unsigned c = 0; c < classes.count; ++c) seen[c] += members.count(c);
+            found += count;
         }
         return found;
     }
@@ -263,7 +366,7 @@ struct DeltaPass {
         return total;
     }
 
-    static constexpr DeltaReaders<Word> readers = {differ, changed, decode, sum};
+    static constexpr DeltaReaders<Word> readers = {differ, changed, code, decode, sum};
 };
 
 template <class Sixty4>

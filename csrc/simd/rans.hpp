@@ -134,7 +134,7 @@ class SymbolRecorder {
   public:
     explicit SymbolRecorder(uint32_t* records) : begin_(records), next_(records) {}
 
-    void record(Model& model, unsigned symbol) {
+    [[gnu::always_inline]] void record(Model& model, unsigned symbol) {
         *next_++ = model.share(symbol) << 16 | model.start(symbol);
         model.learn(symbol);
     }
@@ -159,11 +159,16 @@ class SymbolCoder {
     void code_one() {
         const uint32_t coded = *--record_, start = coded & 0xffff, share = coded >> 16;
         const uint16_t low = uint16_t(state_);
-        const bool full = state_ >= share << (32 - kScaleBits);
+        const unsigned full = state_ >= share << (32 - kScaleBits);  // nothing branches on it
         std::memcpy(end_ - sizeof low, &low, sizeof low);
-        end_ -= full ? sizeof low : 0;
-        state_ = full ? state_ >> 16 : state_;
-        state_ = (state_ / share << kScaleBits) + state_ % share + start;
+        end_ -= full * sizeof low;
+        state_ >>= 16 * full;
+        // state / share, rounded down. The inverse does not depend on the state, so divisions
+        // overlap.
+        const auto inverse = uint64_t(int64_t(0x1p62 * (1 + 0x1p-50) / int32_t(share))) + 1;
+        const auto quotient =
+            uint32_t((unsigned __int128)(inverse) * (uint64_t(state_) << 2) >> 64);
+        state_ += quotient * ((1u << kScaleBits) - share) + start;
     }
 
     // Writes the state, and returns where the code begins.
@@ -178,6 +183,36 @@ class SymbolCoder {
     const uint32_t* record_;
     uint8_t* end_;
     uint32_t state_ = kLeastState;
+};
+
+// Records plain bits, up to 56 at once, in memory of the caller's; eight bytes are written each
+// time.
+class BitRecorder {
+  public:
+    explicit BitRecorder(uint8_t* bytes) : begin_(bytes), next_(bytes) {}
+
+    void record(uint64_t number, unsigned count) {
+        waiting_ |= number << used_;
+        used_ += count;
+        std::memcpy(next_, &waiting_, sizeof waiting_);
+        next_ += used_ / 8;
+        waiting_ = waiting_ >> (used_ & ~7u);
+        used_ %= 8;
+    }
+
+    // Fills the last word with zeros, and returns where it ends.
+    uint8_t* finish() {
+        std::memcpy(next_, &waiting_, sizeof waiting_);
+        const size_t bytes = size_t(next_ - begin_) + (used_ > 0), words = (bytes + 7) / 8;
+        std::memset(begin_ + bytes, 0, 8 * words - bytes);
+        return begin_ + 8 * words;
+    }
+
+  private:
+    uint8_t* begin_;
+    uint8_t* next_;
+    uint64_t waiting_ = 0;
+    unsigned used_ = 0;
 };
 
 // Reads plain bits, up to 57 at once, eight bytes at a time.

@@ -70,14 +70,14 @@ struct Lanes<uint64_t> {
 };
 
 struct Sixty4 {
-    __m256i halves[2];
+    __m256i halves[2];  // less 128, since bytes are compared with their signs
 
     // The first eight bits of exponents: shifts by one to the left, then by so many to the right.
     template <class Word>
     static Sixty4 of_exponents(const Word* x, unsigned shift) {
         alignas(32) uint8_t bytes[64];
         for (int i = 0; i < 64; ++i) bytes[i] = uint8_t(Word(x[i] << 1) >> shift);
-        return {{load256(bytes), load256(bytes + 32)}};
+        return {{signed_bytes(load256(bytes)), signed_bytes(load256(bytes + 32))}};
     }
     static Sixty4 of_exponents(const uint16_t* x, unsigned shift) {
         const __m128i count = _mm_cvtsi32_si128(int(shift));
@@ -85,17 +85,15 @@ struct Sixty4 {
         for (int i = 0; i < 4; ++i) {
             words[i] = _mm256_srl_epi16(_mm256_slli_epi16(load256(x + 16 * i), 1), count);
         }
-        return {{narrowed(words[0], words[1]), narrowed(words[2], words[3])}};
+        return {{signed_bytes(narrowed(words[0], words[1])),
+                 signed_bytes(narrowed(words[2], words[3]))}};
     }
 
-    // A byte reaches a limit that is their minimum.
     uint64_t reaching(uint8_t limit) const {
-        const __m256i least = _mm256_set1_epi8(char(limit));
-        __m256i equal[2];
-        for (int i = 0; i < 2; ++i) {
-            equal[i] = _mm256_cmpeq_epi8(_mm256_min_epu8(halves[i], least), least);
-        }
-        return Lanes<uint8_t>::bits(equal);
+        const __m256i least = signed_bytes(_mm256_set1_epi8(char(limit)));
+        const __m256i below[2] = {_mm256_cmpgt_epi8(least, halves[0]),
+                                  _mm256_cmpgt_epi8(least, halves[1])};
+        return ~Lanes<uint8_t>::bits(below);
     }
 
     // Which of 64 elements differ.
@@ -111,6 +109,9 @@ struct Sixty4 {
     }
 
   private:
+    static __m256i signed_bytes(__m256i bytes) {
+        return _mm256_xor_si256(bytes, _mm256_set1_epi8(char(0x80)));
+    }
     // Packing takes the halves of its operands in turn.
     static __m256i narrowed(__m256i a, __m256i b) {
         return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0b11011000);

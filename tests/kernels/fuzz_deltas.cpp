@@ -116,7 +116,8 @@ Coded encode(const std::vector<Piece>& old, const std::vector<Piece>& now, BitLa
     const Streams streams = code_changes(changes.view(), count, ranks, layout, classes, steps);
     Coded coded{{layout, classes, steps, {}, {}, {}}, {}};
     std::vector<size_t> sizes;
-    for (const CodedBytes& stream : {streams.places, streams.values, streams.bits}) {
+    for (const CodedBytes& stream :
+         {streams.coded.places, streams.coded.values, streams.coded.bits}) {
         coded.memory.insert(coded.memory.end(), stream.begin, stream.end);
         sizes.push_back(size_t(stream.end - stream.begin));
     }
