@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sparcel.delta import Folder, Publisher, Subscriber, read_index
-from sparcel.delta.remembered import remembered
+from sparcel.delta.remembered import RememberedPart, remembered
 from sparcel.errors import InputError, VersionError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32)
@@ -38,11 +38,50 @@ def test_weights_that_move_little_are_recalled(dtype: torch.dtype, size: int, se
 
 
 def test_the_smallest_weights_may_move_far() -> None:
-    tensor = torch.ones(1000).bfloat16()
+    tensor = torch.linspace(1, 2, 1000).bfloat16()
     tensor[5] = 1e-9
     noted = remembered({"x": tensor})["x"]
+    assert isinstance(noted, RememberedPart)
     tensor[5] = -3.0
-    assert float(noted.elements(0, 1000)[5]) == float(torch.tensor(1e-9).bfloat16())
+    assert noted.elements(5, 6).view(torch.bfloat16) == torch.tensor(1e-9).bfloat16()
+
+
+SPARSE = {
+    "zeros": torch.zeros(1 << 16),
+    "half zeros": torch.randn(1 << 16) * (torch.arange(1 << 16) % 2),
+    "ones": torch.ones(1 << 16),
+    "others": torch.randn(1 << 16),
+}
+
+
+@pytest.mark.parametrize("what", SPARSE)
+def test_what_is_noted_is_never_longer_than_a_copy(what: str) -> None:
+    """Of pruned weights all zeros are among the smallest, which would be noted whole."""
+    weights = SPARSE[what].bfloat16()
+    before = weights.clone()
+    noted = remembered({"x": weights})["x"]
+    own = [getattr(noted, name, None) for name in ("local", "low", "rare", "whole")]
+    kept = [one for one in own if one is not None and one.data_ptr() != weights.data_ptr()]
+    assert sum(one.nbytes for one in kept) <= weights.nbytes
+    moved(weights, torch.ones(len(weights)))
+    assert torch.equal(noted.elements(0, len(weights)), before.view(torch.int16))
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    """Those that are copied, and those that are not."""
+    zeros, others = torch.zeros(500).bfloat16(), torch.randn(500).bfloat16()
+    weights = {"a": zeros, "b": zeros, "c": others, "d": others}
+    publisher, subscriber = (
+        Publisher(Folder(tmp_path), bracketed=True),
+        Subscriber(Folder(tmp_path)),
+    )
+    for _ in range(3):
+        version = publisher.publish(weights)
+        subscriber.update()
+        assert subscriber.version == version
+        for tensor in (zeros, others):
+            moved(tensor, torch.arange(500) % 3)
+    assert kinds(tmp_path) == ["anchor", "delta", "delta"]
 
 
 def kinds(folder: Path) -> list[str]:

@@ -155,7 +155,10 @@ WRONG = {
     "base": [[], [1], [1, "xyz"], ["a", "1"], 7, [float("inf"), "1"], [1, 1]],
     "version": [None, [], [1], 7],
     "kind": ["anchor", "other", 3],
-    "names": [3, None, ["../a"], ["/etc/a"], [INDEX]],
+    "names": [
+        *(3, None, [], [3], [None]),
+        *([name] for name in ("../a", "/etc/a", "..", ".", "", "a\0b", "\ud800", "a" * 300, INDEX)),
+    ],
     "bytes": ["x", None, float("inf"), float("nan")],
 }
 
@@ -171,7 +174,7 @@ def test_a_wrong_index_is_refused(
     if key == "entries":
         told[key] = [value]
     store.write(INDEX, [json.dumps(told).encode()])
-    with pytest.raises(FormatError, match=r"the index of .* is wrong"):
+    with pytest.raises(FormatError, match=r"the index of .* is wrong.*; restore index\.json"):
         read_index(store)
 
 

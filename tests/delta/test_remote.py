@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -206,6 +206,28 @@ def test_a_connection_that_breaks(tmp_path: Path) -> None:
             assert same(subscriber.tensors, models[0])
         subscriber.update()
         assert same(subscriber.tensors, models[1])
+
+
+def test_errors_are_those_of_files() -> None:
+    """Whatever a package of fsspec raises; who looks for a store that is away expects OSError."""
+    store = store_at(f"memory://{secrets.token_hex(8)}")
+    memory = "fsspec.implementations.memory.MemoryFileSystem"
+    calls: dict[str, Callable[[], object]] = {
+        "ls": store.names,
+        "rm_file": lambda: store.remove("a"),
+        "open": lambda: store.write("a", [b"a"]),
+        "get_file": lambda: store.read("a"),
+    }
+    for name, call in calls.items():
+        failing = patch(f"{memory}.{name}", side_effect=RuntimeError("odd"))
+        with failing, pytest.raises(OSError, match=r"memory://.*odd"):
+            call()
+
+
+def test_a_web_server_that_is_away() -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(OSError, match=r"127\.0\.0\.1"):
+        Subscriber(store_at("http://127.0.0.1:9/run")).update()
 
 
 def test_a_publisher_cannot_write_to_a_web_server(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """Versions from several ranks, and chunks from one rank to the others."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from sparcel import delta
 from sparcel.comm import Communicator
+from sparcel.delta import sharded
 from sparcel.delta.parts import Part, piece_of_slice
-from sparcel.errors import SparcelError, VersionError
-from tests.workers import run_apart
+from sparcel.errors import InputError, SparcelError, VersionError
 
 pytestmark = pytest.mark.processes
 
@@ -136,9 +140,11 @@ class Broken(delta.Folder):
     """A folder that one rank cannot write to while it is broken."""
 
     broken = False
+    first = ""
+    """How the names of files begin that it cannot write."""
 
     def write(self, name: str, parts: Any) -> int:
-        if self.broken:
+        if self.broken and name.startswith(self.first):
             raise OSError("no space left")
         return super().write(name, parts)
 
@@ -156,7 +162,9 @@ def failing(comm: Communicator, folder: str, rank: int) -> list[str]:
         publisher.publish(tensors)
     store.broken = False
     assert delta.read_index(store) == before
-    assert publisher.version is None
+    assert publisher.version == before.newest
+    said = [str(told.value), *getattr(told.value, "__notes__", ())]
+    assert any("this version is not published" in text for text in said)
     full = whole(tensors)
     version = publisher.publish(tensors)
     if comm.rank == 0:
@@ -174,6 +182,128 @@ def test_a_version_is_there_from_all_ranks_or_not_at_all(
     errors = run_on(2, failing, str(tmp_path), rank)
     assert errors[rank] == ["OSError"]
     assert errors[1 - rank] == ["VersionError"]
+
+
+def failing_later(comm: Communicator, folder: str) -> list[str]:
+    """A delta is committed, but not the whole model after it, and then a whole model fails."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    store, tensors = Broken(folder), {"x": cut(torch.arange(64.0).view(8, 8), mesh, (Shard(0),))}
+    publisher = delta.ShardedPublisher(store, anchor_every=1)
+    publisher.publish(tensors)
+    outcomes = []
+    for first in ("anchor", "anchor", ""):
+        moved(tensors, 1)
+        store.first, store.broken = first, bool(first) and comm.rank == 1
+        try:
+            version = publisher.publish(tensors)
+        except (VersionError, OSError) as error:
+            outcomes.append(" ".join([str(error), *getattr(error, "__notes__", ())]))
+            assert publisher.version == delta.read_index(store).newest
+    late = delta.Subscriber(store)
+    late.update()
+    assert late.version == version == publisher.version
+    equal(late.tensors, whole(tensors))
+    if comm.rank == 0:
+        assert set(store.names()) == {"index.json", *delta.read_index(store).names}
+    return outcomes
+
+
+def test_what_is_published_when_what_follows_fails(run_on: Any, tmp_path: Path) -> None:
+    for later, before in run_on(2, failing_later, str(tmp_path)):
+        assert "version 1 (" in later and "is published, but" in later
+        assert "this version is not published" in before
+
+
+def on_one_rank(comm: Communicator, folder: str) -> None:
+    """What fails on one rank before anything is exchanged is told to the others."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    publisher = delta.ShardedPublisher(delta.Folder(folder))
+    module = nn.Linear(2, 2)
+    module.register_buffer("x", cut(torch.arange(8.0), mesh, (Shard(0),)))
+    for where in ("state_dict", "_copied", "parts_of"):
+        named = (module, where) if where == "state_dict" else (sharded, where)
+        expected = VersionError
+        with ExitStack() as stack:
+            if comm.rank == 1:
+                expected = MemoryError
+                stack.enter_context(patch.object(*named, side_effect=MemoryError("no room")))
+            with pytest.raises(expected):
+                publisher.publish(module)
+    publisher.publish(module)
+
+
+def test_a_failure_of_one_rank_is_told(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, on_one_rank, str(tmp_path))
+
+
+def disagreeing(comm: Communicator, folder: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (comm.size,))
+    full = torch.arange(32.0).view(8, 4)
+    right = {"x": cut(full, mesh, (Shard(0),)), "plain": torch.ones(3)}
+    others: list[dict[str, Any]] = [
+        {**right, "x": 3},
+        {},
+        {**right, "other": torch.ones(3)},
+        {**right, "plain": torch.ones(4)},
+        {**right, "plain": torch.ones(3).bfloat16()},
+        {**right, "x": cut(full[1:], mesh, (Shard(0),))},
+        {**right, "x": cut(full, mesh, (Shard(1),))},
+        {**right, "x": full},
+    ]
+    store = delta.Folder(folder)
+    publisher = delta.ShardedPublisher(store)
+    errors = []
+    for other in others:
+        publisher.publish(right)
+        before = delta.read_index(store)
+        comm.gather_numbers(0)
+        with pytest.raises(SparcelError) as told:
+            publisher.publish(other if comm.rank == 1 else right)
+        errors.append(type(told.value).__name__)
+        assert delta.read_index(store) == before
+    return errors
+
+
+def test_ranks_that_disagree_publish_nothing(run_on: Any, tmp_path: Path) -> None:
+    first, second = run_on(2, disagreeing, str(tmp_path))
+    assert first == ["VersionError"] * 2 + ["MismatchError"] * 6
+    assert second == ["InputError"] * 2 + ["MismatchError"] * 6
+
+
+def taken_for_whole(comm: Communicator, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (comm.size,))
+    publisher = delta.Publisher(Path(folder) / str(comm.rank))
+    with pytest.raises(
+        InputError, match=r"holds 4 of 8 elements; publish it by a ShardedPublisher"
+    ):
+        publisher.publish({"x": cut(torch.arange(8.0), mesh, (Shard(0),))})
+    publisher.publish({"x": cut(torch.arange(8.0), mesh, (Replicate(),))})
+
+
+def test_a_shard_is_not_published_as_the_whole(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, taken_for_whole, str(tmp_path))
+
+
+def numbered(comm: Communicator, folder: str) -> None:
+    """A store that another publisher took, lost its index, or is given by its path."""
+    tensors = {"x": torch.arange(8.0)}
+    publisher = delta.ShardedPublisher(folder)
+    publisher.publish(tensors)
+    publisher.publish(tensors)
+    other = delta.ShardedPublisher(Path(folder))
+    assert other.publish(tensors).number == 2
+    with pytest.raises(VersionError):
+        publisher.publish(tensors)
+    comm.gather_numbers(0)
+    if comm.rank == 0:
+        (Path(folder) / "index.json").unlink()
+    comm.gather_numbers(0)
+    with pytest.raises(VersionError, match="holds deltas, but not"):
+        delta.ShardedPublisher(folder)
+
+
+def test_ranks_have_a_store_alone(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, numbered, str(tmp_path))
 
 
 def given(comm: Communicator, root: int, sizes: list[int]) -> list[int]:
@@ -194,15 +324,31 @@ def test_broadcast_gives_all_ranks_the_chunks(
     assert run_on(world_size, given, world_size - 1, sizes) == [sizes] * world_size
 
 
-def nothing_to_send(comm: Communicator) -> str:
-    with pytest.raises(SparcelError) as told:
-        delta.broadcast(None)
-    return str(told.value)
+def nothing_to_send(comm: Communicator) -> list[str]:
+    """The group can be used after each error."""
+
+    def chunks() -> Iterator[bytes]:
+        yield b"a"
+        raise OSError("no chunk")
+
+    def later(wrong: Any) -> list[bytes]:
+        return delta.broadcast(wrong, root=1, async_op=True).wait()
+
+    errors = []
+    for make in (lambda: None, lambda: 3, lambda: [b"a", 3], chunks):
+        for call in (partial(delta.broadcast, root=1), later):
+            with pytest.raises((SparcelError, TypeError, OSError)) as told:
+                call(make())
+            errors.append(f"{type(told.value).__name__} {told.value}")
+    assert delta.broadcast([b"ab"] if comm.rank == 1 else None, root=1) == [b"ab"]
+    return errors
 
 
-def test_broadcast_needs_chunks_at_the_root() -> None:
-    outcomes = run_apart(2, nothing_to_send, timeout=20)
-    assert "root" in outcomes[0].result
+def test_broadcast_needs_chunks_at_the_root(run_on: Any) -> None:
+    others, root = run_on(2, nothing_to_send)
+    assert set(others) == {"InputError the root has no chunks to send; its own error says why"}
+    assert root[0] == root[1] == "InputError the root must pass chunks, got None"
+    assert {error.split()[0] for error in root[2:]} == {"TypeError", "OSError"}
 
 
 @pytest.mark.parametrize(

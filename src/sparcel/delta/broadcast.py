@@ -11,18 +11,22 @@ from torch import Tensor
 
 from sparcel import api
 from sparcel.comm import Group, Job, resolve
+from sparcel.errors import InputError
 from sparcel.stream import SparseStream
 
 
 class Arriving:
     """Chunks on their way: they travel in the background until somebody waits for them."""
 
-    def __init__(self, job: Job[SparseStream]) -> None:
-        self._job = job
+    def __init__(self, job: Job[SparseStream], error: Exception | None = None) -> None:
+        self._job, self._error = job, error
 
     def wait(self) -> list[bytes]:
         """Return the chunks when all are there; raise what `broadcast` raises."""
-        return _split(self._job.wait().values)
+        values = self._job.wait().values
+        if self._error is not None:
+            raise self._error
+        return _split(values)
 
 
 @overload
@@ -57,19 +61,33 @@ def broadcast(
 
     Raises
     ------
+    InputError
+        If the root has no chunks to send; the root raises its own error, if making them failed.
+        The group can be used after that.
     InputError, MismatchError, CommunicationError
         As `sparcel.broadcast`.
     """
     comm = resolve(group)
-    there = chunks is not None and comm.rank == root
-    stream = _joined(list(chunks or ())) if there else None
-    arriving = Arriving(api.broadcast(stream, root, comm, async_op=True))
+    stream, error = None, None
+    if comm.rank == root:
+        try:
+            stream = _joined(chunks)
+        except Exception as failure:  # the others must know, and would wait
+            stream, error = _words([-1]), failure
+    arriving = Arriving(api.broadcast(stream, root, comm, async_op=True), error)
     return arriving if async_op else arriving.wait()
 
 
-def _joined(chunks: list[bytes]) -> SparseStream:
+def _joined(chunks: Iterable[bytes] | None) -> SparseStream:
     """Return chunks as words: how many there are, the length of each, and their bytes."""
-    lengths = np.array([len(chunks), *map(len, chunks)], np.int64).tobytes()
+    if chunks is None:
+        raise InputError("the root must pass chunks, got None")
+    chunks = list(chunks)
+    return _words([len(chunks), *map(len, chunks)], chunks)
+
+
+def _words(numbers: list[int], chunks: Iterable[bytes] = ()) -> SparseStream:
+    lengths = np.array(numbers, np.int64).tobytes()
     data = b"".join([lengths, *chunks])
     words = np.frombuffer(data + bytes(-len(data) % 8), np.int64).copy()
     return SparseStream(None, torch.from_numpy(words), len(words))
@@ -78,6 +96,8 @@ def _joined(chunks: list[bytes]) -> SparseStream:
 def _split(words: Tensor) -> list[bytes]:
     numbers = words.cpu().numpy()
     count = int(numbers[0])
+    if count < 0:
+        raise InputError("the root has no chunks to send; its own error says why")
     data = numbers[1 + count :].data.cast("B")
     ends = np.cumsum(numbers[1 : 1 + count]).tolist()
     return [bytes(data[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]

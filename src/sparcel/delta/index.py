@@ -7,16 +7,20 @@ publisher commits with, and all that a subscriber needs to know.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sparcel.delta.chunk import Version
-from sparcel.delta.stores import Store
+from sparcel.delta.stores import Store, store_at
 from sparcel.errors import FormatError, VersionError
 
 INDEX = "index.json"
 _FORMAT = "sparcel-delta-1"
+_PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
+"""Names of files that are in the store itself, on any file system."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,12 @@ class Index:
         torn = f"; {', '.join(sorted(without))} cannot be read" if without else ""
         return (
             f"no files lead from {start} to version {wanted}: there are whole models of versions"
-            f" {anchors}{torn}; wait for the next one"
+            f" {anchors}{torn}; wait for the next whole model, or restart the publisher, which"
+            " publishes one"
         )
 
 
-def read_index(store: Store) -> Index:
+def read_index(store: Store | str | os.PathLike[str]) -> Index:
     """Return the index of a store; it is empty if nothing was published.
 
     Raises
@@ -158,6 +163,7 @@ def read_index(store: Store) -> Index:
     FormatError
         If it cannot be read.
     """
+    store = store_at(store)
     try:
         text = bytes(store.read(INDEX))
     except FileNotFoundError:
@@ -168,7 +174,10 @@ def read_index(store: Store) -> Index:
             raise ValueError(f"format {told['format']!r} instead of {_FORMAT!r}")
         return Index(tuple(_entry(one) for one in told["entries"]), str(told["writer"]))
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise FormatError(f"the index of {store} is wrong: {error!r}") from error
+        raise FormatError(
+            f"the index of {store} is wrong: {error!r}; restore {INDEX} from a copy, or publish to"
+            " an empty place"
+        ) from error
 
 
 def write_index(store: Store, index: Index) -> None:
@@ -182,20 +191,19 @@ def _told(entry: Entry) -> dict[str, Any]:
     told = asdict(entry)
     for which in ("base", "version"):
         version = getattr(entry, which)
-        told[which] = version and [version.number, f"{version.sum:016x}"]
+        told[which] = version and version.stated()
     return told
 
 
 def _entry(told: dict[str, Any]) -> Entry:
     def version(which: str) -> Version | None:
-        one = told[which]
-        return None if one is None else Version(int(one[0]), int(one[1], 16))
+        return None if told[which] is None else Version.read(told[which])
 
     base, made = version("base"), version("version")
     if made is None or told["kind"] != ("delta" if base else "anchor"):
         raise ValueError(f"an entry of kind {told['kind']!r} from {base} to {made}")
-    names = tuple(str(name) for name in told["names"])
-    if any("/" in name or name == INDEX for name in names):
+    names = tuple(told["names"])
+    if not names or not all(_PLAIN.fullmatch(name) and name != INDEX for name in names):
         raise ValueError(f"files named {names}")
     return Entry(
         told["kind"],

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparcel._checks import whole_number
 from sparcel.delta.applying import apply_
-from sparcel.delta.checks import check_pace
+from sparcel.delta.checks import check_pace, check_published
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.copies import copied
 from sparcel.delta.encoding import CODES, encode, encode_parts, version_of
 from sparcel.delta.files import File, anchor_file, delta_file
-from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
-from sparcel.delta.parts import Part, parts_of, untied
+from sparcel.delta.index import Entry, Index
+from sparcel.delta.ledger import Ledger, file_name
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, untied
 from sparcel.delta.remembered import remembered
-from sparcel.delta.stores import Folder, Store
+from sparcel.delta.stores import Folder, Store, store_at
 from sparcel.delta.subscriber import Subscriber
 from sparcel.errors import FormatError, InputError, VersionError, known
 
@@ -37,8 +35,8 @@ class Publisher:
     Parameters
     ----------
     store
-        Where versions go: see `store_at`. It has one publisher at a time; when another one has
-        published meanwhile, `publish` raises `VersionError`.
+        Where versions go: a store, or a path or URL as for `store_at`. It has one publisher at a
+        time; when another one has published meanwhile, `publish` raises `VersionError`.
     code
         As for `encode`.
     anchor_every
@@ -54,7 +52,8 @@ class Publisher:
         last place, so the last eight bits tell what they were. The weights published must then be
         the same tensors each time, changed in place between two calls. If one has moved by 128
         units or more, which the sum of the version tells, the version is a whole model. So is the
-        first one of each publisher.
+        first one of each publisher. Tensors with many equal small weights, such as zeros, are
+        copied all the same.
 
     Attributes
     ----------
@@ -64,7 +63,7 @@ class Publisher:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | str | os.PathLike[str],
         *,
         code: str = "exponents",
         anchor_every: int = 50,
@@ -79,18 +78,15 @@ class Publisher:
         self.version: Version | None = None
         self._bracketed = bracketed
         self._noted: Mapping[str, Part] = {}
-        self._store, self._code = store, code
-        self._anchor_every, self._lag = anchor_every, lag
+        self._store, self._code = store_at(store), code
+        self._anchor_every = anchor_every
         self._file = None if base is None else Path(base)
         self._base: dict[str, Tensor] = {}
         self._writer = secrets.token_hex(8)
-        self._tidied = False
-        self._index = read_index(store)
+        self._ledger = Ledger(self._store, self._writer, lag)
         self._resume()
 
-    def publish(
-        self, weights: nn.Module | Mapping[str, Tensor], number: int | None = None
-    ) -> Version:
+    def publish(self, weights: Weights, number: int | None = None) -> Version:
         """Publish weights, and return their version when it is durable.
 
         If the store fails, its error is raised, and `version` tells what has been published; the
@@ -106,25 +102,30 @@ class Publisher:
 
         Raises
         ------
+        InputError
+            If a tensor cannot be published: one of a dtype that safetensors lacks, or that several
+            processes hold parts of, for one. Nothing is published then.
         VersionError
-            If another publisher has written to the store.
+            If another publisher has written to the store, or its index is lost.
         """
-        tensors = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        self._catch_up()
-        last = self._index.newest
-        least = last.number + 1 if last else 0
-        hint = f"; versions are numbered upwards, and the last one is {last}" if last else ""
-        number = least if number is None else whole_number(number, "number", least, hint=hint)
+        tensors = tensors_of(weights)
+        parts = parts_of(tensors)
+        check_published(parts)
+        _check_whole(parts)
+        self._ledger.begin()
+        if self.version != self._index.newest:  # an error came between a commit and the base
+            self._resume()
+        number = self._ledger.number(number)
         if self._bracketed:
             self.version = self._publish_bracketed(dict(tensors), number)
         elif self.version is None:
-            self._base = copied(parts_of(tensors), self._file)
+            self._base = copied(parts, self._file)
             self.version = self._commit_anchor(version_of(self._base, number))
         else:
             self.version = self._publish_delta(tensors, number)
         if self._since_anchor() >= self._anchor_every:
             self._publish_anchor()
-        self._prune()
+        self._ledger.prune()
         return self.version
 
     def _publish_delta(self, tensors: Mapping[str, Tensor], number: int) -> Version:
@@ -155,39 +156,24 @@ class Publisher:
     def _commit_delta(self, chunks: list[bytes], base: Version, number: int) -> Version:
         read = [read_chunk(chunk) for chunk in chunks]
         version = base.after(number, sum(chunk.sum for chunk in read))
-        name = self._named(f"delta-{base.number:010}-{number:010}")
-        entry = Entry(
-            kind="delta",
-            base=base,
-            version=version,
-            names=(name,),
-            bytes=self._store.write(name, delta_file(chunks, base, version)),
-            elements=self._elements(),
-            changed=sum(chunk.changed for chunk in read),
-            time=time.time(),
-        )
-        self._commit(self._index.with_entries(entry))
+        changed = sum(chunk.changed for chunk in read)
+        self._commit(base, version, delta_file(chunks, base, version), changed)
         return version
 
     def _commit_anchor(self, version: Version) -> Version:
-        name = self._named(f"anchor-{version.number:010}")
-        elements = self._elements()
-        entry = Entry(
-            kind="anchor",
-            base=None,
-            version=version,
-            names=(name,),
-            bytes=self._store.write(name, anchor_file(self._base, version)),
-            elements=elements,
-            changed=elements,
-            time=time.time(),
-        )
-        self._commit(self._index.with_entries(entry))
+        self._commit(None, version, anchor_file(self._base, version), self._elements())
         return version
 
-    def _named(self, name: str) -> str:
-        """Return the name of a file, which no other publisher writes."""
-        return f"{name}-{self._writer}.safetensors"
+    def _commit(
+        self,
+        base: Version | None,
+        version: Version,
+        file: Iterable[bytes | memoryview],
+        changed: int,
+    ) -> None:
+        name = file_name(base, version.number, self._writer)
+        size = self._store.write(name, file)
+        self._ledger.commit(base, version, (name,), size, self._elements(), changed)
 
     def _publish_anchor(self) -> None:
         """Publish the last version as a whole, and what makes it of the anchor before."""
@@ -212,52 +198,9 @@ class Publisher:
         )
         return chunks if _made_by(chunks, before.version, version.number) == version else []
 
-    def _commit(self, index: Index) -> None:
-        there = read_index(self._store)
-        if there != self._index:
-            raise self._not_mine(there)
-        index = Index(index.entries, self._writer)
-        write_index(self._store, index)
-        self._index = index
-
-    def _not_mine(self, there: Index) -> VersionError:
-        return VersionError(
-            f"another publisher has written to {self._store}: its newest version is"
-            f" {there.newest}, not {self._index.newest}; a store has one publisher at a time"
-        )
-
-    def _prune(self) -> None:
-        """Remove what nobody needs: from the index first."""
-        kept = self._index.pruned(self._lag)
-        dropped = self._index.names - kept.names
-        if dropped:
-            self._commit(kept)
-        for name in dropped | self._left_behind():
-            self._store.remove(name)
-        self._tidied = True
-
-    def _left_behind(self) -> set[str]:
-        """Return the files that publishers before wrote and did not commit; now they cannot."""
-        there: list[str] = []
-        if not self._tidied:
-            with suppress(InputError):
-                there = self._store.names()
-        ours = ("delta-", "anchor-", f"{INDEX}.")
-        listed = {INDEX, *self._index.names}
-        return {
-            name
-            for name in there
-            if name.startswith(ours) and name not in listed and self._writer not in name
-        }
-
-    def _catch_up(self) -> None:
-        """Go on from the newest version, also if an error came between a commit and its base."""
-        there = read_index(self._store)
-        if there != self._index and there.writer != self._writer:
-            raise self._not_mine(there)
-        self._index = there
-        if self.version != self._index.newest:
-            self._resume()
+    @property
+    def _index(self) -> Index:
+        return self._ledger.index
 
     def _resume(self) -> None:
         """Take the newest version of the store as the base.
@@ -287,6 +230,16 @@ class Publisher:
 
     def _elements(self) -> int:
         return sum(part.piece.count for part in untied(parts_of(self._base)).values())
+
+
+def _check_whole(parts: Mapping[str, Part]) -> None:
+    """Raise InputError unless this process holds all elements of each tensor."""
+    for name, part in parts.items():
+        if part.piece.count < part.piece.size:
+            raise InputError(
+                f"{name} is cut over several processes, of which this one holds {part.piece.count}"
+                f" of {part.piece.size} elements; publish it by a ShardedPublisher"
+            )
 
 
 def _made_by(chunks: Iterable[bytes], base: Version, number: int) -> Version:

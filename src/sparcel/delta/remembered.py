@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparcel import _cpu
 from sparcel.delta.bits import bits_of, layout_of
-from sparcel.delta.parts import Part, parts_of
+from sparcel.delta.parts import Part, owners, parts_of, untied
 
 _RARE = 128
 """One in so many elements, those with the smallest magnitudes, is noted whole."""
+
+_MOST = 16
+"""Where more than one in so many would be, as among weights of which many are zero, all are copied:
+each takes up to ten bytes more."""
 
 _AT_ONCE = 1 << 20
 """Elements that are looked at together."""
@@ -34,34 +38,43 @@ class RememberedPart(Part):
     whole: Tensor
 
     def elements(self, begin: int, end: int) -> Tensor:
-        """Return old elements, in memory of their own."""
+        """Return the bits of old elements, in memory of their own."""
         floats = layout_of(self.piece.dtype).floats
-        now = bits_of(super().elements(begin, end).cpu())
+        now = super().elements(begin, end).cpu()
         before = _cpu.delta_recall(now, self.low[begin:end], floats)
         first, last = torch.searchsorted(self.rare, torch.tensor([begin, end])).tolist()
         before[self.rare[first:last] - begin] = self.whole[first:last]
-        return before.view(self.piece.dtype)
+        return before
 
 
-def remembered(tensors: Mapping[str, Tensor]) -> dict[str, RememberedPart]:
-    """Note what tensors are, until a step has changed them in place.
+def remembered(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Note what tensors are, until a step has changed them in place; tied ones stay tied.
 
     An element that moves by 128 units in the last place or more is recalled wrong, unless it is
     among the smallest. The sum of the version tells it.
     """
-    return {name: _noted(part) for name, part in parts_of(tensors).items()}
+    parts = parts_of(tensors)
+    noted = {name: _noted(part) for name, part in untied(parts).items()}
+    return {
+        name: replace(noted[owner], piece=parts[name].piece)
+        for name, owner in owners(parts).items()
+    }
 
 
-def _noted(part: Part) -> RememberedPart:
+def _noted(part: Part) -> Part:
     layout = layout_of(part.piece.dtype)
     low = torch.empty(part.piece.count, dtype=torch.uint8)
     limit = _smallest(part) if layout.floats and layout.itemsize > 1 else -1
     places, bits = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=layout.integers)]
+    left = part.piece.count // _MOST
     for begin in range(0, part.piece.count, _AT_ONCE):
         end = min(begin + _AT_ONCE, part.piece.count)
-        now = bits_of(part.elements(begin, end).cpu())
-        low[begin:end] = _cpu.delta_remember(now, layout.floats)
+        now = part.elements(begin, end).cpu()
         rare = (_magnitudes(now) <= limit).nonzero().flatten()
+        left -= len(rare)
+        if left < 0:
+            return Part(part.piece, part.local.to("cpu", copy=True))
+        low[begin:end] = _cpu.delta_remember(now, layout.floats)
         places.append(rare + begin)
         bits.append(now[rare])
     return RememberedPart(part.piece, part.local, low, torch.cat(places), torch.cat(bits))

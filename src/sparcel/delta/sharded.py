@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sparcel.comm import Group, resolve
 from sparcel.delta.applying import found_in_parts, swap_all
-from sparcel.delta.bits import signed
-from sparcel.delta.checks import check_pace
+from sparcel.delta.bits import key_of, signed
+from sparcel.delta.checks import check_pace, check_published
 from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.copies import copied
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
-from sparcel.delta.index import Entry, Index, read_index, write_index
-from sparcel.delta.parts import Part, parts_of, ties_of, untied
-from sparcel.delta.stores import Store
-from sparcel.errors import VersionError, known
+from sparcel.delta.ledger import Ledger, file_name
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.stores import Store, store_at
+from sparcel.errors import MismatchError, VersionError, known
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class ShardedPublisher:
     Parameters
     ----------
     store
-        A place that all ranks reach.
+        A place that all ranks reach: as for `Publisher`.
     group
         The ranks: as for `sparcel.all_reduce`.
     code, anchor_every, lag
@@ -52,12 +52,12 @@ class ShardedPublisher:
     Attributes
     ----------
     version
-        The last version, or None.
+        The last version that it has published, or None.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Store | str | os.PathLike[str],
         group: Group = None,
         *,
         code: str = "exponents",
@@ -67,44 +67,65 @@ class ShardedPublisher:
         known(code, CODES, "code")
         check_pace(anchor_every, lag)
         self.version: Version | None = None
-        self._store, self._code = store, code
-        self._anchor_every, self._lag = anchor_every, lag
+        self._store, self._code = store_at(store), code
+        self._anchor_every = anchor_every
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
-        self._mine = False
         self._base: dict[str, Part] = {}
+        self._based: Version | None = None
         self._deltas = 0
+        self._outcome = "nothing is published"
+        self._ledger = self._together(lambda: Ledger(self._store, self._writer, lag))
 
-    def publish(self, weights: nn.Module | Mapping[str, Tensor]) -> Version:
+    def publish(self, weights: Weights) -> Version:
         """Publish weights, and return their version when it is durable, on all ranks.
+
+        If a rank fails, it raises its own error, and the others a `VersionError` that names it. All
+        of these say whether the version is published all the same, because what failed came after
+        its commit; so does `version`.
 
         Raises
         ------
+        InputError
+            As `Publisher.publish`.
+        MismatchError
+            If ranks publish tensors of other names, dtypes, shapes or placements. The version is
+            then absent.
         VersionError
-            If another rank failed, or another publisher has written to the store. A rank that fails
-            raises its own error. The store is then as before.
+            If another rank failed, or another publisher has written to the store, or its index is
+            lost.
         """
-        tensors = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        since, self.version = self.version, None  # until all is done
+        since, self._based = self._based, None  # until all is done
+        self._outcome = "this version is not published"
+        tensors = self._together(lambda: _checked(weights))
+        if len(set(self._comm.gather_numbers(_key_of_all(tensors)))) > 1:
+            raise MismatchError(
+                "ranks publish different tensors; names, dtypes, shapes and placements must be the"
+                " same on all"
+            )
         parts = self._together(lambda: _owned(tensors, self._comm.rank))
-        number = self._from_first(self._next_number)
+        number = self._comm.gather_numbers(self._on_first(self._begin) or 0)[0]
         if any(self._comm.gather_numbers(int(ties_of(parts) != ties_of(self._base)))):
             since = None
         if since is None:
-            self._base = _copied(parts)
+            self._base = self._together(lambda: _copied(parts))
         else:
             version = self._publish_delta(parts, since, number)
             self._deltas += 1
         if since is None or self._deltas >= self._anchor_every:
             version = self._publish_whole(number)
             self._deltas = 0
-        self._from_first(self._prune)
-        self.version = version
+        self._on_first(self._ledger.prune)
+        self._based = version
         return version
+
+    def _begin(self) -> int:
+        self._ledger.begin()
+        return self._ledger.number()
 
     def _publish_delta(self, parts: Mapping[str, Part], since: Version, number: int) -> Version:
         chunks = self._together(lambda: self._coded(parts, self._base, since, number))
-        version = self._write("delta", chunks, since, number)
+        version = self._write(chunks, since, number)
 
         def follow() -> None:
             """Let the base follow by what was published, whatever the weights are by now."""
@@ -123,7 +144,7 @@ class ShardedPublisher:
 
     def _publish_whole(self, number: int) -> Version:
         chunks = self._together(lambda: self._coded(self._base, {}, _NOTHING, number))
-        return self._write("anchor", chunks, _NOTHING, number)
+        return self._write(chunks, None, number)
 
     def _coded(
         self, now: Mapping[str, Part], old: Mapping[str, Part], since: Version, number: int
@@ -131,62 +152,25 @@ class ShardedPublisher:
         shard = (self._comm.rank, self._comm.size)
         return list(encode_parts(now, old, self._code, since, number, shard))
 
-    def _write(self, kind: str, chunks: list[bytes], base: Version, number: int) -> Version:
+    def _write(self, chunks: list[bytes], base: Version | None, number: int) -> Version:
         """Write this rank's file, and commit the files of all ranks."""
-        comm = self._comm
+        comm, since = self._comm, base or _NOTHING
         read = [read_chunk(chunk) for chunk in chunks]
         sums = comm.gather_numbers(signed(sum(chunk.sum for chunk in read)))
-        version = base.after(number, sum(sums))
-        first = f"{kind}-{base.number:010}-{number:010}-{self._writer}"
-        names = tuple(f"{first}.{rank:04}.safetensors" for rank in range(comm.size))
-        elements = sum(part.piece.count for part in untied(self._base).values())
+        version = since.after(number, sum(sums))
+        names = tuple(file_name(base, number, self._writer, rank) for rank in range(comm.size))
         size = self._together(
-            lambda: self._store.write(names[comm.rank], delta_file(chunks, base, version))
+            lambda: self._store.write(names[comm.rank], delta_file(chunks, since, version))
         )
-        entry = Entry(
-            kind=kind,
-            base=base if kind == "delta" else None,
-            version=version,
-            names=names,
-            bytes=sum(comm.gather_numbers(size)),
-            elements=sum(comm.gather_numbers(elements)),
-            changed=sum(comm.gather_numbers(sum(chunk.changed for chunk in read))),
-            time=time.time(),
-        )
-        self._from_first(lambda: self._commit(entry))
+        elements = sum(part.piece.count for part in untied(self._base).values())
+        counts = (size, elements, sum(chunk.changed for chunk in read))
+        told = [sum(comm.gather_numbers(count)) for count in counts]
+        if self.version != version:
+            self._outcome = f"the index tells whether version {version} is published"
+        self._on_first(lambda: self._ledger.commit(base, version, names, *told))
+        self._outcome = f"version {version} is published, but what had to follow it is not done"
+        self.version = version
         return version
-
-    def _next_number(self) -> int:
-        """Return the number of the next version; the first time, take the store over."""
-        if not self._mine:
-            write_index(self._store, read_index(self._store).by(self._writer))
-            self._mine = True
-        newest = self._index().newest
-        return newest.number + 1 if newest else 0
-
-    def _index(self) -> Index:
-        """Return the index of the store, which must be this publisher's."""
-        index = read_index(self._store)
-        if index.writer != self._writer:
-            raise VersionError(
-                f"another publisher has written to {self._store}; a store has one at a time"
-            )
-        return index
-
-    def _commit(self, entry: Entry) -> int:
-        write_index(self._store, self._index().with_entries(entry))
-        return 0
-
-    def _prune(self) -> int:
-        """Remove what nobody needs: from the index first."""
-        index = self._index()
-        kept = index.pruned(self._lag)
-        dropped = index.names - kept.names
-        if dropped:
-            write_index(self._store, kept)
-        for name in dropped:
-            self._store.remove(name)
-        return 0
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do this rank's work; raise on all ranks if it fails on one."""
@@ -197,15 +181,30 @@ class ShardedPublisher:
             error = failure
         failed = self._comm.gather_numbers(int(error is not None))
         if error is not None:
+            error.add_note(self._outcome)
             raise error
         if any(failed):
-            raise VersionError(f"rank {failed.index(1)} failed; this version is not published")
+            raise VersionError(f"rank {failed.index(1)} failed; {self._outcome}")
         return result  # type: ignore[return-value]  # there is one if nothing failed
 
-    def _from_first(self, work: Callable[[], int]) -> int:
-        """Do work on rank 0, and return its number on all ranks."""
-        mine = self._together(lambda: work() if self._comm.rank == 0 else 0)
-        return self._comm.gather_numbers(mine)[0]
+    def _on_first(self, work: Callable[[], T]) -> T | None:
+        """Do work on rank 0, and return its result there."""
+        return self._together(lambda: work() if self._comm.rank == 0 else None)
+
+
+def _checked(weights: Weights) -> Mapping[str, Tensor]:
+    tensors = tensors_of(weights)
+    check_published(parts_of(tensors))
+    return tensors
+
+
+def _key_of_all(tensors: Mapping[str, Tensor]) -> int:
+    """Return a number that tells tensors, as all ranks know them, from others."""
+    keys = (
+        key_of(repr((name, getattr(tensor, "placements", None))), tensor.dtype, tensor.shape)
+        for name, tensor in tensors.items()
+    )
+    return signed(sum(keys))
 
 
 def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:

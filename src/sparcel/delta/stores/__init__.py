@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -25,11 +26,17 @@ class Store(Protocol):
     def names(self) -> list[str]:
         """Return the names of all files, or raise InputError where they cannot be listed."""
 
+    def alone(self) -> AbstractContextManager[object]:
+        """Let one publisher at a time read and write the index, where that is possible."""
 
-def store_at(place: str | os.PathLike[str]) -> Store:
-    """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``."""
+
+def store_at(place: Store | str | os.PathLike[str]) -> Store:
+    """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``.
+
+    A store is returned as it is.
+    """
     if isinstance(place, str) and "://" in place:
         from sparcel.delta.stores.remote import Remote
 
         return Remote(place)
-    return Folder(Path(place))
+    return Folder(Path(place)) if isinstance(place, str | os.PathLike) else place

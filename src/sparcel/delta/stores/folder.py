@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from sparcel._files import replacing
+
+_LOCK = ".lock"
+"""A file that publishers lock; it holds nothing."""
 
 
 def read_whole(path: Path) -> memoryview:
@@ -40,17 +45,12 @@ class Folder:
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._make()
         with replacing(self.path / name) as file:
             for part in parts:
                 file.write(part)
             length = file.tell()
-        # The new name is durable once its folder is.
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _flush(self.path)
         return length
 
     def remove(self, name: str) -> None:
@@ -59,7 +59,38 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of all files."""
-        return sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+        there = os.scandir(self.path) if self.path.is_dir() else ()
+        return sorted(one.name for one in there if one.name != _LOCK and one.is_file())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let one publisher at a time read and write the index.
+
+        That is so where the file system has locks; elsewhere nothing keeps two of them apart.
+        """
+        self._make()
+        with ExitStack() as held:
+            with suppress(OSError):
+                file = held.enter_context((self.path / _LOCK).open("ab"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # Closing is not enough if a process was forked meanwhile, which has the file too.
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            yield
+
+    def _make(self) -> None:
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            _flush(path.parent)
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def _flush(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from sparcel.delta.stores.folder import read_whole
-from sparcel.errors import InputError, MissingDependencyError, optional
+from sparcel.errors import InputError, MissingDependencyError, SparcelError, optional
 
 _SECONDS = 60.0
 """How long a web server may be silent."""
@@ -19,6 +19,8 @@ class Remote:
 
     A file appears when it is closed, as the objects of object stores do; on a file system where it
     does not, use a `Folder`. Subscribers can read from a web server; publishers cannot write there.
+    Nothing keeps two publishers apart that write the index at the same moment: see to it that there
+    is one.
     """
 
     def __init__(self, url: str) -> None:
@@ -33,42 +35,55 @@ class Remote:
             raise InputError(f"{url} is no store: {error}") from error
 
     def read(self, name: str) -> memoryview:
-        """Return a file's bytes."""
+        """Return a file's bytes, by way of a file in the folder for temporary ones."""
         with tempfile.NamedTemporaryFile() as copy:
-            try:
+            with self._telling(f"{name} cannot be read from"):
                 self._files.get_file(self._at(name), copy.name)
-            except OSError:
-                raise
-            except Exception as error:  # of aiohttp, for one
-                raise OSError(f"{name} cannot be read from {self._url}: {error!r}") from error
             return read_whole(Path(copy.name))
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, whole or not at all, and return its length."""
         length = 0
-        try:
-            with self._files.transaction, self._files.open(self._at(name), "wb") as file:
-                for part in parts:
-                    length += file.write(part)
-        except NotImplementedError as error:
-            raise InputError(f"{self._url} cannot be written to") from error
+        with (
+            self._telling(f"{name} cannot be written to"),
+            self._files.transaction,
+            self._files.open(self._at(name), "wb") as file,
+        ):
+            for part in parts:
+                length += file.write(part)
         return length
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._telling(f"{name} cannot be removed from"):
             self._files.rm_file(self._at(name))
 
     def names(self) -> list[str]:
         """Return the names of all files, or raise InputError where they cannot be listed."""
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(self._root, detail=False)
+            with self._telling("files cannot be listed of"):
+                found = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
+        files = [one["name"] for one in found if one["type"] == "file"]
+        return sorted(path.rsplit("/", 1)[-1] for path in files)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Do nothing: places like these have no locks in common."""
+        return nullcontext()
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Turn errors into InputError where the place cannot do that, else into OSError."""
+        try:
+            yield
+        except (OSError, SparcelError):
+            raise
         except NotImplementedError as error:
-            raise InputError(f"the files of {self._url} cannot be listed") from error
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+            raise InputError(f"{what} {self._url}") from error
+        except Exception as error:  # of aiohttp, for one
+            raise OSError(f"{what} {self._url}: {error!r}") from error
 
     def _options(self) -> dict[str, object]:
         """Return options for fsspec: a large file may take longer than aiohttp's five minutes."""

@@ -1,0 +1,131 @@
+"""What a publisher does to the index of its store, and the names of its files."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+
+from sparcel._checks import whole_number
+from sparcel.delta.chunk import Version
+from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
+from sparcel.delta.stores import Store
+from sparcel.errors import InputError, VersionError
+
+_OURS = re.compile(
+    r"(((?P<delta>delta-\d{10,}-\d{10,})|anchor-\d{10,})-[0-9a-f]{16}(\.\d{4,})?\.safetensors"
+    rf"|{re.escape(INDEX)})(\.[0-9a-f]{{16}}\.part)?"
+)
+"""All files that publishers write, also those that a `Folder` has not yet renamed."""
+
+_MOST = (1 << 63) - 1
+"""The largest number of a version: chunks hold no larger ones."""
+
+
+def file_name(base: Version | None, number: int, writer: str, rank: int | None = None) -> str:
+    """Return the name of a file, which no other publisher writes."""
+    what = f"anchor-{number:010}" if base is None else f"delta-{base.number:010}-{number:010}"
+    return f"{what}-{writer}{'' if rank is None else f'.{rank:04}'}.safetensors"
+
+
+class Ledger:
+    """The index of a store as one publisher knows it, who alone may change it.
+
+    Each change raises VersionError, and changes nothing, if somebody else has changed the index
+    since. So does reading it, if it is lost.
+
+    Parameters
+    ----------
+    store
+        Where the index is.
+    writer
+        Tells this publisher from others: 16 hexadecimal digits.
+    lag
+        As for `Publisher`.
+
+    Attributes
+    ----------
+    index
+        As this publisher has read or written it last.
+    """
+
+    def __init__(self, store: Store, writer: str, lag: int) -> None:
+        self._store, self._writer, self._lag = store, writer, lag
+        self._tidy = self._ended = False
+        self.index = self._read()
+
+    def begin(self) -> None:
+        """Begin a publication with the index as it is, also if an error came after a commit."""
+        there = self._read()
+        if there.writer != self._writer:
+            self._check(there)
+        self.index = there
+        self._tidy, self._ended = self._ended, False
+
+    def number(self, asked: int | None = None) -> int:
+        """Return the number of the next version, or the one asked for, if it can have that."""
+        last = self.index.newest
+        least = last.number + 1 if last else 0
+        hint = f"versions are numbered upwards, and the last one is {last}" if last else ""
+        return whole_number(least if asked is None else asked, "number", least, _MOST, hint)
+
+    def commit(
+        self,
+        base: Version | None,
+        version: Version,
+        names: tuple[str, ...],
+        size: int,
+        elements: int,
+        changed: int,
+    ) -> None:
+        """Add the entry of files that are written, as `Entry` has it."""
+        kind = "anchor" if base is None else "delta"
+        entry = Entry(kind, base, version, names, size, elements, changed, time.time())
+        self._replace(self.index.with_entries(entry))
+
+    def prune(self) -> None:
+        """Remove what nobody needs, from the index first, and end the publication."""
+        kept = self.index.pruned(self._lag)
+        dropped = self.index.names - kept.names
+        if dropped:
+            self._replace(kept)
+        for name in dropped | self._left_behind():
+            self._store.remove(name)
+        self._ended = True
+
+    def _replace(self, index: Index) -> None:
+        index = index.by(self._writer)
+        with self._store.alone():
+            self._check(read_index(self._store))
+            write_index(self._store, index)
+        self.index = index
+
+    def _left_behind(self) -> set[str]:
+        """Return what was written and not committed, by publishers before or in an error.
+
+        Whoever wrote it cannot commit it any more, because this publisher has committed since.
+        """
+        return set() if self._tidy else self._ours() - self.index.names - {INDEX}
+
+    def _ours(self, what: int | str = 0) -> set[str]:
+        """Return the files that publishers have written, or those of a kind."""
+        with suppress(InputError):
+            found = [(name, _OURS.fullmatch(name)) for name in self._store.names()]
+            return {name for name, match in found if match and match[what]}
+        return set()
+
+    def _read(self) -> Index:
+        index = read_index(self._store)
+        if index == Index() and self._ours("delta"):
+            raise VersionError(
+                f"{self._store} holds deltas, but not the {INDEX} that lists them; restore it from"
+                " a copy, or remove all files to begin anew"
+            )
+        return index
+
+    def _check(self, there: Index) -> None:
+        if there != self.index:
+            raise VersionError(
+                f"another publisher has written to {self._store}: its newest version is"
+                f" {there.newest}, not {self.index.newest}; a store has one publisher at a time"
+            )

@@ -1,0 +1,247 @@
+"""What publishers refuse, and what they leave alone: each other's versions and foreign files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparcel.delta import Folder, Publisher, Subscriber, Version, read_index
+from sparcel.delta.index import INDEX
+from sparcel.errors import FormatError, InputError, VersionError
+from tests.delta.histories import Failing, history
+from tests.delta.pairs import same
+
+WEIGHTS = {"w": torch.arange(10.0)}
+WRITER = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    with patch("os.fsync"):
+        yield
+
+
+# ---- one publisher at a time
+
+
+class Slow(Folder):
+    """A folder in which something else happens right before the index is written."""
+
+    meanwhile: Any = None
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        if name == INDEX and self.meanwhile:
+            self.meanwhile()
+        return super().write(name, parts)
+
+
+def test_no_version_is_lost_to_another_publisher(tmp_path: Path) -> None:
+    """Between a look at the index and its change nobody else changes it."""
+    store, models = Slow(tmp_path), history(3)
+    one = Publisher(store)
+    one.publish(models[0])
+    other = Publisher(tmp_path)
+    told: list[Version | Exception] = []
+
+    def publish() -> None:
+        try:
+            told.append(other.publish(models[1]))
+        except VersionError as error:
+            told.append(error)
+
+    thread = Thread(target=publish)
+
+    def meanwhile() -> None:
+        store.meanwhile = None
+        thread.start()
+        thread.join(0.3)
+
+    store.meanwhile = meanwhile
+    version = one.publish(models[2])
+    thread.join()
+    assert "another publisher has written" in str(told[0])
+    subscriber = Subscriber(store)
+    subscriber.update()
+    assert subscriber.version == version
+    assert same(subscriber.tensors, models[2])
+    assert read_index(store).names < set(store.names())
+
+
+def test_a_file_system_without_locks(tmp_path: Path) -> None:
+    with patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "no locks")):
+        Publisher(tmp_path).publish(WEIGHTS)
+    assert read_index(tmp_path).newest is not None
+
+
+# ---- files of others
+
+
+def test_foreign_files_stay(tmp_path: Path) -> None:
+    """Only names that publishers give are theirs, and only files."""
+    foreign = {"delta-notes.txt", "anchor-list.csv", f"{INDEX}.bak", "delta-5.safetensors"}
+    ours = {
+        f"delta-0000000001-0000000002-{WRITER}.safetensors",
+        f"delta-0000000001-0000000002-{WRITER}.0003.safetensors.{WRITER}.part",
+        f"anchor-12345678901-{WRITER}.0012.safetensors",
+        f"{INDEX}.{WRITER}.part",
+    }
+    Publisher(tmp_path).publish(WEIGHTS)
+    publisher = Publisher(tmp_path)
+    for name in foreign | ours:
+        (tmp_path / name).write_bytes(b"left")
+    (tmp_path / "delta-old").mkdir()
+    folder = tmp_path / f"anchor-0000000001-{WRITER}.safetensors"
+    folder.mkdir()
+    for _ in range(2):
+        publisher.publish(WEIGHTS)
+    there = set(Folder(tmp_path).names())
+    assert there == {INDEX, *read_index(tmp_path).names} | foreign
+    assert folder.is_dir()
+
+
+@given(st.lists(st.sampled_from(["delta-", "anchor-", INDEX, ""]), max_size=8))
+def test_nothing_is_left_of_publications_that_failed(
+    tmp_path_factory: pytest.TempPathFactory, fails: list[str]
+) -> None:
+    store = Failing(tmp_path_factory.mktemp("store"))
+    publisher = Publisher(store, anchor_every=2, lag=1)
+    for name, model in zip([*fails, ""], history(len(fails) + 1), strict=True):
+        store.fail = (name, "after") if name else None
+        try:
+            publisher.publish(model)
+        except OSError:
+            assert name
+    assert set(store.names()) == {INDEX, *read_index(store).names}
+
+
+# ---- an index that is lost or torn
+
+
+def test_a_store_that_lost_its_index(tmp_path: Path) -> None:
+    """Nothing begins anew over what is there: the index may come back."""
+    models = history(4)
+    publisher = Publisher(tmp_path)
+    for model in models[:3]:
+        publisher.publish(model)
+    index = (tmp_path / INDEX).read_bytes()
+    (tmp_path / INDEX).unlink()
+    before = Folder(tmp_path).names()
+    for publish in (lambda: Publisher(tmp_path), lambda: publisher.publish(models[3])):
+        with pytest.raises(VersionError, match=r"holds deltas, but not the index.json .*; restore"):
+            publish()
+    assert Folder(tmp_path).names() == before
+    (tmp_path / INDEX).write_bytes(index)
+    assert publisher.publish(models[3]).number == 3
+
+
+def test_a_publisher_that_was_killed_at_its_first_version(tmp_path: Path) -> None:
+    """What it leaves is no store that lost its index."""
+    store = Failing(tmp_path)
+    store.fail = (INDEX, "before")
+    with pytest.raises(OSError, match="failed before"):
+        Publisher(store).publish(WEIGHTS)
+    (anchor,) = store.names()
+    Publisher(tmp_path).publish(WEIGHTS)
+    assert anchor not in store.names()
+
+
+def test_a_torn_index_says_what_to_do(tmp_path: Path) -> None:
+    Publisher(tmp_path).publish(WEIGHTS)
+    index = tmp_path / INDEX
+    index.write_bytes(index.read_bytes()[:50])
+    with pytest.raises(FormatError, match=r"restore index.json from a copy, or publish to"):
+        Publisher(tmp_path)
+
+
+# ---- what cannot be published
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "no tensors to publish"),
+    "a number": ({"a": 3}, "^a is no tensor but int"),
+    "no name": ({"a": torch.zeros(6).half().view(torch.complex32)}, "^a is .*torch.complex32"),
+    "too long": ({"a": torch.zeros(3).to(torch.complex128)}, "^a is .*torch.complex128"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, "^a is .*torch.sparse_coo"),
+    "meta": ({"a": torch.zeros(3, device="meta")}, "^a is .*meta"),
+}
+
+
+@pytest.mark.parametrize("bracketed", [False, True])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_published_is_refused_first(
+    tmp_path: Path, what: str, bracketed: bool
+) -> None:
+    wrong, error = WRONG[what]
+    publisher = Publisher(tmp_path, anchor_every=2, bracketed=bracketed)
+    for number in range(3):
+        with pytest.raises(InputError, match=error):
+            publisher.publish(wrong and {**WEIGHTS, **wrong})
+        assert read_index(tmp_path).newest == publisher.version
+        assert publisher.publish(WEIGHTS).number == number
+
+
+def test_numbers_have_63_bits(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path)
+    with pytest.raises(InputError, match="number must"):
+        publisher.publish(WEIGHTS, 1 << 63)
+    publisher.publish(WEIGHTS, 12)
+    with pytest.raises(InputError, match=r"got 3; versions are numbered upwards, and the last"):
+        publisher.publish(WEIGHTS, 3)
+    publisher.publish(WEIGHTS, (1 << 63) - 1)
+    with pytest.raises(InputError, match="number must"):
+        publisher.publish(WEIGHTS)
+    subscriber = Subscriber(Folder(tmp_path))
+    subscriber.update()
+    assert same(subscriber.tensors, WEIGHTS)
+
+
+# ---- where things are
+
+
+def test_stores_are_named_by_paths(tmp_path: Path) -> None:
+    for place in (tmp_path, str(tmp_path), Folder(tmp_path)):
+        version = Publisher(place).publish(WEIGHTS)
+        assert read_index(place).newest == version
+
+
+def test_the_name_of_a_new_folder_is_durable(tmp_path: Path) -> None:
+    flushed = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    with patch("os.fsync", fsync):
+        Folder(tmp_path / "a" / "b").write("file", [b"data"])
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= set(flushed)
+
+
+def test_a_base_for_which_there_is_no_room(tmp_path: Path) -> None:
+    """Memory that is mapped from a file without room kills whoever writes to it."""
+    full = patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left"))
+    base = tmp_path / "base"
+    publisher = Publisher(tmp_path / "run", base=base)
+    with full, pytest.raises(OSError, match=r"No space left, for 64 bytes: '.*/base'"):
+        publisher.publish(WEIGHTS)
+    assert not base.exists()
+    publisher.publish(WEIGHTS)
+    assert base.stat().st_blocks
+
+
+def test_a_base_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path / "run", base=tmp_path / "none" / "base")
+    with pytest.raises(FileNotFoundError, match="none/base"):
+        publisher.publish(WEIGHTS)
+
+
+def test_a_base_of_nothing(tmp_path: Path) -> None:
+    Publisher(tmp_path / "run", base=tmp_path / "base").publish({"empty": torch.zeros(0, 3)})
