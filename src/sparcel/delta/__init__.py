@@ -1,25 +1,53 @@
-"""Weight deltas: what changed since the last version, to everyone who serves the model."""
+"""Weight deltas: what changed since the last version, to everyone who serves the model.
 
-from sparcel.delta.applying import Inverse as Inverse
-from sparcel.delta.applying import Prepared as Prepared
-from sparcel.delta.applying import apply_ as apply_
-from sparcel.delta.applying import assign_ as assign_
-from sparcel.delta.applying import prepare as prepare
-from sparcel.delta.broadcast import Arriving as Arriving
-from sparcel.delta.broadcast import broadcast as broadcast
-from sparcel.delta.chunk import Version as Version
-from sparcel.delta.decoding import Change as Change
-from sparcel.delta.decoding import decode as decode
-from sparcel.delta.encoding import encode as encode
-from sparcel.delta.encoding import version_of as version_of
-from sparcel.delta.index import Entry as Entry
-from sparcel.delta.index import Index as Index
-from sparcel.delta.index import read_index as read_index
-from sparcel.delta.publisher import Publisher as Publisher
-from sparcel.delta.sharded import ShardedPublisher as ShardedPublisher
-from sparcel.delta.stores import Folder as Folder
-from sparcel.delta.stores import Store as Store
-from sparcel.delta.stores import store_at as store_at
-from sparcel.delta.subscriber import Ready as Ready
-from sparcel.delta.subscriber import Subscriber as Subscriber
-from sparcel.delta.subscriber import Update as Update
+- By a store, in a line on either side: `Publisher` or `ShardedPublisher`, and `Subscriber`, which
+  makes an `Update`, at once or by way of `Ready`.
+- Stores: `Folder`, what `store_at` returns, and any other `Store`. `read_index` returns what is
+  there, an `Index` of entries (`Entry`).
+- From rank to rank: `broadcast`, and `Arriving`.
+- Without stores: `encode` makes chunks; `apply_` applies them, at once or by way of `prepare` and
+  `Prepared`, and returns an `Inverse`. `decode` yields each `Change`; `assign_` writes changes.
+- What weights are: a `Version`, which `version_of` returns.
+- Errors: `InputError`, `FormatError` and `VersionError`, which are ValueErrors.
+"""
+
+from sparcel.delta.applying import Inverse, Prepared, apply_, assign_, prepare
+from sparcel.delta.broadcast import Arriving, broadcast
+from sparcel.delta.chunk import Version
+from sparcel.delta.decoding import Change, decode
+from sparcel.delta.encoding import encode, version_of
+from sparcel.delta.index import Entry, Index, read_index
+from sparcel.delta.publisher import Publisher
+from sparcel.delta.sharded import ShardedPublisher
+from sparcel.delta.stores import Folder, Store, store_at
+from sparcel.delta.subscriber import Ready, Subscriber, Update
+from sparcel.errors import FormatError, InputError, VersionError
+
+__all__ = [
+    "Arriving",
+    "Change",
+    "Entry",
+    "Folder",
+    "FormatError",
+    "Index",
+    "InputError",
+    "Inverse",
+    "Prepared",
+    "Publisher",
+    "Ready",
+    "ShardedPublisher",
+    "Store",
+    "Subscriber",
+    "Update",
+    "Version",
+    "VersionError",
+    "apply_",
+    "assign_",
+    "broadcast",
+    "decode",
+    "encode",
+    "prepare",
+    "read_index",
+    "store_at",
+    "version_of",
+]

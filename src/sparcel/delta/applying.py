@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
-from sparcel import _cpu
 from sparcel.delta.bits import bits_of
-from sparcel.delta.checks import check_names, check_together, check_writable
+from sparcel.delta.checks import check_copies, check_names, check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import Change, Found, check_sum, check_tensor, elements_of, found_in
+from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
 from sparcel.delta.encoding import in_threads
-from sparcel.delta.parts import Part, owners, parts_of
-from sparcel.errors import FormatError, InputError, VersionError
+from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
+from sparcel.errors import InputError, VersionError
+
+Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
+Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
 
 
 @dataclass
@@ -36,35 +38,20 @@ class Inverse:
     base: Version
     version: Version
     changed: int
-    _tensors: MutableMapping[str, Tensor] = field(repr=False)
-    _parts: Mapping[str, Part] = field(repr=False)
-    _found: list[Found] = field(repr=False)
-    _added: list[str] = field(repr=False)
-    _gone: dict[str, Tensor] = field(repr=False)
-    _copies: dict[str, str] = field(repr=False)
+    _step: _Step = field(repr=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be undone."""
+        return self._step.state == "written"
 
     def changes(self) -> Iterator[Change]:
-        """Yield what has changed in each tensor, with the new values."""
-        for name, tensor in self._gone.items():
-            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
-        for name in self._added:
-            yield Change.whole(name, self._tensors[name])
-        for found in self._found:
-            for piece, places, _ in found.pieces():
-                numbers = piece.numbers(places.sort().values)
-                part = self._parts[piece.name]
-                _, local = part.here(numbers.to(part.local.device))
-                values = part.take(local).cpu().view(piece.dtype)
-                yield Change(piece.name, piece.dtype, piece.shape, numbers, values)
+        """Yield what has changed in each tensor, with the new values; of tied ones, in each."""
+        return self._step.changes() if self.waits else iter(())
 
     def undo(self) -> None:
         """Make the weights what they were, bit for bit; this can be done once."""
-        swap_all(self._found, self._parts)
-        for name in self._added:
-            del self._tensors[name]
-        self._tensors.update(self._gone)
-        _copy(self._copies, self._tensors)
-        self._found, self._added, self._gone = [], [], {}
+        self._step.swap("written", "undone", self._step.added, self._step.gone)
 
 
 @dataclass
@@ -77,79 +64,124 @@ class Prepared:
         The version that it applies to.
     version
         The version that it makes.
+    tensors
+        The tensors that it makes.
     """
 
     base: Version
     version: Version
-    _target: nn.Module | MutableMapping[str, Tensor] = field(repr=False)
-    _tensors: MutableMapping[str, Tensor] = field(repr=False)
-    _parts: Mapping[str, Part] = field(repr=False)
-    _chunks: list[Chunk] = field(repr=False)
-    _found: list[Found] = field(repr=False)
-    _added: dict[str, Tensor] = field(repr=False)
-    _leaving: set[str] = field(repr=False)
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    _changed: int = field(repr=False)
+    _step: _Step = field(repr=False)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be written."""
+        return self._step.state == "prepared"
 
     def apply(self) -> Inverse:
-        """Write it; the weights must be what they were when it was prepared."""
-        tensors = self._tensors
-        swap_all(self._found, self._parts)
-        gone = {name: tensors.pop(name) for name in self._leaving}
-        tensors.update(self._added)
-        added = list(self._added)
-        told = {alias: name for chunk in self._chunks for alias, name in chunk.ties.items()}
-        ties = _apart(tensors, told)
-        if isinstance(self._target, nn.Module):
-            _copy(ties, tensors)
-        else:
-            added += [alias for alias in ties if alias not in tensors]
-            gone |= {alias: tensors[alias] for alias in ties if alias in tensors}
-            tensors.update({alias: tensors[name] for alias, name in ties.items()})
-            ties = {}
-        changed = sum(chunk.changed for chunk in self._chunks)
-        return Inverse(
-            self.base,
-            self.version,
-            changed,
-            tensors,
-            self._parts,
-            self._found,
-            added,
-            gone,
-            ties,
-        )
+        """Write it, once; the weights must be what and where they were when it was prepared."""
+        self._step.swap("prepared", "written", self._step.gone, self._step.added)
+        return Inverse(self.base, self.version, self._changed, self._step)
 
 
-def prepare(
-    target: nn.Module | MutableMapping[str, Tensor],
-    chunks: Iterable[bytes | memoryview],
-    since: Version | None = None,
-) -> Prepared:
+@dataclass
+class _Step:
+    """What a delta changes: values that wait to be exchanged for those of weights, and back."""
+
+    target: Target
+    parts: Mapping[str, Part]
+    found: list[Found]
+    gone: Mapping[str, Tensor]
+    added: Mapping[str, Tensor]
+    ties: Mapping[str, str]
+    copies: Mapping[str, str]
+    state: str = "prepared"
+
+    def swap(self, before: str, after: str, gone: Iterable[str], new: Mapping[str, Tensor]) -> None:
+        """Exchange values, and tensors that go for new ones; if that fails, nothing is changed."""
+        if self.state != before:
+            raise VersionError(f"this step is {self.state} already; prepare another one")
+        tensors = tensors_of(self.target)
+        self._check_memory(tensors)
+        self.state = "torn"  # if an interrupt comes too late to undo all
+        done: list[Found] = []
+        try:
+            swap_all(self.found, self.parts, done)
+        except BaseException:
+            self.state = "torn" if done else before
+            raise
+        for name in gone:
+            del tensors[name]
+        tensors.update(new)
+        for copy, name in self.copies.items():
+            bits_of(tensors[copy]).copy_(bits_of(tensors[name]))
+        self.state = after
+
+    def _check_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in sorted({piece.name for one in self.found for piece in one.chunk.pieces}):
+            local = self.parts[name].local
+            if name not in tensors or memory_of(tensors[name]) != memory_of(local):
+                raise VersionError(
+                    f"{name!r} was replaced since this step was prepared; prepare again, or {FETCH}"
+                )
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what has changed, after it is written."""
+        for name, tensor in self.gone.items():
+            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
+        for name, tensor in self.added.items():
+            yield Change.whole(name, tensor)
+        names: dict[str, list[str]] = {}
+        for alias, name in self.ties.items():
+            if alias not in self.added:
+                names.setdefault(name, []).append(alias)
+        for piece, places in ((p, places) for one in self.found for p, places, _ in one.pieces()):
+            numbers = piece.numbers(places if places is None else places.sort().values)
+            part = self.parts[piece.name]
+            _, local = part.here(numbers.to(part.local.device))
+            values = part.take(local).cpu().view(piece.dtype)
+            for name in (piece.name, *names.get(piece.name, [])):
+                yield Change(name, piece.dtype, piece.shape, numbers, values)
+
+
+def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Prepared:
     """Decode and check all chunks of a version, and write nothing yet.
 
     The weights may go on serving meanwhile. What `Prepared.apply` has left to do is to write what
     changes. Parameters and errors are those of `apply_`.
     """
-    tensors: MutableMapping[str, Tensor] = (
-        target.state_dict() if isinstance(target, nn.Module) else target
-    )
+    tensors, module = tensors_of(target), isinstance(target, nn.Module)
     parts = parts_of(tensors)
     check_writable(parts)
     seen, found = found_in_parts(parts, chunks, since)
     check_together(seen)
-    added = _added([one for one in found if one.chunk.new])
-    leaving = _names(seen, "removed") | {name for chunk in seen for name in chunk.untied}
-    check_names(target, tensors, added, leaving)
     base = seen[0].base
     version = base.after(seen[0].target, sum(chunk.sum for chunk in seen))
-    kept = [one for one in found if not one.chunk.new]
-    return Prepared(base, version, target, tensors, parts, seen, kept, added, leaving)
+    new = new_tensors(one for one in found if one.chunk.new)
+    leaving = {name for chunk in seen for name in chunk.leaving}
+    check_names(module, version, tensors.keys(), new.keys(), leaving)
+    after = {name: tensor for name, tensor in tensors.items() if name not in leaving} | new
+    ties = {a: name for chunk in seen for a, name in chunk.ties.items() if name in after}
+    owner = owners(parts_of(after)) if ties else {}
+    apart = {alias: name for alias, name in ties.items() if owner.get(alias) != owner[name]}
+    if not module:
+        after |= {alias: after[name] for alias, name in apart.items()}
+    copies = {alias: name for alias, name in apart.items() if module and alias in after}
+    check_copies(version, copies, parts)
+    step = _Step(
+        target,
+        parts,
+        [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
+        gone={name: one for name, one in tensors.items() if after.get(name) is not one},
+        added={name: one for name, one in after.items() if tensors.get(name) is not one},
+        ties={alias: name for alias, name in ties.items() if alias in after},
+        copies=copies,
+    )
+    return Prepared(base, version, after, sum(chunk.changed for chunk in seen), step)
 
 
-def apply_(
-    target: nn.Module | MutableMapping[str, Tensor],
-    chunks: Iterable[bytes | memoryview],
-    since: Version | None = None,
-) -> Inverse:
+def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inverse:
     """Apply all chunks of a version, in any order, in place, or none of them.
 
     Nothing is written before all is checked: the sum of what each chunk changes, which counts old
@@ -179,12 +211,13 @@ def apply_(
     VersionError
         If the chunks are for another version, or do not belong together.
     InputError
-        If ``target`` has tensors that cannot be written element by element.
+        If ``target`` has tensors that cannot be written element by element, or that have some in
+        common without being tied as one.
     """
     return prepare(target, chunks, since).apply()
 
 
-def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[Change]) -> None:
+def assign_(target: Weights, changes: Iterable[Change]) -> None:
     """Write changes that were decoded and checked elsewhere.
 
     The target may hold its tensors on any device, and DTensors that are cut in any way: of each
@@ -200,10 +233,11 @@ def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[C
     Raises
     ------
     InputError
-        If a tensor has another dtype or shape; what was written before stays.
+        If a tensor has another dtype or shape; what was written before stays. If the target has
+        tensors that `apply_` refuses.
     """
-    tensors = target.state_dict() if isinstance(target, nn.Module) else target
-    parts = parts_of(tensors)
+    parts = parts_of(target)
+    check_writable(parts)
     for change in changes:
         part = parts.get(change.name)
         if part is None or change.values is None:
@@ -218,17 +252,24 @@ def assign_(target: nn.Module | MutableMapping[str, Tensor], changes: Iterable[C
 
 
 def found_in_parts(
-    parts: Mapping[str, Part], chunks: Iterable[bytes | memoryview], since: Version | None
+    parts: Mapping[str, Part], chunks: Chunks, since: Version | None
 ) -> tuple[list[Chunk], list[Found]]:
     """Decode chunks and check them by what parts are; return them, and what they change."""
+    if isinstance(chunks, bytes | bytearray | memoryview):
+        raise InputError("a version may have several chunks: pass a list of chunks")
     seen: list[Chunk] = []
     found = list(in_threads(_jobs(parts, chunks, since, seen)))
-    return seen, [one for one in found if one is not None]
+    return seen, found
 
 
-def swap_all(found: Iterable[Found], parts: Mapping[str, Part]) -> None:
-    """Exchange what was found for what parts are; if that fails, nothing is changed."""
-    done: list[Found] = []
+def swap_all(
+    found: Iterable[Found], parts: Mapping[str, Part], done: list[Found] | None = None
+) -> None:
+    """Exchange what was found for what parts are; if that fails, nothing is changed.
+
+    ``done`` is filled with what is exchanged; it is empty again if all is undone.
+    """
+    done = [] if done is None else done
 
     def swap(one: Found) -> None:
         one.swap(parts)
@@ -238,68 +279,21 @@ def swap_all(found: Iterable[Found], parts: Mapping[str, Part]) -> None:
         for _ in in_threads(partial(swap, one) for one in found):
             pass
     except BaseException:
-        for one in done:
-            one.swap(parts)
+        while done:
+            done[-1].swap(parts)
+            done.pop()
         raise
 
 
 def _jobs(
-    parts: Mapping[str, Part],
-    chunks: Iterable[bytes | memoryview],
-    since: Version | None,
-    seen: list[Chunk],
-) -> Iterator[partial[Found | None]]:
+    parts: Mapping[str, Part], chunks: Chunks, since: Version | None, seen: list[Chunk]
+) -> Iterator[partial[Found]]:
     for data in chunks:
-        chunk = read_chunk(data)
+        chunk = data if isinstance(data, Chunk) else read_chunk(data)
         if since is not None and chunk.base != since:
             raise VersionError(
                 f"this delta makes version {chunk.target} of version {chunk.base}, but the weights"
                 f" are version {since}; fetch what follows that one, or a full version"
             )
         seen.append(chunk)
-        yield partial(_found, chunk, parts)
-
-
-def _found(chunk: Chunk, parts: Mapping[str, Part]) -> Found | None:
-    """Check a chunk, and return what it changes; nothing if its tensors are gone."""
-    if chunk.code != "removed":
-        return found_in(chunk, None if chunk.new else parts)
-    for piece in chunk.pieces:
-        check_tensor(chunk, piece, parts)
-    check_sum(chunk, -_cpu.delta_sum(elements_of(chunk, parts), chunk.layout.itemsize))
-    return None
-
-
-def _copy(names: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors whose owners are others in a version, but which are not tied to them here."""
-    for copy, name in names.items():
-        bits_of(tensors[copy]).copy_(bits_of(tensors[name]))
-
-
-def _apart(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, str]:
-    """Return the ties between tensors that are not tied here."""
-    owner = owners(parts_of(tensors))
-    known = {alias: name for alias, name in ties.items() if name in tensors}
-    return {alias: name for alias, name in known.items() if owner.get(alias) != owner[name]}
-
-
-def _names(chunks: Iterable[Chunk], code: str) -> set[str]:
-    return {piece.name for chunk in chunks if chunk.code == code for piece in chunk.pieces}
-
-
-def _added(found: Iterable[Found]) -> dict[str, Tensor]:
-    """Put new tensors together from their changes."""
-    tensors: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-    for one in found:
-        for change in one.changes():
-            assert change.values is not None, "new tensors have values"
-            tensor = tensors.setdefault(change.name, torch.empty(change.shape, dtype=change.dtype))
-            if (tensor.dtype, tuple(tensor.shape)) != (change.dtype, change.shape):
-                raise FormatError(f"the new tensor {change.name!r} has pieces of several shapes")
-            bits_of(tensor).view(-1)[change.indices] = bits_of(change.values)
-            counts[change.name] = counts.get(change.name, 0) + len(change.indices)
-    for name, tensor in tensors.items():
-        if counts[name] != tensor.numel():
-            raise VersionError(f"the new tensor {name!r} is there in part only")
-    return tensors
+        yield partial(found_in, chunk, parts)

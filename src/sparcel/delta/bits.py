@@ -4,63 +4,83 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
 
-_FRACTIONS = {
-    torch.float64: 52,
-    torch.float32: 23,
-    torch.float16: 10,
-    torch.bfloat16: 7,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e4m3fnuz: 3,
-    torch.float8_e5m2: 2,
-    torch.float8_e5m2fnuz: 2,
-}
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a dtype's bits mean: of floats, the last ``fraction`` ones follow the exponent."""
+    """What a dtype's bits mean.
+
+    Attributes
+    ----------
+    dtype, name
+        The dtype, and its name in ``torch``.
+    safetensors
+        Its name in safetensors files, or None: then it cannot be in a store.
+    floats, fraction
+        Whether elements are floats, and of these, how many bits follow the exponent.
+    itemsize, integers
+        Bytes of an element, and the dtype of integers as wide.
+    """
 
     dtype: torch.dtype
+    name: str
+    safetensors: str | None
     floats: bool
     fraction: int
+    itemsize: int
+    integers: torch.dtype
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
 
-    @property
-    def integers(self) -> torch.dtype:
-        """The dtype of integers as wide as an element."""
-        return _INTEGERS[self.itemsize]
+def _layout(dtype: torch.dtype, safetensors: str | None, fraction: int = 0) -> Layout:
+    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
+    return Layout(dtype, name, safetensors, fraction > 0, fraction, size, _INTEGERS[size])
 
-    @property
-    def name(self) -> str:
-        """The dtype's name, as in ``torch``."""
-        return str(self.dtype).removeprefix("torch.")
+
+LAYOUTS = {
+    layout.dtype: layout
+    for layout in (
+        _layout(torch.float64, "F64", 52),
+        _layout(torch.float32, "F32", 23),
+        _layout(torch.float16, "F16", 10),
+        _layout(torch.bfloat16, "BF16", 7),
+        _layout(torch.float8_e4m3fn, "F8_E4M3", 3),
+        _layout(torch.float8_e4m3fnuz, "F8_E4M3FNUZ", 3),
+        _layout(torch.float8_e5m2, "F8_E5M2", 2),
+        _layout(torch.float8_e5m2fnuz, "F8_E5M2FNUZ", 2),
+        _layout(torch.float8_e8m0fnu, "F8_E8M0"),
+        _layout(torch.complex32, None),
+        _layout(torch.complex64, "C64"),
+        _layout(torch.bool, "BOOL"),
+        _layout(torch.uint8, "U8"),
+        _layout(torch.int8, "I8"),
+        _layout(torch.uint16, "U16"),
+        _layout(torch.int16, "I16"),
+        _layout(torch.uint32, "U32"),
+        _layout(torch.int32, "I32"),
+        _layout(torch.uint64, "U64"),
+        _layout(torch.int64, "I64"),
+    )
+}
+"""All dtypes that deltas know; others, such as quantized ones, torch cannot read as their bits."""
+
+NAMED = {layout.name: layout for layout in LAYOUTS.values()}
+"""The same by their names in torch, which chunks state."""
 
 
 def layout_of(dtype: torch.dtype) -> Layout:
-    """Return the layout of any dtype of one, two, four or eight bytes."""
-    if dtype.itemsize not in _INTEGERS:
-        raise InputError(f"elements must have 1, 2, 4 or 8 bytes, {dtype} has {dtype.itemsize}")
-    return Layout(dtype, dtype in _FRACTIONS, _FRACTIONS.get(dtype, 0))
-
-
-def layout_named(name: object) -> Layout | None:
-    """Return the layout of the dtype with a name, or None if there is no such dtype."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return (
-        layout_of(dtype) if isinstance(dtype, torch.dtype) and dtype.itemsize in _INTEGERS else None
-    )
+    """Return the layout of a dtype, or raise InputError."""
+    layout = LAYOUTS.get(dtype)
+    if layout is None:
+        raise InputError(f"deltas do not know {dtype}")
+    return layout
 
 
 def bits_of(elements: Tensor) -> Tensor:
@@ -68,6 +88,7 @@ def bits_of(elements: Tensor) -> Tensor:
     return elements.detach().view(layout_of(elements.dtype).integers)
 
 
+@lru_cache(1 << 14)
 def key_of(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Return the number (64 bits) that tells a tensor's elements from those of other tensors."""
     what = repr((name, str(dtype), tuple(shape))).encode()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import Tensor
 
-from sparcel.delta.chunk import Chunk
-from sparcel.delta.parts import Part
+from sparcel.delta.bits import layout_of
+from sparcel.delta.chunk import Chunk, Version
+from sparcel.delta.decoding import FETCH
+from sparcel.delta.parts import Part, untied
 from sparcel.errors import InputError, VersionError
 
 
@@ -24,18 +31,19 @@ def check_together(chunks: list[Chunk]) -> None:
     if not chunks:
         raise VersionError("there are no chunks to apply; a version has at least one")
     first = chunks[0]
-    for chunk in chunks:
+    shards: dict[int, list[Chunk]] = defaultdict(list)
+    for chunk in sorted(chunks, key=lambda chunk: chunk.part):
         told = (chunk.base, chunk.target, chunk.shards)
         if told != (first.base, first.target, first.shards):
             raise VersionError(
                 f"chunks of different versions: {first.base} to {first.target}, and {chunk.base} to"
                 f" {chunk.target}"
             )
+        shards[chunk.shard].append(chunk)
     for shard in range(first.shards):
-        mine = [chunk for chunk in chunks if chunk.shard == shard]
-        parts = sorted(chunk.part for chunk in mine)
-        last = [chunk.part for chunk in mine if chunk.last]
-        if not parts or parts != list(range(len(mine))) or last != parts[-1:]:
+        parts = [chunk.part for chunk in shards[shard]]
+        last = [chunk.part for chunk in shards[shard] if chunk.last]
+        if not parts or parts != list(range(len(parts))) or last != parts[-1:]:
             raise VersionError(
                 f"version {first.target} is not whole: of shard {shard} there are chunks {parts},"
                 f" and the last one is {last}; fetch it again"
@@ -43,27 +51,122 @@ def check_together(chunks: list[Chunk]) -> None:
 
 
 def check_names(
-    target: object, tensors: Mapping[str, Tensor], added: Iterable[str], leaving: set[str]
+    module: bool,
+    version: Version,
+    there: Set[str],
+    added: Set[str],
+    leaving: Set[str],
 ) -> None:
     """Raise VersionError unless tensors can appear and vanish as a delta says."""
-    added = set(added)
-    if isinstance(target, nn.Module) and (added or leaving):
-        names = ", ".join(sorted(added | leaving))
-        raise VersionError(f"a module's tensors cannot appear, vanish or change shape: {names}")
-    there = sorted(added & tensors.keys() - leaving)
-    missing = sorted(leaving - tensors.keys())
-    if there or missing:
+    if module and (added or leaving):
+        names = ", ".join(sorted(added | leaving)[:3])
         raise VersionError(
-            f"these weights are not the base of the delta: {there} are there already, and {missing}"
-            " are not; fetch a full version"
+            f"version {version} has other tensors than the module, or ties others: {names}; begin"
+            " with a module that has its tensors and ties"
         )
+    already, missing = sorted(added & there - leaving), sorted(leaving - there)
+    if already or missing:
+        raise VersionError(
+            f"these weights are not the base of version {version}: {already[:3]} are there already,"
+            f" and {missing[:3]} are not; {FETCH}"
+        )
+
+
+def check_copies(version: Version, copies: Mapping[str, str], parts: Mapping[str, Part]) -> None:
+    """Raise VersionError unless tensors that a version ties are alike where they are not tied."""
+    for alias, name in copies.items():
+        if replace(parts[alias].piece, name=name) != parts[name].piece:
+            raise VersionError(f"version {version} ties {alias} to {name}, which is unlike it here")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes that a tensor holds: runs of one length, in rows at distances, each along a dimension.
+
+    ``rows`` has for each dimension how many there are, and their distance, from the shortest on.
+    """
+
+    name: str
+    device: torch.device
+    begin: int
+    run: int
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.run + sum((count - 1) * distance for count, distance in self.rows)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each row ends before the next one of its dimension begins, so none overlap."""
+        end = self.run
+        for count, distance in self.rows:
+            if distance < end:
+                return False
+            end += (count - 1) * distance
+        return True
 
 
 def check_writable(parts: Mapping[str, Part]) -> None:
     """Raise InputError unless each element of each tensor can be written alone."""
+    held = [_held(name, part.local) for name, part in untied(parts).items() if part.local.numel()]
+    held.sort(key=lambda one: (str(one.device), one.begin))
+    near: list[_Held] = []
+    end = 0
+    for one in held:
+        if near and (one.device != near[0].device or one.begin >= end):
+            _check_apart(near)
+            near, end = [], 0
+        near.append(one)
+        end = max(end, one.end)
+    _check_apart(near)
+
+
+def _held(name: str, local: Tensor) -> _Held:
+    size = local.element_size()
+    if local.is_contiguous():
+        return _Held(name, local.device, local.data_ptr(), local.numel() * size, ())
+    run = size
+    rows: list[tuple[int, int]] = []
+    for distance, count in sorted(zip(local.stride(), local.shape, strict=True)):
+        if distance * size == run and not rows:
+            run *= count
+        elif count > 1:
+            rows.append((count, distance * size))
+    return _Held(name, local.device, local.data_ptr(), run, tuple(rows))
+
+
+def _check_apart(near: list[_Held]) -> None:
+    """Raise InputError if tensors whose ranges overlap share a byte, or one does with itself."""
+    if len(near) < 2 and all(one.plain for one in near):
+        return
+    # Columns of a matrix lie between one another; a unit is as long as all that is in one place.
+    first = near[0].begin
+    distances = [distance for one in near for _, distance in one.rows]
+    unit = math.gcd(*(one.begin - first for one in near), *(one.run for one in near), *distances)
+    taken = np.zeros((max(one.end for one in near) - first) // unit, np.int32)
+    for number, one in enumerate(near, 1):
+        shape = [*(count for count, _ in one.rows), one.run // unit]
+        steps = [*(distance // unit * taken.itemsize for _, distance in one.rows), taken.itemsize]
+        mine = np.lib.stride_tricks.as_strided(taken[(one.begin - first) // unit :], shape, steps)
+        other = int(mine.max())
+        mine[...] = number
+        if other:
+            raise InputError(
+                f"{near[other - 1].name} and {one.name} share elements, but are not tied as one"
+                " tensor; pass a copy of one of them"
+            )
+        if not one.plain and np.count_nonzero(taken == number) < mine.size:
+            raise InputError(f"several elements of {one.name} are one in memory; pass a copy of it")
+
+
+def check_published(parts: Mapping[str, Part]) -> None:
+    """Raise InputError unless there are tensors, and a store can hold a whole model of them."""
+    if not parts:
+        raise InputError("there are no tensors to publish; did a filter leave all names out?")
     for name, part in parts.items():
-        local = part.local
-        if any(
-            not step and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
-        ):
-            raise InputError(f"several elements of {name} are one in memory; pass a copy of it")
+        if layout_of(part.piece.dtype).safetensors is None:
+            raise InputError(
+                f"{name} is of {part.piece.dtype}, for which safetensors has no name; view it as"
+                " another dtype"
+            )

@@ -8,6 +8,7 @@ names. 32 zeros end it, so that a decoder may read past a stream.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparcel import _cpu
-from sparcel.delta.bits import Layout, layout_named
-from sparcel.delta.parts import Piece
-from sparcel.errors import FormatError
+from sparcel.delta.bits import NAMED, Layout
+from sparcel.delta.parts import MOST_PIECES, Piece
+from sparcel.errors import FormatError, InputError
 
 _START = struct.Struct("<4sIII")
 _MAGIC = b"SPD1"
@@ -30,7 +31,7 @@ _WRONG = (
     zlib.error,
     RecursionError,
 )
-_MOST_HEADER = 64 << 20
+_MOST_HEADER = 4 << 20
 _MOST_SHARDS = 1 << 20
 _MOST_ELEMENTS = 1 << 24
 CODES = ("steps", "values", "dense", "removed")
@@ -49,8 +50,18 @@ class Version:
         """Return the version with a number that changes make, which add so much to the sum."""
         return Version(number, (self.sum + change) % (1 << 64))
 
+    def stated(self) -> tuple[int, str]:
+        """Return it as files state it: the sum in hexadecimal."""
+        return self.number, f"{self.sum:016x}"
+
+    @classmethod
+    def read(cls, stated: Sequence[Any]) -> Version:
+        """Return the version that a file states, or raise ValueError or TypeError."""
+        number, total = stated
+        return cls(_whole(number), _whole(int(total, 16), 1 << 64))
+
     def __str__(self) -> str:
-        return f"{self.number} ({self.sum:016x})"
+        return "{} ({})".format(*self.stated())
 
 
 @dataclass(frozen=True)
@@ -115,14 +126,26 @@ class Chunk:
         return self.elements if self.code == "dense" else sum(self.changes)
 
     @property
+    def leaving(self) -> set[str]:
+        """The names of tensors that are gone, or come as new ones."""
+        removed = self.pieces if self.code == "removed" else ()
+        return {*self.untied, *(piece.name for piece in removed)}
+
+    @property
     def elements(self) -> int:
         """The number of elements, changed or not."""
         return sum(piece.count for piece in self.pieces)
 
     def to_bytes(self) -> bytes:
-        """Write the chunk."""
+        """Write the chunk.
+
+        Raises
+        ------
+        InputError
+            If its header would be longer than readers take.
+        """
         header = {
-            "base": [self.base.number, f"{self.base.sum:016x}"],
+            "base": self.base.stated(),
             "target": self.target,
             "shard": [self.shard, self.shards],
             "part": self.part,
@@ -138,7 +161,12 @@ class Chunk:
             "untied": self.untied,
             "streams": [*self.lengths, len(self.streams) - sum(self.lengths)],
         }
-        packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 9)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        if len(text) > _MOST_HEADER:
+            raise InputError(
+                f"a chunk's names take {len(text)} bytes, not {_MOST_HEADER}: shorten them"
+            )
+        packed = zlib.compress(text, 9)
         body = b"".join([packed, self.streams, bytes(_cpu.CODE_SLACK)])
         return _START.pack(_MAGIC, len(packed), zlib.crc32(body), 0) + body
 
@@ -154,8 +182,8 @@ def read_chunk(data: bytes | memoryview) -> Chunk:
     view = memoryview(data)
     if len(view) < _START.size:
         raise FormatError(f"a chunk has at least {_START.size} bytes, got {len(view)}")
-    magic, length, crc, zero = _START.unpack_from(view)
-    if magic != _MAGIC or zero:
+    magic, length, crc, _ = _START.unpack_from(view)
+    if magic != _MAGIC:
         raise FormatError(f"a chunk begins with {_MAGIC!r}, got {bytes(magic)!r}")
     body = view[_START.size :]
     if zlib.crc32(body) != crc:
@@ -178,8 +206,7 @@ def _header(packed: memoryview) -> dict[str, Any]:
 
 
 def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
-    layout = layout_named(header["dtype"])
-    number, text = header["base"]
+    layout = NAMED.get(header["dtype"])
     if layout is None:
         raise ValueError(f"unknown dtype {header['dtype']!r}")
     if header["code"] not in CODES:
@@ -194,9 +221,11 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
         raise TypeError("names are text")
     limits = tuple(_whole(limit, 256) for limit in header["limits"])
     changes = tuple(_whole(count) for count in header["changes"])
+    if len(header["pieces"]) > MOST_PIECES:
+        raise ValueError(f"{len(header['pieces'])} pieces")
     pieces = tuple(_read(piece, layout) for piece in header["pieces"])
     chunk = Chunk(
-        base=Version(_whole(number), int(text, 16)),
+        base=Version.read(header["base"]),
         target=_whole(header["target"]),
         shard=shard,
         shards=shards,
@@ -205,7 +234,7 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
         code=header["code"],
         layout=layout,
         pieces=pieces,
-        sum=int(header["sum"], 16),
+        sum=_whole(int(header["sum"], 16), 1 << 64),
         new=bool(header["new"]),
         limits=limits,
         changes=changes,
@@ -225,8 +254,11 @@ def _check(chunk: Chunk, streams: int) -> None:
         raise ValueError(f"{chunk.elements} elements in a chunk")
     if chunk.new and chunk.code != "dense":
         raise ValueError(f"new tensors in code {chunk.code!r}")
-    if chunk.limits and chunk.code != "steps":
-        raise ValueError(f"classes in code {chunk.code!r}")
+    if chunk.limits and (chunk.code != "steps" or not chunk.layout.floats):
+        raise ValueError(f"classes in code {chunk.code!r} of {chunk.layout.name}")
+    for piece in chunk.pieces:
+        if not piece.count and (piece.size or not (chunk.new or chunk.code == "removed")):
+            raise ValueError(f"no elements of {piece.name}")
     if chunk.code in ("steps", "values"):
         if len(chunk.changes) != len(chunk.limits) + 1 or len(chunk.changes) > _cpu.MOST_CLASSES:
             raise ValueError(f"{len(chunk.changes)} classes with {len(chunk.limits)} limits")
@@ -255,8 +287,8 @@ def _read(described: Sequence[Any], layout: Layout) -> Piece:
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no name")
     shape = tuple(_whole(length) for length in lengths)
-    piece = Piece(name, layout.dtype, shape, 0, 1, 1, 0)
-    size = piece.size
+    _whole(math.prod(length or 1 for length in shape))  # or torch could not make it
+    size = math.prod(shape)
     first, row, stride, count = (
         [_whole(number) for number in there] if there else (0, max(size, 1), max(size, 1), size)
     )

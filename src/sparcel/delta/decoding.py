@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.delta.bits import hashed, stepped
+from sparcel.delta.bits import bits_of, hashed, stepped
 from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.encoding import given
-from sparcel.delta.parts import Part, Piece, parts_of
-from sparcel.errors import InputError, VersionError
+from sparcel.delta.parts import Part, Piece, Weights, parts_of
+from sparcel.errors import FormatError, InputError, VersionError
+
+FETCH = "fetch a full version, as `Subscriber.reload()` does"
+"""What to do with weights that are not what a delta is for."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,17 @@ class Change:
         return cls(name, dtype, shape, torch.empty(0, dtype=torch.int64), None)
 
 
-def decode(
-    chunk: bytes | memoryview | Chunk, base: Mapping[str, Tensor] | None = None
-) -> Iterator[Change]:
+def decode(chunk: bytes | memoryview | Chunk, base: Weights | None = None) -> Iterator[Change]:
     """Yield the changes that a chunk holds, for each of its tensors.
+
+    A tied tensor is told once, under the first of its names in alphabetical order.
 
     Parameters
     ----------
     chunk
         What `encode` made.
     base
-        The old weights by name. Chunks with new values do not need them, but are checked by them.
+        The old weights. Chunks with new values do not need them, but are checked by them.
 
     Raises
     ------
@@ -77,12 +80,7 @@ def decode(
     chunk = chunk if isinstance(chunk, Chunk) else read_chunk(chunk)
     if base is None and chunk.code == "steps":
         raise InputError('steps need the old weights: pass base=, or encode with code="values"')
-    if chunk.code == "removed":
-        for piece in chunk.pieces:
-            yield Change.gone(piece.name, piece.dtype, piece.shape)
-        return
-    parts = None if base is None or chunk.new else parts_of(base)
-    yield from found_in(chunk, parts).changes()
+    yield from found_in(chunk, None if base is None else parts_of(base)).changes()
 
 
 @dataclass(frozen=True)
@@ -90,20 +88,22 @@ class Found:
     """The changed elements of a chunk: places in it, None for all, and their bits.
 
     The bits are new ones, until they are exchanged for the old ones. Places follow one another
-    piece by piece; within a piece they come in the order of coding.
+    piece by piece; within a piece they come in the order of coding. Of tensors that are gone, there
+    are none. ``there`` are the elements to exchange them for, where these are in order on the host.
     """
 
     chunk: Chunk
     places: Tensor | None
     bits: Tensor
+    there: list[_cpu.Piece] | None = None
 
-    def pieces(self) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-        """Yield each piece that changes, the places in it, and their bits."""
+    def pieces(self) -> Iterator[tuple[Piece, Tensor | None, Tensor]]:
+        """Yield each piece that changes, the places in it, None for all, and their bits."""
         first = begin = 0
         for piece in self.chunk.pieces:
             last = first + piece.count
             if self.places is None:
-                yield piece, torch.arange(piece.count), self.bits[first:last]
+                yield piece, None, self.bits[first:last]
             else:
                 end = int(torch.searchsorted(self.places, last))
                 if end > begin:
@@ -113,39 +113,52 @@ class Found:
 
     def changes(self) -> Iterator[Change]:
         """Yield what changes in each tensor, if the bits are new ones."""
+        if self.chunk.code == "removed":
+            for piece in self.chunk.pieces:
+                yield Change.gone(piece.name, piece.dtype, piece.shape)
         for piece, places, bits in self.pieces():
-            there, order = places.sort()
-            values, numbers = bits[order].view(piece.dtype), piece.numbers(there)
+            if places is not None:
+                places, order = places.sort()
+                bits = bits[order]
+            numbers, values = piece.numbers(places), bits.view(piece.dtype)
             yield Change(piece.name, piece.dtype, piece.shape, numbers, values, self.chunk.new)
 
     def swap(self, parts: Mapping[str, Part]) -> None:
         """Exchange the bits for those of the elements: write new ones, or put old ones back."""
-        mine = [parts[piece.name] for piece in self.chunk.pieces]
-        in_place = all(
-            part.local.is_contiguous() and part.begin_of(piece) is not None
-            for piece, part in zip(self.chunk.pieces, mine, strict=True)
-        )
-        if self.places is not None and in_place and on_host(self.chunk, parts):
-            _cpu.delta_swap(elements_of(self.chunk, parts), self.places, self.bits)
+        if self.there is not None and self.places is not None:
+            _cpu.delta_swap(self.there, self.places, self.bits)
             return
-        for piece, places, bits in self.pieces():
+        for i, (piece, places, bits) in enumerate(self.pieces()):
             part = parts[piece.name]
-            _, local = part.here(piece.numbers(places).to(part.local.device))
-            before = part.take(local).cpu()
-            part.put(local, bits)
+            held = None if self.there is None else self.there[i][0]
+            if held is not None:
+                before = held.clone()
+                held.copy_(bits)
+            else:
+                _, local = part.here(piece.numbers(places).to(part.local.device))
+                before = part.take(local).cpu()
+                part.put(local, bits)
             bits.copy_(before)
 
 
 def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
-    """Decode a chunk, and check it by the old weights, if these are known."""
+    """Decode a chunk, and check it by the old weights, if these are known and it changes them."""
+    if chunk.new:
+        parts = None
     if parts is not None:
         for piece in chunk.pieces:
             check_tensor(chunk, piece, parts)
     if chunk.code == "dense":
         return _all_found(chunk, parts)
+    if chunk.code == "removed":
+        if parts is not None:
+            check_sum(chunk, -_cpu.delta_sum(elements_of(chunk, parts), chunk.layout.itemsize))
+        none = torch.empty(0, dtype=torch.int32)
+        return Found(chunk, none, none.to(chunk.layout.integers))
     on_device = parts is not None and not chunk.limits and not on_host(chunk, parts)
+    there = elements_of(chunk, None if on_device else parts)
     decoded = _cpu.delta_decode(
-        elements_of(chunk, None if on_device else parts),
+        there,
         chunk.layout.itemsize,
         chunk.layout.floats,
         chunk.layout.fraction,
@@ -160,12 +173,32 @@ def found_in(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     if decoded is None:
         raise not_this_base(chunk)
     places, _, after, total = decoded
-    found = Found(chunk, places, after)
     if on_device and parts is not None:
-        return _found_on_device(found, parts)
+        return _found_on_device(Found(chunk, places, after), parts)
     if parts is not None:
         check_sum(chunk, total)
-    return found
+    return Found(chunk, places, after, there if in_place(chunk, parts) else None)
+
+
+def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
+    """Put new tensors together from their pieces."""
+    pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
+    for one in found:
+        for piece, _, bits in one.pieces():
+            pieces.setdefault(piece.name, []).append((piece, bits))
+    tensors = {}
+    for name, mine in pieces.items():
+        dtype, shape, size = mine[0][0].dtype, mine[0][0].shape, mine[0][0].size
+        if any((piece.dtype, piece.shape) != (dtype, shape) for piece, _ in mine):
+            raise FormatError(f"the new tensor {name!r} has pieces of several shapes")
+        if sum(piece.count for piece, _ in mine) != size:
+            raise FormatError(f"the new tensor {name!r} is there in part only")
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        flat = bits_of(tensors[name]).view(-1)
+        for piece, bits in mine:
+            end = piece.first + piece.count
+            flat[slice(piece.first, end) if piece.ranges else piece.numbers()] = bits
+    return tensors
 
 
 def elements_of(chunk: Chunk, parts: Mapping[str, Part] | None) -> list[_cpu.Piece]:
@@ -180,6 +213,18 @@ def on_host(chunk: Chunk, parts: Mapping[str, Part]) -> bool:
     return all(parts[piece.name].local.device.type == "cpu" for piece in chunk.pieces)
 
 
+def in_place(chunk: Chunk, parts: Mapping[str, Part] | None) -> bool:
+    """Tell whether `elements_of` returns those of the tensors, and not copies."""
+    return (
+        parts is not None
+        and on_host(chunk, parts)
+        and all(
+            parts[piece.name].bits.is_contiguous() and parts[piece.name].begin_of(piece) is not None
+            for piece in chunk.pieces
+        )
+    )
+
+
 def check_sum(chunk: Chunk, total: int) -> None:
     """Raise VersionError unless changes add to the version's sum what the chunk states."""
     if (total - chunk.sum) % (1 << 64):
@@ -191,7 +236,7 @@ def not_this_base(chunk: Chunk) -> VersionError:
     names = ", ".join(sorted({piece.name for piece in chunk.pieces})[:3])
     return VersionError(
         f"chunk {chunk.part} of version {chunk.target} does not fit these weights ({names}): they"
-        f" are not version {chunk.base}; fetch a full version"
+        f" are not version {chunk.base}; {FETCH}"
     )
 
 
@@ -200,13 +245,13 @@ def check_tensor(chunk: Chunk, piece: Piece, parts: Mapping[str, Part]) -> None:
     part = parts.get(piece.name)
     if part is None:
         raise VersionError(
-            f"version {chunk.target} changes the tensor {piece.name!r}, which is not there"
+            f"version {chunk.target} changes the tensor {piece.name!r}, which is not there; {FETCH}"
         )
     mine = part.piece
     if (mine.dtype, mine.shape) != (piece.dtype, piece.shape):
         raise VersionError(
             f"version {chunk.target} changes {piece.name!r} as {piece.dtype} {list(piece.shape)},"
-            f" but it is {mine.dtype} {list(mine.shape)}"
+            f" but it is {mine.dtype} {list(mine.shape)}; {FETCH}"
         )
 
 
@@ -230,12 +275,12 @@ def _found_on_device(found: Found, parts: Mapping[str, Part]) -> Found:
 
 def _all_found(chunk: Chunk, parts: Mapping[str, Part] | None) -> Found:
     """Take all elements of a dense chunk."""
-    end = len(chunk.streams) - _cpu.CODE_SLACK
-    itemsize = chunk.layout.itemsize
-    after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{itemsize}").copy())
-    split = after.split([piece.count for piece in chunk.pieces])
-    now = [given(piece, one) for piece, one in zip(chunk.pieces, split, strict=True)]
+    layout, end = chunk.layout, len(chunk.streams) - _cpu.CODE_SLACK
+    after = torch.from_numpy(np.frombuffer(chunk.streams[:end], f"i{layout.itemsize}").copy())
+    old = [] if parts is None else elements_of(chunk, parts)
+    found = Found(chunk, None, after, old if in_place(chunk, parts) else None)
     if chunk.new or parts is not None:
-        old = [] if parts is None else elements_of(chunk, parts)
+        now = [given(piece, bits) for piece, _, bits in found.pieces()]
+        itemsize = layout.itemsize
         check_sum(chunk, _cpu.delta_sum(now, itemsize) - _cpu.delta_sum(old, itemsize))
-    return Found(chunk, None, after)
+    return found

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
-from sparcel.delta.bits import Layout, bits_of, layout_of
+from sparcel.delta.bits import Layout, layout_of
 from sparcel.delta.chunk import Chunk, Version
-from sparcel.delta.parts import CHUNK_BYTES, Part, Piece, parts_of, ties_of, untied
+from sparcel.delta.parts import (
+    CHUNK_BYTES,
+    MOST_PIECES,
+    Part,
+    Piece,
+    Weights,
+    parts_of,
+    ties_of,
+    untied,
+)
 from sparcel.errors import known
 
 T = TypeVar("T")
@@ -28,8 +37,8 @@ Given: TypeAlias = tuple[Tensor | None, int, int, int, int, int]
 
 
 def encode(
-    tensors: Mapping[str, Tensor],
-    base: Mapping[str, Tensor],
+    tensors: Weights,
+    base: Weights,
     *,
     code: str = "exponents",
     since: Version | None = None,
@@ -46,7 +55,8 @@ def encode(
     Parameters
     ----------
     tensors
-        The new weights by name, of any dtype of one, two, four or eight bytes.
+        The new weights: a module, or tensors by name, of any dtype but complex128, quantized ones
+        and those of less than a byte.
     base
         The old ones.
     code
@@ -65,7 +75,8 @@ def encode(
     Yields
     ------
     bytes
-        A chunk, of at most 4 MiB of weights. There is at least one, even if nothing changes.
+        A chunk, of at most 4 MiB of weights and 4096 pieces of tensors. There is at least one, even
+        if nothing changes.
     """
     known(code, CODES, "code")
     since = since or Version(0, 0)
@@ -106,22 +117,31 @@ def _jobs(
         name: part for name, part in now.items() if name in old and part.piece == old[name].piece
     }
     for name, part in old.items():
-        if name not in kept:
+        if name not in kept and _tells(part):
             yield partial(_removed, part)
     waiting: list[_Pair] = []
+    size = 0
     for name, part in kept.items():
+        dtype = part.piece.dtype
         for begin, piece in part.pieces():
-            pair = _Pair(piece, part, old[name], begin)
-            if waiting and not _fits(waiting, pair):
-                yield partial(_changed, tuple(waiting), code)
-                waiting.clear()
-            waiting.append(pair)
+            size += piece.count * dtype.itemsize
+            if waiting and (
+                size > CHUNK_BYTES or len(waiting) == MOST_PIECES or waiting[0].piece.dtype != dtype
+            ):
+                yield partial(_changed, waiting, code)
+                waiting, size = [], piece.count * dtype.itemsize
+            waiting.append(_Pair(piece, part, old[name], begin))
     if waiting:
-        yield partial(_changed, tuple(waiting), code)
+        yield partial(_changed, waiting, code)
     for name, part in now.items():
-        if name not in kept:
+        if name not in kept and _tells(part):
             for begin, piece in part.pieces() if part.piece.count else [(0, part.piece)]:
                 yield partial(_new, part, begin, piece)
+
+
+def _tells(part: Part) -> bool:
+    """Tell whether a part holds something of its tensor, or the tensor has no elements."""
+    return part.piece.count > 0 or not part.piece.size
 
 
 @dataclass(frozen=True)
@@ -139,19 +159,13 @@ class _Pair:
         )
 
 
-def given(piece: Piece, elements: Tensor | None) -> Given:
-    """Return a piece as the compiled kernels take it, with its elements on the host, if known."""
-    there = None if elements is None else bits_of(elements.cpu())
+def given(piece: Piece, bits: Tensor | None) -> Given:
+    """Return a piece as the compiled kernels take it, with its bits on the host, if known."""
+    there = None if bits is None else bits.cpu()
     return (there, piece.count, piece.key, piece.first, piece.row, piece.stride)
 
 
-def _fits(waiting: list[_Pair], pair: _Pair) -> bool:
-    elements = sum(other.piece.count for other in waiting) + pair.piece.count
-    dtype = pair.piece.dtype
-    return waiting[0].piece.dtype == dtype and elements * dtype.itemsize <= CHUNK_BYTES
-
-
-def _changed(pairs: tuple[_Pair, ...], code: str) -> Chunk | None:
+def _changed(pairs: list[_Pair], code: str) -> Chunk | None:
     layout = layout_of(pairs[0].piece.dtype)
     classes, steps = CODES[code]
     both = [pair.given() for pair in pairs]
@@ -211,18 +225,19 @@ def sum_of(part: Part) -> int:
     return total % (1 << 64)
 
 
-def version_of(tensors: Mapping[str, Tensor], number: int = 0) -> Version:
-    """Return the version that tensors are; of DTensors, the sum counts this rank's shards."""
+def version_of(tensors: Weights, number: int = 0) -> Version:
+    """Return the version that weights are; of DTensors, the sum counts this rank's shards."""
     jobs = [partial(sum_of, part) for part in untied(parts_of(tensors)).values()]
     return Version(number, sum(in_threads(iter(jobs))) % (1 << 64))
 
 
 def in_threads(jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
-    """Run jobs in as many threads as torch uses, and yield their results in order."""
+    """Run jobs in as many threads as torch uses, and yield their results in order.
+
+    None runs in the thread that calls, which an interrupt could stop within a job. All that have
+    begun are awaited, whatever happens.
+    """
     threads = torch.get_num_threads()
-    if threads == 1:
-        yield from (job() for job in jobs)
-        return
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[T]] = deque()
         for job in jobs:

@@ -15,31 +15,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from sparcel.delta.bits import layout_of
+from sparcel.delta.bits import LAYOUTS
 from sparcel.delta.chunk import Version
 from sparcel.delta.parts import parts_of, ties_of, untied
 from sparcel.errors import FormatError, InputError
 
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-}
+_NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER = 100_000_000
 _CHUNK = "chunk."
@@ -85,7 +66,7 @@ class File:
 
     def __init__(self, data: bytes | memoryview, name: str) -> None:
         self._data = memoryview(data)
-        self._name = name
+        self.name = name
         self._begin, self._tensors = self._read_header()
         metadata = self._tensors.pop("__metadata__", {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
@@ -104,7 +85,7 @@ class File:
         """Return the chunks of a delta, in order."""
         names = [f"{_CHUNK}{i}" for i in range(len(self._tensors))]
         if set(names) != set(self._tensors):
-            raise FormatError(f"{self._name} is no delta: it holds {sorted(self._tensors)[:3]}")
+            raise FormatError(f"{self.name} is no delta: it holds {sorted(self._tensors)[:3]}")
         return [self._bytes(name) for name in names]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -115,29 +96,28 @@ class File:
             if int(self.metadata["ties_crc"], 16) != crc32(ties.encode()):
                 raise ValueError("their checksum does not match")
             tensors |= {alias: tensors[name] for alias, name in json.loads(ties).items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise FormatError(f"{self._name} has wrong ties: {error!r}") from error
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+            raise FormatError(f"{self.name} has wrong ties: {error!r}") from error
         return tensors
 
     def version(self, which: str = "version") -> Version:
         """Return the version that the file makes, or its ``base``."""
         try:
-            number, total = self.metadata[which], self.metadata[f"{which}_sum"]
-            return Version(int(number), int(total, 16))
+            return Version.read((int(self.metadata[which]), self.metadata[f"{which}_sum"]))
         except (KeyError, ValueError, TypeError) as error:
-            raise FormatError(f"{self._name} does not tell its {which}") from error
+            raise FormatError(f"{self.name} does not tell its {which}") from error
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(self._data[:8], "little")
         if len(self._data) < 8 or length > min(_MOST_HEADER, len(self._data) - 8):
-            raise FormatError(f"{self._name} is torn, or no safetensors file")
+            raise FormatError(f"{self.name} is torn, or no safetensors file")
         try:
             header = json.loads(bytes(self._data[8 : 8 + length]))
             for name, one in header.items():
                 if name != "__metadata__":
                     _check(one)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise FormatError(f"{self._name} has a wrong header: {error!r}") from error
+            raise FormatError(f"{self.name} has a wrong header: {error!r}") from error
         return 8 + length, header
 
     def _bytes(self, name: str) -> memoryview:
@@ -154,16 +134,18 @@ class File:
 
 
 def _check(told: dict[str, Any]) -> None:
-    begin, end = told["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *told["shape"])):
-        raise ValueError(f"shape {told['shape']} at {begin} to {end}")
-    size = math.prod(told["shape"]) * layout_of(_DTYPES[told["dtype"]]).itemsize
+    (begin, end), shape = told["data_offsets"], told["shape"]
+    right = all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape))
+    if not right or math.prod(n or 1 for n in shape) >= 1 << 63:
+        raise ValueError(f"shape {shape} at {begin} to {end}")
+    size = math.prod(shape) * _DTYPES[told["dtype"]].itemsize
     if end - begin != size:
         raise ValueError(f"{size} bytes at {begin} to {end}")
 
 
 def _told(what: str, version: Version) -> dict[str, str]:
-    return {what: str(version.number), f"{what}_sum": f"{version.sum:016x}"}
+    number, total = version.stated()
+    return {what: str(number), f"{what}_sum": total}
 
 
 def _header(

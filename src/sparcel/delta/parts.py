@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparcel.delta.bits import bits_of, key_of, layout_of
+from sparcel.delta.bits import LAYOUTS, bits_of, key_of
 from sparcel.errors import InputError
+
+M = TypeVar("M", bound=Mapping[str, Tensor])
+
+Weights: TypeAlias = nn.Module | Mapping[str, Tensor]
+"""A module, whose state dict counts, or tensors by name."""
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of weights in a chunk: a chunk learns its models anew, and waits in memory."""
+
+MOST_PIECES = 1 << 12
+"""Most pieces in a chunk: each one is described in its header."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,9 @@ class Piece:
         """Whether its numbers have no gaps."""
         return self.row == self.stride or self.count <= self.row
 
-    def numbers(self, places: Tensor) -> Tensor:
-        """Return the numbers in the whole tensor (int64) of elements of this piece."""
-        places = places.long()
+    def numbers(self, places: Tensor | None = None) -> Tensor:
+        """Return the numbers in the whole tensor (int64) of elements of this piece, or of all."""
+        places = torch.arange(self.count) if places is None else places.long()
         if self.ranges:
             return places + self.first
         return self.first + places // self.row * self.stride + places % self.row
@@ -74,14 +84,25 @@ class Part:
     piece: Piece
     local: Tensor
 
+    @cached_property
+    def bits(self) -> Tensor:
+        """The bits of all elements, in the same memory; a vector if they are in order there."""
+        held = bits_of(self.local)
+        return held.view(-1) if held.is_contiguous() else held
+
+    @cached_property
+    def where(self) -> tuple[object, ...]:
+        """What parts with the same memory, and no others, have in common."""
+        return *memory_of(self.local), self.piece.shape
+
     def elements(self, begin: int, end: int) -> Tensor:
-        """Return elements as a contiguous vector; it shares memory with the part if it can."""
-        local = self.local.detach()
-        if local.is_contiguous():
-            return local.view(-1)[begin:end]
-        each = max(local[0].numel(), 1)
+        """Return bits of elements as a contiguous vector, in the part's memory if that can be."""
+        held = self.bits
+        if held.is_contiguous():
+            return held[begin:end] if end - begin < len(held) else held
+        each = max(held[0].numel(), 1)
         first = begin // each
-        rows = local[first : -(-end // each)].reshape(-1)
+        rows = held[first : -(-end // each)].reshape(-1)
         return rows[begin - first * each : end - first * each]
 
     def begin_of(self, piece: Piece) -> int | None:
@@ -98,7 +119,7 @@ class Part:
         return begin if there else None
 
     def gathered(self, piece: Piece) -> Tensor:
-        """Return a piece's elements; they share memory with the part if `begin_of` tells where.
+        """Return the bits of a piece, in the part's memory if they follow one another there.
 
         Raises
         ------
@@ -115,7 +136,7 @@ class Part:
                 f"{piece.name} is cut otherwise here than where it was encoded; keep whole tensors"
                 " in a Subscriber, and assign_ what changes in them"
             )
-        return self.take(places).view(piece.dtype)
+        return self.take(places)
 
     def here(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Tell which elements of the whole tensor are here, and at which places these are."""
@@ -126,19 +147,14 @@ class Part:
 
     def take(self, places: Tensor) -> Tensor:
         """Return the bits of the elements at these places."""
-        held = bits_of(self.local)
-        return held.view(-1)[places] if held.is_contiguous() else held[self._at(places)]
+        return self.bits[self._at(places)]
 
     def put(self, places: Tensor, bits: Tensor) -> None:
         """Write bits to the elements at these places."""
-        held, bits = bits_of(self.local), bits.to(self.local.device)
-        if held.is_contiguous():
-            held.view(-1)[places] = bits
-        else:
-            held[self._at(places)] = bits
+        self.bits[self._at(places)] = bits.to(self.local.device)
 
     def _at(self, places: Tensor) -> tuple[Tensor, ...]:
-        return torch.unravel_index(places, self.local.shape)
+        return (places,) if self.bits.dim() == 1 else torch.unravel_index(places, self.bits.shape)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Cut the part into pieces of at most `CHUNK_BYTES`; yield where each begins."""
@@ -150,11 +166,17 @@ class Part:
             end = min(begin + most, self.piece.count)
             if not self.piece.ranges and most < self.piece.row:
                 end = min(end, (begin // self.piece.row + 1) * self.piece.row)
-            yield begin, self.piece.cut(begin, end)
+            whole = end - begin == self.piece.count
+            yield begin, self.piece if whole else self.piece.cut(begin, end)
             begin = end
 
 
-def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
+    """Return the tensors of weights by name."""
+    return weights.state_dict() if isinstance(weights, nn.Module) else weights
+
+
+def parts_of(weights: Weights) -> dict[str, Part]:
     """Return the part of each tensor that this process holds.
 
     Raises
@@ -164,10 +186,14 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         if elements are not there as their bits.
     """
     parts: dict[str, Part] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors_of(weights).items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} is no tensor but {type(tensor).__name__}; leave it out")
-        layout_of(tensor.dtype)
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
+            raise InputError(f"{name} is {kind}; deltas need dense tensors with values")
+        if tensor.dtype not in LAYOUTS:
+            raise InputError(f"{name} is {tensor.dtype}, which deltas do not know; leave it out")
         if tensor.is_conj() or tensor.is_neg():
             raise InputError(f"{name} is a conjugate or negative view; resolve it first")
         if isinstance(tensor, DTensor):
@@ -177,14 +203,20 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
     return parts
 
 
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return where the elements are that this process holds of a tensor."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Empty ones have no address, but ties must hold on ranks with an empty shard as well.
+    address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())
+    return address, local.device, local.dtype, local.shape, local.stride()
+
+
 def owners(parts: Mapping[str, Part]) -> dict[str, str]:
     """Return for each name the first one, in alphabetical order, of a part with the same memory."""
     first: dict[tuple[object, ...], str] = {}
     names = {}
     for name in sorted(parts):
-        local = parts[name].local
-        where = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.device)
-        names[name] = first.setdefault(where, name) if local.data_ptr() else name
+        names[name] = first.setdefault(parts[name].where, name)
     return {name: names[name] for name in parts}
 
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sparcel.delta.applying import Inverse, apply_, prepare
-from sparcel.delta.bits import bits_of
-from sparcel.delta.chunk import Version
+from sparcel.delta.applying import Inverse, Prepared, Target, prepare
+from sparcel.delta.checks import check_together
+from sparcel.delta.chunk import Version, read_chunk
 from sparcel.delta.decoding import Change
 from sparcel.delta.encoding import version_of
 from sparcel.delta.files import File
-from sparcel.delta.index import Entry, read_index
-from sparcel.delta.parts import owners, parts_of
-from sparcel.delta.stores import Store
+from sparcel.delta.index import Entry, Index, read_index
+from sparcel.delta.parts import tensors_of
+from sparcel.delta.stores import Store, store_at
+from sparcel.delta.whole import Whole, placed, within
+from sparcel.delta.whole import whole_of as whole_of
 from sparcel.errors import FormatError, InputError, VersionError
 
 _TRIES = 3
 """How often a way is looked for, while a publisher removes what was on it."""
-
-
-_Write: TypeAlias = Callable[[], Inverse | None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Ready:
     _entry: Entry = field(repr=False)
     _subscriber: Subscriber = field(repr=False)
     _since: Version | None
-    _write: _Write = field(repr=False)
+    _step: Prepared | Whole = field(repr=False)
 
     @property
     def version(self) -> Version:
@@ -50,9 +48,10 @@ class Ready:
         Raises
         ------
         VersionError
-            If the subscriber has gone to another version meanwhile.
+            If it is written already, if the subscriber has gone to another version meanwhile, or if
+            tensors that change were replaced.
         """
-        return self._subscriber._apply(self._entry, self._since, self._write)
+        return self._subscriber._apply(self._entry, self._since, self._step)
 
 
 @dataclass(frozen=True)
@@ -97,23 +96,26 @@ class Subscriber:
     Parameters
     ----------
     store
-        Where versions come from: see `store_at`.
+        Where versions come from: a store, or a path or URL as for `store_at`.
     tensors
         A module or tensors by name that are kept at the newest version, on any device. By default
-        the subscriber keeps its own, in memory.
+        the subscriber keeps its own, in memory. Tensors that are given are written in place: a
+        version in which one of them has another dtype, shape or tie is refused. Names that they
+        lack are added to a mapping, and a module must have them all.
 
     Attributes
     ----------
     version
-        What the weights are, or None before the first update.
+        What the weights are, or None before the first update, and after one that was interrupted.
     """
 
     def __init__(
-        self, store: Store, tensors: nn.Module | MutableMapping[str, Tensor] | None = None
+        self, store: Store | str | os.PathLike[str], tensors: Target | None = None
     ) -> None:
         self.version: Version | None = None
-        self._store = store
-        self._target: nn.Module | MutableMapping[str, Tensor] = {} if tensors is None else tensors
+        self._store = store_at(store)
+        self._target: Target = {} if tensors is None else tensors
+        self._given = {} if isinstance(self._target, nn.Module) else dict(self._target)
         self._inverse: Inverse | None = None
         for name, tensor in self.tensors.items():
             if isinstance(tensor, DTensor):
@@ -125,10 +127,7 @@ class Subscriber:
     @property
     def tensors(self) -> MutableMapping[str, Tensor]:
         """The weights by name."""
-        if isinstance(self._target, nn.Module):
-            state: MutableMapping[str, Tensor] = self._target.state_dict()
-            return state
-        return self._target
+        return tensors_of(self._target)
 
     def update(self, to: int | None = None) -> Update | None:
         """Go to the newest version, or to the one with the number ``to``.
@@ -142,8 +141,8 @@ class Subscriber:
         Raises
         ------
         VersionError
-            If nothing in the store leads there; the weights are then a whole version, maybe one on
-            the way, which may be older than the one before.
+            If nothing in the store leads there, or its index has vanished; the weights are then a
+            whole version, maybe one on the way, which may be older than the one before.
         """
         steps = deque(self.updates(to), maxlen=1)
         return steps[0] if steps else None
@@ -165,7 +164,7 @@ class Subscriber:
     def _prepared(self, to: int | None, passed_by: set[str]) -> Ready | None:
         """Prepare the next step, past files that are lost or torn, which are noted."""
         missed = 0
-        while way := read_index(self._store).way(self.version, to, passed_by):
+        while way := self._index().way(self.version, to, passed_by):
             try:
                 return self._read(way[0])
             except FileNotFoundError:  # it was pruned after the index was read, or is lost
@@ -175,6 +174,15 @@ class Subscriber:
             except FormatError:
                 passed_by.update(way[0].names)
         return None
+
+    def _index(self) -> Index:
+        index = read_index(self._store)
+        if self.version is not None and index.newest is None:
+            raise VersionError(
+                f"the weights are version {self.version}, but {self._store} has no versions any"
+                " more: its index has vanished; bring it back, or publish anew and reload()"
+            )
+        return index
 
     def reload(self) -> Update | None:
         """Begin anew with a whole model, whatever the weights are now."""
@@ -191,10 +199,11 @@ class Subscriber:
         """
         if self._inverse is None:
             raise VersionError("there is no delta to undo: only the last one can be")
-        self._inverse.undo()
-        self.version = self._inverse.base
-        self._inverse = None
-        return self.version
+        inverse = self._inverse
+        with self._writing(inverse):
+            inverse.undo()
+        self.version = inverse.base
+        return inverse.base
 
     def verify(self) -> None:
         """Read all weights, and raise VersionError if they are not what their version says."""
@@ -215,82 +224,48 @@ class Subscriber:
             if (base, file.version()) != (entry.base, entry.version):
                 raise FormatError(f"{name} holds {file.version()}, not {entry.version}")
         if entry.kind == "anchor":
-            whole = whole_of(files)
-            found = version_of(whole, entry.version.number)
+            tensors = whole_of(files)
+            found = version_of(tensors, entry.version.number)
             if found != entry.version:
                 raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
-            return Ready(entry, self, self.version, partial(self._write_whole, entry, whole))
-        chunks = [chunk for file in files for chunk in file.chunks()]
+            whole = Whole(entry.version, tensors, self._target, self._given)
+            whole.placed()
+            return Ready(entry, self, self.version, whole)
+        chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
+        with within(entry.names):
+            check_together(chunks)
+        made = chunks[0].base, chunks[0].target
+        if made != (entry.base, entry.version.number):
+            raise FormatError(f"{entry.names[0]} makes version {made[1]} of {made[0]}")
         prepared = prepare(self._target, chunks, self.version)
         if prepared.version != entry.version:
             raise FormatError(
                 f"{entry.names[0]} makes version {prepared.version} instead of {entry.version}"
             )
-        return Ready(entry, self, self.version, prepared.apply)
+        if self._given:
+            placed(entry.version, prepared.tensors, self._target, self._given)
+        return Ready(entry, self, self.version, prepared)
 
-    def _apply(self, entry: Entry, since: Version | None, write: _Write) -> Update:
-        if self.version != since:
+    def _apply(self, entry: Entry, since: Version | None, step: Prepared | Whole) -> Update:
+        if self.version != since or not step.waits:
             raise VersionError(
                 f"version {entry.version} was prepared for {since}, but the weights are"
-                f" {self.version} by now; prepare again"
+                f" {self.version} by now, or it is written already; prepare again"
             )
-        self._inverse = write()
-        base, self.version = self.version, entry.version
-        return Update(
-            base if self._inverse else None,
-            entry.version,
-            entry.bytes,
-            entry.changed,
-            self.tensors,
-            self._inverse,
-        )
+        with self._writing(step):
+            inverse = step.apply()
+        self.version, self._inverse = entry.version, inverse
+        base = since if inverse else None
+        return Update(base, entry.version, entry.bytes, entry.changed, self.tensors, inverse)
 
-    def _write_whole(self, entry: Entry, whole: dict[str, Tensor]) -> None:
-        """Write a whole model to the weights, or keep it as these."""
-        tensors = self.tensors
-        different = _different(whole, tensors)
-        if different and isinstance(self._target, nn.Module):
-            raise VersionError(
-                f"version {entry.version} has other tensors than the module, or ties others:"
-                f" {sorted(different)[:3]}"
-            )
-        self.version = self._inverse = None  # until all is written
-        for name in different:
-            tensors.pop(name, None)
-        tensors.update((name, tensor) for name, tensor in whole.items() if name in different)
-        with torch.no_grad():
-            for name in whole.keys() - different:
-                bits_of(tensors[name]).copy_(bits_of(whole[name]))
-
-
-def whole_of(files: list[File]) -> dict[str, Tensor]:
-    """Return the tensors of a whole model: stored as such, or by several processes as chunks."""
-    if files[0].whole:
-        return {name: tensor for file in files for name, tensor in file.tensors().items()}
-    whole: dict[str, Tensor] = {}
-    apply_(whole, [chunk for file in files for chunk in file.chunks()])
-    return whole
-
-
-def _different(whole: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of tensors whose dtype or shape differs, or which are tied to others."""
-    theirs, ours = _tied(whole), _tied(tensors)
-    return {
-        name
-        for name in whole.keys() | tensors.keys()
-        if theirs.get(name) != ours.get(name)
-        or _shape(whole.get(name)) != _shape(tensors.get(name))
-    }
-
-
-def _tied(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-    """Return for each tensor the names of all that have its memory."""
-    names = owners(parts_of(tensors))
-    groups: dict[str, set[str]] = {}
-    for name, owner in names.items():
-        groups.setdefault(owner, set()).add(name)
-    return {name: groups[owner] for name, owner in names.items()}
-
-
-def _shape(tensor: Tensor | None) -> tuple[object, ...]:
-    return () if tensor is None else (tensor.dtype, *tensor.shape)
+    @contextmanager
+    def _writing(self, step: Prepared | Inverse | Whole) -> Iterator[None]:
+        """Be at no version while a step is written, and again at the last one if it was not."""
+        before = self.version, self._inverse
+        self.version = self._inverse = None
+        try:
+            yield
+        except BaseException:
+            if step.waits:
+                self.version, self._inverse = before
+            raise

@@ -1,0 +1,127 @@
+"""Whole models: read from files, and written to weights that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from sparcel.delta.applying import Target, apply_
+from sparcel.delta.bits import bits_of
+from sparcel.delta.checks import check_writable
+from sparcel.delta.chunk import Version
+from sparcel.delta.files import File
+from sparcel.delta.parts import Weights, owners, parts_of, tensors_of, untied
+from sparcel.errors import FormatError, VersionError
+
+
+@dataclass
+class Whole:
+    """A whole model that is read and checked, and waits to be written."""
+
+    version: Version
+    tensors: Mapping[str, Tensor]
+    target: Target
+    given: Mapping[str, Tensor]
+    waits: bool = True
+
+    def placed(self) -> dict[str, Tensor]:
+        """Return where each tensor goes, or raise if one cannot."""
+        check_writable(parts_of(self.target))
+        return placed(self.version, self.tensors, self.target, self.given)
+
+    def apply(self) -> None:
+        """Write it to the weights, or keep it as these."""
+        there, places = tensors_of(self.target), self.placed()
+        self.waits = False
+        for name, part in untied(parts_of(places)).items():
+            if places[name] is not self.tensors[name]:
+                bits_of(part.local).copy_(bits_of(self.tensors[name]))
+        if not isinstance(self.target, nn.Module):
+            for name in there.keys() - places.keys():
+                del there[name]
+            there.update(places)
+
+
+def placed(
+    version: Version, theirs: Mapping[str, Tensor], target: Weights, given: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return for each tensor of a version the one that is there to take it, or itself if none is.
+
+    Tied ones are one tensor.
+
+    Raises
+    ------
+    VersionError
+        If a tensor of a module, or one that was given, would have to be another one.
+    """
+    ours = tensors_of(target)
+    there, here = owners(parts_of(theirs)), owners(parts_of(ours))
+    kept = {name for name, one in given.items() if ours.get(name) is one}
+    first: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in sorted(theirs.keys() & ours.keys()):
+        free = there[name] not in first and here[name] not in taken
+        if free and _kind(theirs[name]) == _kind(ours[name]):
+            first[there[name]] = name
+            taken.add(here[name])
+    places = {}
+    for name, tensor in theirs.items():
+        at = first.get(there[name])
+        if at is None:
+            places[name] = tensor
+        else:  # its own tensor object, where that has the same memory
+            places[name] = ours[name if here.get(name) == here[at] else at]
+    must = theirs.keys() | ours.keys() if isinstance(target, nn.Module) else kept & theirs.keys()
+    wrong = sorted(name for name in must if places.get(name) is not ours.get(name))
+    if wrong:
+        raise VersionError(
+            f"version {version} has other tensors than the weights given, or ties others:"
+            f" {wrong[:3]}; {_difference(wrong[0], theirs, ours, there, here)}; begin with weights"
+            " that have its tensors and ties, or without any"
+        )
+    return places
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _difference(
+    name: str,
+    theirs: Mapping[str, Tensor],
+    ours: Mapping[str, Tensor],
+    there: Mapping[str, str],
+    here: Mapping[str, str],
+) -> str:
+    """Tell in what a tensor of a version and one of weights differ."""
+    if name not in theirs or name not in ours:
+        return f"{name!r} is missing in the {'weights' if name in theirs else 'version'}"
+    if _kind(theirs[name]) != _kind(ours[name]):
+        return f"{name!r} is {_kind(theirs[name])} there, and {_kind(ours[name])} here"
+    tied = [
+        [other for other in owner if owner[other] == owner[name] and other != name]
+        for owner in (there, here)
+    ]
+    return f"{name!r} is tied to {tied[0] or 'none'} there, and to {tied[1] or 'none'} here"
+
+
+def whole_of(files: list[File]) -> dict[str, Tensor]:
+    """Return the tensors of a whole model: stored as such, or by several processes as chunks."""
+    if files[0].whole:
+        return {name: tensor for file in files for name, tensor in file.tensors().items()}
+    whole: dict[str, Tensor] = {}
+    with within([file.name for file in files]):
+        apply_(whole, [chunk for file in files for chunk in file.chunks()])
+    return whole
+
+
+@contextmanager
+def within(names: Sequence[str]) -> Iterator[None]:
+    """Raise what is wrong within files as FormatError: they are passed by, if others do."""
+    try:
+        yield
+    except VersionError as error:
+        raise FormatError(f"{', '.join(names[:3])}: {error}") from error
