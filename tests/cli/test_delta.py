@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from sparcel import simulate
 from sparcel.cli import app
+from sparcel.cli.delta.shown import share
 from sparcel.comm.simulated import SimulatedCommunicator
 from sparcel.delta import (
     Entry,
@@ -297,10 +298,14 @@ def test_outputs_that_take_the_place_of_an_input_are_refused(three: Path) -> Non
         (["diff", "a", "lost"], "there is no such file"),
         (["diff", "a", "wrong"], "is no index"),
         (["log", "bare"], "nothing was published"),
-        (["verify", "bare"], "nothing was published"),
-        (["verify", "nowhere"], "there is no such file or folder"),
+        (["log", "nowhere"], "there is no folder nowhere"),
+        (["log", "locked"], "can't read locked: "),
+        (["log", "a"], "a is a file; a store is a folder or a URL"),
+        (["watch", "a"], "a is a file; a store is a folder or a URL"),
         (["watch", "bare", "--every", "0s"], "more than 0s"),
-        (["watch", "bare", "--output", "nowhere"], "there is no folder"),
+        (["watch", "bare", "--output", "a"], "can't write a: File exists"),
+        (["diff", "a", "b", "--output", "/proc/x.delta"], "can't write /proc/x.delta: "),
+        (["apply", "a", "ab", "--output", "/proc/x"], "can't write /proc/x: "),
     ],
 )
 def test_what_cannot_be_used_is_told(
@@ -311,11 +316,32 @@ def test_what_cannot_be_used_is_told(
     Path("twice").mkdir()
     save_file(model(), "twice/one.safetensors")
     save_file(model(), "twice/two.safetensors")
+    Path("locked/index.json").mkdir(parents=True)
     for name, content in (("lost", {"weight_map": {"a": "a.safetensors"}}), ("wrong", [])):
         Path(name).mkdir()
         Path(name, "model.safetensors.index.json").write_text(json.dumps(content))
-    with pytest.raises(SparcelError, match=re.escape(told)):
+    with pytest.raises((SparcelError, OSError), match="^.*" + re.escape(told)) as caught:
         sparcel(*arguments)
+    assert "Errno" not in str(caught.value)
+
+
+def test_diff_says_why_a_delta_between_other_models_is_long(three: Path) -> None:
+    save_file({name: t.float() for name, t in model().items()}, three / "wide")
+    save_file({"other": torch.ones(3)}, three / "small")
+    save_file({"norm": torch.ones(3)}, three / "shape")
+    assert len(sparcel("diff", three / "a", three / "b").splitlines()) == 9
+    told = sparcel("diff", three / "a", three / "wide")
+    assert "from bfloat16 to float32, sent whole: 1." in told
+    assert "from int64 to float32, sent whole: 1." in told
+    told = sparcel("diff", three / "a", three / "small")
+    assert "no tensor in common" in told
+    assert re.search(r"of the checkpoint +[\d,]{5,} % ", told)
+    assert "shape changes, sent whole: 1." in sparcel("diff", three / "a", three / "shape")
+
+
+def test_shares_have_no_exponents() -> None:
+    told = [share(part, 10**9) for part in (0, 1, 10**6, 12_345_678, 4 * 10**11, 10**9 - 1)]
+    assert told == ["0 %", "< 0.0001 %", "0.1 %", "1.23 %", "40,000 %", "100 %"]
 
 
 def publish(store: Folder | str, versions: int, anchor_every: int = 3) -> Tensors:
@@ -355,6 +381,16 @@ def test_verify_finds_nothing_in_a_sound_store(store: str) -> None:
     assert re.search(
         r"6 versions .* the newest is 15 .*; nothing is wrong", sparcel("verify", store)
     )
+
+
+def test_verify_goes_on_past_what_it_cannot_read(three: Path) -> None:
+    (three / "bare").mkdir()
+    code, output = outcome("verify", three / "nowhere", three / "bare", "foo://x", three / "a")
+    assert code == 1
+    for told in ("nowhere: there is no such file or folder", "bare: nothing was published", "foo:"):
+        assert told in output
+    last = output.splitlines()[-1]
+    assert last.startswith(f"{three / 'a'}: ") and last.endswith("nothing is wrong")
 
 
 def flip(path: Path, place: float) -> None:
@@ -419,6 +455,21 @@ def test_verify_applies_each_delta_to_the_version_that_it_is_for(tmp_path: Path)
     assert outcome("verify", folder)[1].count("nothing sound leads") == 4
 
 
+def test_verify_finds_no_fault_in_what_subscribers_use(tmp_path: Path) -> None:
+    """They pass by a torn chain, by the delta from one whole model to the next."""
+    folder = tmp_path / "store"
+    publish(Folder(folder), 6)
+    for name in ("delta-0000000011-0000000012-*", "anchor-0000000013-*"):
+        flip(next(folder.glob(name)), 0.3)
+    went = [update.version.number for update in Subscriber(Folder(folder)).updates()]
+    assert went == [10, 13, 14, 15]
+    code, output = outcome("verify", folder)
+    assert code == 1
+    (blamed,) = re.findall(r"(delta-\S+): nothing sound leads", output)
+    assert blamed.startswith("delta-0000000012-0000000013-")
+    assert output.endswith("; 3 faults\n")
+
+
 def test_verify_finds_a_delta_that_is_of_other_weights(tmp_path: Path) -> None:
     """Its checksums match, and it is found by applying it."""
     store = Folder(tmp_path / "store")
@@ -478,8 +529,8 @@ def versions_shown(output: str) -> list[int]:
 def test_watch_shows_each_version_once_until_it_is_interrupted(
     keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, served = tmp_path / "store", tmp_path / "served"
-    served.mkdir()
+    folder, served = tmp_path / "store", tmp_path / "new" / "served"
+    folder.mkdir()
     last: Tensors = {}
 
     def train() -> None:
@@ -490,9 +541,19 @@ def test_watch_shows_each_version_once_until_it_is_interrupted(
     shown = versions_shown("\n".join(lines))
     assert len(shown) == len(lines)
     assert shown == sorted(set(shown)) and shown[-1] == 14
-    assert [path.name for path in served.iterdir()] == (["model.safetensors"] if keep else [])
+    assert served.exists() == keep
     if keep:
+        assert [path.name for path in served.iterdir()] == ["model.safetensors"]
         assert bits(load_file(served / "model.safetensors")) == bits(last)
+
+
+def test_watch_waits_for_a_folder_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    first, *_, last = watched(lambda: folder.mkdir(), monkeypatch, folder)
+    assert first == f"there is no folder {folder} yet; waiting for it"
+    assert last == f"{folder} has no versions yet; waiting for the first"
 
 
 def test_watch_goes_on_while_a_store_cannot_be_read(

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparcel.delta import Folder, Subscriber
+from sparcel.delta import Folder, Subscriber, decode
 from sparcel.errors import CommunicationError, InputError
 from sparcel.integrations.trl import WeightTransfer, encode_patch, iter_sparse_patches
 from tests.integrations.engines import trl as stand_ins
@@ -132,6 +132,26 @@ def test_patches_hold_what_the_masks_say(dtype: torch.dtype, tmp_path: Path) -> 
     assert torch.equal(got["whole"], new["whole"])
     assert torch.equal(got["a"], torch.where(masks["a"], new["a"], 0))
     assert not got["b.val"].any()
+
+
+def test_each_name_of_a_tied_tensor_has_a_patch_of_its_own() -> None:
+    weight, head = torch.arange(6).bfloat16().view(2, 3).t(), torch.zeros(3, 2, dtype=torch.bool)
+    head[1, 0] = True
+    names = {"head": head, "embedding": torch.ones_like(head), "other": None}
+    tensors, metadata = encode_patch((name, weight, mask) for name, mask in names.items())
+    assert tensors is not None and metadata is not None
+    assert metadata["num_changed_params"] == "3"
+    found = {
+        change.name: (change.indices.tolist(), change.values)
+        for chunk in tensors.values()
+        for change in decode(chunk.numpy().data)
+        if change.values is not None and len(change.values)
+    }
+    values = weight.flatten()
+    assert found.keys() == names.keys()
+    for name, places in {"head": [2], "embedding": [*range(6)], "other": [*range(6)]}.items():
+        assert found[name][0] == places
+        assert torch.equal(found[name][1], values[places])
 
 
 def test_sparse_patches_are_short() -> None:

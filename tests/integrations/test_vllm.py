@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
 import tomllib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,6 +332,28 @@ def test_what_a_server_says_is_told_and_it_stays_paused() -> None:
     assert called[-1] == "/update_weights"
     with pytest.raises(CommunicationError, match="refused"):
         Server(url).serve(Version(7, 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"garbage\r\n\r\n", "BadStatusLine"),
+        (b"HTTP/1.1 500 no\r\nContent-Length: 99\r\n\r\nno memo", "500 no memo$"),
+        (b"", "RemoteDisconnected"),
+    ],
+)
+def test_a_server_that_breaks_off_is_told(answer: bytes, told: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+
+        def break_off() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        broken = thread.submit(break_off)
+        with pytest.raises(CommunicationError, match=told):
+            Server(f"http://127.0.0.1:{listening.getsockname()[1]}").serve(Version(7, 1))
+        broken.result()
 
 
 def test_what_an_update_that_failed_has_left_open_is_ended() -> None:

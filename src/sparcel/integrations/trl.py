@@ -108,7 +108,8 @@ def encode_patch(
     base: dict[str, Tensor] = {}
     changed: list[int] = []
     for name, tensor, mask in iterator:
-        tensors[name] = tensor.detach().cpu().contiguous()
+        # Copies: tied tensors would count as one, and each has a mask of its own.
+        tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         if mask is not None:
             base[name] = _other_where(tensors[name], mask.cpu())
         changed.append(tensor.numel() if mask is None else int(mask.sum()))

@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from sparcel.cli.delta.checkpoints import Checkpoint, open_checkpoint, open_delta
+from sparcel.cli.delta.places import writing
 from sparcel.cli.delta.shown import console, share
 from sparcel.cli.options import check_apart, check_output
 from sparcel.errors import FormatError, InputError, VersionError
@@ -107,7 +108,7 @@ def _write(output: Path, before: Checkpoint, steps: list[_Step]) -> int:
     from sparcel._files import replacing
     from sparcel.delta.files import anchor_file
 
-    with replacing(output) as file:
+    with writing(output), replacing(output) as file:
         if _keep_layout(before, steps):
             return _patched(file, before, steps)[1]
         with tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name) as scratch:

@@ -21,6 +21,10 @@ class Checking:
         self.faults: list[str] = []
         self._store = store
         self._sound: list[Entry] = []
+        self._left: list[Entry] = []
+        """Deltas that were not tried yet."""
+        self._ways: dict[Version, list[Entry]] = {}
+        """How each version can be made: by a whole model, and the deltas after it."""
 
     def read(self, entry: Entry) -> None:
         """Compare the files of an entry with what it and they state."""
@@ -63,7 +67,7 @@ class Checking:
         return contents(store.path / name) if isinstance(store, Folder) else store.read(name)
 
     def _contents(self, entry: Entry, files: list[File]) -> list[str]:
-        from sparcel.delta.subscriber import whole_of
+        from sparcel.delta.whole import whole_of
 
         for file in files:
             if file.version() != entry.version:
@@ -75,31 +79,48 @@ class Checking:
         return faults or ([] if entry.base else anchor_faults(whole_of(files), entry.version))
 
     def replay(self) -> None:
-        """Go from each whole model along the deltas, and apply each delta once."""
-        from sparcel.delta.subscriber import whole_of
+        """Go from each whole model along the deltas, and try each delta that can be reached.
 
-        left = [entry for entry in self._sound if entry.base is not None]
-        anchors = [entry for entry in self._sound if entry.base is None]
-        for anchor in sorted(anchors, key=lambda entry: entry.version.number):
-            if any(entry.base == anchor.version for entry in left):
-                files = self._open(anchor)
-                if files is not None:
-                    self._follow(anchor.version, whole_of(files), left)
-        for entry in left:
+        A chain of deltas is followed to its end. What other sound deltas make is made anew, for
+        those deltas that begin there and were not tried.
+        """
+        self._left = [entry for entry in self._sound if entry.base is not None]
+        self._ways = {entry.version: [entry] for entry in self._sound if entry.base is None}
+        while starts := [one.base for one in self._left if one.base in self._ways]:
+            start = min(starts, key=lambda version: (len(self._ways[version]), version.number))
+            tensors = self._made(self._ways[start])
+            if tensors is None:
+                del self._ways[start]
+            else:
+                self._follow(start, tensors)
+        for entry in self._left:
             self._fault(entry, f"nothing sound leads to its base, version {entry.base}")
 
-    def _follow(self, now: Version, tensors: dict[str, Tensor], left: list[Entry]) -> None:
-        """Apply what is left from a version on, and go on with the nearest that can be reached."""
+    def _made(self, way: list[Entry]) -> dict[str, Tensor] | None:
+        """Make a version by a whole model and deltas, if these are still what they were."""
+        from sparcel.delta.whole import whole_of
+
+        anchor, *steps = way
+        files = self._open(anchor)
+        if files is None:
+            return None
+        tensors = whole_of(files)
+        return tensors if all(self._apply(step, tensors, undo=False) for step in steps) else None
+
+    def _follow(self, now: Version, tensors: dict[str, Tensor]) -> None:
+        """Try what is left from a version on, and go on with the nearest that can be reached."""
         reached: Version | None = now
         while reached is not None:
             now, reached = reached, None
             steps = sorted(
-                (entry for entry in left if entry.base == now),
+                (entry for entry in self._left if entry.base == now),
                 key=lambda entry: entry.version.number,
                 reverse=True,
             )
             sound = [step for step in steps if self._apply(step, tensors, undo=step != steps[-1])]
-            left[:] = [entry for entry in left if entry not in steps]
+            self._left = [entry for entry in self._left if entry not in steps]
+            for step in sound:
+                self._ways.setdefault(step.version, [*self._ways[now], step])
             if sound and (sound[-1] == steps[-1] or self._apply(sound[-1], tensors, undo=False)):
                 reached = sound[-1].version
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from sparcel.cli.delta.checkpoints import Checkpoint, open_checkpoint
+from sparcel.cli.delta.places import writing
 from sparcel.cli.delta.shown import bits_each, console, share, size
 from sparcel.cli.options import check_apart, check_output
 
@@ -62,6 +63,8 @@ def diff(
     with shown.status(f"comparing {old} with {new}"):
         found = _found(before, after, code, output)
     shown.print(_table(found, after))
+    for remark in _remarks(before.tensors, after.tensors):
+        shown.print(remark)
     if output is not None:
         shown.print(f"{output} makes version {found.version} of version {found.base}.")
 
@@ -97,13 +100,13 @@ def _found(before: Checkpoint, after: Checkpoint, code: str, output: Path | None
 
     counts: dict[str, _Counts] = defaultdict(_Counts)
     for tensor in after.tensors.values():
-        counts[str(tensor.dtype).removeprefix("torch.")].elements += tensor.numel()
+        counts[_dtype(tensor)].elements += tensor.numel()
     # The sum of the old weights takes a pass over them; it is what `apply` checks them by.
     base = Version(before.number, 0) if output is None else before.version()
     target = after.number if after.number > base.number else base.number + 1
     total = 0
     # The header comes first and tells the lengths of all chunks, so these wait in a file.
-    with tempfile.TemporaryFile(dir=output.parent if output else None) as waiting:
+    with writing(output), tempfile.TemporaryFile(dir=output.parent if output else None) as waiting:
         lengths = []
         for data in encode(after.tensors, before.tensors, code=code, since=base, target=target):
             chunk = read_chunk(data)
@@ -178,3 +181,20 @@ def _table(found: _Found, after: Checkpoint) -> Table:
     if size(half) != size(full):
         table.add_row("of a copy in bfloat16", share(found.bytes, half), f"of {size(half)}")
     return table
+
+
+def _remarks(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Iterator[str]:
+    """Say what makes deltas long that are not of one model, or not of one dtype."""
+    both = before.keys() & after.keys()
+    if before and after and not both:
+        yield "The checkpoints have no tensor in common; are they of the same model?"
+    dtypes = Counter((_dtype(before[name]), _dtype(after[name])) for name in both)
+    for (old, new), count in sorted(dtypes.items()):
+        if old != new:
+            yield f"Tensors whose dtype changes from {old} to {new}, sent whole: {count:,}."
+    if shapes := sum(before[name].shape != after[name].shape for name in both):
+        yield f"Tensors whose shape changes, sent whole: {shapes:,}."
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

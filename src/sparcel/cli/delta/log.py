@@ -9,8 +9,8 @@ import typer
 from rich import box
 from rich.table import Table
 
+from sparcel.cli.delta.places import index_of, open_store
 from sparcel.cli.delta.shown import age, bits_each, console, share, size
-from sparcel.errors import InputError
 
 if TYPE_CHECKING:
     from sparcel.delta.index import Entry, Index
@@ -29,11 +29,7 @@ def log(
 
     A delta is much smaller than a whole model; bits is how much it spends on each changed element.
     """
-    from sparcel.delta import read_index, store_at
-
-    index = read_index(store_at(store))
-    if not index.entries:
-        raise InputError(f"nothing was published to {store} yet: it has no index.json")
+    index = index_of(store, open_store(store))
     shown = console()
     shown.print(_table(index))
     kept = sum(entry.bytes for entry in index.entries)

@@ -20,8 +20,13 @@ def size(nbytes: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Return a part of a whole in percent."""
-    return f"{100 * part / whole:.3g} %" if whole else "–"
+    """Return a part of a whole in percent, without an exponent."""
+    if not whole:
+        return "–"
+    percent = 100 * part / whole
+    if percent >= 999.5:
+        return f"{percent:,.0f} %"
+    return f"{percent:.3g} %" if percent >= 1e-4 or not part else "< 0.0001 %"
 
 
 def bits_each(nbytes: int, changed: int) -> str:

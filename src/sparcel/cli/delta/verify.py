@@ -9,8 +9,9 @@ import typer
 
 from sparcel.cli.delta.checking import Checking, anchor_faults, delta_faults
 from sparcel.cli.delta.checkpoints import is_delta, open_checkpoint, open_delta
+from sparcel.cli.delta.places import index_of, lacks_folder, open_store
 from sparcel.cli.delta.shown import console, size
-from sparcel.errors import FormatError, InputError
+from sparcel.errors import FormatError, InputError, SparcelError
 
 
 def verify(
@@ -28,13 +29,16 @@ def verify(
     Compares all checksums. In a store, also applies each delta to the version that it is for, and
     compares the weights with the sum of the version that it makes, as those who serve the model
     would. This takes memory for the model, or what of it changes. The exit status is 1 if something
-    is wrong.
+    is wrong, or cannot be read.
     """
     shown = console()
     wrong = False
     for place in places:
         with shown.status(f"reading {place}"):
-            what, faults = _file(Path(place)) if Path(place).is_file() else _store(place)
+            try:
+                what, faults = _file(Path(place)) if Path(place).is_file() else _store(place)
+            except (SparcelError, OSError) as error:
+                what, faults = "not read", [str(error)]
         for fault in faults:
             shown.print(f"{place}: {fault}")
         shown.print(f"{place}: {what}; {_count(faults)}")
@@ -68,17 +72,13 @@ def _file(path: Path) -> tuple[str, list[str]]:
 
 def _store(place: str) -> tuple[str, list[str]]:
     """Return what a store is, and what is wrong with it."""
-    from sparcel.delta import read_index, store_at
-
-    if "://" not in place and not Path(place).exists():
-        raise InputError(f"can't read {place}: there is no such file or folder")
-    store = store_at(place)
+    if lacks_folder(place):
+        raise InputError("there is no such file or folder")
+    store = open_store(place)
     try:
-        index = read_index(store)
+        index = index_of(place, store)
     except FormatError as error:
         return "a store", [str(error)]
-    if not index.entries:
-        raise InputError(f"nothing was published to {place} yet: it has no index.json")
     checking = Checking(store)
     for entry in index.entries:
         checking.read(entry)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparcel import units
+from sparcel.cli.delta.places import lacks_folder, open_store, writing
 from sparcel.cli.delta.shown import console, share, size
 from sparcel.cli.options import check_output
 from sparcel.errors import FormatError, InputError, VersionError
@@ -17,7 +18,6 @@ from sparcel.errors import FormatError, InputError, VersionError
 if TYPE_CHECKING:
     from sparcel.delta import Subscriber, Version
     from sparcel.delta.index import Entry, Index
-    from sparcel.delta.stores import Store
 
 _FILE = "model.safetensors"
 
@@ -34,8 +34,8 @@ def watch(
     output: Annotated[
         Path | None,
         typer.Option(
-            help=f"Folder in which to keep the newest version as {_FILE}. The file is replaced as "
-            "a whole, so whoever opens it finds one version.",
+            help=f"Folder in which to keep the newest version as {_FILE}; it is made if it is not "
+            "there. The file is replaced as a whole, so whoever opens it finds one version.",
         ),
     ] = None,
 ) -> None:
@@ -43,16 +43,14 @@ def watch(
 
     Begins with the newest version. If the store cannot be read, says so and goes on trying.
     """
-    from sparcel.delta import store_at
-
     seconds = units.seconds(every)
     if not seconds:
         raise InputError(f"--every must be more than 0s, got {every}")
     if output is not None:
-        if not output.is_dir():
-            raise InputError(f"can't write {output / _FILE}: there is no folder {output}")
+        with writing(output):
+            output.mkdir(parents=True, exist_ok=True)
         check_output(output / _FILE)
-    watching = _Watching(store_at(store), output and output / _FILE)
+    watching = _Watching(store, output and output / _FILE)
     before = signal.signal(signal.SIGINT, watching.interrupt)
     try:
         watching.go_on(seconds)
@@ -63,8 +61,8 @@ def watch(
 
 
 class _Watching:
-    def __init__(self, store: Store, file: Path | None) -> None:
-        self._store, self._file = store, file
+    def __init__(self, place: str, file: Path | None) -> None:
+        self._place, self._store, self._file = place, open_store(place), file
         self._console = console()
         self._shown: int | None = None
         self._said = ""
@@ -97,7 +95,10 @@ class _Watching:
 
         index = read_index(self._store)
         if index.newest is None:
-            self._say(f"{self._store} has no versions yet; waiting for the first")
+            if lacks_folder(self._place):
+                self._say(f"there is no folder {self._place} yet; waiting for it")
+            else:
+                self._say(f"{self._place} has no versions yet; waiting for the first")
             return
         if self._file is not None:
             self._keep(self._file)
@@ -114,7 +115,7 @@ class _Watching:
         reader.update()
         if reader.version is None or reader.version == self._written:
             return
-        with replacing(file) as written:
+        with writing(file), replacing(file) as written:
             for part in anchor_file(reader.tensors, reader.version):
                 written.write(part)
         self._written = reader.version

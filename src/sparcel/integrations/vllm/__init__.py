@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from http.client import HTTPException, IncompleteRead
 from typing import TYPE_CHECKING
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from sparcel.errors import CommunicationError
@@ -92,8 +93,17 @@ class Server:
             with urlopen(request, timeout=self._timeout):
                 pass
         except HTTPError as error:
-            with error:
-                told = error.read().decode(errors="replace")
-            raise CommunicationError(f"{request.full_url}: {error.code} {told}") from error
-        except (URLError, TimeoutError, ConnectionError) as error:
-            raise CommunicationError(f"{request.full_url}: {error}") from error
+            raise CommunicationError(f"{request.full_url}: {error.code} {_told(error)}") from error
+        except (OSError, HTTPException) as error:
+            raise CommunicationError(f"{request.full_url}: {error!r}") from error
+
+
+def _told(error: HTTPError) -> str:
+    """Return what a server says of an error, as far as it arrives."""
+    try:
+        with error:
+            return error.read().decode(errors="replace")
+    except IncompleteRead as cut:
+        return cut.partial.decode(errors="replace")
+    except (OSError, HTTPException) as lost:
+        return f"{error.reason} ({lost!r})"
