@@ -20,8 +20,7 @@ from sparcel.delta.files import File
 from sparcel.delta.index import Entry, Index, read_index
 from sparcel.delta.parts import tensors_of
 from sparcel.delta.stores import Store, store_at
-from sparcel.delta.whole import Whole, placed, within
-from sparcel.delta.whole import whole_of as whole_of
+from sparcel.delta.whole import Whole, placed, whole_of, within
 from sparcel.errors import FormatError, InputError, VersionError
 
 _TRIES = 3
