@@ -677,7 +677,7 @@ def test_headers_that_contradict_themselves(change: dict[str, Any]) -> None:
 
 
 def test_a_header_is_not_unpacked_without_end() -> None:
-    packed = zlib.compress(bytes(5 << 20), 9)
+    packed = zlib.compress(bytes(20 << 20), 9)
     with pytest.raises(FormatError, match="longer than"):
         read_chunk(struct.pack("<4sIII", b"SPD1", len(packed), zlib.crc32(packed), 0) + packed)
 
@@ -715,7 +715,38 @@ def test_many_small_tensors() -> None:
     apply_(old, chunks)
     assert same(old, new)
     with pytest.raises(InputError, match="names take"):
-        list(encode({"w" * (5 << 20): torch.ones(1)}, {}))
+        list(encode({"w" * (20 << 20): torch.ones(1)}, {}))
+
+
+def test_a_header_with_many_dimensions() -> None:
+    """They are not multiplied before they are counted."""
+
+    def change(header: dict[str, Any], _: bytearray) -> None:
+        header.update(pieces=[["w", [9] * 100_000]])
+
+    (chunk,) = encode({"w": torch.zeros(9)}, {})
+    with pytest.raises(FormatError, match="100000 dimensions"):
+        read_chunk(repacked(chunk, change))
+
+
+def test_a_tensor_that_left_before_it_is_removed() -> None:
+    """Nothing is written then."""
+    old = {"a": torch.zeros(9), "b": torch.zeros(9)}
+    prepared = prepare(old, list(encode({"a": torch.ones(9)}, old)))
+    del old["b"]
+    with pytest.raises(VersionError, match="'b' was replaced"):
+        prepared.apply()
+    assert not old["a"].any()
+
+
+def test_what_a_version_ties_is_undone_where_it_is_apart() -> None:
+    base, tied = torch.zeros(2, 2), torch.ones(2, 2)
+    chunks = list(encode({"a": tied, "b": tied}, {"a": base, "b": base}))
+    module = nn.ParameterDict({"a": torch.zeros(2, 2), "b": torch.full((2, 2), 7.0)})
+    inverse = apply_(module, chunks)
+    assert same(module.state_dict(), {"a": tied, "b": tied})
+    inverse.undo()
+    assert same(module.state_dict(), {"a": base, "b": torch.full((2, 2), 7.0)})
 
 
 def test_chunks_are_looked_at_a_few_times() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -75,6 +76,28 @@ def test_no_version_is_lost_to_another_publisher(tmp_path: Path) -> None:
     assert subscriber.version == version
     assert same(subscriber.tensors, models[2])
     assert read_index(store).names < set(store.names())
+
+
+def test_a_publisher_removes_nothing_that_another_one_has_begun_since(tmp_path: Path) -> None:
+    """The first one has committed; the second one follows while the first one looks for files."""
+    models, others = history(3), iter([Publisher, None])
+
+    class Looking(Folder):
+        def names(self) -> list[str]:
+            if read_index(tmp_path).newest != start and (other := next(others, None)):
+                other(tmp_path).publish(models[2])
+            return super().names()
+
+    start = Publisher(tmp_path).publish(models[0])
+    with suppress(VersionError):
+        Publisher(Looking(tmp_path)).publish(models[1])
+    assert read_index(tmp_path).names <= set(Folder(tmp_path).names())
+
+
+def test_a_lock_that_fails(tmp_path: Path) -> None:
+    failure = OSError(errno.EIO, "broken")
+    with patch("fcntl.flock", side_effect=failure), pytest.raises(OSError, match="broken"):
+        Publisher(tmp_path).publish(WEIGHTS)
 
 
 def test_a_file_system_without_locks(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from sparcel.delta import (
 from sparcel.delta.decoding import Found
 from sparcel.delta.files import File, delta_file
 from sparcel.delta.index import INDEX
+from sparcel.delta.parts import Part
 from sparcel.errors import FormatError, InputError, VersionError
 from tests.delta.histories import (
     DAMAGES,
@@ -781,6 +782,26 @@ def test_an_interrupt_while_a_delta_is_written(
     subscriber.verify()
     assert subscriber.version is not None
     assert subscriber.version.number == 1
+
+
+def test_an_error_within_a_chunk(tmp_path: Path) -> None:
+    """What is written in part claims no version, and a whole model takes its place."""
+    models = [{name: torch.full((9, 9), n) for name in "ab"} for n in (0.0, 1.0)]
+    publish(Publisher(tmp_path), models)
+    subscriber = Subscriber(tmp_path, {name: torch.zeros(9, 9).t() for name in "ab"})
+    subscriber.update(0)
+    real, fails = Part.put, iter([False, True])
+
+    def put(part: Part, places: torch.Tensor, bits: torch.Tensor) -> None:
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+        real(part, places, bits)
+
+    with patch.object(Part, "put", put), pytest.raises(torch.OutOfMemoryError):
+        subscriber.update()
+    assert subscriber.version is None
+    subscriber.update()
+    assert same(subscriber.tensors, models[1])
 
 
 def test_a_signal_while_a_delta_is_written(tmp_path: Path) -> None:

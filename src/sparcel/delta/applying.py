@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from sparcel.delta.bits import bits_of
 from sparcel.delta.checks import check_copies, check_names, check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
 from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
-from sparcel.delta.encoding import in_threads
+from sparcel.delta.encoding import in_pool, in_threads
 from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
 from sparcel.errors import InputError, VersionError
 
@@ -96,6 +98,7 @@ class _Step:
     added: Mapping[str, Tensor]
     ties: Mapping[str, str]
     copies: Mapping[str, str]
+    kept: dict[str, Tensor] = field(default_factory=dict)
     state: str = "prepared"
 
     def swap(self, before: str, after: str, gone: Iterable[str], new: Mapping[str, Tensor]) -> None:
@@ -103,25 +106,30 @@ class _Step:
         if self.state != before:
             raise VersionError(f"this step is {self.state} already; prepare another one")
         tensors = tensors_of(self.target)
-        self._check_memory(tensors)
+        self._check_there(tensors, gone)
         self.state = "torn"  # if an interrupt comes too late to undo all
-        done: list[Found] = []
+        begun: list[Found] = []
         try:
-            swap_all(self.found, self.parts, done)
+            swap_all(self.found, self.parts, begun)
         except BaseException:
-            self.state = "torn" if done else before
+            self.state = "torn" if begun else before
             raise
         for name in gone:
             del tensors[name]
         tensors.update(new)
         for copy, name in self.copies.items():
-            bits_of(tensors[copy]).copy_(bits_of(tensors[name]))
+            bits = bits_of(tensors[copy])
+            old = bits.clone()
+            bits.copy_(self.kept.get(copy, bits_of(tensors[name])))
+            self.kept[copy] = old
         self.state = after
 
-    def _check_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        for name in sorted({piece.name for one in self.found for piece in one.chunk.pieces}):
-            local = self.parts[name].local
-            if name not in tensors or memory_of(tensors[name]) != memory_of(local):
+    def _check_there(self, tensors: Mapping[str, Tensor], gone: Iterable[str]) -> None:
+        changing = {piece.name for one in self.found for piece in one.chunk.pieces}
+        for name in sorted(changing | set(gone)):
+            moved = name in changing and name in tensors
+            moved = moved and memory_of(tensors[name]) != memory_of(self.parts[name].local)
+            if name not in tensors or moved:
                 raise VersionError(
                     f"{name!r} was replaced since this step was prepared; prepare again, or {FETCH}"
                 )
@@ -263,25 +271,32 @@ def found_in_parts(
 
 
 def swap_all(
-    found: Iterable[Found], parts: Mapping[str, Part], done: list[Found] | None = None
+    found: Iterable[Found], parts: Mapping[str, Part], begun: list[Found] | None = None
 ) -> None:
-    """Exchange what was found for what parts are; if that fails, nothing is changed.
+    """Exchange what was found for what parts are; if that fails, undo what is done.
 
-    ``done`` is filled with what is exchanged; it is empty again if all is undone.
+    ``begun`` is filled with what may be exchanged. After an error it is empty if all is undone: a
+    chunk in which the error came, or a second interrupt, may be written in part.
     """
-    done = [] if done is None else done
+    begun, done, ended = [] if begun is None else begun, list[Found](), Event()
 
     def swap(one: Found) -> None:
-        one.swap(parts)
-        done.append(one)
+        begun.append(one)
+        if not ended.is_set():
+            one.swap(parts)
+            done.append(one)
 
     try:
-        for _ in in_threads(partial(swap, one) for one in found):
+        # An interrupt could stop the thread that calls within a chunk.
+        for _ in in_pool((partial(swap, one) for one in found), torch.get_num_threads()):
             pass
     except BaseException:
-        while done:
-            done[-1].swap(parts)
-            done.pop()
+        ended.set()
+        whole = len(begun) == len(done)
+        for one in done:
+            one.swap(parts)
+        if whole:
+            begun.clear()
         raise
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sparcel import _cpu
 from sparcel.delta.bits import NAMED, Layout
-from sparcel.delta.parts import MOST_PIECES, Piece
+from sparcel.delta.parts import MOST_DIMS, MOST_PIECES, Piece
 from sparcel.errors import FormatError, InputError
 
 _START = struct.Struct("<4sIII")
@@ -31,7 +31,7 @@ _WRONG = (
     zlib.error,
     RecursionError,
 )
-_MOST_HEADER = 4 << 20
+_MOST_HEADER = 16 << 20
 _MOST_SHARDS = 1 << 20
 _MOST_ELEMENTS = 1 << 24
 CODES = ("steps", "values", "dense", "removed")
@@ -287,6 +287,8 @@ def _read(described: Sequence[Any], layout: Layout) -> Piece:
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is no name")
     shape = tuple(_whole(length) for length in lengths)
+    if len(shape) > MOST_DIMS:
+        raise ValueError(f"{len(shape)} dimensions")
     _whole(math.prod(length or 1 for length in shape))  # or torch could not make it
     size = math.prod(shape)
     first, row, stride, count = (

@@ -193,7 +193,7 @@ def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
             raise FormatError(f"the new tensor {name!r} has pieces of several shapes")
         if sum(piece.count for piece, _ in mine) != size:
             raise FormatError(f"the new tensor {name!r} is there in part only")
-        tensors[name] = torch.empty(shape, dtype=dtype)
+        tensors[name] = torch.zeros(shape, dtype=dtype)
         flat = bits_of(tensors[name]).view(-1)
         for piece, bits in mine:
             end = piece.first + piece.count

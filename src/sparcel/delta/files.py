@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparcel.delta.bits import LAYOUTS
 from sparcel.delta.chunk import Version
-from sparcel.delta.parts import parts_of, ties_of, untied
+from sparcel.delta.parts import MOST_DIMS, parts_of, ties_of, untied
 from sparcel.errors import FormatError, InputError
 
 _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if layout.safetensors}
@@ -136,6 +136,7 @@ class File:
 def _check(told: dict[str, Any]) -> None:
     (begin, end), shape = told["data_offsets"], told["shape"]
     right = all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape))
+    right = right and len(shape) <= MOST_DIMS
     if not right or math.prod(n or 1 for n in shape) >= 1 << 63:
         raise ValueError(f"shape {shape} at {begin} to {end}")
     size = math.prod(shape) * _DTYPES[told["dtype"]].itemsize

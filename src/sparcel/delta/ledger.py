@@ -51,7 +51,8 @@ class Ledger:
 
     def __init__(self, store: Store, writer: str, lag: int) -> None:
         self._store, self._writer, self._lag = store, writer, lag
-        self._tidy = self._ended = False
+        self._ended = False
+        self._left: set[str] = set()
         self.index = self._read()
 
     def begin(self) -> None:
@@ -60,7 +61,10 @@ class Ledger:
         if there.writer != self._writer:
             self._check(there)
         self.index = there
-        self._tidy, self._ended = self._ended, False
+        if not self._ended:
+            # Whoever wrote these began before this publication. If it commits, they cannot.
+            self._left = self._ours() - there.names - {INDEX}
+        self._ended = False
 
     def number(self, asked: int | None = None) -> int:
         """Return the number of the next version, or the one asked for, if it can have that."""
@@ -89,9 +93,9 @@ class Ledger:
         dropped = self.index.names - kept.names
         if dropped:
             self._replace(kept)
-        for name in dropped | self._left_behind():
+        for name in dropped | self._left - kept.names:
             self._store.remove(name)
-        self._ended = True
+        self._left, self._ended = set(), True
 
     def _replace(self, index: Index) -> None:
         index = index.by(self._writer)
@@ -99,13 +103,6 @@ class Ledger:
             self._check(read_index(self._store))
             write_index(self._store, index)
         self.index = index
-
-    def _left_behind(self) -> set[str]:
-        """Return what was written and not committed, by publishers before or in an error.
-
-        Whoever wrote it cannot commit it any more, because this publisher has committed since.
-        """
-        return set() if self._tidy else self._ours() - self.index.names - {INDEX}
 
     def _ours(self, what: int | str = 0) -> set[str]:
         """Return the files that publishers have written, or those of a kind."""

@@ -27,6 +27,9 @@ CHUNK_BYTES = 4 << 20
 MOST_PIECES = 1 << 12
 """Most pieces in a chunk: each one is described in its header."""
 
+MOST_DIMS = 64
+"""Most dimensions of a tensor, as in torch."""
+
 
 @dataclass(frozen=True)
 class Piece:

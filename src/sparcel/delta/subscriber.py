@@ -105,7 +105,7 @@ class Subscriber:
     Attributes
     ----------
     version
-        What the weights are, or None before the first update, and after one that was interrupted.
+        What the weights are; None before the first update, and after one that could not be undone.
     """
 
     def __init__(
@@ -228,7 +228,6 @@ class Subscriber:
             if found != entry.version:
                 raise FormatError(f"{entry.names[0]} holds {found} instead of {entry.version}")
             whole = Whole(entry.version, tensors, self._target, self._given)
-            whole.placed()
             return Ready(entry, self, self.version, whole)
         chunks = [read_chunk(chunk) for file in files for chunk in file.chunks()]
         with within(entry.names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -13,7 +13,15 @@ from sparcel.delta.bits import bits_of
 from sparcel.delta.checks import check_writable
 from sparcel.delta.chunk import Version
 from sparcel.delta.files import File
-from sparcel.delta.parts import Weights, owners, parts_of, tensors_of, untied
+from sparcel.delta.parts import (
+    Part,
+    Weights,
+    memory_of,
+    owners,
+    parts_of,
+    tensors_of,
+    untied,
+)
 from sparcel.errors import FormatError, VersionError
 
 
@@ -26,23 +34,32 @@ class Whole:
     target: Target
     given: Mapping[str, Tensor]
     waits: bool = True
+    places: Mapping[str, Tensor] = field(init=False)
+    written: Mapping[str, Part] = field(init=False)
+    there: Mapping[str, object] = field(init=False)
 
-    def placed(self) -> dict[str, Tensor]:
-        """Return where each tensor goes, or raise if one cannot."""
+    def __post_init__(self) -> None:
         check_writable(parts_of(self.target))
-        return placed(self.version, self.tensors, self.target, self.given)
+        self.places = placed(self.version, self.tensors, self.target, self.given)
+        parts = untied(parts_of(self.places)).items()
+        self.written = {n: part for n, part in parts if self.places[n] is not self.tensors[n]}
+        self.there = _memory(self.target)
 
     def apply(self) -> None:
         """Write it to the weights, or keep it as these."""
-        there, places = tensors_of(self.target), self.placed()
+        if _memory(self.target) != self.there:
+            raise VersionError("tensors were replaced since this was prepared; prepare again")
         self.waits = False
-        for name, part in untied(parts_of(places)).items():
-            if places[name] is not self.tensors[name]:
-                bits_of(part.local).copy_(bits_of(self.tensors[name]))
+        for name, part in self.written.items():
+            part.bits.copy_(bits_of(self.tensors[name]).view(part.bits.shape))
         if not isinstance(self.target, nn.Module):
-            for name in there.keys() - places.keys():
-                del there[name]
-            there.update(places)
+            for name in self.there.keys() - self.places.keys():
+                del self.target[name]
+            self.target.update(self.places)
+
+
+def _memory(target: Target) -> dict[str, object]:
+    return {name: memory_of(tensor) for name, tensor in tensors_of(target).items()}
 
 
 def placed(

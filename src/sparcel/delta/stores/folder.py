@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sparcel._files import replacing
 
 _LOCK = ".lock"
 """A file that publishers lock; it holds nothing."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def read_whole(path: Path) -> memoryview:
@@ -69,13 +72,22 @@ class Folder:
         That is so where the file system has locks; elsewhere nothing keeps two of them apart.
         """
         self._make()
-        with ExitStack() as held:
-            with suppress(OSError):
-                file = held.enter_context((self.path / _LOCK).open("ab"))
+        lock = self.path / _LOCK
+        with suppress(PermissionError):  # somebody else's file can be locked, but not touched
+            lock.touch()
+        with lock.open("rb") as file:
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                yield
+                return
+            try:
+                yield
+            finally:
                 # Closing is not enough if a process was forked meanwhile, which has the file too.
-                held.callback(fcntl.flock, file, fcntl.LOCK_UN)
-            yield
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def _make(self) -> None:
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
