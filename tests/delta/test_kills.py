@@ -177,7 +177,8 @@ def survive(
         assert newest == version_of(model_at(count - 1), count - 1)
         with patch("os.fsync"):
             Publisher(store, anchor_every=1, lag=0).publish(model_at(count), count)
-        (folder / LAST).write_text(str(count))
+        (folder / "unread").write_text(str(count))
+        (folder / "unread").rename(folder / LAST)  # nobody reads it before it is whole
         for who in fleet.names[1:]:
             fleet.wait(who, seconds)
             assert notes_of(folder, who)[-1] == (count, "NoneType")
