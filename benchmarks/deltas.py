@@ -24,6 +24,8 @@ included: see `delta_memory.py`.
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -215,7 +217,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     origin = machine()
-    origin["command"] = "python benchmarks/deltas.py FOLDER"
+    origin["command"] = shlex.join(["python", "benchmarks/deltas.py", "FOLDER", *sys.argv[2:]])
     files, rows = pairs(given.folder, given.lr, VERSIONS), list[Row]()
     for lr, versions in files.items():
         rows += compared(lr, [load_file(file) for file in versions], given.repeats)
