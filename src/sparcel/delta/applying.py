@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Event
 from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from sparcel.delta.bits import bits_of
 from sparcel.delta.checks import check_copies, check_names, check_together, check_writable
 from sparcel.delta.chunk import Chunk, Version, read_chunk
-from sparcel.delta.decoding import FETCH, Change, Found, found_in, new_tensors
-from sparcel.delta.encoding import in_pool, in_threads
-from sparcel.delta.parts import Part, Weights, memory_of, owners, parts_of, tensors_of
+from sparcel.delta.decoding import Change, Found, found_in, new_tensors
+from sparcel.delta.encoding import in_threads
+from sparcel.delta.parts import Part, Weights, owners, parts_of, tensors_of
+from sparcel.delta.step import Step, Target
 from sparcel.errors import InputError, VersionError
 
 Chunks: TypeAlias = Iterable[bytes | memoryview | Chunk]
-Target: TypeAlias = nn.Module | MutableMapping[str, Tensor]
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Inverse:
     base: Version
     version: Version
     changed: int
-    _step: _Step = field(repr=False)
+    _step: Step = field(repr=False)
 
     @property
     def waits(self) -> bool:
@@ -74,7 +72,7 @@ class Prepared:
     version: Version
     tensors: Mapping[str, Tensor] = field(repr=False)
     _changed: int = field(repr=False)
-    _step: _Step = field(repr=False)
+    _step: Step = field(repr=False)
 
     @property
     def waits(self) -> bool:
@@ -85,72 +83,6 @@ class Prepared:
         """Write it, once; the weights must be what and where they were when it was prepared."""
         self._step.swap("prepared", "written", self._step.gone, self._step.added)
         return Inverse(self.base, self.version, self._changed, self._step)
-
-
-@dataclass
-class _Step:
-    """What a delta changes: values that wait to be exchanged for those of weights, and back."""
-
-    target: Target
-    parts: Mapping[str, Part]
-    found: list[Found]
-    gone: Mapping[str, Tensor]
-    added: Mapping[str, Tensor]
-    ties: Mapping[str, str]
-    copies: Mapping[str, str]
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    state: str = "prepared"
-
-    def swap(self, before: str, after: str, gone: Iterable[str], new: Mapping[str, Tensor]) -> None:
-        """Exchange values, and tensors that go for new ones; if that fails, nothing is changed."""
-        if self.state != before:
-            raise VersionError(f"this step is {self.state} already; prepare another one")
-        tensors = tensors_of(self.target)
-        self._check_there(tensors, gone)
-        self.state = "torn"  # if an interrupt comes too late to undo all
-        begun: list[Found] = []
-        try:
-            swap_all(self.found, self.parts, begun)
-        except BaseException:
-            self.state = "torn" if begun else before
-            raise
-        for name in gone:
-            del tensors[name]
-        tensors.update(new)
-        for copy, name in self.copies.items():
-            bits = bits_of(tensors[copy])
-            old = bits.clone()
-            bits.copy_(self.kept.get(copy, bits_of(tensors[name])))
-            self.kept[copy] = old
-        self.state = after
-
-    def _check_there(self, tensors: Mapping[str, Tensor], gone: Iterable[str]) -> None:
-        changing = {piece.name for one in self.found for piece in one.chunk.pieces}
-        for name in sorted(changing | set(gone)):
-            moved = name in changing and name in tensors
-            moved = moved and memory_of(tensors[name]) != memory_of(self.parts[name].local)
-            if name not in tensors or moved:
-                raise VersionError(
-                    f"{name!r} was replaced since this step was prepared; prepare again, or {FETCH}"
-                )
-
-    def changes(self) -> Iterator[Change]:
-        """Yield what has changed, after it is written."""
-        for name, tensor in self.gone.items():
-            yield Change.gone(name, tensor.dtype, tuple(tensor.shape))
-        for name, tensor in self.added.items():
-            yield Change.whole(name, tensor)
-        names: dict[str, list[str]] = {}
-        for alias, name in self.ties.items():
-            if alias not in self.added:
-                names.setdefault(name, []).append(alias)
-        for piece, places in ((p, places) for one in self.found for p, places, _ in one.pieces()):
-            numbers = piece.numbers(places if places is None else places.sort().values)
-            part = self.parts[piece.name]
-            _, local = part.here(numbers.to(part.local.device))
-            values = part.take(local).cpu().view(piece.dtype)
-            for name in (piece.name, *names.get(piece.name, [])):
-                yield Change(name, piece.dtype, piece.shape, numbers, values)
 
 
 def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Prepared:
@@ -177,7 +109,7 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
         after |= {alias: after[name] for alias, name in apart.items()}
     copies = {alias: name for alias, name in apart.items() if module and alias in after}
     check_copies(version, copies, parts)
-    step = _Step(
+    step = Step(
         target,
         parts,
         [one for one in found if one.chunk.code != "removed" and not one.chunk.new],
@@ -268,36 +200,6 @@ def found_in_parts(
     seen: list[Chunk] = []
     found = list(in_threads(_jobs(parts, chunks, since, seen)))
     return seen, found
-
-
-def swap_all(
-    found: Iterable[Found], parts: Mapping[str, Part], begun: list[Found] | None = None
-) -> None:
-    """Exchange what was found for what parts are; if that fails, undo what is done.
-
-    ``begun`` is filled with what may be exchanged. After an error it is empty if all is undone: a
-    chunk in which the error came, or a second interrupt, may be written in part.
-    """
-    begun, done, ended = [] if begun is None else begun, list[Found](), Event()
-
-    def swap(one: Found) -> None:
-        begun.append(one)
-        if not ended.is_set():
-            one.swap(parts)
-            done.append(one)
-
-    try:
-        # An interrupt could stop the thread that calls within a chunk.
-        for _ in in_pool((partial(swap, one) for one in found), torch.get_num_threads()):
-            pass
-    except BaseException:
-        ended.set()
-        whole = len(begun) == len(done)
-        for one in done:
-            one.swap(parts)
-        if whole:
-            begun.clear()
-        raise
 
 
 def _jobs(

@@ -1,9 +1,4 @@
-"""The layout of a chunk, which is documented in ``docs/deltas-layout.md``.
-
-A chunk begins with 16 bytes: the magic ``SPD1``, the length of the header, the CRC-32 of all that
-follows these, and a zero. Then come the header, JSON compressed by zlib, and the streams that it
-names. 32 zeros end it, so that a decoder may read past a stream.
-"""
+"""The layout of a chunk, which is documented in ``docs/deltas-layout.md``."""
 
 from __future__ import annotations
 

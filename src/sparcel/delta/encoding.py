@@ -240,7 +240,8 @@ def in_threads(jobs: Iterator[Callable[[], T]]) -> Iterator[T]:
 def in_pool(jobs: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
     """Run jobs in other threads than the one that calls, and yield their results in order.
 
-    On a GPU they are in the stream of the one that calls. All that have begun are awaited.
+    On a GPU they are in the stream of the one that calls. All that have begun are awaited, unless
+    a second interrupt comes.
     """
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sparcel.comm import Group, resolve
-from sparcel.delta.applying import found_in_parts, swap_all
+from sparcel.delta.applying import found_in_parts
 from sparcel.delta.bits import key_of, signed
 from sparcel.delta.checks import check_pace, check_published
 from sparcel.delta.chunk import Version, read_chunk
@@ -20,6 +20,7 @@ from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
 from sparcel.delta.ledger import Ledger, file_name
 from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.step import swap_all
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import MismatchError, VersionError, known
 

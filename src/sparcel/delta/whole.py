@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from sparcel.delta.applying import Target, apply_
+from sparcel.delta.applying import apply_
 from sparcel.delta.bits import bits_of
 from sparcel.delta.checks import check_writable
 from sparcel.delta.chunk import Version
@@ -22,6 +22,7 @@ from sparcel.delta.parts import (
     tensors_of,
     untied,
 )
+from sparcel.delta.step import Target
 from sparcel.errors import FormatError, VersionError
 
 
@@ -137,7 +138,7 @@ def whole_of(files: list[File]) -> dict[str, Tensor]:
 
 @contextmanager
 def within(names: Sequence[str]) -> Iterator[None]:
-    """Raise what is wrong within files as FormatError: they are passed by, if others do."""
+    """Raise what is wrong within files as FormatError, so that a subscriber looks for others."""
     try:
         yield
     except VersionError as error:
