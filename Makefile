@@ -16,7 +16,7 @@ RATE := 1gbit
 CPP_SOURCES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
-.PHONY: help demo test quick gpu check lint types pages format sanitize clean
+.PHONY: help demo test quick gpu check lint types pages docs format sanitize wheels clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,7 +37,7 @@ gpu: ## on a machine with a GPU, where sparcel is installed (PYTHON=): its tests
 	$(PYTHON) -m pytest tests/gpu tests/kernels/gpu
 	$(PYTHON) benchmarks/gpu.py
 
-check: lint types pages ## what CI checks besides the tests: style, types, figures of the pages
+check: lint types docs pages ## what CI checks besides the tests: style, types, figures of the pages
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -50,6 +50,10 @@ types: $(VENV)/built
 pages: $(VENV)/built
 	$(BIN)/python benchmarks/check_pages.py
 
+docs: $(VENV)/built ## the site in build/docs; ARGS=serve serves it and rebuilds what changes
+	$(BIN)/$(if $(filter serve,$(ARGS)),sphinx-autobuild,sphinx-build --fail-on-warning --keep-going) \
+		--quiet --jobs 2 docs build/docs
+
 format: $(VENV)/built ## format the sources
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
@@ -57,6 +61,9 @@ format: $(VENV)/built ## format the sources
 
 sanitize: $(VENV)/built ## the C++ kernels under sanitizers, mutated messages, and each header compiled alone
 	PATH="$(abspath $(BIN)):$$PATH" tests/kernels/sanitize.sh
+
+wheels: $(VENV)/installed ## build and try the wheels and the source distribution, in dist/ (PYTHONS=)
+	$(BIN)/python tools/wheels.py $(PYTHONS)
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build dist

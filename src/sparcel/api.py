@@ -316,7 +316,7 @@ def broadcast(
 
     They get it on the device from which the group communicates: the CPU, or NCCL's GPU.
 
-    Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams: see `sparcel.collectives.broadcast`.
+    Rounds: 2⌈log₂P⌉, and ⌈log₂P⌉ more for long streams.
     ``format`` is as for `all_reduce`, except ``"auto"``. With one that rounds, the result is the
     pair of the stream, which is rounded on the root too, and what this rank lost.
 

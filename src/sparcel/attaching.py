@@ -81,7 +81,7 @@ def attach(
     scope
         Over what one selection is made: ``"bucket"``, each bucket of DDP, or the shards of each
         module that ``fully_shard`` was applied to, with k by its size and density; ``"model"``, all
-        gradients of the rank, with one k. See docs/training.md for what this costs.
+        gradients of the rank, with one k. See docs/how-to/ddp.md for what this costs.
     ahead
         Whether each rank computes its gradients where its own memory would bring the parameters
         (step-ahead), see `sparcel.training.Ahead`: what brings training at low densities closer to
@@ -130,7 +130,7 @@ def attach(
     step, and the DDP object cannot be used any more, as after any exception that ends a backward
     pass: ``close()`` the handle, wrap the module anew, attach, and give the new handle the
     ``state_dict()`` of the old one. ``no_sync()``, ``join()`` and checkpoints of activations work
-    as with DDP alone. docs/fsdp.md tells what works with ``fully_shard``.
+    as with DDP alone. docs/how-to/fsdp.md tells what works with ``fully_shard``.
     """
     if replicate is not None or is_sharded(model):
         driver: FSDPDriver | DDPDriver = FSDPDriver(model, replicate, group)

@@ -1,0 +1,78 @@
+"""How Sphinx builds the site; `make docs` runs it."""
+
+import re
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+import typer
+from sparcel.cli import app as commands
+from sphinx.application import Sphinx
+from typer.cli import get_docs_for_click
+
+sys.path.insert(0, str(Path(__file__).with_name("extensions")))
+
+project = "sparcel"
+author = "the sparcel authors"
+copyright = f"2026, {author}"  # noqa: A001 (Sphinx reads it by this name)
+release = version = version_of("sparcel")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "settings_table",
+]
+exclude_patterns = ["extensions"]
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+
+# A name in single backticks is a reference, and one that leads nowhere an error. Types in signatures
+# are not: inner classes have no page.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [("py:class", ".*"), ("py:(obj|exc)", r"(?!sparcel\b).*|.*\.T")]
+suppress_warnings = ["ref.python"]  # `bytes` is Python's, and not an attribute of that name
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_mock_imports = ["verl", "vllm"]
+autodoc_default_options = {"members": True, "show-inheritance": True}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = "sparcel"
+html_show_sphinx = False
+html_copy_source = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def _name_files(app: Sphinx, page: str, source: list[str]) -> None:
+    """Show the name of a file above its code, where a comment gives it."""
+    source[0] = re.sub(
+        r"^<!-- file: (\S+) -->\n```(\w+)\n",
+        r"```{code-block} \2\n:caption: \1\n",
+        source[0],
+        flags=re.MULTILINE,
+    )
+
+
+def _list_commands(app: Sphinx, page: str, source: list[str]) -> None:
+    """Append all commands, as they describe themselves, to the page of the command."""
+    if page == "reference/command":
+        command = typer.main.get_command(commands)
+        context = command.make_context("sparcel", [], resilient_parsing=True)
+        source[0] += get_docs_for_click(obj=command, ctx=context, name="sparcel").partition("\n")[2]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _name_files)
+    app.connect("source-read", _list_commands)

@@ -1,0 +1,100 @@
+"""The directives ``settings-table`` and ``attach-table``, which print settings from the code.
+
+A setting's methods and defaults are those of the methods' signatures, and what it means stands in
+their docstrings, so the page cannot differ from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import sparcel
+from docutils import nodes
+from sparcel.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
+from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.training import Averager
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+Row = tuple[str, str, str]
+
+
+def meanings(*documented: Callable[..., Any]) -> dict[str, str]:
+    """Return what the sections "Parameters" say of each name; the first that has it counts."""
+    found: dict[str, str] = {}
+    for one in documented:
+        section = (inspect.getdoc(one) or "").partition("Parameters\n----------\n")[2]
+        section = re.split(r"\n\n(?=\S)", section)[0]
+        for names, words in re.findall(r"^(\S.*)\n((?:[ ]+.*\n?|\n)+)", section, re.MULTILINE):
+            for name in names.split(", "):
+                found.setdefault(name, " ".join(words.split()))
+    return found
+
+
+def settings_of_methods() -> Iterator[Row]:
+    """Yield each setting of a method, its defaults by method, and what it means."""
+    said = meanings(Sparsifier, *SCHEMES.values(), Hierarchical)
+    defaults = {name: inspect.signature(method).parameters for name, method in SCHEMES.items()}
+    for setting in sorted(Settings.__annotations__):
+        methods = defaultdict(list)
+        for name, parameters in defaults.items():
+            if setting in parameters:
+                methods[code(parameters[setting].default)].append(f"``{name}``")
+        if setting in RECOMMENDED:
+            default = code(RECOMMENDED[setting])  # type: ignore[literal-required]
+            methods[default].insert(0, f"without a name (``{DEFAULT}``)")
+        each = (f"{default}: {', '.join(names)}" for default, names in methods.items())
+        yield setting, "; ".join(each), said[setting]
+
+
+def settings_of_attach() -> Iterator[Row]:
+    """Yield each argument of `sparcel.attach` but the settings, its default, and what it means."""
+    said = meanings(Averager, sparcel.attach)
+    for name, parameter in inspect.signature(sparcel.attach).parameters.items():
+        if name in ("model", "settings"):
+            continue
+        yield name, code(parameter.default), said[name]
+
+
+def code(default: object) -> str:
+    """Return a default as it is written in Python."""
+    name = getattr(default, "__name__", None)  # of a function
+    return f"``{name or repr(default)}``"
+
+
+def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the lines of a table in reStructuredText."""
+    yield from (".. list-table::", "   :header-rows: 1", "   :widths: 18 32 50", "")
+    for row in (head, *((f"``{name}``", default, meaning) for name, default, meaning in rows)):
+        for number, cell in enumerate(row):
+            yield f"   {'  -' if number else '* -'} {cell}"
+
+
+class SettingsTable(SphinxDirective):
+    """All settings of all methods."""
+
+    head: Row = ("setting", "default: methods that take it", "meaning")
+    rows = staticmethod(settings_of_methods)
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table's nodes."""
+        text = "\n".join(table(self.head, self.rows()))
+        return self.parse_text_to_nodes(text)
+
+
+class AttachTable(SettingsTable):
+    """All arguments of `sparcel.attach` but the methods' settings."""
+
+    head = ("argument", "default", "meaning")
+    rows = staticmethod(settings_of_attach)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directives."""
+    app.add_directive("settings-table", SettingsTable)
+    app.add_directive("attach-table", AttachTable)
+    return {"parallel_read_safe": True}
