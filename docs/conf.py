@@ -5,16 +5,13 @@ import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-import typer
-from sparcel.cli import app as commands
 from sphinx.application import Sphinx
-from typer.cli import get_docs_for_click
 
 sys.path.insert(0, str(Path(__file__).with_name("extensions")))
 
 project = "sparcel"
 author = "the sparcel authors"
-copyright = f"2026, {author}"  # noqa: A001 (Sphinx reads it by this name)
+copyright = f"2026, {author}"
 release = version = version_of("sparcel")
 
 extensions = [
@@ -24,21 +21,24 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
-    "settings_table",
+    "from_code",
 ]
 exclude_patterns = ["extensions"]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
-# A name in single backticks is a reference, and one that leads nowhere an error. Types in signatures
-# are not: inner classes have no page.
+# A name in single backticks is a reference, and one that leads nowhere an error. Types in
+# signatures are not: inner classes have no page.
 default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [("py:class", ".*"), ("py:(obj|exc)", r"(?!sparcel\b).*|.*\.T")]
 suppress_warnings = ["ref.python"]  # `bytes` is Python's, and not an attribute of that name
 
+smartquotes = False  # they would turn the dashes of options
+
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_mock_imports = ["verl", "vllm"]
@@ -65,14 +65,6 @@ def _name_files(app: Sphinx, page: str, source: list[str]) -> None:
     )
 
 
-def _list_commands(app: Sphinx, page: str, source: list[str]) -> None:
-    """Append all commands, as they describe themselves, to the page of the command."""
-    if page == "reference/command":
-        command = typer.main.get_command(commands)
-        context = command.make_context("sparcel", [], resilient_parsing=True)
-        source[0] += get_docs_for_click(obj=command, ctx=context, name="sparcel").partition("\n")[2]
-
-
 def setup(app: Sphinx) -> None:
+    """Let this file take part in the build."""
     app.connect("source-read", _name_files)
-    app.connect("source-read", _list_commands)

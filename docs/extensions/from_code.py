@@ -1,7 +1,7 @@
-"""The directives ``settings-table`` and ``attach-table``, which print settings from the code.
+"""What the site prints from the code: tables of settings, and the commands with their options.
 
-A setting's methods and defaults are those of the methods' signatures, and what it means stands in
-their docstrings, so the page cannot differ from them.
+``settings-table`` and ``attach-table`` are directives. A setting's methods and defaults are those of the
+methods' signatures, and what it means stands in their docstrings, so no page can differ from them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import sparcel
+import typer
 from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from typer.cli import get_docs_for_click
+
+import sparcel
+from sparcel.cli import app as commands
 from sparcel.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
 from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.training import Averager
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 Row = tuple[str, str, str]
 
@@ -31,7 +35,7 @@ def meanings(*documented: Callable[..., Any]) -> dict[str, str]:
         section = re.split(r"\n\n(?=\S)", section)[0]
         for names, words in re.findall(r"^(\S.*)\n((?:[ ]+.*\n?|\n)+)", section, re.MULTILINE):
             for name in names.split(", "):
-                found.setdefault(name, " ".join(words.split()))
+                found.setdefault(name, linked(" ".join(words.split())))
     return found
 
 
@@ -93,8 +97,32 @@ class AttachTable(SettingsTable):
     rows = staticmethod(settings_of_attach)
 
 
+def linked(text: str) -> str:
+    """Return a docstring's text with links to the pages that it names."""
+    return re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", text)
+
+
+def link_docstring(
+    app: Sphinx, kind: str, name: str, documented: Any, options: Any, lines: list[str]
+) -> None:
+    """Make links of the pages that a docstring names."""
+    lines[:] = map(linked, lines)
+
+
+def list_commands(app: Sphinx, page: str, source: list[str]) -> None:
+    """Append all commands, as they describe themselves, to the page of the command."""
+    if page == "reference/command":
+        command = typer.main.get_command(commands)
+        context = command.make_context("sparcel", [], resilient_parsing=True)
+        text = get_docs_for_click(obj=command, ctx=context, name="sparcel").partition("\n")[2]
+        # Its lists of subcommands cut their sentences off; each has its own section.
+        source[0] += re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+", "", text)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the directives."""
+    """Register what is above."""
     app.add_directive("settings-table", SettingsTable)
     app.add_directive("attach-table", AttachTable)
+    app.connect("source-read", list_commands)
+    app.connect("autodoc-process-docstring", link_docstring)
     return {"parallel_read_safe": True}
