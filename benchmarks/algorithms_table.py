@@ -1,4 +1,6 @@
-"""Write the tables of docs/algorithms.md: the record of `scale.py` and the papers' closed forms.
+"""Write the tables of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
+
+They are of the record of `scale.py`; the tables also of the papers' closed forms.
 
 python benchmarks/scale.py --output benchmarks/results/scale.json
 python benchmarks/algorithms_table.py
@@ -14,11 +16,17 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from pages import table
+from pages import COLOURS, DENSE, plain, save, subplots, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
-PAGE = ROOT / "docs" / "algorithms.md"
+PAGE = ROOT / "docs" / "explanation" / "algorithms.md"
+EXACT = "dense", "allgather", "recursive_doubling", "halving_doubling"
+DRAWN = dict(
+    zip((*EXACT, "gtopk", "oktopk", "hitopk", "scalecom"), (DENSE, *COLOURS), strict=False)
+)
+"""Colours of the algorithms in the figure: of those that add all, and of those that select."""
+
 BEGIN, END = "<!-- from benchmarks/results/scale.json -->\n", "<!-- end -->\n"
 
 
@@ -125,6 +133,28 @@ def compared(ours: float, paper: float | bool, digits: int) -> str:
     return f"{f'**{text}**' if float(text) < float(other) else text} ({other})"
 
 
+def draw_all() -> None:
+    """Draw the times on both networks against the number of ranks."""
+    results = json.loads(RESULTS.read_text())
+    figure, both = subplots(2, size=(6.4, 6.6), sharex=True)
+    for axes, key, network in zip(
+        both, ("ethernet_s", "nodes_s"), results["networks"], strict=True
+    ):
+        for name, colour in DRAWN.items():
+            rows = [row for row in results["rows"] if row["algorithm"] == name]
+            ranks = [row["ranks"] for row in rows]
+            line = "o--" if name in EXACT else "o-"
+            axes.plot(ranks, [1000 * row[key] for row in rows], line, color=colour, label=name)
+        axes.set(xscale="log", yscale="log", ylabel="ms")
+        axes.set_title(described(results["networks"][network]).replace("node: ", "node:\n"))
+        plain(axes.yaxis)
+        axes.set_xticks(ranks, ranks)
+        axes.minorticks_off()
+    both[1].set(xlabel="ranks")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    save(figure, "scale")
+
+
 def main() -> None:
     """Replace the tables on the page."""
     page = PAGE.read_text()
@@ -132,6 +162,7 @@ def main() -> None:
     _, tail = rest.split(END)
     tables = page_table(json.loads(RESULTS.read_text()))
     PAGE.write_text(head + BEGIN + "\n" + tables + "\n" + END + tail)
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/appendix_f.py
 
-prints the table of docs/will-it-help-me.md and draws figures A8 and A9 for it.
+prints the table of docs/how-to/choose.md and draws figures A8 and A9 for it.
 The paper's model is a framework of its authors' ([35] there). Its inputs are in the text, and so
 are some of its results; here the same is computed from the inputs alone.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pages import FIGURES, table
+from pages import save, subplots, table
 
 from sparcel.plan import MODELS
 
@@ -123,25 +122,19 @@ def compare() -> Iterator[str]:
     )
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draw figures A8 and A9, and return the files."""
-    from matplotlib.figure import Figure
-
-    speed = Figure(figsize=(7.5, 3.9), layout="constrained")
-    panels = speed.subplots(1, 2, sharey=True)
+def draw_all() -> None:
+    """Draw figures A8 and A9."""
+    speed, panels = subplots(1, 2, size=(6.8, 3.9), sharey=True)
     for axes, (title, bandwidth) in zip(panels, BANDWIDTHS.items(), strict=True):
         _speed(axes, title, bandwidth)
     panels[0].set_ylabel("samples a second and worker,\n1: uncompressed, 8 workers, 32 GB/s")
     names, labels = panels[1].get_legend_handles_labels()
-    speed.legend(names, labels, loc="outside lower center", ncols=len(SCHEMES), frameon=False)
-    shares = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = shares.subplots(1, 2)
-    _shares_by_batch(left)
-    _cost_by_ranks(right)
-    paths = [folder / "scalecom_a8.png", folder / "scalecom_a9.png"]
-    for figure, path in zip((speed, shares), paths, strict=True):
-        figure.savefig(path, dpi=150, metadata={"Software": None})
-    return paths
+    speed.legend(names, labels, loc="outside lower center", ncols=len(SCHEMES))
+    save(speed, "scalecom_a8")
+    shares, (upper, lower) = subplots(2, size=(6.4, 6.8))
+    _shares_by_batch(upper)
+    _cost_by_ranks(lower)
+    save(shares, "scalecom_a9")
 
 
 def _speed(axes: Axes, title: str, bandwidth: float) -> None:
@@ -162,7 +155,7 @@ def _shares_by_batch(axes: Axes) -> None:
         compute = [s.compute_s / whole for s, whole in zip(systems, wholes, strict=True)]
         waiting = [s.communicate_s(scheme) / w for s, w in zip(systems, wholes, strict=True)]
         at = [x + 0.4 * place - 0.2 for x in range(len(systems))]
-        axes.bar(at, compute, 0.38, color="C7", label=None if place else "computation")
+        axes.bar(at, compute, 0.38, color="#bbbbbb", label=None if place else "computation")
         axes.bar(
             at, waiting, 0.38, bottom=compute, color="C0" if place == 0 else "C2",
             label=f"communication, {_label(scheme)}",
@@ -174,7 +167,7 @@ def _shares_by_batch(axes: Axes) -> None:
         range(len(systems)), [f"{s.batch} a worker\n{s.peak / 1e12:g} TFLOPS" for s in systems]
     )
     axes.set(ylabel="time of a step, 1: uncompressed", ylim=(0, 1.45), title="A9a: 8 workers")
-    axes.legend(frameon=False, loc="upper left", fontsize="small")
+    axes.legend(loc="upper left")
 
 
 def _cost_by_ranks(axes: Axes) -> None:
@@ -186,7 +179,7 @@ def _cost_by_ranks(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
     axes.set(xlabel="workers", ylabel="communication, % of a step", ylim=(0, None), title="A9b")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend()
 
 
 def _bars(
@@ -203,4 +196,4 @@ def _label(scheme: str) -> str:
 
 if __name__ == "__main__":
     print("\n".join(compare()))
-    draw(FIGURES)
+    draw_all()

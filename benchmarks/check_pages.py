@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from typer.testing import CliRunner
@@ -19,7 +20,16 @@ from sparcel.cli import app
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 PROSE = ("| stage |", "| what | then |")
-"""How the tables of docs/data.md begin that have no numbers."""
+"""How the tables of docs/how-to/data.md begin that have no numbers."""
+
+DRAWING = (
+    *("algorithms_table", "appendix_f", "bench_report", "commlib_report", "convergence_report"),
+    *("deltas_report", "frontier_report", "lab_report", "linear_report", "signals_report"),
+    "two_tiers_report",
+)
+"""The scripts whose ``draw_all`` draws figures."""
+NO_RECORD = "fill_in.svg"
+"""Made by examples/fill_in.py, whose training rounds differently on other processors."""
 
 Faults = Iterator[str]
 
@@ -48,7 +58,7 @@ def different(page: str, found: object, expected: object) -> Faults:
 
 def algorithms() -> Faults:
     report: Any = importlib.import_module("algorithms_table")
-    page = "docs/algorithms.md"
+    page = "docs/explanation/algorithms.md"
     shown = text_of(page).split(report.BEGIN)[1].split(report.END)[0].strip()
     yield from different(
         page, shown, report.page_table(json.loads(report.RESULTS.read_text())).strip()
@@ -56,7 +66,7 @@ def algorithms() -> Faults:
 
 
 def benchmark() -> Faults:
-    page, cells = "docs/benchmark.md", recorded("bench_8_nodes_1gbit")["cells"]
+    page, cells = "docs/how-to/benchmark.md", recorded("bench_8_nodes_1gbit")["cells"]
     seconds = {(c["algorithm"], c["density"], c["engine"]): c["seconds"]["median"] for c in cells}
     gloo, mpi = (seconds["dense fp32", 1.0, engine] for engine in ("gloo", "mpi"))
     lines = []
@@ -85,7 +95,7 @@ def benchmark() -> Faults:
 
 def commlib() -> Faults:
     report: Any = importlib.import_module("commlib_report")
-    page = "docs/commlib.md"
+    page = "docs/explanation/commlib.md"
     expected = report.page(text_of(page), report.recorded())
     if text_of(page) != expected:
         yield from absent(page, expected.splitlines())
@@ -96,9 +106,11 @@ def data() -> Faults:
     report: Any = importlib.import_module("data_report")
     made, shown = (
         re.findall(r"(?:^\|.*\n?)+", f"{text}\n", re.MULTILINE)
-        for text in ("\n".join(report.all_tables()), text_of("docs/data.md"))
+        for text in ("\n".join(report.all_tables()), text_of("docs/how-to/data.md"))
     )
-    yield from different("docs/data.md", [one for one in shown if not one.startswith(PROSE)], made)
+    yield from different(
+        "docs/how-to/data.md", [one for one in shown if not one.startswith(PROSE)], made
+    )
 
 
 def demo() -> Faults:
@@ -151,7 +163,38 @@ def experiments() -> Faults:
     lines += frontier_report.adam_table(recorded("adam")["rows"])
     balancing = recorded("balancing")["rows"]
     lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
-    yield from absent("docs/experiments.md", lines)
+    yield from absent("docs/explanation/experiments.md", lines)
+
+
+def figures() -> Faults:
+    """Draw all figures anew, and compare them with those of docs/ and with the gallery."""
+    pages: Any = importlib.import_module("pages")
+    folder: Path = pages.FIGURES
+    script: dict[str, str] = {}
+    with TemporaryDirectory() as name:
+        pages.FIGURES = Path(name)
+        for one in DRAWING:
+            importlib.import_module(one).draw_all()
+            script |= {path.name: one for path in Path(name).iterdir() if path.name not in script}
+        pages.FIGURES = folder
+        for figure, one in script.items():
+            kept = folder / figure
+            if not kept.exists() or kept.read_bytes() != (Path(name) / figure).read_bytes():
+                yield f"docs/figures/{figure} is not what benchmarks/{one}.py draws"
+    yield from different(
+        "docs/figures", {path.name for path in folder.iterdir()}, {NO_RECORD, *script}
+    )
+    for entry in text_of("docs/gallery.md").split("\n## ")[1:]:
+        for figure in re.findall(r"\]\(figures/(.*?)\)", entry):
+            command = f"`python benchmarks/{script.get(figure)}.py`"
+            if command not in entry:
+                yield f"docs/gallery.md does not say that {command} draws {figure}"
+    report: Any = importlib.import_module("lab_report")
+    sentence = report.front_sentence(report.lab_rows())
+    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        text = " ".join(path.read_text().split())
+        if "figures/front.svg" in text and sentence not in text:
+            yield f"{path.relative_to(ROOT)} shows front.svg and does not say: {sentence}"
 
 
 def fsdp() -> Faults:
@@ -170,18 +213,20 @@ def fsdp() -> Faults:
                 cells[number] += f", {row['speedup']:.{0 if row['speedup'] > 9.5 else 1}f}×"
             size = f"{of_model[0]['parameters'] / 1e6:.1f} M"
             lines.append(f"| {' | '.join(['' if start else network, size, *cells])} |")
-    yield from absent("docs/fsdp.md", [line.replace("|  |", "| |") for line in lines], at_least=6)
+    yield from absent(
+        "docs/how-to/fsdp.md", [line.replace("|  |", "| |") for line in lines], at_least=6
+    )
 
 
 def linear() -> Faults:
     report: Any = importlib.import_module("linear_report")
     lines = (line for line in report.all_tables() if line.startswith("|"))
-    yield from absent("docs/linear-measured.md", lines, at_least=60)
+    yield from absent("docs/explanation/linear-measured.md", lines, at_least=60)
 
 
 def optimizers() -> Faults:
     norms: Any = importlib.import_module("norms")
-    page = "docs/optimizers.md"
+    page = "docs/how-to/optimizers.md"
     yield from absent(page, norms.all_tables())
     shapes = {name: list(model()) for name, model in norms.MODELS.items()}
     sizes = {name: sum(map(math.prod, of)) for name, of in shapes.items()}
@@ -196,7 +241,7 @@ def optimizers() -> Faults:
 
 
 def plan() -> Faults:
-    page = "docs/will-it-help-me.md"
+    page = "docs/how-to/choose.md"
     console = r"^```console\n\$ sparcel (plan .*)\n((?:.*\n)*?)```$"
     sessions = re.findall(console, text_of(page), re.MULTILINE)
     answers = [shown for _, shown in sessions if shown]
@@ -218,12 +263,12 @@ def plan() -> Faults:
 def schedule() -> Faults:
     report: Any = importlib.import_module("flush_report")
     lines = report.lines(report.rows_of(report.RESULTS / "flush.json"))
-    yield from absent("docs/schedule.md", lines, at_least=10)
+    yield from absent("docs/how-to/schedule.md", lines, at_least=10)
 
 
 def two_tiers() -> Faults:
     report: Any = importlib.import_module("two_tiers_report")
-    yield from absent("docs/two-tiers.md", report.tables())
+    yield from absent("docs/explanation/two-tiers.md", report.tables())
 
 
 CHECKS: tuple[Callable[[], Faults], ...] = (
@@ -233,6 +278,7 @@ CHECKS: tuple[Callable[[], Faults], ...] = (
     data,
     demo,
     experiments,
+    figures,
     fsdp,
     linear,
     optimizers,

@@ -1,4 +1,4 @@
-"""The tables and the figures of docs/commlib.md, from the record of `commlib.py`.
+"""The tables and the figures of docs/explanation/commlib.md, from the record of `commlib.py`.
 
 python benchmarks/commlib_report.py
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import mean, median
 
 from commlib import PARTS
-from pages import over_seeds, save, table
+from pages import BESIDE, over_seeds, save, subplots, table
 from record import RESULTS, Row
 
 Lines = Callable[[Sequence[Row]], Iterator[str]]
 
 RECORD = RESULTS / "commlib.json"
-PAGE = Path(__file__).parents[1] / "docs" / "commlib.md"
+PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "commlib.md"
 
 TARGETS = (0.55, 0.60)
 """The accuracies to which the trainings' times are told."""
@@ -196,7 +196,7 @@ def shown(lines: Lines, *figure: str) -> Callable[[Row], Iterator[str]]:
     def of_record(record: Row) -> Iterator[str]:
         yield from lines(record["rows"])
         for name, description in zip(figure[::2], figure[1::2], strict=True):
-            yield f"\n![{description}](figures/{name}.svg)"
+            yield f"\n![{description}](../figures/{name}.svg)"
 
     return of_record
 
@@ -220,7 +220,7 @@ def origin(record: Row) -> Iterator[str]:
     request = median(one["request_seconds"] for one in firsts if "request_seconds" in one)
     dates = sorted({row["date"][:10] for row in record["rows"]})
     yield (
-        f"The [record](../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"
+        f"The [record](../../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"
         f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}. The"
         f" store answered in {1e3 * request:.0f} ms, the median over trainings."
     )
@@ -248,13 +248,9 @@ REGIONS = {
 
 def draw_breakdown(rows: Sequence[Row]) -> None:
     """Draw stacked bars, as CommLib's Figure 1: systems side by side at each resolution."""
-    from matplotlib import pyplot as plt
-
     systems = [*of_kind(rows, "existing").values(), *of_kind(rows, "throughput").values()]
     names = [f"{row['label']}{'' if row['kind'] == 'existing' else ', ours'}" for row in systems]
-    figure, all_axes = plt.subplots(
-        1, len(PAPER_TABLE_3), figsize=(8, 3.8), layout="constrained", sharey=True
-    )
+    figure, all_axes = subplots(1, len(PAPER_TABLE_3), size=(6.4, 4.4), sharey=True)
     for axes, size in zip(all_axes, PAPER_TABLE_3, strict=True):
         below = [0.0] * len(systems)
         parts = [step_parts(warm(row, size)) for row in systems]
@@ -263,17 +259,15 @@ def draw_breakdown(rows: Sequence[Row]) -> None:
             axes.bar(names, heights, bottom=below, label=part)
             below = [low + height for low, height in zip(below, heights, strict=True)]
         axes.set(title=f"{size} × {size} pixels")
-        axes.tick_params("x", rotation=60, labelsize=7)
+        axes.tick_params("x", rotation=90)
     all_axes[0].set(ylabel="ms a step")
-    all_axes[-1].legend(fontsize=7)
+    all_axes[-1].legend()
     save(figure, "commlib_breakdown")
 
 
 def draw_accuracy(rows: Sequence[Row], kind: str, over_time: bool) -> None:
     """Draw accuracy by epochs, as CommLib's Figure 10, or by seconds."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    figure, axes = subplots()
     for label, row in of_kind(rows, kind).items():
         seconds, places = 0.0, []
         for one in row["epochs"]:
@@ -281,18 +275,22 @@ def draw_accuracy(rows: Sequence[Row], kind: str, over_time: bool) -> None:
             places.append(seconds if over_time else one["epoch"] + 1)
         axes.plot(places, [100 * one["accuracy"] for one in row["epochs"]], label=label, lw=1)
     axes.set(xlabel="seconds" if over_time else "epochs", ylabel="accuracy, %")
-    axes.legend(fontsize=7)
+    axes.legend(**BESIDE)
     save(figure, f"commlib_{kind}")
+
+
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = recorded()["rows"]
+    draw_breakdown(rows)
+    draw_accuracy(rows, "training", over_time=True)
+    draw_accuracy(rows, "convergence", over_time=False)
 
 
 def main() -> None:
     """Write the tables into the page, and draw the figures."""
-    record = recorded()
-    PAGE.write_text(page(PAGE.read_text(), record))
-    rows = record["rows"]
-    draw_breakdown(rows)
-    draw_accuracy(rows, "training", over_time=True)
-    draw_accuracy(rows, "convergence", over_time=False)
+    PAGE.write_text(page(PAGE.read_text(), recorded()))
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Tables and plots of docs/experiments.md, from the records of `causes.py` and `convergence.py`.
+"""Tables and plots of docs/explanation/experiments.md, about what training ends at.
+
+They are made from the records of `causes.py` and `convergence.py`.
 
     python benchmarks/convergence_report.py
 
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import mean
 
-from pages import apart, over_seeds, save, table
+from pages import BESIDE, DENSE, apart, over_seeds, plain, save, subplots, table
 from record import RESULTS, Row, rows_of
 
 CAUSES = "variant", "seeds", "accuracy", "loss", "dead units", "early update", "wait", "density"
@@ -177,15 +179,14 @@ Places = Callable[[Row], list[float]]
 
 def draw_losses(rows: Sequence[Row], places: Places, label: str, name: str) -> None:
     """Draw losses at their places, with the baseline in bold."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = subplots()
     for row in rows:
         losses = [math.nan if loss is None else loss for loss in row["train_losses"]]
-        width = 2.0 if row["method"] in ("dense", "DDP") else 1.0
-        axes.plot(places(row), losses, label=row["method"], linewidth=width)
+        bold = {"color": DENSE, "linewidth": 2.0} if row["method"] == "dense" else {"linewidth": 1}
+        axes.plot(places(row), losses, label=row["method"], **bold)
     axes.set(xlabel=label, ylabel="training loss", title=rows[0]["task"], yscale="log")
-    axes.legend(fontsize="small")
+    plain(axes.yaxis)
+    axes.legend(**BESIDE)
     save(figure, name)
 
 
@@ -205,16 +206,27 @@ def _mean(rows: Sequence[Row], key: str, form: str) -> str:
     return "diverged" if None in values else form.format(mean(values))
 
 
+def _tasks(rows: Iterable[Row]) -> list[str]:
+    return [task for task, _ in _grouped((row for row in rows if row["method"] != "dense"), "task")]
+
+
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = rows_of(RESULTS / "convergence.json")
+    for task in _tasks(rows):
+        draw(rows, task)
+
+
 def main() -> None:
     print("\n".join(causes_table(rows_of(RESULTS / "causes.json"))), end="\n\n")
     rows = rows_of(RESULTS / "convergence.json")
     print("\n".join(put_back_table(rows)), end="\n\n")
-    for task, _ in _grouped((row for row in rows if row["method"] != "dense"), "task"):
+    for task in _tasks(rows):
         print(f"### {task}\n")
         print("\n".join(suite_table(rows, task)), end="\n\n")
-        draw(rows, task)
     print("\n".join(sweeps_table(rows_of(RESULTS / "convergence_sweeps.json"), rows)), end="\n\n")
     print("\n".join(recipes_table(rows_of(RESULTS / "papers_recipes.json"))), end="\n\n")
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/data.md, from the records of `data_cache.py` and `data_parts.py`.
+"""The tables of docs/how-to/data.md, from the records of `data_cache.py` and `data_parts.py`.
 
 python benchmarks/data_report.py
 """

@@ -1,4 +1,4 @@
-"""The table of docs/schedule.md, from the record of ``flush.py``.
+"""The table of docs/how-to/schedule.md, from the record of ``flush.py``.
 
 python benchmarks/flush_report.py
 """

@@ -1,4 +1,4 @@
-"""Tables and plots of docs/experiments.md: what training ends at for the bytes that it sends.
+"""Tables and plots of docs/explanation/experiments.md: what training ends at for its bytes.
 
     python benchmarks/frontier_report.py
 
@@ -13,7 +13,19 @@ from math import exp
 from statistics import mean
 
 from convergence import SUITE
-from pages import apart, over_seeds, save, table
+from pages import (
+    BESIDE,
+    DENSE,
+    POWERSGD,
+    ROUNDED,
+    SPARCEL,
+    apart,
+    over_seeds,
+    plain,
+    save,
+    subplots,
+    table,
+)
 from record import RESULTS, Row, rows_of
 
 COLUMNS = (
@@ -99,17 +111,41 @@ def _adam_cells(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 
 def draw(rows: Sequence[Row], task: str) -> None:
     """Draw the loss at the end against the share of the bytes, the mean over the seeds."""
-    from matplotlib import pyplot as plt
-
     shown = [row for row in rows if _setting(row) == (task, 8, 2000)]
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = subplots()
+    hooks: dict[str, tuple[float, float]] = {}
+    markers = iter("o^vD")
     for run in dict.fromkeys(row["run"] for row in sorted(shown, key=_order)):
         found = [row for row in shown if row["run"] == run]
         place = 100 * mean(row["share"] for row in found), mean(row["loss"] for row in found)
-        axes.plot(*place, "s" if run == "dense" else "o")
-        axes.annotate(run, place, xytext=(4, 4), textcoords="offset points", fontsize="small")
-    axes.set(xscale="log", xlabel="bytes, % of dense float32", ylabel="loss at the end", title=task)
+        scheme, *settings = run.split(",")
+        if scheme == "powersgd":
+            hooks[settings[0]] = place
+        elif scheme in ("dense", "bf16"):
+            colour = DENSE if scheme == "dense" else ROUNDED
+            axes.plot(*place, "s", color=colour, label="dense" if colour == DENSE else "bfloat16")
+        else:
+            name = f"{scheme} {100 * float(settings[0]):.0f} %{', front' * ('front' in settings)}"
+            axes.plot(*place, next(markers), color=SPARCEL, label=name)
+    if hooks:
+        axes.plot(
+            *zip(*hooks.values(), strict=True), "o-", color=POWERSGD, label="PowerSGD, by rank"
+        )
+    for rank, place in hooks.items():
+        axes.annotate(rank, place, (6, 3), textcoords="offset points", color=POWERSGD)
+    axes.set(xscale="log", xlabel="bytes, % of dense float32", ylabel="loss at the end")
+    axes.set(xlim=(2.5, 150), title=f"{task}; oktopk and scalecom with values of 4 bits")
+    plain(axes.xaxis)
+    axes.legend(**BESIDE)
     save(figure, f"frontier_{task}")
+
+
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = all_rows()
+    for task in tasks_of(rows):
+        if task in SUITE:
+            draw(rows, task)
 
 
 def main() -> None:
@@ -117,9 +153,8 @@ def main() -> None:
     for task in tasks_of(rows):
         print(f"### {task}\n")
         print("\n".join(frontier_table(rows, task)), end="\n\n")
-        if task in SUITE:
-            draw(rows, task)
     print("\n".join(adam_table(rows_of(RESULTS / "adam.json"))))
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Tables and plots of docs/experiments.md about trainings over links, from `lab_training.py`.
+"""Tables and plots of docs/explanation/experiments.md about trainings over links.
+
+They are made from the record of `lab_training.py`.
 
     python benchmarks/lab_report.py
 
-prints the tables as Markdown and draws ``docs/figures/lab_TASK.svg``.
+prints the tables as Markdown and draws ``docs/figures/lab_TASK.svg``, and ``front.svg``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from convergence_report import beside, draw_losses
-from pages import table
+from convergence_report import beside
+from pages import DENSE, POWERSGD, ROUNDED, SPARCEL, save, subplots, table
 from record import RESULTS, Row, rows_of
 
 from sparcel.cost import stated_rates
@@ -26,6 +29,13 @@ TRAININGS = (
 SECONDS = "task", "method", "steps", "seconds at 100 Mbit/s", "ms a step at 1 Gbit/s", "seconds"
 PREDICTED = "task", "method", "steps", "ms a step", "seconds", "ms a step", "seconds"
 SLOW, FAST = "100mbit", "1gbit"
+FRONT = "medium words"
+DRAWN = {
+    "PowerSGD 4": ("PowerSGD", POWERSGD),
+    "sparcel": ("sparcel", SPARCEL),
+    "bf16": ("bfloat16", ROUNDED),
+}
+"""Names and colours of the methods in figures."""
 LATENCY_S, GPU_MEMORY, GPU_S = 100e-6, 1e12, 0.02
 """What `predicted_table` assumes: of a message, seconds; of a GPU, bytes a second, and the seconds
 that both passes of a step take."""
@@ -140,13 +150,70 @@ def _training(row: Row) -> tuple[str, int, int]:
 
 def draw(rows: Sequence[Row], task: str) -> None:
     """Draw the training loss of each method against time."""
-    shown = [row for row in whole(rows) if (row["task"], row["network"]) == (task, SLOW)]
-    draw_losses(
-        shown,
-        lambda row: [second / 60 for second in row["train_seconds"]],
-        f"minutes, {SLOW}",
-        f"lab_{task.replace(' ', '_')}",
+    figure, axes = subplots()
+    for row in whole(rows):
+        if (row["task"], row["network"]) == (task, SLOW):
+            name, colour = DRAWN[row["method"]]
+            minutes = [second / 60 for second in row["train_seconds"]]
+            axes.plot(minutes, row["train_losses"], color=colour, label=name, linewidth=1.2)
+    axes.set(xlabel="minutes, over links of 100 Mbit/s", ylabel="training loss", title=task)
+    axes.set(xlim=(0, None), ylim=(4.1, 5.6))
+    axes.legend()
+    save(figure, f"lab_{task.replace(' ', '_')}")
+
+
+def _front(rows: Sequence[Row]) -> tuple[Row, list[tuple[Row, str]]]:
+    """Return DDP's row, and of each method on the slow links its row and how it fares."""
+    (base,) = (row for row in whole(rows) if (row["task"], row["method"]) == (FRONT, "DDP"))
+    told = []
+    for row, reached in _reached(rows):
+        if row["task"] == FRONT:
+            above = 100 * (math.exp(row["loss"] - base["loss"]) - 1)
+            text = f"{reached[1] / 60:.1f} min" if reached else f"ends {above:.1f} % above"
+            told.append((row, text))
+    return base, told
+
+
+def front_sentence(rows: Sequence[Row]) -> str:
+    """Return what pages say that show the front page's picture."""
+    told = {DRAWN[row["method"]][0]: text for row, text in _front(rows)[1]}
+    return (
+        f"sparcel comes within 1 % of plain DDP's perplexity after {told['sparcel']}, bfloat16"
+        f" after {told['bfloat16']}; PowerSGD {told['PowerSGD']}."
     )
+
+
+def draw_front(rows: Sequence[Row]) -> None:
+    """Draw the front page's picture: how soon each method is as good as DDP alone."""
+    base, told = _front(rows)
+    wanted = 1.01 * math.exp(base["held_out"][-1][-1])
+    figure, axes = subplots(size=(5.4, 4))
+    axes.axhline(wanted, color=DENSE, linewidth=1, linestyle=":")
+    axes.text(0.05, wanted - 0.3, "as good as plain DDP\n(within 1 %)", va="top")
+    for row, text in told:
+        name, colour = DRAWN[row["method"]]
+        write = partial(axes.annotate, color=colour, textcoords="offset points")
+        points = [(second / 60, math.exp(loss)) for _, second, loss in row["held_out"]]
+        axes.plot(*zip(*points, strict=True), color=colour, lw=4.5 if name == "sparcel" else 2.5)
+        write(name, points[0], (4, 4), weight="bold")
+        there = next((point for point in points if point[1] <= wanted), None)
+        if there:
+            axes.plot(*there, "o", color=colour, markersize=9)
+            write(text, there, (4, 9))
+        else:
+            write(text, points[-1], (2, -4), ha="right", va="top")
+    axes.set(xlabel="minutes of training", ylabel="perplexity (lower is better)")
+    axes.set(xlim=(0, 5), ylim=(74.5, 92.5))
+    axes.set_title("Training over a slow network: 8 nodes, 100 Mbit/s", loc="center")
+    save(figure, "front")
+
+
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = lab_rows()
+    for task in {row["task"] for row in rows}:
+        draw(rows, task)
+    draw_front(rows)
 
 
 def main() -> None:
@@ -154,8 +221,7 @@ def main() -> None:
     print("\n".join(trainings_table(rows)), end="\n\n")
     print("\n".join(seconds_table(rows)), end="\n\n")
     print("\n".join(predicted_table(rows)))
-    for task in {row["task"] for row in rows}:
-        draw(rows, task)
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables and the figures of docs/linear-measured.md, from its records.
+"""The tables and the figures of docs/explanation/linear-measured.md, from its records.
 
 python benchmarks/linear_report.py
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from linear_single_tables import fit_table, reading_table, single_table
-from pages import save, table
+from pages import BESIDE, COLOURS, plain, save, subplots, table
 from record import RESULTS, Row, rows_of
 
 PAPER = {"posts-reviews": (20.26, 25.75), "urls": (12.65, 23.81)}
@@ -244,9 +244,7 @@ def all_tables() -> Iterator[str]:
 
 def draw(rows: list[Row], name: str) -> None:
     """Draw the loss against time of some arms on 8 nodes."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    figure, axes = subplots()
     found = {
         row["arm"]: row
         for row in rows
@@ -256,17 +254,59 @@ def draw(rows: list[Row], name: str) -> None:
         axes.plot(
             np.cumsum(found[arm]["seconds"]), found[arm]["train_losses"], "o-", label=arm, ms=3
         )
-    axes.set(xscale="log", xlabel="seconds", ylabel="mean loss of an epoch")
-    axes.legend(fontsize=6)
+    axes.set(xscale="log", xlabel="seconds", ylabel="mean loss of an epoch", title=name)
+    plain(axes.xaxis)
+    axes.legend(**BESIDE)
     save(figure, f"linear-{name}")
+
+
+def draw_optimum(rows: list[Row]) -> None:
+    """Draw the seconds that each way takes to the same objective, or until it gives up."""
+    figure, axes = subplots(size=(6.4, 3.4))
+    for place, row in enumerate(rows):
+        waited = row.get("communication_seconds", 0.0)
+        reached = row.get("reached", True)
+        axes.barh(place, row["seconds"], color=COLOURS[0] if reached else "lightgrey")
+        axes.barh(place, waited, color=COLOURS[4], left=row["seconds"] - waited)
+        text = f" {row['seconds']:.0f} s" + ("" if reached else ", not reached")
+        axes.text(row["seconds"], place, text, va="center", fontsize="small")
+    names = [f"{row['arm']}, {row['nodes']} node{'s' * (row['nodes'] > 1)}" for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds (light: communication)", xlim=(0, 680))
+    save(figure, "linear-optimum")
+
+
+def draw_memory(rows: list[Row]) -> None:
+    """Draw the most memory that a rank takes, beside the rows and the vectors that it must hold."""
+    figure, axes = subplots(size=(6.4, 4))
+    names = [f"{row['label']}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}" for row in rows]
+    rest = [row["budget_bytes"] - row["parsed_bytes"] for row in rows]
+    parsed = [row["parsed_bytes"] / 1e6 for row in rows]
+    axes.barh(names, parsed, color=COLOURS[0], label="rows as parsed")
+    vectors = [size / 1e6 for size in rest]
+    axes.barh(names, vectors, left=parsed, color=COLOURS[4], label="vectors")
+    peaks = [row["peak_bytes"] / 1e6 for row in rows]
+    axes.plot(peaks, names, "|", color="black", markersize=14, mew=2, label="most memory taken")
+    axes.invert_yaxis()
+    axes.set(xlabel="MB a rank")
+    figure.legend(loc="outside upper right", ncols=3)
+    save(figure, "linear-memory")
+
+
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = rows_of(RESULTS / "linear_models.json")
+    for name in dict.fromkeys(row["set"] for row in rows):
+        draw(rows, name)
+    draw_optimum(rows_of(RESULTS / "linear_optimum.json"))
+    draw_memory(rows_of(RESULTS / "linear_memory.json"))
 
 
 def main() -> None:
     """Print the tables and draw the figures."""
     print(*all_tables(), sep="\n")
-    rows = rows_of(RESULTS / "linear_models.json")
-    for name in dict.fromkeys(row["set"] for row in rows):
-        draw(rows, name)
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/linear-measured.md on one process: epochs, whole fits, reading."""
+"""The tables of docs/explanation/linear-measured.md on one process: epochs, whole fits, reading."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ RECORDS = {"simulated": "", "2_cores": "one machine", "lab": "lab, 1 Gbit/s"}
 
 
 def all_tables() -> Iterator[str]:
-    """Yield the lines of docs/optimizers.md's tables."""
+    """Yield the lines of docs/how-to/optimizers.md's tables."""
     for name, network in RECORDS.items():
         yield from tabled(rows_of(RESULTS / f"norms_{name}.json"), network)
 

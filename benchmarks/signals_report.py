@@ -2,7 +2,7 @@
 
     python benchmarks/signals_report.py
 
-prints the tables as Markdown and draws ``docs/figures/signals_TASK.svg``.
+prints the tables as Markdown and draws ``docs/figures/signals_TASK.svg`` and ``growth_TASK.svg``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import mean
 
-from pages import save, table
+from pages import BESIDE, COLOURS, plain, save, subplots, table
 from record import RESULTS, Row, rows_of
 
 from sparcel.analysis import expected_nnz
@@ -112,9 +112,7 @@ def uniform_table(size: int = 512) -> Iterator[str]:
 
 def draw(rows: Sequence[Row], task: str) -> None:
     """Draw ξ, the coordinates sent, and the similarity of memories over the steps."""
-    from matplotlib import pyplot as plt
-
-    figure, (xis, counts, cosines) = plt.subplots(1, 3, figsize=(12, 3.5), layout="constrained")
+    figure, (xis, counts, cosines) = subplots(3, size=(6.4, 6.5), sharex=True)
     for row in rows:
         if row["task"] != task:
             continue
@@ -125,11 +123,31 @@ def draw(rows: Sequence[Row], task: str) -> None:
         places = [row["steps"] * (part + 0.5) / len(sent) for part in range(len(sent))]
         counts.plot(places, sent, color=line.get_color())
         cosines.plot(steps, [one["memory_cosine"] for one in looks], color=line.get_color())
-    xis.set(xlabel="step", ylabel="ξ", title=task)
-    counts.set(xlabel="step", ylabel="sent / asked", yscale="log")
-    cosines.set(xlabel="step", ylabel="cosine of two ranks' memories")
-    xis.legend(fontsize="small")
+    xis.set(ylabel="ξ", title=task)
+    counts.set(ylabel="sent / asked", yscale="log")
+    plain(counts.yaxis)
+    cosines.set(xlabel="step", ylabel="cosine of memories")
+    figure.legend(loc="outside upper right", ncols=3)
     save(figure, f"signals_{task}")
+
+
+def draw_growth(row: Row) -> None:
+    """Draw the density of the sum of exact selections against the ranks, at the last step."""
+    figure, axes = subplots()
+    *_, step = row["growth"]
+    for place, (density, shares) in enumerate(row["growth"][step].items()):
+        ranks = [2**power for power in range(len(shares))]
+        name, size, k = f"{100 * float(density):g} %", 10**6, round(1e6 * float(density))
+        chance = [100 * expected_nnz(size, k, count) / size for count in ranks]
+        line = {"color": COLOURS[place]}
+        axes.plot(ranks, [100 * share for share in shares], "o-", label=name, **line)
+        axes.plot(ranks, chance, ":", label=f"{name}, by chance", **line)
+    axes.set(xscale="log", xlabel="ranks", ylabel="density of the sum, %", ylim=(0, 100))
+    axes.set(title=f"{row['task']}, step {step}, each rank's largest")
+    axes.set_xticks(ranks, ranks)
+    axes.minorticks_off()
+    axes.legend(**BESIDE)
+    save(figure, f"growth_{row['task']}")
 
 
 def _mean(row: Row, key: str) -> float:
@@ -151,11 +169,20 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
     yield from uniform_table()
 
 
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = rows_of(RESULTS / "signals.json")
+    for task in {row["task"] for row in rows}:
+        draw(rows, task)
+    for row in rows:
+        if row["method"] == "topk":
+            draw_growth(row)
+
+
 def main() -> None:
     rows = rows_of(RESULTS / "signals.json")
     print("\n".join(tables(rows)))
-    for task in {row["task"] for row in rows}:
-        draw(rows, task)
+    draw_all()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables and figures of docs/two-tiers.md, from the records of `two_tiers.py`."""
+"""Tables and figures of docs/explanation/two-tiers.md, from the records of `two_tiers.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pages import save, table
+from pages import BESIDE, plain, save, subplots, table
 from record import RESULTS, rows_of
 from two_tiers import METHODS, Row
 from two_tiers_bytes import GRIDS
@@ -104,9 +104,7 @@ def bytes_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def draw_times(rows: Sequence[Row], network: str) -> None:
     """Draw figure 7."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    figure, axes = subplots()
     for name in METHODS:
         own = _of(rows, name)
         sizes, times = [row["size"] / 1e6 for row in own], [row["ms"] for row in own]
@@ -114,17 +112,16 @@ def draw_times(rows: Sequence[Row], network: str) -> None:
     axes.set(xscale="log", yscale="log", xlabel="coordinates, millions", ylabel="time, ms")
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.minorticks_off()
-    axes.set_title(network, fontsize=9)
+    axes.set(title=network)
+    plain(axes.yaxis)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend()
     save(figure, "two_tiers")
 
 
 def draw_steps(rows: Sequence[Row], network: str) -> None:
     """Draw figure 8."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
+    figure, axes = subplots(size=(6.4, 2.8))
     names = [f"{row['size'] / 1e6:g} M, {row['density']:.1%}" for row in rows]
     left = [0.0] * len(rows)
     for place, (step, colour) in enumerate(zip(STEPS, STEP_COLOURS, strict=True)):
@@ -132,9 +129,8 @@ def draw_steps(rows: Sequence[Row], network: str) -> None:
         axes.barh(names, widths, left=left, color=colour, label=step)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(xlabel="time of an average rank, ms")
-    axes.set_title(network, fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.set(xlabel="time of an average rank, ms", title=network)
+    axes.legend(**BESIDE)
     save(figure, "two_tiers_steps")
 
 
@@ -161,12 +157,17 @@ def _network(record: str) -> dict[str, Any]:
     return network
 
 
-def main() -> None:
-    print("\n".join(tables()))
+def draw_all() -> None:
+    """Draw the figures."""
     draw_times(rows_of(RESULTS / "two_tiers.json"), _network("two_tiers")["description"])
     draw_steps(
         rows_of(RESULTS / "two_tiers_steps.json"), _network("two_tiers_steps")["description"]
     )
+
+
+def main() -> None:
+    print("\n".join(tables()))
+    draw_all()
 
 
 if __name__ == "__main__":

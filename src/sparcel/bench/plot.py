@@ -69,7 +69,7 @@ _QUANTITIES: dict[str, tuple[str, _Values]] = {
 """What may lie on the horizontal axis: its label, and its value for a cell."""
 
 
-def plot(results: Sequence[Results], folder: Path) -> list[Path]:
+def plot(results: Sequence[Results], folder: Path, suffix: str = ".png") -> list[Path]:
     """Draw time against each quantity with several values, and each case's phases.
 
     Returns the files written.
@@ -79,7 +79,9 @@ def plot(results: Sequence[Results], folder: Path) -> list[Path]:
     results
         Results of one or more runs; plots against ranks need runs on different numbers of ranks.
     folder
-        Folder for the PNGs; made if it is missing.
+        Folder for the plots; made if it is missing.
+    suffix
+        Of the files, which decides their format: ``".png"``, ``".svg"``, ``".pdf"``.
 
     Raises
     ------
@@ -101,12 +103,12 @@ def plot(results: Sequence[Results], folder: Path) -> list[Path]:
     written: list[Path] = []
     for name, title, draw in _figures(points):
         figure = Figure(layout="constrained")
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=9)
         draw(figure)
-        path = folder / f"{name}.png"
+        path = folder / f"{name}{suffix}"
         if path in written:  # of another network
-            path = folder / f"{name}_{len(written)}.png"
-        figure.savefig(path, dpi=140)
+            path = folder / f"{name}_{len(written)}{suffix}"
+        figure.savefig(path, dpi=140, metadata={"Date": None} if suffix == ".svg" else {})
         written.append(path)
     return written
 
@@ -155,10 +157,10 @@ def _curves(figure: Figure, group: list[_Point], dense: list[_Point], free: str)
     names = list(dict.fromkeys(point.cell.algorithm for point in group))
     methods = list(dict.fromkeys(name.removeprefix(STEP) for name in names))
     kinds = [kind for kind in _KINDS if any(_kind(name) == kind for name in names)]
-    figure.set_size_inches(1.7 + 5.6 * len(kinds), 5)
+    figure.set_size_inches(7.3, 0.8 + 3.2 * len(kinds))
     first = None
     for place, kind in enumerate(kinds):
-        first = axes = figure.add_subplot(1, len(kinds), place + 1, sharey=first)
+        first = axes = figure.add_subplot(len(kinds), 1, place + 1, sharex=first)
         for name in (name for name in names if _kind(name) == kind):
             colour = _COLOURS[methods.index(name.removeprefix(STEP)) % len(_COLOURS)]
             _lines(axes, name, group, lambda point: [of(point)], colour)
@@ -219,7 +221,7 @@ def _breakdown(figure: Figure, group: list[_Point], dense: list[_Point]) -> None
     group = sorted(
         group, key=lambda p: (_kind(p.cell.algorithm) != _KINDS[0], p.cell.algorithm, p.cell.engine)
     )
-    figure.set_size_inches(8.5, 1.6 + 0.26 * len(group))
+    figure.set_size_inches(7, 1.6 + 0.26 * len(group))
     axes = figure.add_subplot()
     left = [0.0] * len(group)
     for phase, colour in zip((*PHASES, "other"), _PHASE_COLOURS, strict=True):
