@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparcel import device
-from sparcel.errors import FormatError
+from sparcel.errors import FormatError, InputError
 from sparcel.stream import SparseStream
 
 _LAYOUT = struct.Struct("<4sBBBBIIQQQ")
@@ -30,6 +30,7 @@ _DTYPES = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LARGEST_SIZE = 2**63 - 1  # indices are int64
+_WIDEST = 2**32 - 1
 
 HEADER_BYTES = _LAYOUT.size
 ALIGNMENT = 8
@@ -65,6 +66,8 @@ class Header(NamedTuple):
         cls, stream: SparseStream, index_code: int, value_code: int, detail: int, length: int
     ) -> Self:
         """Return the header of a message of ``length`` bytes that holds ``stream``."""
+        if stream.width is not None and stream.width > _WIDEST:
+            raise InputError(f"rows of a message have at most {_WIDEST} values, got {stream.width}")
         return cls(
             index_code=index_code,
             value_code=value_code,
@@ -157,6 +160,8 @@ class Header(NamedTuple):
                 f"message of version {version}, this sparcel reads version {_VERSION};"
                 " install the same release on every rank"
             )
+        if flags & ~(_DENSE | _NON_FINITE | _ROWS):
+            raise FormatError(f"unknown flags {flags:#x} in the header")
         if code not in _DTYPES:
             raise FormatError(f"unknown dtype code {code} in the header")
         dense = bool(flags & _DENSE)

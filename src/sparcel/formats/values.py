@@ -141,8 +141,8 @@ class FewBits(ValueCode):
     Parameters
     ----------
     bits
-        8, 4 or 2 bits a value, sign included. 2 bits have no zero: in a dense message zeros become
-        small numbers, where they share a block with others.
+        8, 4 or 2 bits a value, sign included. Rounded to nearest, 2 bits have no zero: in a dense
+        message zeros become small numbers, where they share a block with others.
     block
         How many consecutive stored values share a scale: a multiple of 8 from 8 to 65536. 0 is 64,
         or 32 with 2 bits.
