@@ -2,9 +2,9 @@
 
     python benchmarks/gtopk_paper.py
 
-prints the table of docs/explanation/experiments.md. The paper gives samples a second of whole trainings, so a
-step took 32·b / throughput. Its computation is not in the text: a step of gTop-k is an upper bound
-of it, and serves as such. Nothing overlaps, as in the paper.
+prints the table of docs/explanation/experiments.md. The paper gives samples a second of whole
+trainings, so a step took 32·b / throughput. Its computation is not in the text: a step of gTop-k is
+an upper bound of it, and serves as such. Nothing overlaps, as in the paper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports follow the map of docs/design.md: they go downwards and avoid private modules."""
+"""Imports follow the map of docs/explanation/design.md: downwards, and into no private module."""
 
 import ast
 import inspect
@@ -20,8 +20,8 @@ from sparcel.comm.jobs import JobQueue
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "sparcel"
-DESIGN = (ROOT / "docs/design.md").read_text()
-MAP = re.search(r"## Rooms.*?```\n(.*?)```", DESIGN, re.DOTALL)
+DESIGN = (ROOT / "docs/explanation/design.md").read_text()
+MAP = re.search(r"## Rooms.*?```text\n(.*?)```", DESIGN, re.DOTALL)
 
 COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
@@ -122,7 +122,7 @@ def files_of(stack: list[inspect.FrameInfo]) -> list[str]:
 
 
 def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, set[str]]:
-    """Return the files that calls of functions came through, as docs/design.md draws them.
+    """Return the files that calls of functions came through, as the design draws them.
 
     What a job calls came through whoever submitted the job.
     """
@@ -176,7 +176,7 @@ def drawn(lines: dict[str, list[str]], *names: str) -> str:
 
 @pytest.mark.processes
 def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
-    drawing = re.search(r"### The way of a gradient.*?```\n(.*?)```", DESIGN, re.DOTALL)
+    drawing = re.search(r"### The way of a gradient.*?```text\n(.*?)```", DESIGN, re.DOTALL)
     assert drawing is not None
     named = dict(line.split(maxsplit=1) for line in drawing.group(1).splitlines())
     lines = {name: files.split(" > ") for name, files in named.items()}

@@ -1,7 +1,7 @@
 """What the site prints from the code: tables of settings, and the commands with their options.
 
-``settings-table`` and ``attach-table`` are directives. A setting's methods and defaults are those of the
-methods' signatures, and what it means stands in their docstrings, so no page can differ from them.
+``settings-table`` and ``attach-table`` are directives. Methods and defaults come from the methods'
+signatures, and meanings from their docstrings, so no page can differ from them.
 """
 
 from __future__ import annotations

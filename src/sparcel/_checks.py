@@ -134,7 +134,9 @@ def checked_indices(indices: Tensor, values: Tensor, size: int) -> Tensor:
             f" for {values.shape[0]} values"
         )
     if indices.device != values.device:
-        raise InputError(f"indices are on {indices.device}, values on {values.device}")
+        raise InputError(
+            f"indices must be where values are, on {values.device}, got {indices.device}"
+        )
     dtype = kernels.index_dtype(size)
     # The dtype must hold both the given indices and the size that they are compared with.
     indices = indices.to(torch.promote_types(indices.dtype, dtype)).contiguous()

@@ -30,7 +30,7 @@ STEPS = 4
 
 
 def bound(column, ranks, size, count, value_bytes=4):
-    """Return the bound of docs/algorithms.md: the sum of its parts."""
+    """Return the bound of docs/explanation/algorithms.md: the sum of its parts."""
     return sum(evaluate(part[column], ranks, size, count, value_bytes) for part in PARTS.values())
 
 

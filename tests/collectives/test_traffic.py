@@ -1,4 +1,4 @@
-"""Counted traffic equals the formulas of docs/algorithms.md, which are read from that page."""
+"""Counted traffic equals the formulas that are read from docs/explanation/algorithms.md."""
 
 import re
 from itertools import product
@@ -19,7 +19,7 @@ from tests.sampling import meeting
 from tests.strategies import SUM, case_of, layouts, make_stream, sizes, worlds
 
 WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 17, 31, 32, 33, 64)
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md").read_text()
 
 
 def table(columns):

@@ -1,4 +1,4 @@
-"""The invariants of docs/design.md, for every scheme."""
+"""The invariants of docs/explanation/design.md, for every scheme."""
 
 from itertools import product
 

@@ -41,7 +41,7 @@ MOST_READS = {
     # what is selected, the message, the length of the sum, whether it is finite
     "topk": 4,
     "topk packed 4 bits": 4,
-    # of the leader, of the tree's root, and with regions: see docs/gpu.md
+    # of the leader, of the tree's root, and with regions: see docs/how-to/gpu.md
     "scalecom": 9,
     "gtopk": 10,
     "oktopk held": 14,

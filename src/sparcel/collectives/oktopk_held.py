@@ -22,7 +22,7 @@ from sparcel.wire import Wire
 
 SELECT_ONLY = 0.5
 """Time to select from a vector, divided by the time to add a gradient and select at once. At 0.1 %
-it is 3.0 of 5.8 ms in docs/benchmark.md."""
+it is 3.0 of 5.8 ms in docs/how-to/benchmark.md."""
 
 
 @dataclass(frozen=True)

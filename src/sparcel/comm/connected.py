@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel.comm.communicator import Communicator
 from sparcel.comm.executor import Executor
-from sparcel.comm.jobs import Job, submit_beside
+from sparcel.comm.jobs import CLOSED, Job, submit_beside
 from sparcel.comm.rendezvous import Rendezvous
 from sparcel.comm.traffic import Traffic
 from sparcel.errors import CommunicationError, InputError
@@ -172,7 +172,7 @@ class ConnectedCommunicator(Communicator):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise CommunicationError("the communicator was closed")
+            raise CommunicationError(CLOSED)
 
     def _split(self, colour: int) -> Self:
         colours = self.gather_numbers(colour)

@@ -90,7 +90,12 @@ class Executor:
         # The last messages may still be under way, and closing a connection would drop them.
         finished = self.failure.cause is not None or failure.finish(_FINISH_SECONDS)
         if not finished and failure is self.failure:
-            self.abort(Cause(f"rank {self.me} closed its communicator before the others"))
+            self.abort(
+                Cause(
+                    f"rank {self.me} closed its communicator before the others: it ended, or closed"
+                    " its handle; its own output tells why"
+                )
+            )
         self._drop(engine)
 
     def release(self, engine: Engine, failure: Failure) -> None:

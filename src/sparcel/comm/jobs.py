@@ -21,7 +21,7 @@ T = TypeVar("T")
 _SIGNAL_SECONDS = 0.2
 """How long a waiting thread may take to notice Ctrl-C."""
 
-_CLOSED = "the communicator was closed"
+CLOSED = "the communicator was closed; sparcel.comm.resolve(group) gives another one"
 
 
 class Job(Generic[T]):
@@ -135,7 +135,7 @@ class JobQueue:
         if self.is_current():
             return job()
         if self.ended:
-            raise CommunicationError(_CLOSED)
+            raise CommunicationError(CLOSED)
         state = self._state
         if not state.waiting and not state.turn.locked():  # acquiring a taken lock ignores Ctrl-C
             with state.turn:
@@ -152,7 +152,7 @@ class JobQueue:
             When the queue has ended.
         """
         if self.ended:
-            raise CommunicationError(_CLOSED)
+            raise CommunicationError(CLOSED)
         queued = Job(job, counted=True)
         if self.is_current():
             queued.run()
@@ -160,7 +160,7 @@ class JobQueue:
             self._state.count(1)
             self._pending.put(queued)
             if self._state.over:  # the queue ended after the check above
-                queued.fail(CommunicationError(_CLOSED))
+                queued.fail(CommunicationError(CLOSED))
         return queued
 
     def is_current(self) -> bool:
@@ -231,4 +231,4 @@ def _work(pending: _Pending, state: _State) -> None:
     with suppress(Empty):
         while True:
             if (late := pending.get_nowait()) is not None:
-                late.fail(CommunicationError(_CLOSED))
+                late.fail(CommunicationError(CLOSED))

@@ -110,7 +110,10 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
             " give rates=sparcel.cost.stated_rates(...), or a file, or carrier='host'"
         )
     if comm.size < 2:
-        raise InputError("measuring rates needs at least 2 ranks, got 1")
+        raise InputError(
+            "measuring rates needs at least 2 ranks, got 1; start several by torchrun or mpiexec,"
+            " or give rates=sparcel.cost.stated_rates(...)"
+        )
     here = comm.run(comm.ranks_per_node)
     points = [
         _Point(name, amount, make)

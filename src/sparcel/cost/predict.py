@@ -76,7 +76,8 @@ def predict(stages: Stages, problem: Problem, rates: Rates | None = None) -> Pre
     Parameters
     ----------
     stages
-        The algorithm's stages, from a table of `sparcel.collectives` or `sparcel.schemes`.
+        The algorithm's stages: ``sparcel.schemes.stages_of(name, rates)``, or those of an
+        entry of ``sparcel.collectives.ALGORITHMS``.
     rates
         None for `default_rates`.
     """

@@ -1,4 +1,4 @@
-"""The layout of a chunk, which is documented in ``docs/deltas-layout.md``."""
+"""The layout of a chunk, which is documented in ``docs/reference/deltas-layout.md``."""
 
 from __future__ import annotations
 

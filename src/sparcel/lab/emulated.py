@@ -29,7 +29,7 @@ class LabUnavailableError(SparcelError):
 class EmulatedNetwork:
     """Nodes in network namespaces, each joined to one switch by a rate-limited link.
 
-    The nodes reach each other and nothing else. One process (:mod:`sparcel.lab.switch`) keeps the
+    The nodes reach each other and nothing else. One process (``sparcel.lab.switch``) keeps the
     network alive. It ends when :meth:`close` is called, and when this process dies by any signal;
     the kernel then kills all processes on the nodes and removes the namespaces.
 
@@ -113,7 +113,7 @@ class EmulatedNetwork:
     def command(self, node: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on a node; execute it in a new session.
 
-        The process must inherit :attr:`descriptors`. It joins the namespaces by these open files,
+        The process must inherit `descriptors`. It joins the namespaces by these open files,
         so if the network is gone meanwhile, it fails and cannot reach another process.
         """
         user, mount, pid, ipc, *nodes = (f"/proc/self/fd/{number}" for number in self._namespaces)

@@ -185,7 +185,7 @@ class Workers:
         ------
         WorkerFailedError
             As soon as a rank ends with an error. If it survived the failure of another rank, the
-            other ranks have :data:`GRACE_S` to end as well. :meth:`close` ends those that run on.
+            other ranks have 5 seconds to end as well. `close` ends those that run on.
         """
         failures = Failures()
         for event in self.events():
@@ -201,7 +201,7 @@ class Workers:
             raise failures.first
 
     def close_soon(self) -> None:
-        """Kill all processes that still run after :data:`GRACE_S`; only the first call counts."""
+        """Kill all processes that still run after 5 seconds; only the first call counts."""
         if self._grace is None:
             self._grace = threading.Timer(GRACE_S, self.close)
             self._grace.start()

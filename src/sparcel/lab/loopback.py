@@ -25,7 +25,7 @@ class Loopback:
     nodes
         Number of nodes.
     reason
-        Why this is no emulated network, for :attr:`description`.
+        Why this is no emulated network, for `description`.
     """
 
     link = None

@@ -54,7 +54,7 @@ def run(
 ) -> int:
     """Run a program on all nodes and print its lines, each after its rank.
 
-    When a rank fails, the others have `sparcel.lab.launch.GRACE_S` to end by themselves; then they
+    When a rank fails, the others have 5 seconds to end by themselves; then they
     are killed. At the end, the rank that failed first is named, with the cause.
 
     Parameters
@@ -81,7 +81,10 @@ def run(
     faults = faults or Faults()
     faults.check(network.nodes)
     if faults.any and not isinstance(network, EmulatedNetwork):
-        raise InputError(f"faults need an emulated network, got {network.description}")
+        raise InputError(
+            f"faults need an emulated network, got {network.description}; give a --rate, and leave"
+            " out --or-loopback"
+        )
     killed: set[int] = set()
     failures = Failures()
     fault_error: str | None = None

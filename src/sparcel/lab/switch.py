@@ -1,6 +1,6 @@
 """The first process of an emulated network, which builds the network and keeps it alive.
 
-:mod:`sparcel.lab.emulated` starts this file as process 1 of new PID, network and mount namespaces.
+`sparcel.lab.emulated` starts this file as process 1 of new PID, network and mount namespaces.
 The process joins the nodes' network namespaces by a bridge in its own, sends the descriptors of the
 namespaces back, and serves its parent's requests until the parent closes the socket or dies.
 Nothing here has a name outside. When process 1 ends, for whatever reason, the kernel kills every

@@ -51,7 +51,7 @@ def parallel(
     additive
         Whether the row of a tensor is the sum of the rows of its pieces, as a sum of squares is.
         Then ``op`` gets vectors: tensors in the order of memory, large ones in pieces of
-        `sparcel.kernels.CHUNK` elements. Rows are added in float64 in the order of the pieces. So
+        131,072 elements. Rows are added in float64 in the order of the pieces. So
         the result has the same bits for every number of ranks.
 
     Returns

@@ -73,9 +73,8 @@ def model_of(given: str | int | nn.Module) -> Model:
     Parameters
     ----------
     given
-        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"`` (see
-        `sparcel.units.count`); or a module, of
-        which the parameters that are trained count.
+        One of `MODELS`; a number such as ``25_600_000``, ``"25.6M"`` or ``"7B"``; or a
+        module, of which the parameters that are trained count.
 
     Raises
     ------

@@ -105,7 +105,7 @@ DEFAULT = "oktopk"
 
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
 """What `DEFAULT` is set to where no scheme is named. In recorded trainings it ended where dense
-training does, for the fewest bytes: docs/experiments.md, "Loss for the bytes"."""
+training does, for the fewest bytes: docs/explanation/experiments.md, "Loss for the bytes"."""
 
 _STAGES_BY: dict[str, Callable[[Rates], Stages]] = {
     "topk": topk_stages_by,

@@ -191,4 +191,7 @@ def _missing(
             " save full_state_dict(), or give rank r what ranks r, r+P, … saved"
         ]
     names = [name for name in tensors if any((old, name) not in found for old in inherited)]
-    return [f"the state holds no memory of {names}"] if names else []
+    if not names:
+        return []
+    way_out = "use the model and the policy that it was saved with"
+    return [f"the state holds no memory of {names}; {way_out}"]

@@ -104,8 +104,8 @@ class Handle:
         """Return how many steps what this rank keeps back waits; this reads all of its memory.
 
         The mean time that a gradient's magnitude spends in memory until it is applied, by Little's
-        law (waiting = arrivals · time): the sum of |memory| over the sum of |x| that the last
-        effective step took out of it. 0 if nothing is kept back; NaN if something is, and the last
+        law (waiting = arrivals · time): the sum of ``|memory|`` over the sum of ``|x|`` that the
+        last effective step took out of it. 0 if nothing is kept back; NaN if something is, and the last
         step took nothing out. The law is about a steady state: while memory fills, in the first
         1/density steps, the result is too large. Under ``gtopk`` and ``oktopk`` a rank also keeps
         what others have sent. One rank's figure then says little, and is NaN if the rank kept more

@@ -33,7 +33,7 @@ class Costs:
         sent, and that the updates had. Small tensors count as sent whole. Of a sparse gradient,
         as embeddings make it, the rows that were used count as sent.
     magnitude
-        The sum of |x| over what left this rank's memory, less that over what came back to it or
+        The sum of ``|x|`` over what left this rank's memory, less that over what came back to it or
         arrived from other ranks.
     flushed
         What is in ``magnitude`` because the scheme was switched to one without memory: see

@@ -88,4 +88,7 @@ def _backend(group: dist.ProcessGroup) -> str:
         return "nccl"
     if "gloo" in backends:
         return "gloo"
-    raise InputError(f"a process group must use Gloo or NCCL, got {backends}")
+    raise InputError(
+        f"a process group must use Gloo or NCCL, got {backends}; pass"
+        " group=torch.distributed.new_group(backend='gloo')"
+    )

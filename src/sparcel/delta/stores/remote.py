@@ -81,7 +81,10 @@ class Remote:
         except (OSError, SparcelError):
             raise
         except NotImplementedError as error:
-            raise InputError(f"{what} {self._url}") from error
+            raise InputError(
+                f"{what} {self._url}: its file system does not do that; publish to a folder that a"
+                " web server serves, or to an object store"
+            ) from error
         except Exception as error:  # of aiohttp, for one
             raise OSError(f"{what} {self._url}: {error!r}") from error
 
