@@ -49,6 +49,7 @@ types: $(VENV)/built
 
 pages: $(VENV)/built
 	$(BIN)/python benchmarks/check_pages.py
+	$(BIN)/python -m pytest $(IN_PARALLEL) README.md CONTRIBUTING.md docs
 
 docs: $(VENV)/built ## the site in build/docs; ARGS=serve serves it and rebuilds what changes
 	$(BIN)/$(if $(filter serve,$(ARGS)),sphinx-autobuild,sphinx-build --fail-on-warning --keep-going) \

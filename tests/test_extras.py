@@ -4,13 +4,11 @@ import ast
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from scikit_build_core.build import build_sdist
 from typer.testing import CliRunner
 
 import sparcel
@@ -113,13 +111,3 @@ def test_a_command_says_which_extra_to_install(
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert sparcel.__version__ == version("sparcel")
     assert CliRunner().invoke(app, ["--version"]).output == f"sparcel {sparcel.__version__}\n"
-
-
-@pytest.mark.slow
-def test_the_source_distribution_holds_no_built_files(tmp_path: Path) -> None:
-    assert list(ROOT.glob("build/**/*.o")), "build in the tree first, as make does"
-    with tarfile.open(tmp_path / build_sdist(str(tmp_path))) as archive:
-        files = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"src/sparcel/__init__.py", "csrc/bindings.cpp", "CMakeLists.txt", "LICENSE"} <= files
-    assert not [file for file in files if file.split("/")[0] in ("build", "dist", ".venv")]
-    assert not [file for file in files if Path(file).suffix in (".o", ".so", ".a", ".pyc")]

@@ -1,8 +1,9 @@
-"""The wheel that a user installs builds, is complete, and is typed."""
+"""What users get, the wheel and the source distribution, is complete; the wheel is typed."""
 
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -50,6 +51,24 @@ def test_wheel_holds_the_extension_the_type_marker_and_the_licence(wheel: Path) 
     assert [name for name in names if name.startswith("sparcel/_cpu.") and name.endswith(".so")]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
     assert not [name for name in names if name.endswith((".cpp", ".h")) or "/test" in name]
+
+
+@pytest.mark.slow
+def test_source_distribution_holds_what_the_build_and_its_users_need_and_no_more(
+    tmp_path: Path,
+) -> None:
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT)
+    (sdist,) = tmp_path.iterdir()
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("csrc", "src")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".so")
+    }
+    for_users = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md"}
+    assert held == sources | for_users | {"CMakeLists.txt", "pyproject.toml"}
 
 
 @pytest.mark.slow

@@ -105,11 +105,11 @@ class Handle:
 
         The mean time that a gradient's magnitude spends in memory until it is applied, by Little's
         law (waiting = arrivals · time): the sum of ``|memory|`` over the sum of ``|x|`` that the
-        last effective step took out of it. 0 if nothing is kept back; NaN if something is, and the last
-        step took nothing out. The law is about a steady state: while memory fills, in the first
-        1/density steps, the result is too large. Under ``gtopk`` and ``oktopk`` a rank also keeps
-        what others have sent. One rank's figure then says little, and is NaN if the rank kept more
-        than it sent.
+        last effective step took out of it. 0 if nothing is kept back; NaN if something is, and the
+        last step took nothing out. The law is about a steady state: while memory fills, in the
+        first 1/density steps, the result is too large. Under ``gtopk`` and ``oktopk`` a rank also
+        keeps what others have sent. One rank's figure then says little, and is NaN if the rank kept
+        more than it sent.
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
