@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +21,6 @@ from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import TENSORS, gradients_of
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "schedule.md").read_text()
 SPARSE = sparcel.scheme("hitopk", density=0.01, selector="mstopk")
 
 
@@ -64,12 +60,6 @@ def test_the_schedule_of_the_paper_can_be_written_down() -> None:
     assert "selector=MSTopK" in rows[0]
     assert rows[0].endswith("0.4 to 1.7   96          256")
     assert rows[1].split()[2] == "Hierarchical(inner=Dense())"
-
-
-def test_the_page_s_example_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)[0]
-    exec(code, {})
-    assert capsys.readouterr().out == printed
 
 
 lengths = st.lists(st.one_of(st.integers(1, 50), st.floats(1e-3, 50)), min_size=1, max_size=6)

@@ -1,0 +1,30 @@
+"""Pages that pytest is given are run: ``pytest README.md CONTRIBUTING.md docs``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent
+DOCS = ROOT / "docs"
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
+    """Collect the blocks of a page of the root or of the site."""
+    if file_path.suffix == ".md" and (file_path.parent == ROOT or DOCS in file_path.parents):
+        from tests.printed import collect
+
+        return collect(file_path, parent)
+    return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the blocks of a page in one process, in their order."""
+    if all("tests" in one for one in config.args):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
