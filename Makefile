@@ -16,7 +16,7 @@ RATE := 1gbit
 CPP_SOURCES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
-.PHONY: help demo test quick gpu check lint types pages docs format sanitize wheels clean
+.PHONY: help demo test quick gpu check lint types records pages docs format sanitize wheels clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,7 +37,7 @@ gpu: ## on a machine with a GPU, where sparcel is installed (PYTHON=): its tests
 	$(PYTHON) -m pytest tests/gpu tests/kernels/gpu
 	$(PYTHON) benchmarks/gpu.py
 
-check: lint types docs pages ## what CI checks besides the tests: style, types, figures of the pages
+check: lint types records docs pages ## what CI checks besides the tests: style, types, the site, the code of its pages
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -47,8 +47,10 @@ lint: $(VENV)/built
 types: $(VENV)/built
 	$(BIN)/mypy
 
-pages: $(VENV)/built
+records: $(VENV)/built
 	$(BIN)/python benchmarks/check_pages.py
+
+pages: $(VENV)/built
 	$(BIN)/python -m pytest $(IN_PARALLEL) README.md CONTRIBUTING.md docs
 
 docs: $(VENV)/built ## the site in build/docs; ARGS=serve serves it and rebuilds what changes
