@@ -50,6 +50,8 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = "sparcel"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
 copybutton_exclude = ".linenos, .gp, .go"

@@ -91,7 +91,7 @@ def test_there_are_as_many_messages_as_one_reads() -> None:
 
 
 def test_classes_are_what_the_page_says() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \|", CLASSES, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)` \(`(\w+)`\) \|", CLASSES, re.MULTILINE)
     found = {name.rpartition(".")[2]: base for name, base in rows}
     public = {
         name: kind
