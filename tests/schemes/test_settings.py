@@ -11,7 +11,7 @@ import pytest
 
 import sparcel
 from sparcel.errors import InputError, SparcelWarning
-from sparcel.schemes import SCHEMES, Settings, chosen_scheme
+from sparcel.schemes import SCHEMES, Hierarchical, Scheme, Settings, chosen_scheme, scheme
 
 WITH_DENSITY = [name for name in SCHEMES if "density" in signature(SCHEMES[name]).parameters]
 
@@ -83,3 +83,19 @@ def test_without_a_name_the_recommended_settings_hold_where_none_differ():
     )
     with pytest.raises(InputError, match="a setting of scheme 'oktopk'"):
         chosen_scheme(None, {"bits": 4})
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (scheme(), "OkTopK(density=0.1, format='packed:4')"),
+        (scheme("topk", selector="exact", clip=None), "TopK(density=0.01)"),
+        (scheme("dense"), "Dense()"),
+        (
+            Hierarchical(scheme("scalecom", beta=0.1), ranks_per_node=4),
+            "Hierarchical(ScaleCom(density=0.01, beta=0.1), ranks_per_node=4)",
+        ),
+    ],
+)
+def test_schemes_say_what_is_not_a_default(made: Scheme, said: str) -> None:
+    assert str(made) == said

@@ -59,7 +59,7 @@ def test_the_schedule_of_the_paper_can_be_written_down() -> None:
     ]
     assert "selector=MSTopK" in rows[0]
     assert rows[0].endswith("0.4 to 1.7   96          256")
-    assert rows[1].split()[2] == "Hierarchical(inner=Dense())"
+    assert rows[1].split()[2] == "Hierarchical(Dense())"
 
 
 lengths = st.lists(st.one_of(st.integers(1, 50), st.floats(1e-3, 50)), min_size=1, max_size=6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from sparcel._checks import FLOAT_DTYPES, check_like, check_type, flag
 from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
+from sparcel.formats import Format
 from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory
 from sparcel.schemes.outcome import Begun, Reduced, averaged, write_update
@@ -32,6 +33,17 @@ class Scheme(ABC):
     """How many steps have taken effect."""
     _agreed: bool = field(default=False, init=False, repr=False)
     """Whether the ranks' gradients were compared in a step that a driver began."""
+
+    def __str__(self) -> str:
+        """Return the call that makes it, with its density and what is not a default."""
+        plain = type(self)()
+        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
+        given = [
+            f"{name}={value.name!r}" if isinstance(value, Format) else f"{name}={value!r}"
+            for name, value in settings.items()
+            if name == "density" or repr(value) != repr(getattr(plain, name))
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     @property
     def memory(self) -> Tensor | None:

@@ -68,6 +68,11 @@ class Hierarchical(Scheme):
             self.ranks_per_node = whole_number(self.ranks_per_node, "ranks_per_node", at_least=1)
         self.inner = self.inner.fresh()
 
+    def __str__(self) -> str:
+        """See `Scheme.__str__`."""
+        nodes = "" if self.ranks_per_node is None else f", ranks_per_node={self.ranks_per_node}"
+        return f"Hierarchical({self.inner}{nodes})"
+
     @property
     def memory(self) -> Tensor | None:
         """See `Scheme.memory`; here a copy, zero outside the shard that this rank serves."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 
-from sparcel.schemes import Scheme
 from sparcel.training.phase import Phase
 
 _HEAD = ("from", "to", "scheme", "lr", "resolution", "batch size")
@@ -15,7 +13,7 @@ _HEAD = ("from", "to", "scheme", "lr", "resolution", "batch size")
 def table(phases: Sequence[Phase], starts: Sequence[float]) -> str:
     """Return a line for each phase; ``starts`` also holds where the last one ends."""
     rows = [
-        (f"{start:g}", f"{stop:g}", _brief(phase.scheme), *_told(phase))
+        (f"{start:g}", f"{stop:g}", str(phase.scheme), *_told(phase))
         for phase, (start, stop) in zip(phases, pairwise(starts), strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
@@ -24,15 +22,6 @@ def table(phases: Sequence[Phase], starts: Sequence[float]) -> str:
         for row in (_HEAD, *rows)
     )
     return "\n".join(lines)
-
-
-def _brief(value: object) -> str:
-    """Return the repr of a scheme without the settings that are not set."""
-    if not isinstance(value, Scheme):
-        return repr(value)
-    settings = ((one.name, getattr(value, one.name)) for one in fields(value) if one.repr)
-    given = [f"{name}={_brief(found)}" for name, found in settings if found not in (None, (), 0)]
-    return f"{type(value).__name__}({', '.join(given)})"
 
 
 def _told(phase: Phase) -> tuple[str, str, str]:
