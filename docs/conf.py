@@ -54,7 +54,8 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
-copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = "$ "
+copybutton_line_continuation_character = "\\"
 
 
 def _name_files(app: Sphinx, page: str, source: list[str]) -> None:

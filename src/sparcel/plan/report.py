@@ -68,15 +68,15 @@ def assumptions(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """Return which method to use, with the numbers that decide."""
     dense, sparse = plan.best_dense, plan.best_sparse
+    fastest = next(row for row in plan.rows if not is_dense(row.method))
     if plan.advised is dense:
-        times = sparse.step / dense.step
+        times = fastest.step / dense.step
         compared = f"{times:.2f} times as long" if times >= 1 else f"{1 / times:.2f} times as fast"
         first = (
-            f"Stay dense: with {dense.method} {_step(dense)}. The best sparse method,"
-            f" {sparse.method}, takes {_ms(sparse.step)} ms and {_mb(sparse)}, {compared}."
+            f"Stay dense: with {dense.method} {_step(dense)}. The fastest sparse method,"
+            f" {fastest.method}, takes {_ms(fastest.step)} ms and {_mb(fastest)}, {compared}."
         )
         return f"{first} {_flip(plan)}"
-    fastest = next(row for row in plan.rows if not is_dense(row.method))
     beside = "" if fastest is sparse else f" No other is {WORTH} times as fast."
     return (
         f"Use {sparse.method}: {_step(sparse)}. The best dense method, {dense.method}, takes"

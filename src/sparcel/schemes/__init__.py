@@ -137,7 +137,7 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
         ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
         MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here. None
         for ``"oktopk"`` with ``density=0.1, format="packed:4"``, where ``settings`` do not differ;
-        a scheme that is named has a density of 1 % and sends ``"raw"`` streams by default.
+        a scheme that is named has a density of 1 % (``"dgc"`` 0.1 %) and sends ``"raw"`` streams.
     settings
         The scheme's parameters, some of `Settings`: see `Dense`, `TopK`, `SparCML`, `GTopK`,
         `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them

@@ -82,9 +82,11 @@ class OkTopK(Sparsifier):
     threshold
         ``"exact"``: the k largest, in every step. ``"reuse"``: the paper's estimates, boundaries
         and thresholds of earlier steps. These include local thresholds unless a selector is given.
-    threshold_steps, boundary_steps
-        With ``"reuse"``, how many steps an estimate serves: the paper's τ′ and τ, by default its 32
-        and 64. With ``"exact"`` they are refused.
+    threshold_steps
+        With ``"reuse"``, how many steps thresholds serve: the paper's τ′, by default its 32. With
+        ``"exact"`` it is refused.
+    boundary_steps
+        The same for the boundaries of regions: the paper's τ, by default its 64.
     put_back
         ``"dropped"``: a sum that does not win stays in the memory of the rank that summed it, so
         that its parts meet there, and are selected by what they are together. With exact

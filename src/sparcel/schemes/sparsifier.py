@@ -46,11 +46,14 @@ class Sparsifier(Scheme):
         How many optimiser steps each of them lasts: ``len(loader)`` for one epoch each. If a step
         accumulates the gradients of several batches, divide by their number. Backward passes that
         exchange nothing, as under DDP's ``no_sync()``, are no steps, nor are those with NaN or Inf.
-    momentum, clip
-        Momentum correction and local gradient clipping, see `sparcel.memory.Memory`. With
-        ``momentum`` the optimiser must have none. Use ``clip`` then instead of clipping the update:
-        an update holds the gradients of many steps, and what is clipped off it is lost, while the
-        velocity and the memory take it as applied.
+    momentum
+        Momentum correction, in [0, 1), see `sparcel.memory.Memory`. The optimiser must then have
+        none.
+    clip
+        The largest norm of the average: a rank's gradient is clipped at ``clip·√P`` before it
+        enters the memory. With ``momentum``, use it instead of clipping the update: an update holds
+        the gradients of many steps, and what is clipped off it is lost, while the velocity and the
+        memory take it as applied.
     format
         How selections and sums travel, by name or as a `Format`: ``"raw"``, ``"packed"``, or one
         that rounds values, such as ``"packed:4"``. What rounding takes goes to the memory of the
