@@ -54,8 +54,8 @@ pages: $(VENV)/built
 	$(BIN)/python -m pytest $(IN_PARALLEL) README.md CONTRIBUTING.md docs
 
 docs: $(VENV)/built ## the site in build/docs; ARGS=serve serves it and rebuilds what changes
-	$(BIN)/$(if $(filter serve,$(ARGS)),sphinx-autobuild,sphinx-build --fresh-env --fail-on-warning --keep-going) \
-		--quiet --jobs 2 docs build/docs
+	$(BIN)/$(if $(filter serve,$(ARGS)),sphinx-autobuild $(addprefix --watch ,src $(wildcard *.md)),sphinx-build \
+		--fresh-env --fail-on-warning --keep-going) --quiet --jobs 2 docs build/docs
 
 format: $(VENV)/built ## format the sources
 	$(BIN)/ruff check --fix-only .

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent
 DOCS = ROOT / "docs"
+TESTS = ROOT / "tests"
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
@@ -23,7 +24,8 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run the blocks of a page in one process, in their order."""
-    if all("tests" in one for one in config.args):
+    paths = [Path(one.partition("::")[0]).resolve() for one in config.args]
+    if all(TESTS in (path, *path.parents) for path in paths):
         return None
     from xdist.scheduler import LoadFileScheduling
 

@@ -10,7 +10,7 @@ prints the tables as Markdown and draws ``docs/figures/convergence_TASK.svg``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import mean
 
@@ -163,31 +163,19 @@ def beside(row: Row, base: Row) -> Sequence[str]:
 
 
 def draw(rows: Sequence[Row], task: str) -> None:
-    """Draw the training loss of each method with seed 0 against the steps."""
-
-    def steps(row: Row) -> list[float]:
-        count = len(row["train_losses"])
-        return [row["steps"] * (place + 0.5) / count for place in range(count)]
-
-    shown = [row for row in rows if row["task"] == task and row["seed"] == 0]
-    shown = [row for row in shown if ", " not in row["method"]]
-    draw_losses(shown, steps, "step", f"convergence_{task}")
-
-
-Places = Callable[[Row], list[float]]
-
-
-def draw_losses(rows: Sequence[Row], places: Places, label: str, name: str) -> None:
-    """Draw losses at their places, with the baseline in bold."""
+    """Draw the training loss of each method with seed 0 against the steps, the baseline in bold."""
     figure, axes = subplots()
     for row in rows:
-        losses = [math.nan if loss is None else loss for loss in row["train_losses"]]
-        bold = {"color": DENSE, "linewidth": 2.0} if row["method"] == "dense" else {"linewidth": 1}
-        axes.plot(places(row), losses, label=row["method"], **bold)
-    axes.set(xlabel=label, ylabel="training loss", title=rows[0]["task"], yscale="log")
+        if row["task"] == task and row["seed"] == 0 and ", " not in row["method"]:
+            losses = [math.nan if loss is None else loss for loss in row["train_losses"]]
+            steps = [row["steps"] * (place + 0.5) / len(losses) for place in range(len(losses))]
+            dense = {"color": DENSE, "linewidth": 2.0}
+            style = dense if row["method"] == "dense" else {"linewidth": 1}
+            axes.plot(steps, losses, label=row["method"], **style)
+    axes.set(xlabel="step", ylabel="training loss", title=task, yscale="log")
     plain(axes.yaxis)
     axes.legend(**BESIDE)
-    save(figure, name)
+    save(figure, f"convergence_{task}")
 
 
 def _grouped(rows: Iterable[Row], key: str) -> Iterator[tuple[str, list[Row]]]:

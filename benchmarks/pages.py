@@ -61,6 +61,7 @@ def style() -> None:
     from matplotlib import pyplot as plt
 
     colours, lines = cycler(color=COLOURS), cycler(linestyle=["-", "--"])
+    plt.rcdefaults()  # a user's own style would change the figures
     plt.rcParams.update(
         {
             "axes.prop_cycle": lines * colours,

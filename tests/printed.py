@@ -6,7 +6,7 @@ A page has a temporary folder and one namespace, in which its blocks are run one
   ``<!--- invisible-code-block: python``, do what a reader has done before, and check results; in
   them ``patch`` is pytest's MonkeyPatch, undone at the end of the page.
 - ``console`` has commands, after ``$``, and below them what they print. A line ``...`` stands for
-  any lines. ``text`` right below ``python`` is what that prints.
+  any lines. The next ``text`` after ``python`` that prints is what it prints.
 - ``sh`` has a command a line, without output. ``make`` and ``pip`` are checked, and not run.
 - ``diff`` says by its first lines what it changes; without them, its outcome is compiled.
 
@@ -69,7 +69,8 @@ def python(example: Example, note: str, about: str) -> None:
                 execute(example)
         finally:
             print(printed.getvalue())
-        example.namespace["_printed"] = example.end, printed.getvalue()
+        if printed.getvalue():
+            example.namespace["_printed"] = printed.getvalue()
         return
     compile(pad(example.parsed, example.line), example.path, "exec")
     if note != "not run":
@@ -78,9 +79,8 @@ def python(example: Example, note: str, about: str) -> None:
 
 
 def text(example: Example, note: str, _: str) -> str | None:
-    end, printed = example.namespace.get("_printed", (0, ""))
-    between = example.document.text[end : example.start].replace("<!-- numbers vary -->", "")
-    return None if between.strip() else difference(example.parsed, printed, bool(note))
+    printed = example.namespace.pop("_printed", "")
+    return difference(example.parsed, printed, bool(note)) if printed else None
 
 
 def console(example: Example, note: str, _: str) -> str | None:
@@ -181,8 +181,12 @@ def faults(words: list[str]) -> Iterator[str]:
 
 def faults_of_sparcel(words: list[str]) -> Iterator[str]:
     command: Any = typer.main.get_command(app)
-    while words and (inner := getattr(command, "commands", {}).get(words[0])):
-        command, words = inner, words[1:]
+    while words and (commands := getattr(command, "commands", None)):
+        if words[0] not in commands:
+            break
+        command, words = commands[words[0]], words[1:]
+    if words and getattr(command, "commands", None) and words[0][0] not in "-A":
+        yield f"sparcel has no {' '.join(words)}"
     try:
         command.make_parser(command.context_class(command)).parse_args(list(words))
     except Exception as error:  # click's, which typer brings along under another name
@@ -274,12 +278,14 @@ def begin(names: dict[str, Any]) -> None:
 
 
 def end(names: dict[str, Any]) -> None:
-    for value in names.values():
-        if isinstance(value, Handle):
-            value.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    PAGE.close()
+    try:
+        for value in names.values():
+            if isinstance(value, Handle):
+                value.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        PAGE.close()
 
 
 collect = Sybil(

@@ -23,6 +23,9 @@ SECTIONS = [
     for section in re.split(r"^### ", group, flags=re.MULTILINE)[1:]
 ]
 
+QUOTING = ("rank 1 failed: KeyError: 17", "samples are not kept on disk")
+"""Messages that consist for the most part of another one."""
+
 FIXED = 12
 """A shorter text is in too many messages to tell anything."""
 
@@ -76,18 +79,13 @@ def share_of_sources(message: str) -> float:
 def test_messages_on_the_page_are_those_of_the_sources(section: str) -> None:
     message = printed(section)
     assert heading(section) in message
-    assert share_of_sources(message) > 1 / 3, message
+    assert share_of_sources(message) > (0.3 if heading(section) in QUOTING else 0.55), message
 
 
 def test_a_message_that_has_changed_is_found() -> None:
     message = "rank 0 lost its connection to rank 1, whose process or network failed"
     assert share_of_sources(message) > 0.8
     assert share_of_sources(message.replace("lost its", "lost the")) < 0.1
-
-
-def test_there_are_as_many_messages_as_one_reads() -> None:
-    assert 40 <= len(SECTIONS) <= 80
-    assert len(set(map(heading, SECTIONS))) == len(SECTIONS)
 
 
 def test_classes_are_what_the_page_says() -> None:

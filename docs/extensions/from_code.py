@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import typer
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.logging import getLogger
 from typer.cli import get_docs_for_click
 
 import sparcel
@@ -25,6 +28,20 @@ from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.training import Averager
 
 Row = tuple[str, str, str]
+
+ROOMS = [
+    "sparcel",
+    *("sparcel.analysis", "sparcel.data", "sparcel.delta", "sparcel.linear"),
+    *("sparcel.optim", "sparcel.rows", "sparcel.training"),
+]
+"""The rooms whose exported names are all public."""
+
+logger = getLogger(__name__)
+
+
+def linked(text: str) -> str:
+    """Return a docstring's text with links to the pages that it names."""
+    return re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", text)
 
 
 def meanings(*documented: Callable[..., Any]) -> dict[str, str]:
@@ -82,11 +99,12 @@ class SettingsTable(SphinxDirective):
     """All settings of all methods."""
 
     head: Row = ("setting", "default: methods that take it", "meaning")
-    rows = staticmethod(settings_of_methods)
+    rows: Sequence[Row] = (*settings_of_methods(),)
+    """Read before autodoc changes the signatures that it prints."""
 
     def run(self) -> list[nodes.Node]:
         """Return the table's nodes."""
-        text = "\n".join(table(self.head, self.rows()))
+        text = "\n".join(table(self.head, self.rows))
         return self.parse_text_to_nodes(text)
 
 
@@ -94,12 +112,7 @@ class AttachTable(SettingsTable):
     """All arguments of `sparcel.attach` but the methods' settings."""
 
     head = ("argument", "default", "meaning")
-    rows = staticmethod(settings_of_attach)
-
-
-def linked(text: str) -> str:
-    """Return a docstring's text with links to the pages that it names."""
-    return re.sub(r"docs/([\w/-]+)\.md", r":doc:`/\1`", text)
+    rows = (*settings_of_attach(),)
 
 
 def link_docstring(
@@ -119,10 +132,21 @@ def list_commands(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+", "", text)
 
 
+def check_names(app: Sphinx, environment: BuildEnvironment) -> None:
+    """Warn of each public name that has no place in the reference."""
+    documented = {name for name, *_ in environment.domains["py"].get_objects()}
+    for room in ROOMS:
+        for name in import_module(room).__all__:
+            places = {f"{room}.{name}", f"sparcel.{name}", f"sparcel.errors.{name}"}
+            if not name.startswith("__") and not places & documented:
+                logger.warning("%s.%s is not in the reference", room, name)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register what is above."""
     app.add_directive("settings-table", SettingsTable)
     app.add_directive("attach-table", AttachTable)
     app.connect("source-read", list_commands)
     app.connect("autodoc-process-docstring", link_docstring)
+    app.connect("env-check-consistency", check_names)
     return {"parallel_read_safe": True}

@@ -29,7 +29,7 @@ def _documented(estimator: type[E]) -> type[E]:
     """Add what an estimator inherits to its docstring."""
     bases = (Parameters, LinearBase, _Classifier)
     inherited = [base.__doc__ or "" for base in bases if issubclass(estimator, base)]
-    bodies = [text.partition("\n")[2] for text in inherited]
+    bodies = ["\n" + text.partition("\n")[2] for text in inherited]
     estimator.__doc__ = (estimator.__doc__ or "") + "".join(bodies)
     return estimator
 

@@ -32,9 +32,10 @@ class Parameters:
     Parameters
     ----------
     l2
-        The weight of |w|₂² / 2 beside the mean loss in what is minimised; intercepts do not count.
+        The weight of ``|w|₂² / 2`` beside the mean loss in what is minimised; intercepts do not
+        count.
     l1
-        The weight of |w|₁ beside the mean loss.
+        The weight of ``|w|₁`` beside the mean loss.
     solver
         ``"sgd"``, mini-batch stochastic gradient descent, or ``"scd"``, block coordinate descent:
         more exact and slower, for a loss with a derivative everywhere, as hinge is not.

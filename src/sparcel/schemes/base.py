@@ -18,6 +18,7 @@ from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory
 from sparcel.schemes.outcome import Begun, Reduced, averaged, write_update
 from sparcel.schemes.request import Request
+from sparcel.selectors import selector
 from sparcel.stream import SparseStream
 
 
@@ -36,13 +37,14 @@ class Scheme(ABC):
 
     def __str__(self) -> str:
         """Return the call that makes it, with its density and what is not a default."""
-        plain = type(self)()
-        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}
-        given = [
-            f"{name}={value.name!r}" if isinstance(value, Format) else f"{name}={value!r}"
-            for name, value in settings.items()
-            if name == "density" or repr(value) != repr(getattr(plain, name))
-        ]
+        given = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            default = selector(one.default) if one.name == "selector" else one.default
+            if isinstance(value, Format):
+                value = value.name
+            if one.repr and (one.name == "density" or repr(value) != repr(default)):
+                given.append(f"{one.name}={value!r}")
         return f"{type(self).__name__}({', '.join(given)})"
 
     @property
