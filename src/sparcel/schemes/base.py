@@ -18,7 +18,7 @@ from sparcel.profiling import profiled
 from sparcel.schemes._state import STATE_HINT, check_memory
 from sparcel.schemes.outcome import Begun, Reduced, averaged, write_update
 from sparcel.schemes.request import Request
-from sparcel.selectors import selector
+from sparcel.selectors import Selector, selector
 from sparcel.stream import SparseStream
 
 
@@ -39,10 +39,11 @@ class Scheme(ABC):
         """Return the call that makes it, with its density and what is not a default."""
         given = []
         for one in fields(self):
-            value = getattr(self, one.name)
-            default = selector(one.default) if one.name == "selector" else one.default
+            value, default = getattr(self, one.name), one.default
             if isinstance(value, Format):
                 value = value.name
+            elif isinstance(value, Selector) and isinstance(default, str):
+                default = selector(default)
             if one.repr and (one.name == "density" or repr(value) != repr(default)):
                 given.append(f"{one.name}={value!r}")
         return f"{type(self).__name__}({', '.join(given)})"
