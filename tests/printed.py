@@ -6,7 +6,7 @@ A page has a temporary folder and one namespace, in which its blocks are run one
   ``<!--- invisible-code-block: python``, do what a reader has done before, and check results; in
   them ``patch`` is pytest's MonkeyPatch, undone at the end of the page.
 - ``console`` has commands, after ``$``, and below them what they print. A line ``...`` stands for
-  any lines. The next ``text`` after ``python`` that prints is what it prints.
+  any lines. ``text`` right below ``python`` is what that prints.
 - ``sh`` has a command a line, without output. ``make`` and ``pip`` are checked, and not run.
 - ``diff`` says by its first lines what it changes; without them, its outcome is compiled.
 
@@ -69,8 +69,7 @@ def python(example: Example, note: str, about: str) -> None:
                 execute(example)
         finally:
             print(printed.getvalue())
-        if printed.getvalue():
-            example.namespace["_printed"] = printed.getvalue()
+        example.namespace["_printed"] = example.end, printed.getvalue()
         return
     compile(pad(example.parsed, example.line), example.path, "exec")
     if note != "not run":
@@ -79,8 +78,9 @@ def python(example: Example, note: str, about: str) -> None:
 
 
 def text(example: Example, note: str, _: str) -> str | None:
-    printed = example.namespace.pop("_printed", "")
-    return difference(example.parsed, printed, bool(note)) if printed else None
+    end, printed = example.namespace.get("_printed", (0, ""))
+    between = example.document.text[end : example.start].replace("<!-- numbers vary -->", "")
+    return None if between.strip() else difference(example.parsed, printed, bool(note))
 
 
 def console(example: Example, note: str, _: str) -> str | None:
@@ -255,7 +255,8 @@ def others(document: Document) -> Iterator[Region]:
 def inline(document: Document) -> Iterator[Region]:
     """Yield the commands that sentences name, which are checked."""
     blocks = [region for _, region in document.regions]
-    for found in re.finditer(r"`((?:make|python|sparcel) [^`]+)`", document.text):
+    sparcel = f"sparcel (?:{'|'.join(typer.main.get_command(app).commands)})"
+    for found in re.finditer(rf"`((?:make|python|{sparcel}) [^`]+)`", document.text):
         if not any(block.start < found.start() < block.end for block in blocks):
             yield Region(*found.span(), shlex.split(found[1]), check)
 
