@@ -126,7 +126,7 @@ def run(command: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     if done.stdout.startswith("sparcel: cannot emulate"):  # this system permits no namespaces
         pytest.skip(done.stdout)
