@@ -55,6 +55,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ExitStack()
 """What ends with the page that is run: there is one at a time."""
 
+SPARCEL: Any = typer.main.get_command(app)
+
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 LAUNCHED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any port: no other rank asks for it
 
@@ -180,12 +182,10 @@ def faults(words: list[str]) -> Iterator[str]:
 
 
 def faults_of_sparcel(words: list[str]) -> Iterator[str]:
-    command: Any = typer.main.get_command(app)
-    while words and (commands := getattr(command, "commands", None)):
-        if words[0] not in commands:
-            break
-        command, words = commands[words[0]], words[1:]
-    if words and getattr(command, "commands", None) and words[0][0] not in "-A":
+    command = SPARCEL
+    while words and words[0] in getattr(command, "commands", ()):
+        command, words = command.commands[words[0]], words[1:]
+    if words and hasattr(command, "commands") and not words[0].startswith("-"):
         yield f"sparcel has no {' '.join(words)}"
     try:
         command.make_parser(command.context_class(command)).parse_args(list(words))
@@ -255,7 +255,7 @@ def others(document: Document) -> Iterator[Region]:
 def inline(document: Document) -> Iterator[Region]:
     """Yield the commands that sentences name, which are checked."""
     blocks = [region for _, region in document.regions]
-    sparcel = f"sparcel (?:{'|'.join(typer.main.get_command(app).commands)})"
+    sparcel = f"sparcel (?:{'|'.join(SPARCEL.commands)})"
     for found in re.finditer(rf"`((?:make|python|{sparcel}) [^`]+)`", document.text):
         if not any(block.start < found.start() < block.end for block in blocks):
             yield Region(*found.span(), shlex.split(found[1]), check)
