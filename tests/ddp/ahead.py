@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -111,10 +112,16 @@ def are(model: nn.Module, expected: Named) -> bool:
 
 
 def looked_into(model: nn.Module, data: Tensor) -> tuple[Tensor, Named]:
-    """Call a model, and also return what its module finds in the place of its parameters."""
+    """Call a model, and also return what its module finds as attributes."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
     found: Named = {}
-    hook = module.register_forward_hook(lambda module, *_: found.update(now(module)))
+
+    def look(module: nn.Module, *_: Any) -> None:
+        for name, parameter in module.named_parameters():
+            assert parameter.is_leaf
+            found[name] = attrgetter(name)(module).detach().clone()
+
+    hook = module.register_forward_hook(look)
     output = model(data)
     hook.remove()
     return output, found

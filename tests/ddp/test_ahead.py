@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim import AdamW, RMSprop
+from torch.optim import AdamW, Optimizer, RMSprop
 
 from sparcel.comm import Communicator
 from sparcel.errors import SparcelWarning
@@ -253,3 +253,41 @@ def adversaries(comm: Communicator) -> bool:
 
 def test_steps_of_other_optimisers_may_come_between_the_passes(run_on: Any) -> None:
     assert run_on(2, adversaries) == [True] * 2
+
+
+class StepsInside(nn.Sequential):
+    """A model that does the optimiser's steps when it is called, as Lightning's may."""
+
+    def __init__(self) -> None:
+        super().__init__(*linear())
+
+    def forward(self, data: Tensor, ddp: Any, optimizer: Optimizer) -> Tensor:
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp.reducer._rebuild_buckets()
+            ddp.reducer.prepare_for_backward([])
+            loss = loss_of(super().forward(data), data)
+            loss.backward()
+            optimizer.step()
+        return loss
+
+
+def steps_inside(comm: Communicator, by: str) -> list[str]:
+    """Return the warnings of a training that ends as one without step-ahead does."""
+    seen = []
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for ahead in (True, False):
+            ddp, handle, optimizer = attached(comm, OPTIMIZERS[by], model=StepsInside, ahead=ahead)
+            for step in range(2):
+                ddp(data_of(comm.rank, step, ddp.module), ddp, optimizer)
+            seen.append(now(ddp.module))
+            handle.close()
+    assert all(same_bits(seen[0][name], seen[1][name]) for name in seen[1])
+    return [str(one.message) for one in given if one.category is SparcelWarning]
+
+
+@pytest.mark.parametrize("by", ["SGD", "AdamW"])
+def test_steps_inside_a_call_end_step_ahead_with_a_warning(run_on: Any, by: str) -> None:
+    for (said,) in run_on(2, steps_inside, by):
+        assert f"{by} does a step while the model is called" in said

@@ -266,34 +266,48 @@ def test_weights_that_are_replaced_stay(run_on: Any) -> None:
 
 
 class Changing(nn.Sequential):
-    """A model that changes a weight when it is called, in place or by another one."""
+    """A model that writes weights when it is called, and has a momentum encoder."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, write: Callable[[Changing], object]) -> None:
         torch.manual_seed(1)
         super().__init__(nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10))
-        self.in_place = in_place
+        self.slow = nn.Linear(30, 60).requires_grad_(False)
+        self.kept, self.write = [self[0].weight], write
 
     def forward(self, data: Tensor) -> Tensor:
         with torch.no_grad():
-            if self.in_place:
-                self[0].weight.clamp_(-0.1, 0.1)
-            else:
-                self[0].weight = nn.Parameter(self[0].weight.clamp(-0.1, 0.1))
-        return super().forward(data)
+            self.write(self)
+        return self[2](self[1](self[0](data)))
 
 
-def changes(comm: Communicator, in_place: bool) -> None:
-    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=lambda: Changing(in_place))
-    home, said = now(ddp.module), r"changes the parameter '0\.weight'.*ahead=False"
+def with_data_replaced(model: Changing) -> None:
+    model.slow.weight.data = model.slow.weight.data * 0.9 + model[0].weight.data * 0.1
+
+
+WRITES: dict[str, Callable[[Changing], object]] = {
+    "in place": lambda model: model[0].weight.clamp_(-0.1, 0.1),
+    "by data": lambda model: model[0].weight.data.clamp_(-0.1, 0.1),
+    "the parameter itself": lambda model: model.kept[0].mul_(0.9),
+    "the parameter itself, by data": lambda model: model.kept[0].data.mul_(0.9),
+    "an average": lambda model: model.slow.weight.lerp_(model[0].weight, 0.1),
+    "an average, by data": lambda model: model.slow.weight.data.lerp_(model[0].weight.data, 0.1),
+    "an average, as new data": with_data_replaced,
+}
+
+
+def changes(comm: Communicator, write: str) -> None:
+    ddp, handle, _ = attached(comm, OPTIMIZERS["SGD"], model=lambda: Changing(WRITES[write]))
+    name = "slow" if "average" in write else "0"
+    said = rf"^'{name}\.weight' is written while the model is called.*ahead=False"
     with pytest.raises(InputError, match=said):
         ddp(data_of(comm.rank, 7, ddp.module))
-    assert at_home(ddp.module, home)
+    assert at_home(ddp.module, now(ddp.module))
     handle.close()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_forward_pass_that_changes_weights_is_refused(run_on: Any, in_place: bool) -> None:
-    run_on(2, changes, in_place)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_pass_that_writes_weights_is_refused(run_on: Any, write: str) -> None:
+    run_on(2, changes, write)
 
 
 class Looking(nn.Sequential):
@@ -308,14 +322,30 @@ class Looking(nn.Sequential):
         assert isinstance(self[0].weight, nn.Parameter)
         assert self[0].weight.width == 60
         self.copied = [copy.deepcopy(self[0])]
-        return super().forward(data)
+        self.seen = [*self.parameters()], copy.deepcopy(self.state_dict())
+        self.zero_grad()
+        zeros = {name: torch.zeros_like(one) for name, one in self[0].named_parameters()}
+        assert not torch.func.functional_call(self[0], zeros, (data,)).any()
+        output = super().forward(data)
+        if not torch.is_inference(output):
+            both = self[-1].weight, [*self.parameters()][-2]
+            square = output.square().sum()
+            self.gradients = [torch.autograd.grad(square, w, retain_graph=True)[0] for w in both]
+        return output
 
 
 def looks(comm: Communicator) -> None:
     ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], model=Looking, steps=2)
     module, data = ddp.module, data_of(comm.rank, 7, ddp.module)
+    assert module[0].weight.grad is not None
     ddp(data)
+    assert module[0].weight.grad is None
     assert same_bits(module.copied[0].weight, module[0].weight)
+    parameters, state = module.seen
+    assert all(mine is own for mine, own in zip(parameters, module.parameters(), strict=True))
+    assert are(module, state)
+    assert same_bits(*module.gradients)
+    assert module.gradients[0].any()
     with torch.inference_mode(), torch.enable_grad():
         module(data)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache, partial
+from itertools import repeat
 from operator import setitem
 from typing import Any, NamedTuple
 
@@ -15,59 +16,92 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-from sparcel.errors import InputError
+from sparcel.device import read
+from sparcel.errors import InputError, warn
 from sparcel.training import Ahead, Follower
 
 _CALL = "_compiled_call_impl"
 """torch's attribute for the compiled call of a module, which runs instead of the module's own if it
 is set. Copies and pickles of the module leave it out, and torch.compile does when it traces."""
+_INSIDE = "inside"
+_AT_ONCE = 2**64 - 1
+"""The sequence number of the nodes by which autograd accumulates gradients."""
+_SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of so many bytes."""
 
 
 class Slot(NamedTuple):
-    """An entry of a module's table of parameters: the table, its key there, and its full name."""
+    """A parameter's place: the attributes of a module, the key there, and the full name."""
 
-    table: dict[str, Any]
+    attributes: dict[str, Any]
     key: str
     name: str
+    parameter: Tensor
 
     @property
-    def value(self) -> object:
-        """What stands there now; None if nothing does."""
-        return self.table.get(self.key)
+    def is_replaced(self) -> bool:
+        """Whether something else stands in the module's table of parameters."""
+        return self.attributes["_parameters"].get(self.key) is not self.parameter
+
+
+class Watched(NamedTuple):
+    """A tensor that nobody may write in a call, and its state before."""
+
+    name: str
+    tensor: Tensor
+    thoroughly: bool
+    before: tuple[int, ...]
 
 
 class Swap(NamedTuple):
-    """Entries of tables, what they are inside of a call, and what they are outside."""
+    """Attributes that modules have inside of a call alone: their dicts, keys there, and values.
 
-    tables: list[dict[str, Any]]
+    If it ``hides``, modules lack them inside of a call alone.
+    """
+
+    attributes: list[dict[str, Any]]
     keys: list[str]
-    inside: list[Any]
-    outside: list[Any]
+    values: list[Any]
+    hides: bool = False
+    watched: Sequence[Watched] = ()
+
+    def put(self) -> Iterator[Any]:
+        """Return an iterator that gives the modules these attributes, in C code alone."""
+        return map(setitem, self.attributes, self.keys, self.values)
+
+    def take(self) -> Iterator[Any]:
+        """Return an iterator that takes them away, in C code alone."""
+        return map(dict.pop, self.attributes, self.keys, repeat(None))
 
 
 class AheadCalls:
     """Lets a model compute with moved values in training, while its parameters stay as they are.
 
-    A module that is called finds the moved values in the place of its parameters; when the call
-    ends, whatever ends it, it has its parameters again. Autograd keeps what the backward pass
-    needs, so nothing is swapped in a backward pass, except where a checkpoint calls a module again:
-    that call gets the values of the forward pass. Optimisers are found at their first step.
+    A module that is called finds the moved values as attributes of its parts, where Python looks
+    before torch looks into the table of parameters; when the call ends, whatever ends it, they are
+    gone. The tables stay as they are, so ``parameters()``, ``state_dict()`` and ``zero_grad()``
+    mean the parameters in a call, too. Autograd keeps what the backward pass needs, so nothing is
+    moved there, except where a checkpoint calls a module again: that call gets the values of the
+    forward pass. Optimisers are found at their first step.
     """
 
     def __init__(self, model: nn.Module, ahead: Ahead) -> None:
         self._model, self._ahead = weakref.ref(model), ahead
         self._values: dict[str, Tensor] = {}
         """The values in the place of parameters in the last forward pass, by name."""
-        self.flag: dict[str, Any] = {"inside": False}
-        """Whether a call is under way: an entry of a dict, so that it changes in the same C call as
-        the parameters."""
+        self._flag: dict[str, Any] = {}
+        """Has an entry while a call is under way. Being one of a dict, it comes and goes in the
+        same C call as the moved values."""
+        self._swap: Swap | None = None
+        """That of the call under way, or of the last one."""
+        self._passes = 0
+        self._twins = _twins(model, ahead)
         self._calls = list(self._calls_of(model))
         for call in self._calls:
             call.install()
         weakref.finalize(self, _remove, self._calls).atexit = False
         _keep_out_of_graphs()
-        # ``Module.compile()`` may have replaced the model's call.
-        self._follower = Follower(ahead, partial(_restore, self._calls))
+        self._follower = Follower(ahead, self._before_step)
 
     def _calls_of(self, model: nn.Module) -> Iterator[_Call]:
         """Yield a call for each module that holds some of the parameters, the model's first.
@@ -78,9 +112,9 @@ class AheadCalls:
         names = {id(parameter): name for name, parameter in self._ahead.parameters.items()}
         own_slots = {
             id(module): [
-                Slot(module._parameters, key, names[id(parameter)])
+                Slot(module.__dict__, key, names[id(parameter)], parameter)
                 for key, parameter in module._parameters.items()
-                if id(parameter) in names
+                if parameter is not None and id(parameter) in names
             ]
             for module in model.modules()
             if isinstance(module._parameters, dict)  # those of TorchScript cannot be swapped
@@ -88,7 +122,7 @@ class AheadCalls:
         for module in model.modules():
             slots = [slot for part in module.modules() for slot in own_slots.get(id(part), ())]
             if slots and not isinstance(module, ParametrizationList):
-                yield _Call(self, module, slots, own_slots.get(id(module), ()))
+                yield _Call(self, module, slots)
 
     def follow(self, optimizer: Optimizer) -> None:
         """See `Follower.follow`."""
@@ -100,67 +134,108 @@ class AheadCalls:
         _remove(self._calls)
         self._calls.clear()
         self._values.clear()
+        self._twins.clear()
+        self._swap = None
 
-    def begin(self, slots: Sequence[Slot], own: Sequence[Slot]) -> Swap | None:
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """End if parameters are about to change in a call, the rest of which would not see that."""
+        for call in self._calls[:1]:
+            call.restore()  # ``Module.compile()`` may have replaced the model's call
+        swap = self._swap if self._flag else None
+        if swap is None or len(swap.keys) == 1 or not self._ahead.moves_by(optimizer):
+            return
+        deque(swap.take(), maxlen=0)
+        self.end()
+        warn(
+            f"{type(optimizer).__name__} does a step while the model is called, as manual"
+            " optimisation does in Lightning; training goes on without step-ahead, which costs"
+            " accuracy at low densities; ahead=False does without it from the start"
+        )
+
+    def begin(self, slots: Sequence[Slot]) -> Swap | None:
         """Return the swap of a call that begins now; None if it has nothing to swap.
 
-        ``slots`` are those of the module that is called and of its parts, ``own`` its own.
+        ``slots`` are those of the module that is called and of its parts.
         """
+        if self._flag:
+            return _hidden(slots)
+        model = self._model()
         if (
             not self._calls  # it has ended, and another one's call still leads here
+            or model is None
+            or not model.training
             or not torch.is_grad_enabled()
             or torch.is_inference_mode_enabled()
             or torch.compiler.is_exporting()
             or torch._C._get_tracing_state()
         ):
             return None
-        if self.flag["inside"]:
-            # Autograd goes through what was made last first. Weights that all stood there from the
-            # beginning would get their gradients at the end of the backward pass, all at once.
-            return self._swap([slot for slot in own if hasattr(slot.value, "_stands_for")])
-        model, parameters = self._model(), self._ahead.parameters
-        if model is None or not model.training:
-            return None
-        trained = {slot.name: None for slot in slots if parameters[slot.name].requires_grad}
+        self._swap = None  # its memory may serve for the next
+        trained = [slot for slot in slots if slot.parameter.requires_grad]
         if torch._C._current_graph_task_id() == -1:
-            self._move(trained)
+            self._move({slot.name: None for slot in trained})
         # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.
-        known = (slot for slot in slots if slot.name in trained and slot.name in self._values)
-        swap = self._swap([slot for slot in known if slot.value is parameters[slot.name]])
-        swap.tables.append(self.flag)
-        swap.keys.append("inside")
-        swap.inside.append(True)
-        swap.outside.append(False)
-        return swap
+        self._swap = self._swap_of(
+            [
+                slot
+                for slot in trained
+                if slot.name in self._values
+                and not slot.is_replaced
+                and slot.key not in slot.attributes
+            ]
+        )
+        return self._swap
+
+    def check(self, swap: Swap) -> None:
+        """Raise `InputError` if the call that ends has written what it may not."""
+        if self._swap is not swap:
+            return  # it was a call inside of that one, or step-ahead has ended
+        for name, tensor, thoroughly, before in swap.watched:
+            if _state(tensor, thoroughly) != before:
+                raise InputError(
+                    f"{name!r} is written while the model is called, and step-ahead gives the model"
+                    " other values than its parameters there; pass ahead=False to attach, or write"
+                    " the parameter after the call"
+                )
 
     def _move(self, names: Collection[str]) -> None:
         """Compute what these parameters are in the pass that begins now."""
         for name in names:
-            self._values.pop(name, None)  # its memory may serve for the next
+            self._values.pop(name, None)
         for name, value in self._ahead.moved(names).items():
             self._values[name] = value.detach()
 
-    def _swap(self, slots: Sequence[Slot]) -> Swap:
+    def _swap_of(self, slots: Sequence[Slot]) -> Swap:
+        """Return what puts moved values into these slots, and marks that a call is under way."""
+        values = [self._stand_in(slot) for slot in slots]
+        tensors = [(slot.name, slot.parameter) for slot in slots]
+        tensors += [(slot.name, value) for slot, value in zip(slots, values, strict=True)]
+        tensors += self._twins.items()
+        # Writes by ``.data`` show in the values alone. Whoever does so mostly does in every pass.
+        self._passes += 1
+        thoroughly = self._passes.bit_count() == 1
         return Swap(
-            [slot.table for slot in slots],
-            [slot.key for slot in slots],
-            [self._stand_in(slot.name) for slot in slots],
-            [slot.value for slot in slots],
+            [*(slot.attributes for slot in slots), self._flag],
+            [*(slot.key for slot in slots), _INSIDE],
+            [*values, True],
+            watched=[Watched(*one, thoroughly, _state(one[1], thoroughly)) for one in tensors],
         )
 
-    def _stand_in(self, name: str) -> Tensor:
+    def _stand_in(self, slot: Slot) -> Tensor:
         """Return a tensor with the moved values whose gradient goes to the parameter.
 
         In the model's own code it passes for the parameter: it has the attributes that users gave
         that, isinstance says Parameter, and a deep copy is one of the parameter.
         """
-        parameter = self._ahead.parameters[name]
-        standing: Tensor = torch.ops.aten._unsafe_view(parameter, parameter.shape)
-        standing.data = self._values[name]
-        copied = partial(deepcopy, parameter)
-        attributes = {"_is_param": True, "_stands_for": name, "__deepcopy__": copied}
-        standing.__dict__.update(parameter.__dict__, **attributes)
-        return standing
+        standing: Any = torch.ops.aten._unsafe_view(slot.parameter, slot.parameter.shape)
+        # Autograd goes through what was made last first. These were made before all of the pass,
+        # and DDP is to get each gradient when it is complete.
+        standing.grad_fn._set_sequence_nr(_AT_ONCE)
+        standing.data = self._values[slot.name]
+        own = {"_is_param": True, "__deepcopy__": partial(deepcopy, slot.parameter)}
+        standing.__dict__.update(slot.parameter.__dict__, **own)
+        found: Tensor = standing
+        return found
 
 
 class _Call:
@@ -171,11 +246,9 @@ class _Call:
     come between. Copying or pickling a `_Call` gives None.
     """
 
-    def __init__(
-        self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot], own: Sequence[Slot]
-    ) -> None:
+    def __init__(self, calls: AheadCalls, module: nn.Module, slots: Sequence[Slot]) -> None:
         self._attached, self._module = weakref.ref(calls), weakref.ref(module)
-        self._slots, self._own_slots = slots, own
+        self._slots = slots
         self._own: Callable[..., Any] | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -212,43 +285,56 @@ class _Call:
                 " close() the handle before a module takes over another one's __dict__"
             )
         own = self._own or module._call_impl
-        if calls is None or (calls.flag["inside"] and not self._own_slots):
-            return own(*args, **kwargs)
-        swap = _untraced(AheadCalls.begin)(calls, self._slots, self._own_slots)
+        swap = None if calls is None else _untraced(AheadCalls.begin)(calls, self._slots)
         if swap is None:
             return own(*args, **kwargs)
-        tables, keys, inside, outside = swap
-        there, back = map(setitem, tables, keys, inside), map(setitem, tables, keys, outside)
+        there, back = (swap.take(), swap.put()) if swap.hides else (swap.put(), swap.take())
         sink: deque[None] = deque(maxlen=0)
         try:
             sink.extend(there)
             result = own(*args, **kwargs)
-            _untraced(_check_unchanged)(swap)
+            _untraced(AheadCalls.check)(calls, swap)
         finally:
             sink.extend(back)
         return result
 
 
-def _check_unchanged(swap: Swap) -> None:
-    """Raise `InputError` if a call changed a moved value, or put another one into its place."""
-    for table, key, value in zip(swap.tables, swap.keys, swap.inside, strict=True):
-        if isinstance(value, Tensor) and (value._version or table.get(key) is not value):
-            name = value.__dict__["_stands_for"]
-            raise InputError(
-                f"the model's forward pass changes the parameter {name!r}, which"
-                " step-ahead would lose; pass ahead=False to attach, or change it after the pass"
-            )
+def _twins(model: nn.Module, ahead: Ahead) -> dict[str, Tensor]:
+    """Return parameters that may be averages of those that move, as a momentum encoder has them."""
+    own = {id(parameter) for parameter in ahead.parameters.values()}
+    shapes = {parameter.shape for parameter in ahead.parameters.values()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in own and parameter.shape in shapes
+    }
+
+
+def _hidden(slots: Iterable[Slot]) -> Swap | None:
+    """Return what hides the moved values of parameters in whose tables something else was put."""
+    found = [slot for slot in slots if slot.is_replaced and slot.key in slot.attributes]
+    if not found:
+        return None
+    return Swap(
+        [slot.attributes for slot in found],
+        [slot.key for slot in found],
+        [slot.attributes[slot.key] for slot in found],
+        hides=True,
+    )
+
+
+def _state(tensor: Tensor, thoroughly: bool) -> tuple[int, ...]:
+    """Return what tells whether a tensor was written; ``thoroughly``, also by ``.data``."""
+    state = tensor.data_ptr(), tensor._version
+    if not thoroughly or not tensor.numel():
+        return state
+    bits = tensor.detach().view(_SAME_BITS[tensor.itemsize])
+    return *state, int(read(bits.sum(dtype=torch.int64)))
 
 
 def _remove(calls: Iterable[_Call]) -> None:
     for call in calls:
         call.remove()
-
-
-def _restore(calls: Sequence[_Call]) -> None:
-    """Take the model's own call again."""
-    for call in calls[:1]:
-        call.restore()
 
 
 @cache

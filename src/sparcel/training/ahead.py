@@ -90,9 +90,7 @@ class Ahead:
             parameters are then not moved.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
-        own = {id(parameter): name for name, parameter in self.parameters.items()}
-        updated = (one for group in optimizer.param_groups for one in group["params"])
-        names = [own[id(one)] for one in updated if id(one) in own]
+        names = self._names_of(optimizer)
         if not names:
             return
         rule: TwoSteps | None = _of_torch if isinstance(optimizer, _KNOWN) else None
@@ -106,6 +104,15 @@ class Ahead:
         for name in names:
             self._unknown.setdefault(type(optimizer).__name__, name)
         self.warn_of_unknown()
+
+    def moves_by(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimiser updates parameters that may be moved."""
+        return bool(self._names_of(optimizer))
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        own = {id(parameter): name for name, parameter in self.parameters.items()}
+        updated = (one for group in optimizer.param_groups for one in group["params"])
+        return [own[id(one)] for one in updated if id(one) in own]
 
     def warn_of_unknown(self) -> None:
         """Warn once of optimisers that `follow` does not know, if there is memory to look at."""

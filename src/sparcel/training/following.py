@@ -23,7 +23,9 @@ class Follower:
         Called before each step of any optimiser.
     """
 
-    def __init__(self, ahead: Ahead, before_step: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, ahead: Ahead, before_step: Callable[[Optimizer], None] | None = None
+    ) -> None:
         self._ahead, self._before_step = ahead, before_step
         self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many groups the optimisers have that are followed."""
@@ -40,7 +42,7 @@ class Follower:
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self.follow(optimizer)
         if self._before_step is not None:
-            self._before_step()
+            self._before_step(optimizer)
 
     def end(self) -> None:
         """Look at no more steps."""
