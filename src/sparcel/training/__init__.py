@@ -3,7 +3,7 @@
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.carrier import Carrier
-from sparcel.training.following import Follower
+from sparcel.training.following import Follower, watch_steps
 from sparcel.training.handle import Handle
 from sparcel.training.phase import Phase
 from sparcel.training.policy import Policy, Scope, stays_dense
@@ -25,4 +25,5 @@ __all__ = [
     "Shard",
     "Stats",
     "stays_dense",
+    "watch_steps",
 ]

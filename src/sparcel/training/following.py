@@ -1,15 +1,23 @@
-"""Optimisers are found at their first step, and step-ahead follows them."""
+"""What learns of the steps of optimisers: step-ahead finds and follows them so."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparcel.training.ahead import Ahead
+
+
+class Watcher(Protocol):
+    """What is told of each step of any optimiser, while somebody holds it."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Learn that an optimiser is about to do a step."""
 
 
 class Follower:
@@ -29,8 +37,7 @@ class Follower:
         self._ahead, self._before_step = ahead, before_step
         self._groups: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many groups the optimisers have that are followed."""
-        _watch_optimizers()
-        _ALL.add(self)
+        watch_steps(self)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Move the parameters of this optimiser by its rule, as those that have done a step."""
@@ -46,18 +53,25 @@ class Follower:
 
     def end(self) -> None:
         """Look at no more steps."""
-        _ALL.discard(self)
+        _WATCHERS.discard(self)
 
 
-_ALL: weakref.WeakSet[Follower] = weakref.WeakSet()
+def watch_steps(watcher: Watcher) -> Callable[[], None]:
+    """Tell a watcher of the steps of all optimisers; return what ends that, and holds it."""
+    _watch_optimizers()
+    _WATCHERS.add(watcher)
+    return partial(_WATCHERS.discard, watcher)
+
+
+_WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 @cache
 def _watch_optimizers() -> None:
-    """Tell all followers of the steps of all optimisers, by one hook that stays."""
+    """Tell all watchers of the steps of all optimisers, by one hook that stays."""
 
     def before_any_step(optimizer: Optimizer, *_: object) -> None:
-        for follower in tuple(_ALL):
-            follower.before_step(optimizer)
+        for watcher in tuple(_WATCHERS):
+            watcher.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_any_step)
