@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparcel.comm import Group
 from sparcel.errors import warn
 from sparcel.fsdp.ahead import AheadShards
-from sparcel.fsdp.groups import Parameters, groups_of
+from sparcel.fsdp.groups import Parameters, groups_of, recover
 from sparcel.fsdp.hook import Hook
 from sparcel.fsdp.model import check_groups, checked_root, common_mesh, is_copied
 from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
@@ -34,6 +34,7 @@ class FSDPDriver:
 
     def __init__(self, model: object, replicate: Replicas, group: Group) -> None:
         self._model = root = checked_root(model)
+        recover(root)
         self._groups = check_groups(groups_of(root))
         replicas = group_of(replicate)
         self.parameters = Parameters(held for group in self._groups for held in group.held)

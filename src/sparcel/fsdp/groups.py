@@ -226,6 +226,34 @@ def initialize(model: Any) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
+def was_interrupted(model: Any) -> bool:
+    """Tell whether an exception ended the last backward pass; asked outside of a pass.
+
+    FSDP would then not notice the end of the next one.
+    """
+    found: bool = model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+    return found
+
+
+def recover(model: Any) -> None:
+    """Let FSDP begin its next pass as if the one that an exception has ended had never been."""
+    state = model._get_fsdp_state()
+    if not was_interrupted(model) and state._state_ctx.iter_forward_root is None:
+        return
+    if not hasattr(model, "reset_iter_state"):  # before torch 2.13
+        raise InputError(
+            "an exception ended the model's last pass, after which FSDP of torch"
+            f" {torch.__version__} cannot go on; load a checkpoint into a new model"
+        )
+    model.reset_iter_state()
+    for module in model.modules():
+        for group in _inner_groups(module) if isinstance(module, FSDPModule) else ():
+            for one in group.fsdp_params:  # which keep what was not reduced for the next pass
+                one.unsharded_accumulated_grad = None
+                if hasattr(one, "_unsharded_param"):
+                    one._unsharded_param.grad = None
+
+
 def call_after_backward(model: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
     """Call whenever FSDP has ended a backward pass; return what undoes that.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sparcel.errors import CommunicationError, InputError
-from sparcel.fsdp.groups import Group, call_after_backward
+from sparcel.fsdp.groups import Group, call_after_backward, was_interrupted
 from sparcel.training import Averager
 
 
@@ -74,7 +74,9 @@ class Hook:
 
     def _begin(self, model: nn.Module, arguments: object) -> None:
         """Refuse a forward pass after a backward pass that never ended."""
-        if (self._reduced or self._queued) and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._reduced or self._queued or was_interrupted(model):
             raise CommunicationError(
                 "the backward pass before was ended by an error, and other ranks may wait for what"
                 " it had begun; close() the handle, attach again on all ranks, and give the new"
