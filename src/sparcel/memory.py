@@ -79,6 +79,7 @@ class Memory:
         ranks: int,
         withheld: Sequence[Range] = (),
         clear: bool = False,
+        scale: float = 1.0,
     ) -> SparseStream:
         """Take the selectors' choice out of residual + gradient, and leave the rest in scratch.
 
@@ -94,6 +95,8 @@ class Memory:
             Ranges of which nothing is taken, and where the gradient is zero.
         clear
             Whether the gradient is set to zero as it is read.
+        scale
+            What the gradient is multiplied by; its quotient by this enters.
 
         Returns
         -------
@@ -105,7 +108,7 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        with self._entered(gradient, ranks, withheld, clear) as addition:
+        with self._entered(gradient, ranks, withheld, clear, scale) as addition:
             streams = [
                 share.selector.take(addition.part(share.start, share.stop), share.k, step)
                 for share in shares
@@ -113,13 +116,18 @@ class Memory:
         return _joined(streams, shares, gradient.numel())
 
     def accumulate(
-        self, gradient: Tensor, ranks: int, withheld: Sequence[Range] = (), clear: bool = False
+        self,
+        gradient: Tensor,
+        ranks: int,
+        withheld: Sequence[Range] = (),
+        clear: bool = False,
+        scale: float = 1.0,
     ) -> SparseStream:
         """Leave all of residual + gradient in scratch, and return it as a dense stream.
 
         The stream shares the scratch's storage. `settle` takes out what was sent of it.
         """
-        with self._entered(gradient, ranks, withheld, clear) as addition:
+        with self._entered(gradient, ranks, withheld, clear, scale) as addition:
             *_, finite = kernels.accumulate_topk(addition, 0)
         return SparseStream.unchecked(None, addition.scratch, gradient.numel(), finite)
 
@@ -216,7 +224,12 @@ class Memory:
 
     @contextmanager
     def _entered(
-        self, gradient: Tensor, ranks: int, withheld: Sequence[Range], clear: bool
+        self,
+        gradient: Tensor,
+        ranks: int,
+        withheld: Sequence[Range],
+        clear: bool,
+        scale: float,
     ) -> Iterator[kernels.Addition]:
         """Yield the addition of what enters to the residual; withheld ranges are zero."""
         self.check(gradient)
@@ -235,22 +248,22 @@ class Memory:
                 before,
                 gradient,
                 self._scratch,
-                scale=self._scale(gradient, ranks),
+                scale=self._factor(gradient, ranks, scale),
                 momentum=self.momentum,
                 velocity=self.velocity,
                 entering=self._entering,
                 clear=clear,
             )
 
-    def _scale(self, gradient: Tensor, ranks: int) -> float:
-        """Return the factor that clips the gradient."""
+    def _factor(self, gradient: Tensor, ranks: int, scale: float) -> float:
+        """Return the factor that undoes the gradient's scale and clips it."""
         if self.clip is None:
-            return 1.0
-        norm = kernels.norm(gradient)
+            return 1 / scale
+        norm = kernels.norm(gradient) / scale
         if math.isinf(norm):  # no factor scales it down, so the step is void
             return math.nan
         limit = self.clip * math.sqrt(ranks)
-        return limit / norm if norm > limit else 1.0
+        return (limit / norm if norm > limit else 1.0) / scale
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -120,7 +120,7 @@ def test_a_dense_scheme_that_a_driver_begins_with_compares_gradients_once(
         assert others == [first - 3] * 2
 
 
-@pytest.mark.parametrize("other", [Request(ranks=7)])
+@pytest.mark.parametrize("other", [Request(ranks=7), Request(scale=2.0)])
 def test_requests_that_differ_are_told(other: Request) -> None:
     def on_rank(comm: Communicator) -> None:
         request = other if comm.rank == 1 else Request()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import sparcel
 from sparcel import simulate
+from sparcel.memory import wide_dtype
 from sparcel.schemes import Auto, Dense, Meter, Request, TopK
 from tests.schemes.steps import (
     INTEGERS,
@@ -115,6 +116,27 @@ def test_ranges_set_apart_are_left_out_and_keep_their_memory(name):
 
     sent_whole = simulate_nodes(4, on_rank).results
     assert set(sent_whole) == {name == "auto dense"}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@given(dtype=st.sampled_from(FLOATS), scale=st.sampled_from([2.0**11, 2.0**-11]))
+@few_examples
+def test_memory_holds_what_a_scale_does_not_multiply(name, dtype, scale):
+    """Also where half precision holds the scaled gradient, and not the gradient itself."""
+    small = 1 / max(scale, 1) ** 2
+
+    def on_rank(comm):
+        scaled, wide = SCHEMES[name](), SCHEMES[name]()
+        for step in range(3):
+            plain = integers(comm.rank, step, 300, wide_dtype(dtype)) * small
+            update = scaled.step((plain * scale).to(dtype), comm, request=Request(scale=scale))
+            expected = (wide.step(plain, comm) * scale).to(dtype)
+            # What "auto dense" sends whole is summed in its own dtype.
+            atol = scale * small / 50 if name == "auto dense" else 0
+            torch.testing.assert_close(update, expected, rtol=0, atol=atol)
+            assert same_bits(scaled.memory, wide.memory)
+
+    simulate_nodes(3, on_rank)
 
 
 def test_ranges_set_apart_travel_with_a_gradient_sent_whole():

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import sparcel
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.schemes import Scheme
-from sparcel.training import Averager
+from sparcel.schemes import Hierarchical, Scheme, TopK
+from sparcel.training import Averager, Scope
+from sparcel.training.flush import FLUSH_STEPS
 from tests.evenly import even_averager
 from tests.strategies import same_bits
-from tests.training.tensors import SCHEMES, WORDS, Named, gradients_of, rows_of, schemes
+from tests.training.tensors import SCHEMES, SCOPES, WORDS, Named, gradients_of, rows_of, schemes
 
 Driver = Callable[[Averager, Named], Named]
 
@@ -117,3 +120,81 @@ def test_an_average_that_overflows_makes_the_step_void(name: str) -> None:
         assert_void(averager.average(poisoned(named, name, largest)))
 
     simulate(2, on_rank)
+
+
+KEPT_BACK: dict[str, Callable[[], Scheme]] = {
+    **SCHEMES,
+    "momentum": lambda: TopK(0.05, momentum=0.5),
+    "clipped": lambda: TopK(0.05, clip=1e38),
+    "uncompressed": lambda: TopK(1.0),
+    "sparcml": lambda: sparcel.scheme("sparcml", density=0.05),
+    "momentum on two levels": lambda: Hierarchical(TopK(0.05, momentum=0.5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scope"),
+    [
+        *((torch.float16, scope) for scope in SCOPES),
+        (torch.bfloat16, "bucket"),
+        (torch.float32, "model"),
+    ],
+)
+@pytest.mark.parametrize("make", KEPT_BACK.values(), ids=KEPT_BACK)
+def test_a_scaled_average_that_overflows_makes_the_step_void_until_the_scale_is_small(
+    make: Callable[[], Scheme], scope: Scope, dtype: torch.dtype
+) -> None:
+    """Memory gives up the gradients of several steps at once, and a scale multiplies their sum."""
+    tensors = {"first": (40, 30), "second": (1300,), "bias": (40,)}
+    like = {name: torch.zeros(shape, dtype=dtype) for name, shape in tensors.items()}
+    largest = torch.finfo(dtype).max
+
+    def on_rank(comm: Communicator) -> list[Named]:
+        scaler = torch.amp.GradScaler("cpu", 2.0**10)
+        scaler.scale(torch.ones(1))
+        settings: dict[str, Any] = {"scaler": scaler, "scope": scope, "frontload": False}
+        averager = even_averager(like, make(), group=comm, **settings)
+        steps, voids = [], 0
+        for _ in range(7):
+            before = averager.handle.state_dict()
+            real = min(0.3 * largest / 2.0**10, largest / scaler.get_scale() / 2)
+            scaled = {n: torch.full_like(t, real * scaler.get_scale()) for n, t in like.items()}
+            updates = in_turn(averager, scaled)
+            finite = {bool(update.isfinite().all()) for update in updates.values()}
+            assert len(finite) == 1, "all updates are void, or none"
+            if finite == {False}:
+                voids += 1
+                after = averager.handle.state_dict()
+                assert all(same_bits(before[key], after[key]) for key in before)
+                scaler.update(scaler.get_scale() / 2)
+            steps.append(updates)
+        assert averager.handle.stats().void_steps == voids
+        assert (voids > 0) == (averager.handle.memory_norm() > 0)
+        assert steps[-1]["first"].isfinite().all()
+        return steps
+
+    first, *others = simulate(3, on_rank, ranks_per_node=1).results
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert all(same_bits(mine[name], theirs[name]) for name in like)
+
+
+def test_what_overflows_for_ever_without_a_scaler_can_be_flushed() -> None:
+    like = {"first": torch.zeros(40, 30, dtype=torch.float16)}
+    gradient = {"first": torch.full((40, 30), 20_000.0, dtype=torch.float16)}
+
+    def on_rank(comm: Communicator) -> Tensor:
+        averager = even_averager(like, TopK(0.05), group=comm, frontload=False)
+        came_out, steps = torch.zeros(1200), 0
+        while (update := averager.average(gradient)["first"]).isfinite().all():
+            came_out += update.flatten().float()
+            steps += 1
+        for _ in range(3):
+            assert averager.average(gradient)["first"].isnan().all()
+        averager.handle.switch("dense")
+        for _ in range(FLUSH_STEPS):
+            came_out += averager.average(gradient)["first"].flatten().float()
+        return came_out / (steps + FLUSH_STEPS)
+
+    for mean in simulate(2, on_rank).results:
+        torch.testing.assert_close(mean, torch.full((1200,), 20_000.0), rtol=1e-3, atol=0)

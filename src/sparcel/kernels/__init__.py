@@ -55,14 +55,14 @@ unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices, "unpack_i
 sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares)
 
 
-def average(total: Tensor, ranks: int, out: Tensor | None = None) -> Tensor:
-    """Return ``total / ranks`` (any float dtype), on a GPU with the bits of the CPU.
+def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
+    """Return ``total / divisor`` (any float dtype), on a GPU with the bits of the CPU.
 
     There torch multiplies by the reciprocal of a number, but divides by a tensor. Half precision,
-    which may not hold the number of ranks, is left to torch.
+    which may not hold the divisor, is left to torch.
     """
     exact = total.dtype in (torch.float32, torch.float64)
-    return torch.div(total, total.new_full((), ranks) if exact else ranks, out=out)
+    return torch.div(total, total.new_full((), divisor) if exact else divisor, out=out)
 
 
 def norm(x: Tensor) -> float:

@@ -225,6 +225,7 @@ class Hierarchical(Scheme):
             withheld=[(lo, hi) for lo, hi in ranges if lo < hi and not shard[lo:hi].any()],
             apart=[(lo, hi) for lo, hi in apart if lo < hi],
             ranks=request.divisor(comm),
+            scale=request.scale,
             front_loaded=request.front_loaded,
             meter=request.meter,
         )

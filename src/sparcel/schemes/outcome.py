@@ -22,8 +22,9 @@ class Reduced:
     total
         The sum, the same on all ranks.
     divisor
-        That of the average. None: ``total`` is the average already, in the gradient's dtype, not
-        ``finite`` if it has NaN or Inf; a dense one is in the scratch that `Scheme.reduce` got.
+        What makes the update of it: the number of ranks, by the gradient's scale. None: ``total``
+        is the average already, in the gradient's dtype, not ``finite`` if it has NaN or Inf; a
+        dense one is in the scratch that `Scheme.reduce` got.
     sent_whole
         Whether the gradient was sent as it is, with what `Request.apart` names.
     estimates
@@ -33,7 +34,7 @@ class Reduced:
     """
 
     total: SparseStream
-    divisor: int | None
+    divisor: float | None
     sent_whole: bool = False
     estimates: Estimates | None = None
     inner: Reduced | None = None

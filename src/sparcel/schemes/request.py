@@ -1,4 +1,4 @@
-"""A driver's settings for one step: layers, ranges to leave out, the divisor, and the meter."""
+"""A driver's settings for one step: layers, ranges to leave out, divisor, scale, and meter."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class Request:
     ranks
         How many ranks the average is over, if the gradient is already a sum of several ranks'
         gradients. None: the size of the communicator.
+    scale
+        What the gradient is multiplied by, as a GradScaler does; the same on all ranks. The update
+        is multiplied by it too, and memory holds what is not. Schemes without memory take the
+        gradient as it is.
     front_loaded
         Whether the scheme sends more in its first steps, unless it has a ``warmup`` of its own: see
         `sparcel.schemes.density.front_loaded`.
@@ -45,12 +49,17 @@ class Request:
     withheld: Sequence[Range] = ()
     apart: Sequence[Range] = ()
     ranks: int | None = None
+    scale: float = 1.0
     front_loaded: bool = False
     meter: Meter = field(default_factory=Meter)
 
     def divisor(self, comm: Communicator) -> int:
         """Return how many ranks the average is over."""
         return self.ranks or comm.size
+
+    def update_divisor(self, comm: Communicator) -> float:
+        """Return what the sum of what memory gives up is divided by for the update."""
+        return self.divisor(comm) / self.scale
 
     def count(self, size: int) -> int:
         """Return how many of a vector's coordinates are not exchanged apart."""

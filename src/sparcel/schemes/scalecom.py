@@ -91,7 +91,9 @@ class ScaleCom(Sparsifier):
         """Select, on the leader; the others only learn in the exchange what to take."""
         if comm.rank == self._leader(comm):
             return super()._take(gradient, comm, request, clear)
-        return self._memory.accumulate(gradient, request.divisor(comm), request.withheld, clear)
+        return self._memory.accumulate(
+            gradient, request.divisor(comm), request.withheld, clear, request.scale
+        )
 
     def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
         mine, leader = selection.stream, self._leader(wire)

@@ -102,7 +102,7 @@ class Sparsifier(Scheme):
         in_place: bool = False,
     ) -> Reduced:
         """See `Scheme.reduce`."""
-        divisor = request.divisor(comm)
+        divisor = request.update_divisor(comm)
         if in_place:
             for start, stop in request.apart:
                 gradient[start:stop] = 0
@@ -159,9 +159,11 @@ class Sparsifier(Scheme):
 
     def _sum_all(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
         """Send all of memory + gradient, as training without a scheme does."""
-        meter, ranks = request.meter, request.divisor(comm)
+        meter = request.meter
         with meter.selecting():
-            everything = self._memory.accumulate(gradient, ranks, request.withheld)
+            everything = self._memory.accumulate(
+                gradient, request.divisor(comm), request.withheld, scale=request.scale
+            )
             leaving = magnitude_of(everything)
         meter.asked += request.count(everything.size)
         meter.selected += request.count(everything.size)
@@ -228,7 +230,13 @@ class Sparsifier(Scheme):
     ) -> SparseStream:
         """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
         return self._memory.select(
-            gradient, self._shares, self.steps, request.divisor(comm), request.withheld, clear
+            gradient,
+            self._shares,
+            self.steps,
+            request.divisor(comm),
+            request.withheld,
+            clear,
+            request.scale,
         )
 
     @abstractmethod

@@ -122,7 +122,11 @@ class Handle:
         """Return the norm of what this rank owes, for each tensor that has memory."""
         residuals = self._session.residuals
         parts = [residuals.of(name).get("memory") for name in self._session.treatment.eligible]
-        norms = [torch.linalg.vector_norm(part, order) for part in parts if part is not None]
+        norms = [
+            torch.linalg.vector_norm(part, order, dtype=torch.float64)  # float32 may overflow
+            for part in parts
+            if part is not None
+        ]
         found = read(torch.stack(norms)).tolist() if norms else []
         return [norm / residuals.filter for norm in found]
 

@@ -166,9 +166,14 @@ class Transaction:
             apart = [] if moved else [(piece.start, piece.stop) for piece in small]
             withheld = zeros_in(flat, served.pieces) if it.withhold_zeros else []
             request = Request(
-                served.layers, withheld, apart, front_loaded=it.frontload, meter=self.meter
+                served.layers,
+                withheld,
+                apart,
+                scale=self._scale(),
+                front_loaded=it.frontload,
+                meter=self.meter,
             )
-            begun = self._exchange_vector(served, flat, request, self._scale())
+            begun = self._exchange_vector(served, flat, request)
             sent_whole = begun.reduced.sent_whole and not moved
         if not sent_whole:
             self._small += zip(places, gradients, strict=True)
@@ -177,6 +182,7 @@ class Transaction:
         """Return what a GradScaler has multiplied gradients by; 1 if it does not matter.
 
         Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
+        NaN if backing off has made it 0, because nothing can be divided by that.
         """
         it = self.session
         owes = it.treatment.selects or it.residuals.flush.owed
@@ -184,27 +190,19 @@ class Transaction:
             return 1.0
         # The public function would wait for a GPU beside `read`.
         scale = it.scaler._get_scale_async()
-        return it.scaler.get_scale() if scale is None else float(read(scale))
+        return (it.scaler.get_scale() if scale is None else float(read(scale))) or math.nan
 
-    def _exchange_vector(
-        self, vector: Vector, gradient: Tensor, request: Request, scale: float
-    ) -> Begun:
-        """Replace a gradient, which a GradScaler has scaled, by its update.
+    def _exchange_vector(self, vector: Vector, gradient: Tensor, request: Request) -> Begun:
+        """Replace a gradient by its update.
 
-        A scheme with memory gets it unscaled; another one gets it as it is, with the share of this
-        step of what an old memory owes.
+        A scheme without memory gets it with this step's share of what an old memory owes.
         """
-        unscaled = scale != 1 and bool(vector.scheme.remembers)
-        if unscaled:
-            gradient.div_(scale)
         self.left |= self.session.residuals.flush.add_to(
-            gradient, vector.pieces, request.withheld, scale
+            gradient, vector.pieces, request.withheld, request.scale
         )
         begun = vector.scheme.begin(gradient, self.comm, request, in_place=True)
         self.begun.append((vector.scheme, begun.without_sums()))
         self.finite &= begun.finite
-        if unscaled:
-            gradient.mul_(scale)
         return begun
 
     def _exchange_rows(self, name: str, gradient: Tensor) -> None:
