@@ -98,8 +98,9 @@ bool scan_chunk(const Source& first, const Vector<Storage>& again, size_t begin,
     crowded ? scan_crowd(first, end, k, survivors) : scan(first, end, k, survivors);
     // The steps grow, so that few passes suffice for a chunk of far smaller values.
     bool repeated = false;
-    for (step /= 4; survivors.count < k && guess > 1; step *= 4, repeated = true) {
+    for (step /= 4; survivors.count < k && guess > 1; repeated = true) {
         guess = Follower<Key>::lowered(guess, step);
+        step = std::max<Key>(step, step * 4);  // the last product, 0, would never end this
         survivors.restart(begin, guess);
         scan(again, end, k, survivors);
     }

@@ -58,6 +58,8 @@ KINDS = (
     "signed zeros",
     "denormals",
     "special",
+    "extremes",
+    "huge beside zeros",
     "ascending",
     "descending",
     "bunched",
@@ -106,6 +108,14 @@ def _values(kind: str, n: int, dtype: torch.dtype, generator: torch.Generator) -
             some = [torch.nan, -torch.nan, inf, -inf, limits.max, limits.min, 0.0, 1.0]
             choice = torch.tensor(some, dtype=torch.float64)[(uniform * len(some)).long()]
             return choice.to(dtype)
+        case "extremes":
+            least = limits.smallest_normal * limits.eps
+            sizes = [limits.max, limits.smallest_normal, least, 1.0, 0.0]
+            return torch.tensor(sizes, dtype=torch.float64)[(uniform * 5).long()] * normal.sign()
+        case "huge beside zeros":
+            # Whole chunks are zero, among others of whose entries most are.
+            some = (torch.arange(n) // 512 % 3 > 0) & (uniform < 0.14)
+            return torch.where(some, limits.max / 8 * normal.clamp(-8, 8), 0.0)
         case "ascending":
             return torch.arange(n) / max(n, 1)
         case "descending":

@@ -114,10 +114,21 @@ def test_selection_is_exact_with_a_misleading_sample(run: int, start: int) -> No
         assert_same(kernels.topk(x, k), reference.topk(x, k))
 
 
-def test_selection_is_exact_for_tiny_values_after_huge_ones() -> None:
-    # The threshold that a chunk hands to the next is wrong by 60 powers of two.
-    x = torch.cat([torch.full((512,), 2.0**60), torch.randn(512), torch.full((512,), 2.0**-60)])
-    assert_same(kernels.topk_chunked(x, 20, 512), reference.topk_chunked(x, 20, 512))
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("nonzeros", [70, 512])
+def test_selection_is_exact_for_zeros_and_the_smallest_values_after_the_largest(
+    isa: str, dtype: torch.dtype, nonzeros: int
+) -> None:
+    # The threshold that a chunk hands to the next is wrong by all powers of two that there are.
+    limits = torch.finfo(dtype)
+    sizes = [limits.max, 0.0, 1.0, limits.max, limits.smallest_normal * limits.eps, 0.0]
+    chunks = torch.tensor(sizes, dtype=dtype).repeat_interleave(512).view(-1, 512)
+    chunks[:, nonzeros:] = 0
+    x = chunks.flatten()
+    with using(isa):
+        for k in (1, 5, 20, 64):
+            assert_same(kernels.topk_chunked(x, k, 512), reference.topk_chunked(x, k, 512))
 
 
 @pytest.mark.parametrize("isa", ISAS)
