@@ -277,3 +277,36 @@ def test_tensors_without_floats_are_refused() -> None:
         simulate(
             1, lambda comm: even_averager({"steps": torch.zeros(8).long()}, TopK(), group=comm)
         )
+
+
+EMPTY = {"none": torch.zeros(0), "no rows": torch.zeros(0, 50, dtype=torch.float64)}
+ONE = {"one": torch.zeros(()), "large": torch.zeros(40, 30, dtype=torch.float64)}
+ROWS = {"no words": torch.zeros(0, 4), "no width": torch.zeros(60, 0)}
+
+
+@schemes
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("tensors", [EMPTY, EMPTY | ONE, EMPTY | ROWS], ids=", ".join)
+def test_tensors_without_elements_or_dimensions_are_averaged(
+    make: Callable[[], Scheme], scope: Scope, tensors: Named
+) -> None:
+    def on_rank(comm: Communicator) -> None:
+        settings: dict[str, Any] = {"group": comm, "scope": scope, "rows": ROWS.keys() & tensors}
+        settings["policy"] = lambda name, _: name == "one"
+        averager = even_averager(tensors, make(), **settings)
+        gradients = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+        gradients |= {name: gradients[name].to_sparse(1) for name in settings["rows"]}
+        for scheme in (None, "dense", "topk"):
+            if scheme is not None:
+                averager.handle.switch(scheme)
+            updates = averager.average(gradients)
+            assert {n: u.shape for n, u in updates.items()} == {
+                n: t.shape for n, t in tensors.items()
+            }
+            assert f"steps: {averager.handle.stats().steps}" in repr(averager.handle)
+            again = even_averager(tensors, averager.handle.scheme, **settings)
+            again.handle.load_state_dict(averager.handle.state_dict())
+            again.average(gradients)
+        assert averager.handle.stats().void_steps == 0
+
+    simulate(3, on_rank, ranks_per_node=1)

@@ -253,7 +253,12 @@ class Averager:
         it = self._session
         check_places(vector, places, it.treatment)
         densities, dense = it.treatment.densities, it.treatment.small
-        pieces = [Piece(name, *place, densities.get(name)) for name, place in places.items()]
+        # Tensors without elements, as a rank's shard may be, have no updates.
+        pieces = [
+            Piece(name, start, stop, densities.get(name))
+            for name, (start, stop) in places.items()
+            if start < stop
+        ]
         small = [piece for piece in pieces if piece.name in dense]
         large = [piece for piece in pieces if piece.name not in dense]
         return self._open(places).queue(Queued(vector, small, large))

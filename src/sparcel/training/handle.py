@@ -37,7 +37,7 @@ class Handle:
             mean = costs.bytes_sent / costs.steps / 1e6
             sent = f", {mean:.3g} MB sent in each, {costs.compression:.3g} times less than dense"
             sent += f"; in the last step {it.last.compression:.3g} times"
-            mean, last = (100 * one.asked / one.coordinates for one in (costs, it.last))
+            mean, last = (100 * one.asked / max(1, one.coordinates) for one in (costs, it.last))
             sent += f"; asked for {mean:.3g} % of the coordinates, {last:.3g} % in the last step"
         method = f"{self.scheme}"
         if it.treatment.scope == "model":

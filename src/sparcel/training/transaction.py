@@ -154,6 +154,8 @@ class Transaction:
         would mix them up if their sizes are the same.
         """
         names = tuple(piece.name for piece in (*queued.large, *queued.small))
+        if not names:
+            return
         self.comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
 
     def _exchange_pieces(self, queued: Queued) -> None:
@@ -209,7 +211,8 @@ class Transaction:
         dtype, shape = gradient.dtype, gradient.shape
         dense_bytes = shape.numel() * dtype.itemsize
         gradient = gradient.to(wide_dtype(dtype)).coalesce()
-        rows = gradient.values().reshape(-1, shape[1:].numel())
+        rows = gradient.values()
+        rows = rows.reshape(len(rows), shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = finite_flag(rows)
         total = self._sum(stream)
@@ -221,7 +224,7 @@ class Transaction:
         indices = total.indices
         if indices is None:
             indices = torch.arange(shape[0], device=rows.device)
-        average = total.values.reshape(-1, *shape[1:]).to(dtype)
+        average = total.values.reshape(total.nnz, *shape[1:]).to(dtype)
         # An average that fits the sum's dtype may overflow a narrower one.
         self.finite &= dtype == total.dtype or all_finite(average)
         self.rows[name] = coalesced(indices, average, shape)
