@@ -142,6 +142,11 @@ def attach(
         _check_parameters(optimizer, driver.parameters)
     if densities is not None:
         check_type(densities, Mapping, "densities")
+    if "scheme" in settings:
+        raise InputError(
+            "scheme is no argument of attach; pass it after the model, without a name:"
+            ' attach(model, "topk")'
+        )
     for name in settings:
         known(name, [*_OWN_SETTINGS, *Settings.__annotations__], "an argument of attach")
     chosen = chosen_scheme(scheme_or_name, settings)

@@ -49,6 +49,10 @@ def optional(what: str, extra: str) -> Iterator[None]:
         ) from missing
 
 
+_LISTED = 40
+"""How many names an error lists at most."""
+
+
 class SparcelWarning(UserWarning):
     """What was asked for works, but is probably not what was meant."""
 
@@ -64,8 +68,11 @@ def warn(message: str) -> None:
 def known(name: str, names: Iterable[str], what: str) -> str:
     """Return ``name``, or raise an `InputError` that suggests the nearest of ``names``."""
     names = list(names)
-    if name in names:
+    if isinstance(name, str) and name in names:
         return name
-    near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise InputError(f"{what} must be one of {', '.join(names)}, got {name!r}{hint}")
+    near = difflib.get_close_matches(name, names, n=2) if isinstance(name, str) else []
+    hint = f"; did you mean {' or '.join(map(repr, near))}? It" if near else "; it"
+    listed = ", ".join(names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
+    expected = f"{hint} must be one of {listed}" if names else "; there are none"
+    given = repr(name) if isinstance(name, str | int | float | None) else type(name).__name__
+    raise InputError(f"{what} cannot be {given}{expected}")

@@ -105,7 +105,7 @@ def test_rates_that_older_versions_measured_are_read():
     assert "histogram" not in rates.curves
     assert rates["merge"].points == tuple(map(tuple, recorded["curves"]["merge"]))
     recorded["curves"]["nonsense"] = recorded["curves"]["merge"]
-    with pytest.raises(InputError, match="curve must be one of"):
+    with pytest.raises(InputError, match="curve cannot be"):
         Rates.from_json(json.dumps(recorded))
 
 

@@ -42,8 +42,9 @@ def refuse(
 @pytest.mark.parametrize(
     ("make", "scheme", "settings", "said"),
     [
-        (wrapped, "topkk", {}, "scheme must be one of .* did you mean 'topk'"),
-        (wrapped, "topk", {"optimzer": None}, "an argument of attach .* did you mean 'optimizer'"),
+        (wrapped, "topkk", {}, "scheme cannot be 'topkk'; did you mean 'topk' or"),
+        (wrapped, "topk", {"optimzer": None}, "'optimzer'; did you mean 'optimizer'"),
+        (wrapped, None, {"scheme": "topk"}, 'scheme is no argument .* attach\\(model, "topk"\\)'),
         (wrapped, "topk", {"densty": 0.1}, "did you mean 'density'"),
         (wrapped, "topk", {"density": 3}, "for a percentage pass density=0.03"),
         (wrapped, "oktopkk", {}, "did you mean 'oktopk'"),

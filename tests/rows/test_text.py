@@ -216,7 +216,7 @@ def test_documents_must_be_text(documents: Any, message: str) -> None:
     ("wrong", "message"),
     [
         ({"analyzer": "chars"}, "did you mean 'char'"),
-        ({"norm": "max"}, "norm.* must be one of l1, l2, got 'max'"),
+        ({"norm": "max"}, "norm.* cannot be 'max'; it must be one of l1, l2"),
         ({"ngram_range": 3}, "pair"),
         ({"ngram_range": (0, 3)}, "low end of ngram_range must lie in"),
         ({"ngram_range": (3, 2)}, "high end of ngram_range must lie in"),

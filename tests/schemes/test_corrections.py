@@ -327,7 +327,7 @@ BAD = [
         {"warmup": [25], "warmup_steps": 1},
         r"warmup\[0\] .*got 25; for a percentage",
     ),
-    ({"selector": "topp"}, r"selector must be one of .*got 'topp'"),
+    ({"selector": "topp"}, r"selector cannot be 'topp'"),
 ]
 
 

@@ -83,7 +83,10 @@ def refusal(carrier: Any, gpu: bool) -> str:
 
 
 def test_carriers_that_do_not_fit_are_refused() -> None:
-    assert "carrier must be one of auto, nccl, host, got 'hots'" in refusal("hots", True)
+    assert (
+        "carrier cannot be 'hots'; did you mean 'host'? It must be one of auto, nccl, host"
+        in refusal("hots", True)
+    )
     assert "carrier='host' is for tensors on a GPU of CUDA, and these are on cpu" in refusal(
         "host", False
     )
