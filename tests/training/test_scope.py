@@ -225,6 +225,24 @@ def test_an_update_that_overflows_its_narrower_dtype_makes_the_step_void() -> No
     assert simulate(2, on_rank).results == [(True, True, 1)] * 2
 
 
+@pytest.mark.parametrize("used", [["single"], ["single", "half"], ["double"]])
+def test_memory_has_one_dtype_whichever_tensors_a_step_has(used: list[str]) -> None:
+    like = {"half": torch.zeros(40, 30, dtype=torch.float16), "single": torch.zeros(40, 30)}
+    like["double"] = torch.zeros(0 if "single" in used else 1200, 1, dtype=torch.float64)
+
+    def on_rank(comm: Communicator) -> Named:
+        settings: dict[str, Any] = {"policy": lambda *_: False, "scope": "model"}
+        averager = even_averager(like, TopK(0.125), group=comm, **settings)
+        for name in used:
+            averager.queue(torch.ones_like(like[name]).flatten(), {name: (0, 1200)})
+        averager.finish()
+        averager.handle.full_state_dict()
+        return averager.handle.state_dict()
+
+    for rank, state in enumerate(simulate(2, on_rank).results):
+        assert {state[f"rank{rank}.{name}"].dtype for name in like} == {torch.float64}
+
+
 @pytest.mark.parametrize("layout", [[["bias", *LARGE]], [["bias", "first"], ["second"], ["third"]]])
 def test_a_step_is_one_exchange_and_one_of_small_tensors(layout: Layout) -> None:
     def messages(comm: Communicator) -> int:

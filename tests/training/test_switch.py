@@ -506,3 +506,17 @@ def test_optimisers_that_step_ahead_does_not_know_are_named_when_it_matters() ->
             averager.handle.switch("topk")
 
     simulate(1, on_rank)
+
+
+def test_what_is_owed_may_have_a_sum_that_overflows() -> None:
+    owed = torch.full((1200,), 1e307, dtype=torch.float64)
+    state = {"steps": torch.tensor(1), "world_size": torch.tensor(1), "rank0.weight": owed}
+
+    def on_rank(comm: Communicator) -> Tensor:
+        like = {"weight": torch.zeros(40, 30, dtype=torch.float64)}
+        averager = even_averager(like, Dense(), group=comm)
+        averager.handle.load_state_dict(state)
+        return sum(averager.average(like)["weight"] for _ in range(FLUSH_STEPS))
+
+    (came_out,) = simulate(1, on_rank).results
+    torch.testing.assert_close(came_out.flatten(), owed)

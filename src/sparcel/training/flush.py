@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -70,14 +69,15 @@ class Flush:
     def commit(self, left: Mapping[str, Tensor], pending: bool) -> float:
         """Let a step take effect, and return by how much the sum of what is owed shrank, in |x|.
 
-        ``left`` is what `add_to` returned of all vectors, ``pending`` what `will_owe` did.
+        ``left`` is what `add_to` returned of all vectors, ``pending`` what `will_owe` did. The
+        result is NaN where the sum overflows float64.
         """
         shrunk: list[Tensor] = []
         for name, rest in left.items():
-            shrunk.append(self.owed.pop(name).abs().sum())
+            shrunk.append(self.owed.pop(name).abs().sum(dtype=torch.float64))
             if self.steps > 1:
                 self.owed[name] = rest
-                shrunk.append(-rest.abs().sum())
+                shrunk.append(-rest.abs().sum(dtype=torch.float64))
         self.steps = max(1, self.steps - 1) if pending else FLUSH_STEPS
         self.pending = pending
-        return math.fsum(read(torch.stack(shrunk)).tolist()) if shrunk else 0.0
+        return sum(read(torch.stack(shrunk)).tolist()) if shrunk else 0.0

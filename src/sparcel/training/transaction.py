@@ -143,8 +143,9 @@ class Transaction:
 
     def _exchange_held(self) -> None:
         """Exchange the vectors that were held as one."""
-        if self._held:
-            whole, self._copies = joined(self._held)
+        memory = self.session.treatment.memory_dtype
+        if self._held and memory is not None:
+            whole, self._copies = joined(self._held, memory)
             self._exchange(whole)
 
     def _exchange(self, queued: Queued) -> None:
