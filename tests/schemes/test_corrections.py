@@ -113,6 +113,15 @@ def test_a_long_gradient_enters_with_its_share_of_the_norm(world, clip, seed):
     torch.testing.assert_close(came_out, entered, rtol=0, atol=1e-4)
 
 
+def test_a_gradient_whose_squares_overflow_is_clipped():
+    def on_rank(comm):
+        scheme = sparcel.scheme("topk", density=0.5, clip=2.0)
+        return scheme.step(torch.tensor([3e200, 4e200], dtype=torch.float64), comm)
+
+    (update,) = simulate_nodes(1, on_rank).results
+    assert update.tolist() == pytest.approx([0, 1.6])
+
+
 @pytest.mark.parametrize("name", ["topk", "sparcml", "gtopk", "oktopk", "scalecom", "hitopk"])
 def test_warmup_densities_each_serve_their_steps(name):
     """Each density serves its number of steps; void steps do not count."""

@@ -67,4 +67,9 @@ def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
 
 def norm(x: Tensor) -> float:
     """Return the Euclidean norm of ``x`` (``[n]``, any float dtype), summed up in float64."""
-    return math.sqrt(float(device.read(sums_of_squares([x]))))
+    norm = math.sqrt(float(device.read(sums_of_squares([x]))))
+    if math.isinf(norm) and x.dtype == torch.float64:  # no other dtype has squares that overflow
+        peak = float(device.read(x.detach().abs().max()))
+        if math.isfinite(peak):
+            return peak * math.sqrt(float(device.read(sums_of_squares([x.detach() / peak]))))
+    return norm
