@@ -520,3 +520,19 @@ def test_what_is_owed_may_have_a_sum_that_overflows() -> None:
 
     (came_out,) = simulate(1, on_rank).results
     torch.testing.assert_close(came_out.flatten(), owed)
+
+
+def test_a_scaled_share_is_flushed_by_the_one_rank_that_owes() -> None:
+    owed = torch.arange(1200.0)
+    state = {"steps": torch.tensor(1), "world_size": torch.tensor(1), "rank0.weight": owed}
+
+    def on_rank(comm: Communicator) -> Tensor:
+        scaler = torch.amp.GradScaler("cpu", 4.0)
+        scaler.scale(torch.ones(1))
+        like = {"weight": torch.zeros(40, 30)}
+        averager = even_averager(like, Dense(), group=comm, scaler=scaler)
+        averager.handle.load_state_dict(state)
+        return sum(averager.average(like)["weight"] for _ in range(FLUSH_STEPS)) / 4
+
+    for came_out in simulate(2, on_rank).results:
+        torch.testing.assert_close(2 * came_out.flatten(), owed)

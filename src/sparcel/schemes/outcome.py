@@ -22,9 +22,9 @@ class Reduced:
     total
         The sum, the same on all ranks.
     divisor
-        What makes the update of it: the number of ranks, by the gradient's scale. None: ``total``
-        is the average already, in the gradient's dtype, not ``finite`` if it has NaN or Inf; a
-        dense one is in the scratch that `Scheme.reduce` got.
+        What ``total`` is divided by for the update: the number of ranks over the gradient's scale.
+        None: ``total`` is the average already, in the gradient's dtype, not ``finite`` if it has
+        NaN or Inf; a dense one is in the scratch that `Scheme.reduce` got.
     sent_whole
         Whether the gradient was sent as it is, with what `Request.apart` names.
     estimates

@@ -105,7 +105,8 @@ def load(
         loaded = {}
     flush = saved.flush
     if flush is None:
-        flush = FLUSH_STEPS if residuals.kinds or loaded else 0
+        # Not of what this rank takes over alone: others may owe something, and all must know.
+        flush = FLUSH_STEPS if residuals.kinds or saved.entries else 0
     if flush:  # otherwise nothing was owed
         faults += _missing(inherited, found, tensors, rank, ranks)
     if faults and strict:
