@@ -4,11 +4,13 @@ import gzip
 import inspect
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sparcel import simulate
+from sparcel.cli.linear.files import layout_of
 from sparcel.cli.linear.fit import fit
 from sparcel.errors import InputError
 from sparcel.linear import SparseLogisticRegression
@@ -28,6 +30,12 @@ def test_estimators_and_the_command_have_the_settings_and_defaults_of_one_descri
     for one in fields(Parameters):
         assert options[one.name].default == getattr(SparseLogisticRegression(), one.name)
     assert {name for own in OF_ONE_SOLVER.values() for name in own} <= set(names)
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_names_tell_what_files_hold_also_compressed_ones(packed):
+    for name, layout in {"a.tsv": "tsv", "a.jsonl": "jsonl", "a.svm": "svmlight"}.items():
+        assert layout_of([Path(name + packed)], None) == layout
 
 
 def test_rows_that_weigh_more_count_as_if_they_were_there_more_often(tmp_path, svmlight):

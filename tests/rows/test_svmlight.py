@@ -1,9 +1,11 @@
 """Rows are read as they were written, in any layout, by any number of ranks and threads."""
 
+import bz2
 import gzip
 import io
 import lzma
 import sys
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from unittest import mock
@@ -28,8 +30,9 @@ from tests.rows.made import NUMBERS, TEXTS, folder, made, same, texts_of
 PACKED = {
     "": bytes,
     ".gz": gzip.compress,
+    ".bz2": bz2.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
 LAYOUTS = st.fixed_dictionaries({"index_from": st.integers(0, 1), "threads": st.integers(1, 3)})
 
@@ -230,17 +233,60 @@ def test_the_mark_that_some_editors_write_is_skipped(tmp_path: Path) -> None:
     assert read.labels is not None and read.labels.tolist() == [1]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
 def test_a_broken_file_is_never_taken_for_a_short_one(suffix: str, tmp_path: Path) -> None:
     text = b"".join(b"%d 1:%d\n" % (n % 17, n) for n in range(5000))
     path = written(tmp_path / f"rows{suffix}", text)
     packed = path.read_bytes()
     path.write_bytes(packed + packed)  # as `cat` makes them
     assert len(read_svmlight(path)) == 10_000
-    for broken in (packed[: len(packed) // 2], packed[:-1], b"garbage", packed[:90] + packed[95:]):
+    later = packed + b"garbage", packed + b"\0" * 4 + packed[1:]
+    early = packed[: len(packed) // 2], packed[:-1], b"garbage", b"\0" * 4, b"", b"\0" + packed
+    for broken in (*early, packed[:90] + packed[95:], *later):
         path.write_bytes(broken)
-        with pytest.raises(InputError, match=f"rows{suffix} can't be read: "):
+        at = (len(packed), len(packed) + 4) if broken in later else (0,)
+        said = "|".join(f"begins at byte {place}$" for place in at)
+        with pytest.raises(InputError, match=rf"rows{suffix} can't be read: .*({said})"):
             read_svmlight(path)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows", b"1 1:1\n" * 10_000)
+    with blocks_of(60):
+        rows = SvmLight(1).blocks(path, threads=1)
+        next(rows)
+        path.write_bytes(b"1 1:1\n" * 50)
+        with pytest.raises(InputError, match="rows can't be read: it ended after .* bytes, and had 60000"):
+            list(rows)
+
+
+@given(st.data(), st.sampled_from(list(PACKED)[1:]), st.integers(1, 5000))
+def test_streams_are_read_to_the_last_row_or_refused(
+    data: st.DataObject, suffix: str, block: int
+) -> None:
+    packed, ends = bytearray(), []
+    for stream in range(data.draw(st.integers(1, 3))):
+        packed += PACKED[suffix](b"%d 1:1\n" % stream * 20)
+        ends.append(len(packed))
+        if suffix != ".zst":  # which alone knows no padding
+            packed += bytes(4 * data.draw(st.integers(0, 3)))
+    what = data.draw(st.sampled_from(["whole", "truncated", "flipped"]))
+    at = data.draw(st.integers(0, len(packed) - 1))
+    if what == "truncated":
+        del packed[at:]
+    elif what == "flipped":
+        packed[at] ^= 1 << data.draw(st.integers(0, 7))
+    streams = sum(end <= len(packed) for end in ends)
+    is_cut = streams == 0 or (any(packed[ends[streams - 1] :]) and what == "truncated")
+    with folder() as where, blocks_of(block):
+        path = where / f"rows{suffix}"
+        path.write_bytes(packed)
+        found = None
+        with suppress(InputError):
+            found = read_svmlight(path).labels
+    assert (found is None) == is_cut or what == "flipped"
+    if found is not None:
+        assert found.tolist() == [row // 20 for row in range(20 * streams)]
 
 
 def test_what_is_wrong_with_arguments_is_said(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import bz2
 import codecs
-import gzip
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +19,19 @@ BLOCK_BYTES = 2 << 20
 """How much is read at a time: so much that a call costs little, and that it stays in the cache."""
 
 
-_OPENED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""What decompresses an open file, by the end of its name."""
+def _zstd() -> Any:
+    with optional("reading .zst files", "linear"):
+        import zstandard
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+_DECODERS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+    ".zst": _zstd,
+}
+"""What makes the decoder of one stream, by the end of a file's name."""
 
 
 @dataclass(frozen=True)
@@ -95,40 +104,44 @@ def _line_start(file: BinaryIO, at: int) -> int:
 def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
     """Read the bytes in ``[begin, end)`` of a plain file, or all that a compressed file holds."""
     with _readable(path), path.open("rb") as file:
-        if path.suffix in _OPENED:
-            with _OPENED[path.suffix](file) as text:
-                yield from iter(partial(text.read, BLOCK_BYTES), b"")
-        elif path.suffix == ".zst":
-            yield from _zstd_chunks(file)
+        if is_compressed(path):
+            yield from _decompressed(file, _DECODERS[path.suffix])
         else:
             file.seek(begin)
             while chunk := file.read(min(BLOCK_BYTES, end - begin)):
                 begin += len(chunk)
                 yield chunk
+            if begin < end:
+                raise EOFError(f"it ended after {begin} bytes, and had {end}; leave it as it is")
 
 
-def _zstd_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Decompress frame by frame; zstandard's own reader takes a truncated file for a short one."""
-    with optional("reading .zst files", "linear"):
-        import zstandard
-    frame, held, length = None, [], 0
+def _decompressed(file: BinaryIO, decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress stream by stream: after the first one, zeros are padding, and all else a stream.
+
+    The readers of `bz2` and `lzma` end without a word where a later stream does not begin as it
+    should, and that of zstandard where the file was cut off.
+    """
+    stream, begin, read, held, length = decoder(), 0, 0, [], 0
     # Little at a time, because it may become thousands of times as long.
     while packed := file.read(max(1, BLOCK_BYTES // 256)):
-        while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        read += len(packed)
+        while packed := packed if stream else packed.lstrip(b"\0"):
+            if not stream:
+                stream, begin = decoder(), read - len(packed)
             try:
-                held.append(frame.decompress(packed))
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
+                held.append(stream.decompress(packed))
+            except Exception as error:  # each library has its own
+                why = str(error) or repr(error)
+                raise OSError(f"{why}, in the stream that begins at byte {begin}") from error
             length += len(held[-1])
-            packed = frame.unused_data
-            frame = None if frame.eof else frame
+            packed = stream.unused_data
+            stream = None if stream.eof else stream
         if length >= BLOCK_BYTES:
             yield b"".join(held)
             held, length = [], 0
+    if stream is not None:
+        raise EOFError(f"it ends within the stream that begins at byte {begin}")
     yield b"".join(held)
-    if frame is not None:
-        raise EOFError("the file ends within a frame")
 
 
 @contextmanager
@@ -136,6 +149,6 @@ def _readable(path: Path) -> Iterator[None]:
     """Turn errors of reading and decompressing into an error that names the file."""
     try:
         yield
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} can't be read: {reason}") from error

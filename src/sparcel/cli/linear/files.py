@@ -13,7 +13,7 @@ LAYOUTS = ("svmlight", "lines", "tsv", "jsonl")
 
 Data = Annotated[
     list[Path],
-    typer.Argument(help="Files: plain, .gz, .xz or .zst.", show_default=False),
+    typer.Argument(help="Files: plain, .gz, .bz2, .xz or .zst.", show_default=False),
 ]
 Layout = Annotated[
     str | None,
@@ -31,10 +31,10 @@ def layout_of(data: list[Path], layout: str | None) -> str:
     """Return what files hold, as told or by their names."""
     if layout is not None:
         return known(layout, LAYOUTS, "--layout")
+    from sparcel.rows.pieces import is_compressed
+
     by_suffix = {".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines"}
-    plain = [
-        path.with_suffix("") if path.suffix in (".gz", ".xz", ".zst") else path for path in data
-    ]
+    plain = [path.with_suffix("") if is_compressed(path) else path for path in data]
     kinds = {by_suffix.get(path.suffix, "svmlight") for path in plain}
     if len(kinds) > 1:
         raise InputError(f"the files hold {' and '.join(sorted(kinds))}; give files of one kind")
