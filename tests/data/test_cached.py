@@ -148,11 +148,18 @@ def test_ranks_of_a_group_share_memory():
         assert (stats.from_source, stats.from_memory) == (12, 36)
 
 
-def test_ranks_with_other_arguments_are_told():
+@pytest.mark.parametrize(
+    ("of_rank", "message"),
+    [
+        (lambda rank: Files(5 + rank), "length=6"),
+        (lambda rank: Subset(Files(9), range(rank, 5 + rank)), 'dataset=.*"Subset", "length": 5'),
+    ],
+)
+def test_ranks_with_other_arguments_are_told(of_rank, message):
     def on_rank(comm):
-        Cached(Files(5 + comm.rank), None, memory=0, group=comm)
+        Cached(of_rank(comm.rank), None, memory=0, group=comm)
 
-    with pytest.raises(MismatchError, match="length=6"):
+    with pytest.raises(MismatchError, match=message):
         simulate(2, on_rank)
 
 

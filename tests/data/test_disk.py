@@ -14,9 +14,12 @@ from contextlib import closing, contextmanager
 from threading import Barrier, Thread
 from urllib.error import URLError
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from sparcel.data import Cached
 from sparcel.errors import SparcelWarning
@@ -75,6 +78,45 @@ def test_samples_of_something_else_are_read_anew(tmp_path, settings, message):
     del changed
     with silence():
         assert filled(tmp_path, looks=0, **settings).stats().from_source == 0
+
+
+class Mapped(Dataset):
+    """A dataset around another one, as people write it to transform a fold."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __len__(self):
+        return len(self.inside)
+
+    def __getitem__(self, place):
+        return self.inside[place]
+
+
+AROUND = {
+    "itself": lambda subset: subset,
+    "a subset": lambda subset: Subset(subset, range(20)),
+    "a dataset": lambda subset: Mapped(subset),
+    "several": lambda subset: ConcatDataset([subset, Files(40)]),
+    "by name": lambda subset: StackDataset(one=subset, other=subset),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_folds_of_one_dataset_are_told_apart_by_their_indices(tmp_path, around):
+    def opened(fold):
+        dataset = AROUND[around](Subset(Files(40), fold))
+        cached = Cached(dataset, tmp_path, memory=0, looks=0)
+        assert [cached[place] for place in range(20)] == [dataset[place] for place in range(20)]
+        return cached.stats()
+
+    fold = [*range(19), 20]
+    opened(range(20))
+    with pytest.warns(SparcelWarning, match="has samples of .* it is made anew"):
+        opened(fold)
+    with silence():
+        for same in (fold, tuple(fold), np.array(fold), torch.tensor(fold), [*np.array(fold)]):
+            assert opened(same).from_source == 0
 
 
 def test_a_source_that_is_random_is_told(tmp_path):

@@ -256,7 +256,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path: Path)
         rows = SvmLight(1).blocks(path, threads=1)
         next(rows)
         path.write_bytes(b"1 1:1\n" * 50)
-        with pytest.raises(InputError, match="rows can't be read: it ended after .* bytes, and had 60000"):
+        with pytest.raises(InputError, match=r"it ended after .* bytes, and had 60000"):
             list(rows)
 
 

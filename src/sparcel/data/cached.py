@@ -72,7 +72,8 @@ class Cached(Dataset[Any]):
         bytes and its label, say.
     folder
         Of a disk of this node, for this dataset alone; it is made if need be. None keeps nothing on
-        disk.
+        disk. The copy is of the dataset's class and length, the indices that it has, as a
+        `torch.utils.data.Subset` does, and those of the datasets in it; and of ``version``.
     memory
         Bytes of memory that this node may spend: a number, or a text such as ``"4 GiB"``. With 0
         nothing is kept there.
@@ -99,7 +100,7 @@ class Cached(Dataset[Any]):
     InputError
         When an argument is wrong; later, when a sample cannot be pickled.
     MismatchError
-        When ranks of ``group`` give datasets of other lengths or another ``memory``.
+        When ranks of ``group`` give other datasets, another ``version`` or another ``memory``.
 
     Notes
     -----
@@ -131,10 +132,12 @@ class Cached(Dataset[Any]):
         self._decode, self._transform = decode, transform
         check(len(self), limit)  # here, where a wrong one does not close the group
         comm = resolve_or_alone(group)
-        self._disk = None if folder is None else _opened(folder, self._source, version, looks)
-        self._shared = (
-            Shared(len(self), limit) if comm is None else shared_by_node(comm, len(self), limit)
-        )
+        identity = self._source.identity(version)
+        self._disk = None if folder is None else _opened(folder, self._source, identity, looks)
+        if comm is None:
+            self._shared = Shared(len(self), limit)
+        else:
+            self._shared = shared_by_node(comm, len(self), limit, identity)
 
     def __len__(self) -> int:
         return self._source.length
@@ -227,7 +230,7 @@ class Cached(Dataset[Any]):
 
 
 def _opened(
-    folder: str | os.PathLike[str], source: Source, version: str, looks: int
+    folder: str | os.PathLike[str], source: Source, identity: str, looks: int
 ) -> Disk | None:
     """Return the copy on disk; warn and return None if there cannot be one."""
     if not isinstance(folder, str | os.PathLike):
@@ -239,7 +242,7 @@ def _opened(
         raise InputError(f"folder must be a folder, and {path} is a file")
     try:
         _make(path)
-        return Disk(path, source.identity(version), source.still_has, looks, warn)
+        return Disk(path, identity, source.still_has, looks, warn)
     except UnusableError as error:
         warn(f"samples are not kept on disk: {error}")
     return None

@@ -7,7 +7,7 @@ from sparcel.data.shared import Shared, attach, index_bytes
 from sparcel.errors import InputError, warn
 
 
-def shared_by_node(comm: Communicator, length: int, limit: int) -> Shared:
+def shared_by_node(comm: Communicator, length: int, limit: int, dataset: str) -> Shared:
     """Return the memory of this rank's node; all ranks call.
 
     The first rank of each node makes it. Ranks that cannot open it, such as those in another
@@ -16,7 +16,7 @@ def shared_by_node(comm: Communicator, length: int, limit: int) -> Shared:
     Raises
     ------
     MismatchError
-        When ranks give another ``length`` or ``limit``.
+        When ranks give another ``length``, ``limit`` or ``dataset``, which tells what is kept.
     """
 
     def job() -> Shared:
@@ -38,4 +38,5 @@ def shared_by_node(comm: Communicator, length: int, limit: int) -> Shared:
         comm.gather_numbers(0)  # no rank ends before the others have opened what it made
         return made
 
-    return comm.call(Call.of("cached", {"length": length, "memory": limit}), job)
+    arguments = {"length": length, "memory": limit, "dataset": dataset}
+    return comm.call(Call.of("cached", arguments), job)

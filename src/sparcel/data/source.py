@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ class Source:
         """Return what a copy of the samples is of."""
         kind = type(self._dataset).__qualname__
         about = {"dataset": kind, "length": self.length, "version": version, "format": VERSION}
+        if parts := _parts(self._dataset):
+            text = json.dumps(parts, default=_plain, skipkeys=True)
+            about["parts"] = blake2b(text.encode(), digest_size=8).hexdigest()
         return json.dumps(about)
 
     def read(self, places: Sequence[int]) -> Sequence[Any]:
@@ -70,6 +74,32 @@ class Source:
             " what is random in transform="
         )
         return True
+
+
+def _parts(dataset: Dataset[Any], *around: int) -> list[Any]:
+    """Return the indices that a dataset has, as a `Subset` does, and the datasets inside it.
+
+    These tell apart what has the same class and length, such as the folds of one dataset.
+    """
+    found: list[Any] = []
+    around = *around, id(dataset)
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if name == "indices":
+            found.append(value)
+            continue
+        inside = value.values() if isinstance(value, dict) else value
+        for one in inside if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(one, Dataset) and id(one) not in around:
+                length = len(one) if isinstance(one, Sized) else None
+                found.append([type(one).__qualname__, length, _parts(one, *around)])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON holds for an array, a tensor or a number of theirs, or a range."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, Iterable) else type(value).__qualname__
 
 
 def packed(place: int, sample: object) -> bytes:
