@@ -227,6 +227,50 @@ def test_classes_weigh_what_is_said():
         SparseLogisticRegression(class_weight={7: 2.0}).fit(X, y)
 
 
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (-1, r"must lie in \[0, 3.4.*e\+38\], got -1"),
+        (np.inf, "must lie in .*, got inf"),
+        (np.nan, "must lie in .*, got nan"),
+        (1e39, r"must lie in .*, got 1e\+39"),
+        ("2", "must be a number, got '2'"),
+        (None, "must be a number, got None"),
+        ([2.0], "must be a number, got list"),
+    ],
+)
+def test_weights_of_classes_that_are_none_are_told_to_all_ranks(weight, message):
+    X, y = problem(rows=40)
+
+    def run(comm):
+        model = SparseLogisticRegression(class_weight={1: 2.0 if comm.rank == 0 else weight})
+        model.fit(X.astype(np.float32), y, group=comm)
+
+    with pytest.raises(InputError, match=rf"class_weight\[1\] {message}"):
+        simulate(2, run)
+
+
+def test_a_class_without_weight_does_not_count_in_the_balance():
+    X, y = problem(3)
+    weights = (y < 2) * 1e307  # as large as sums of them may be
+    model = SparseLogisticRegression(class_weight="balanced", epochs=2, tol=None)
+    model.fit(X, y, sample_weight=weights / 400)
+    assert np.isfinite(model.coef_).all()
+
+
+def test_one_weight_for_all_rows_is_that_of_each():
+    X, y = problem(rows=40)
+    one = SparseLogisticRegression(epochs=2).fit(X, y, sample_weight=2)
+    each = SparseLogisticRegression(epochs=2).fit(X, y, sample_weight=[2] * 40)
+    assert (one.coef_ == each.coef_).all()
+    for wrong, message in ((-1, "must be at least 0"), ("two", "must be a number, got 'two'")):
+        with pytest.raises(InputError, match=f"sample_weight {message}"):
+            clone(one).fit(X, y, sample_weight=wrong)
+    for solver in ("sgd", "scd"):
+        with pytest.raises(InputError, match="weights of rows add up to infinity; scale them"):
+            clone(one).set_params(solver=solver).fit(X, y, sample_weight=np.full(40, 1e308))
+
+
 def test_a_training_that_ends_too_early_warns():
     X, y = problem()
     with pytest.warns(ConvergenceWarning, match="still falling by more than tol=0.001 after 7"):

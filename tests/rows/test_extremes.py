@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sparcel.errors import InputError
-from sparcel.rows import SvmLight, make_cache, read_svmlight
+from sparcel.rows import SvmLight, cached, make_cache, read_svmlight
 
 
 def written(folder: Path, text: bytes) -> Path:
@@ -34,6 +34,30 @@ def test_what_is_too_large_for_a_float_is_refused(text: str, tmp_path: Path) -> 
         read_svmlight(written(tmp_path, f"1 1:{text}".encode()))
     with pytest.raises(InputError, match=r"rows:1: the label '.* is no finite number"):
         read_svmlight(written(tmp_path, f"{text} 1:1".encode()))
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        (["9007199254740992", "9007199254740993"], "U"),
+        (["-9007199254740993.0", "1"], "U"),
+        (["18446744073709551615", "18446744073709551616"], "U"),
+        (["9007199254740992", "-0009007199254740994.", "9007199254740991", "1e300"], "f"),
+        (["1_0", "1_1"], "U"),
+    ],
+)
+def test_labels_that_a_float_would_merge_are_texts(
+    labels: list[str], kind: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, "".join(f"{label} 1:1\n" for label in labels).encode())
+    make_cache(tmp_path / "cache", path, SvmLight())
+    for read in (read_svmlight(path), cached(tmp_path / "cache", path, SvmLight())):
+        assert read.labels is not None and read.labels.dtype.kind == kind
+        expected = [float(label) for label in labels] if kind == "f" else labels
+        assert read.labels.tolist() == expected
+    if kind == "U":
+        with pytest.raises(InputError, match=r"rows:\d: the label .*; labels='texts' takes any"):
+            read_svmlight(path, labels="numbers")
 
 
 @pytest.mark.parametrize("label", ["nan", "NaN", "inf", "-Infinity"])

@@ -9,9 +9,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from sparcel._checks import number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError
-from sparcel.linear.ranks import gathered
+from sparcel.linear.ranks import gathered, run_or_fail_everywhere
 from sparcel.rows.rows import Array
 
 
@@ -91,28 +92,41 @@ class Classes:
         """Return each row's weight times that of its class; None where all are 1.
 
         All ranks call, because ``"balanced"`` counts the rows of all of them.
+
+        Raises
+        ------
+        InputError
+            On all ranks, when a class has another weight than a finite number of at least 0, or
+            there is no such class.
         """
         if class_weight is None:
             return weights
         own = np.ones(len(numbers), dtype) if weights is None else weights
-        if class_weight == "balanced":
+        if isinstance(class_weight, str) and class_weight == "balanced":
             counts = torch.from_numpy(np.bincount(numbers, own, len(self.labels)))
             if comm is not None:
                 comm.run(lambda: comm.all_reduce(counts))
-            each = counts.sum() / (len(self.labels) * counts.clamp(min=1e-300))
+            each = torch.where(counts > 0, counts.sum() / (len(self.labels) * counts), 0)
             return np.asarray(own * each.numpy()[numbers], dtype)
+        given = run_or_fail_everywhere(comm, lambda: self._checked_weights(class_weight, dtype))
+        return np.asarray(own * given[numbers], dtype)
+
+    def _checked_weights(self, class_weight: Mapping[Any, float] | str, dtype: Any) -> Array:
+        """Return the weight of each class."""
         if not isinstance(class_weight, Mapping):
             raise InputError(
                 "class_weight must be None, 'balanced' or a dict of weights by label, got"
                 f" {class_weight!r}"
             )
-        if unknown := class_weight.keys() - set(self.labels.tolist()):
+        known = self.labels.tolist()
+        if unknown := class_weight.keys() - set(known):
             raise InputError(
-                f"class_weight has {unknown.pop()!r}, which is none of the classes"
-                f" {self.labels.tolist()}"
+                f"class_weight has {unknown.pop()!r}, which is none of the classes {known}"
             )
-        each_given = np.array([class_weight.get(label, 1.0) for label in self.labels.tolist()])
-        return np.asarray(own * each_given[numbers], dtype)
+        most = float(np.finfo(dtype).max)
+        for label, weight in class_weight.items():
+            number(weight, f"class_weight[{label!r}]", at_least=0, at_most=most)
+        return np.array([float(class_weight.get(label, 1.0)) for label in known])
 
 
 def labels(margins: Array, classes: Array) -> Array:

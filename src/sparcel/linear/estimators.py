@@ -41,8 +41,8 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
     Parameters
     ----------
     class_weight
-        The weight of each class's rows by label, 1 where none is given; ``"balanced"`` gives all
-        classes the same weight in all.
+        The weight of each class's rows by label, finite and not negative, 1 where none is given;
+        ``"balanced"`` gives all classes the same weight in all.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
         y
             ``[rows]`` labels, numbers or strings; None where ``X`` brings them.
         sample_weight
-            ``[rows]``, not negative.
+            ``[rows]``, finite and not negative; or one number for all.
         group
             The ranks that fit the model together, as for `sparcel.all_reduce`; all of them call.
             Without it, these are the ranks that this process was launched with.

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from sparcel._checks import number
 from sparcel.comm import Communicator
 from sparcel.errors import optional
 from sparcel.linear.matrices import matrix_of
@@ -80,11 +81,11 @@ def sample_weights(weights: Any, rows: int, dtype: Any) -> Array | None:
         return None
     with optional("sparcel.linear", "linear"):
         from sklearn.utils.validation import check_array
+    if np.isscalar(weights):
+        weights = np.full(rows, number(weights, "sample_weight", at_least=0))
     found = check_array(
         weights, ensure_2d=False, dtype=dtype, ensure_non_negative=True, input_name="sample_weight"
     )
-    if np.ndim(found) == 0:
-        return np.full(rows, found, dtype)
     if found.shape != (rows,):
         raise ValueError(f"sample_weight must have one weight a row, {rows}, got {found.shape}")
     return np.ascontiguousarray(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,13 @@ Labels = Literal["numbers", "texts"]
 _NONE: dict[Labels, Array] = {"numbers": np.zeros(0, np.float64), "texts": np.zeros(0, np.str_)}
 _MOST_LABEL_BYTES = 1000  # an array of texts is as wide as the longest
 
+_ALL_WHOLE = 2.0**53
+"""Of whole numbers from here on, float64 holds only some: two labels may become one."""
+_WHOLE = re.compile(r"[+-]?0*(\d+)(\.0*)?", re.ASCII)
+
 
 class TextLabelError(InputError):
-    """A label is no number, not even one that is not finite."""
+    """A label is no number, not even one that is not finite, or one that float64 cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ class SvmLight:
             of all ranks in turn are the rows of the files.
         labels
             ``"numbers"`` for float64, ``"texts"`` for strings, or None for numbers if all labels of
-            this rank are numbers, and strings otherwise. Ranks that find different kinds have to
-            agree on one and read again.
+            this rank are numbers, and strings otherwise. Whole numbers that float64 would round,
+            beyond 2^53, are strings, so that no two become one. Ranks that find different kinds
+            have to agree on one and read again.
         threads
             How many threads parse; None for as many as torch uses. The result is the same.
 
@@ -149,17 +155,29 @@ def _parse(block: Block, dimensions: int | None, index_from: int, labels: Labels
 
 
 def _numbers(block: Block, numbers: Array, spans: Array) -> Array:
-    if not np.isnan(numbers).any():
-        return numbers
-    start, stop = spans[np.isnan(numbers)][0]
-    text = block.lines[start:stop].decode(errors="backslashreplace")
-    line = block.lines.count(b"\n", 0, start)
-    error = block.error(line, f"the label {text!r} is no finite number; labels='texts' takes any")
+    for place in np.flatnonzero(~(np.abs(numbers) < _ALL_WHOLE)).tolist():
+        start, stop = spans[place].tolist()
+        text = block.lines[start:stop].decode(errors="backslashreplace")
+        why, is_text = "is no finite number", not _names_number(text)
+        if np.isfinite(numbers[place]):
+            whole = _WHOLE.fullmatch(text)
+            if whole is None or int(whole[1]) == int(abs(numbers[place])):
+                continue
+            why, is_text = "has more digits than a number of float64", True
+        line = block.lines.count(b"\n", 0, start)
+        error = block.error(line, f"the label {text!r} {why}; labels='texts' takes any")
+        # NaN and Inf stand for a label that is missing or wrong, and name no class.
+        raise TextLabelError(*error.args) if is_text else error
+    return numbers
+
+
+def _names_number(text: str) -> bool:
+    """Tell whether a text is a number, of any size, NaN or Inf; 1_2 is one for Python alone."""
     try:
         float(text)
     except ValueError:
-        raise TextLabelError(*error.args) from None
-    raise error  # NaN or Inf, which stand for a label that is missing or wrong, and name no class
+        return False
+    return text.isascii() and "_" not in text
 
 
 def _texts(block: Block, spans: Array) -> Array:
