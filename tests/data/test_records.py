@@ -70,6 +70,58 @@ def test_other_tensors_come_back_as_torch_pickles_them():
     assert torch.equal(unpacked(pack((torch.ones(2) * 1j).conj())), torch.ones(2) * -1j)
 
 
+class Tagged(torch.Tensor):
+    """A tensor with more than its elements, as those of torchvision are."""
+
+
+def tagged(tensor):
+    tensor.tag = "a name"
+    return tensor
+
+
+VIEWS = {
+    "row": lambda base: base[3],
+    "column": lambda base: base[:, 3],
+    "conjugate": lambda base: base.to(torch.complex64)[3].conj(),
+    "negative": lambda base: base.to(torch.complex64).conj().imag[3],
+    "subclass": lambda base: tagged(base[3].as_subclass(Tagged)),
+    "conjugate of a subclass": lambda base: base.to(torch.complex64)[3].conj().as_subclass(Tagged),
+    "attribute": lambda base: tagged(base[3]),
+    "learned": lambda base: base[3].requires_grad_(),
+    "parameter": lambda base: torch.nn.Parameter(base[3]),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_a_view_takes_the_room_of_its_elements(kind):
+    view = VIEWS[kind](torch.arange(1e6).view(1000, 1000))
+    record = pack({"a": view, "b": [view]})
+    found = unpacked(record)["a"]
+    assert len(record) < view.nbytes + 1500
+    assert type(found) is type(view)
+    assert found.requires_grad == view.requires_grad
+    assert found.__dict__ == view.__dict__
+    assert torch.equal(found.detach(), view.detach())
+
+
+OTHERS = {
+    **VIEWS,
+    "all of a subclass": lambda base: base.as_subclass(Tagged),
+    "none of a subclass": lambda base: base[:0].clone().as_subclass(Tagged),
+    "storage": lambda base: base[3].clone().untyped_storage(),
+    "sparse": lambda base: base[:3].to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_equal_samples_are_equal_records_at_any_address(kind):
+    samples = [OTHERS[kind](torch.arange(1e4).view(100, 100)) for _ in range(3)]
+    records = [pack(sample) for sample in samples]
+    assert records == records[:1] * 3
+    assert pack(unpacked(records[0])) == records[0]
+    assert type(unpacked(records[0])) is type(samples[0])
+
+
 def test_tensors_of_a_sample_share_no_elements_and_can_be_changed():
     first, second = unpacked(pack((torch.zeros(3, dtype=torch.uint8), np.zeros(3))))
     first += 1

@@ -69,31 +69,58 @@ def unpack(record: Record) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Gives the contents of plain tensors out of band, as pickle does with numpy's arrays.
+    """Gives the contents of tensors out of band, as pickle does with numpy's arrays.
 
-    By itself torch pickles a tensor by writing a file of its own into the pickle.
+    By itself torch pickles a tensor by writing a file of its own into the pickle. That has the
+    whole storage, also of a small view, and its address, so it is another one in each process.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or not _is_plain(obj):
+        if isinstance(obj, torch.TypedStorage):
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            content = torch.empty(0, dtype=torch.uint8).set_(obj).numpy().data
+            return _storage, (pickle.PickleBuffer(content),)
+        if not isinstance(obj, Tensor) or not _is_strided(obj):
             return NotImplemented
-        content = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(content.data), obj.dtype, tuple(obj.shape))
+        if type(obj) is Tensor and not (obj.requires_grad or obj.is_quantized or obj.__dict__):
+            plain = obj.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            content = plain.view(torch.uint8).numpy().data
+            return _tensor, (pickle.PickleBuffer(content), obj.dtype, tuple(obj.shape))
+        if obj.untyped_storage().nbytes() <= obj.nbytes:
+            return NotImplemented
+        return _reduced(obj)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_strided(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one piece of this process's memory."""
     return (
         tensor.layout == torch.strided
         and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.__dict__
+        and not tensor.is_nested
+        and not hasattr(tensor, "__tensor_flatten__")  # it consists of other tensors
     )
+
+
+def _reduced(view: Tensor) -> Any:
+    """Return how torch pickles a copy of a view that is more than its elements."""
+    copy = view.detach().clone()
+    has_slots = any(vars(one).get("__slots__") for one in type(view).__mro__)
+    if type(copy) is not type(view) or has_slots:  # torch pickles a parameter's plain tensor
+        return NotImplemented
+    copy.__dict__.update(view.__dict__)
+    return copy.requires_grad_(view.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not memoryview(content).nbytes:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
+def _storage(content: Any) -> torch.UntypedStorage:
+    return _tensor(content, torch.uint8, (memoryview(content).nbytes,)).untyped_storage()
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
