@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import random
 import shutil
 import sqlite3
@@ -308,6 +310,30 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(SparcelWarning, match="samples are not kept on disk: .*Not a directory"):
         filled(tmp_path / "file" / "folder")
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    cached = filled(tmp_path / "a")
+    monkeypatch.setattr("sparcel.data.database.fcntl.flock", refused)
+    with pytest.warns(SparcelWarning, match="samples are not kept on disk: .*No locks available"):
+        assert filled(tmp_path / "b").stats().from_source == 40
+    worker = pickle.loads(pickle.dumps(cached))
+    with pytest.warns(SparcelWarning, match="No locks available; samples are read from the source"):
+        assert all_right(worker)
+
+
+def test_a_folder_stays_the_same_where_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cached = opened("a")
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    with silence():
+        assert all_right(cached)
+        assert all_right(pickle.loads(pickle.dumps(cached)))
+    assert cached.stats().from_disk == 40
 
 
 MOUNTED = """

@@ -237,7 +237,7 @@ def _opened(
         raise InputError(
             f"folder must be the path of a folder, or None, got {type(folder).__name__}"
         )
-    path = Path(folder)
+    path = Path(folder).absolute()  # a process may change its folder
     if path.exists() and not path.is_dir():
         raise InputError(f"folder must be a folder, and {path} is a file")
     try:

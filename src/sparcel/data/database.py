@@ -7,7 +7,7 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -132,9 +132,10 @@ class Database:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def leave(self) -> None:
-        """Give the lock back."""
+        """Give the lock back; where it failed there is none, or it goes when the file is closed."""
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def connect(self) -> sqlite3.Connection:
         """Return a connection of this process.
@@ -239,9 +240,22 @@ class Database:
         return self.path.with_name(self.path.name + suffix)
 
 
+class _Lost(Database):
+    """A database that a worker was given and cannot use."""
+
+    def __init__(self, folder: Path, why: str) -> None:
+        self.path, self.read_only, self._lock, self._why = folder / NAME, True, None, why
+
+    def connect(self) -> sqlite3.Connection:
+        raise UnusableError(self._why)
+
+
 def _joined(folder: Path, identity: str) -> Database:
-    database = Database(folder, identity)
-    database.join()
+    try:
+        database = Database(folder, identity)
+        database.join()
+    except OSError as error:
+        return _Lost(folder, f"{folder}: {error}")
     return database
 
 
