@@ -79,6 +79,24 @@ def test_coordinate_descent_reaches_the_optimum_sooner():
     assert found <= least * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("model", [*CLASSIFIERS[:1], *BY_COORDINATES], ids=str)
+def test_entries_of_a_row_and_a_column_are_their_sum(model):
+    X, y = problem(rows=100)
+    twice = sp.csr_matrix(  # 6x - 5x, and columns in no order
+        (
+            np.column_stack([6 * X.toarray(), -5 * X.toarray()]).ravel(),
+            np.tile([*range(12), *range(12)], 100),
+            np.arange(101) * 24,
+        ),
+        X.shape,
+    )
+    entries = twice.data.copy()
+    found = clone(model).set_params(epochs=5).fit(twice, y)
+    expected = clone(model).set_params(epochs=5).fit(X, y)
+    assert found.coef_ == pytest.approx(expected.coef_, abs=1e-6)
+    assert (twice.data == entries).all()
+
+
 def test_what_coordinate_descent_does_not_do_is_said_in_words():
     X, y = problem(3)
     with pytest.raises(AttributeError) as error:

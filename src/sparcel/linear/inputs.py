@@ -44,7 +44,9 @@ def as_matrix(data: Data, y: Any = None) -> tuple[Any, Any]:
 
 
 def as_rows(matrix: Any) -> Rows:
-    """Return a matrix's rows, which share its memory where its types allow that.
+    """Return a matrix's rows, which share its memory where its types and its order allow that.
+
+    Entries of one row and one column become their sum: what coordinate descent squares is a sum.
 
     Parameters
     ----------
@@ -52,6 +54,9 @@ def as_rows(matrix: Any) -> Rows:
         ``[rows, dimensions]``, an array or a CSR matrix of float32 or float64.
     """
     csr = matrix if sp.issparse(matrix) else sp.csr_matrix(matrix)
+    if not csr.has_canonical_format:
+        csr = csr.copy()
+        csr.sum_duplicates()
     dimensions = int(csr.shape[1])
     index = np.int32 if dimensions <= np.iinfo(np.int32).max else np.int64
     return Rows(
