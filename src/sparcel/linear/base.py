@@ -107,7 +107,9 @@ class LinearBase(Parameters, BaseEstimator):  # type: ignore[misc]
                     ConvergenceWarning,
                     stacklevel=3,
                 )
-        fitted, self._whole = trainer.fitted()  # a pass over more rows goes on from the whole
+        fitted, whole = trainer.fitted()
+        fitted.check()
+        self._whole = whole  # a pass over more rows goes on from it
         self.epochs_, self.n_iter_ = epochs, trainer.epochs
         is_wide = rows.dimensions > MOST_HELD
         self.coef_ = fitted.sparse() if is_wide else fitted.dense().T

@@ -129,6 +129,25 @@ class Classes:
         return np.array([float(class_weight.get(label, 1.0)) for label in known])
 
 
+def finite_numbers(labels: Array, dtype: Any) -> Array:
+    """Return the labels of a regression as finite numbers.
+
+    Raises
+    ------
+    InputError
+        When one is no number, or too large for the dtype.
+    """
+    try:
+        with np.errstate(over="ignore"):  # what is infinite is refused
+            found = np.ascontiguousarray(labels, dtype)
+    except ValueError as error:
+        raise InputError(f"regression needs labels that are numbers: {error}") from None
+    if not np.isfinite(found).all():
+        wrong = labels[~np.isfinite(found)][0]
+        raise InputError(f"regression needs labels that are finite in {found.dtype}, got {wrong!s}")
+    return found
+
+
 def labels(margins: Array, classes: Array) -> Array:
     """Return the label of each row, given its margins ``[rows, width]``."""
     if margins.shape[1] > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparcel.errors import optional
+from sparcel.errors import InputError, optional
 from sparcel.rows.rows import Array
 
 
@@ -31,6 +31,15 @@ class Coordinates:
     values: Array
     intercepts: Array
     dimensions: int
+
+    def check(self) -> None:
+        """Raise an `InputError` unless all of them are finite: the last step may be too large."""
+        for found in (self.values, self.intercepts):
+            if not np.isfinite(found).all():
+                raise InputError(
+                    f"the model became {found[~np.isfinite(found)][0]} in the last epoch: lower"
+                    " eta0, or scale the data"
+                )
 
     def dense(self) -> Array:
         """Return all coordinates, ``[dimensions, width]``."""

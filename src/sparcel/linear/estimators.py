@@ -9,9 +9,9 @@ from typing import Any, Literal, Self, TypeVar
 import numpy as np
 
 from sparcel.comm import Group
-from sparcel.errors import optional
+from sparcel.errors import InputError, optional
 from sparcel.linear.base import LinearBase, takes_steps
-from sparcel.linear.classes import Classes, labels, probabilities
+from sparcel.linear.classes import Classes, finite_numbers, labels, probabilities
 from sparcel.linear.inputs import sample_weights
 from sparcel.linear.parameters import Parameters
 from sparcel.linear.ranks import ranks_of, run_or_fail_everywhere
@@ -87,7 +87,8 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
         Parameters
         ----------
         classes
-            All labels that will ever come. The first call needs it, unless all occur in ``y``.
+            All labels that will ever come. The first call needs it, unless all occur in ``y``; a
+            later one may leave it out.
         """
         return self._fit(X, y, sample_weight, group, once=True, classes=classes)
 
@@ -106,6 +107,8 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
         run_or_fail_everywhere(comm, lambda: check_classification_targets(y))
         if fresh:
             self.classes_ = Classes.of(y if classes is None else np.asarray(classes), comm).labels
+        elif classes is not None:
+            run_or_fail_everywhere(comm, lambda: _check_same(classes, self.classes_))
         classes_known = Classes(self.classes_)
         numbers = run_or_fail_everywhere(comm, lambda: classes_known.numbers(y))
         given = run_or_fail_everywhere(comm, lambda: sample_weights(sample_weight, len(y), X.dtype))
@@ -122,6 +125,15 @@ class _Classifier(ClassifierMixin, LinearBase):  # type: ignore[misc]
     def predict(self, X: Any) -> Array:
         """Return the label of each row, ``[rows]``."""
         return labels(self._scores(X), self.classes_)
+
+
+def _check_same(given: Sequence[Any], known: Array) -> None:
+    """Raise an `InputError` unless these are the classes that the model knows."""
+    if set(np.asarray(given).tolist()) != set(known.tolist()):
+        raise InputError(
+            f"classes must be those of the first call, {known.tolist()}, got"
+            f" {np.unique(given).tolist()}; leave them out, or begin with all"
+        )
 
 
 @_documented
@@ -188,7 +200,7 @@ class SparseLinearRegression(RegressorMixin, LinearBase):  # type: ignore[misc]
         row_weights = run_or_fail_everywhere(
             comm, lambda: sample_weights(sample_weight, len(y), X.dtype)
         )
-        targets = np.ascontiguousarray(y, dtype=X.dtype)
+        targets = run_or_fail_everywhere(comm, lambda: finite_numbers(y, X.dtype))
         self._train(X, targets, row_weights, 1, "squared", comm, once)
         self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
         return self

@@ -8,7 +8,6 @@ import zlib
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,7 +16,7 @@ from rich.progress import Progress
 from sparcel.comm import Communicator, world
 from sparcel.errors import InputError
 from sparcel.linear import checkpoint
-from sparcel.linear.classes import Classes
+from sparcel.linear.classes import Classes, finite_numbers
 from sparcel.linear.epoch import Epoch
 from sparcel.linear.fit_report import Log, draw, summarise
 from sparcel.linear.model import LinearModel
@@ -78,6 +77,7 @@ def run(task: Task, console: Console) -> None:
     log = _trained(task, about, trainer, console, speaks)
     trainer.forget_rows()
     fitted, _ = trainer.fitted(everywhere=False)
+    run_or_fail_everywhere(comm, lambda: fitted.check() if speaks else None)
     if speaks:
         labels = None if classes is None else classes.labels
         source = {"source": describe(task.source)}
@@ -114,23 +114,10 @@ def _targets(task: Task, rows: Rows, comm: Communicator | None) -> tuple[Classes
     labels, dtype = rows.labels, rows.values.dtype
     assert labels is not None, "sources of trainings have labels"
     if task.settings.loss == "squared":
-        return None, run_or_fail_everywhere(comm, lambda: _numbers(labels, dtype))
+        return None, run_or_fail_everywhere(comm, lambda: finite_numbers(labels, dtype))
     run_or_fail_everywhere(comm, lambda: _check_classes(labels))
     classes = Classes.of(labels, comm)
     return classes, classes.targets(classes.numbers(labels), dtype)
-
-
-def _numbers(labels: Array, dtype: Any) -> Array:
-    """Return labels as finite numbers."""
-    try:
-        with np.errstate(over="ignore"):  # what is infinite is refused
-            found = labels.astype(dtype)
-    except ValueError as error:
-        raise InputError(f"regression needs labels that are numbers: {error}") from None
-    if not np.isfinite(found).all():
-        wrong = labels[~np.isfinite(found)][0]
-        raise InputError(f"regression needs labels that are finite in {dtype}, got {wrong!s}")
-    return found
 
 
 def _check_classes(labels: Array) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from math import isfinite, prod
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -130,8 +130,8 @@ def check_alike(
     Raises
     ------
     InputError
-        On all ranks, when no rank has rows, none has columns or weight, the weight is infinite, or
-        they differ in the shape of their rows or in their settings.
+        On all ranks, when no rank has rows, none has columns or weight, the weight of all is more
+        than the dtype holds, or they differ in the shape of their rows or in their settings.
     """
     own = [rows, weight, dimensions, str(dtype), settings]
     counts, weights, widths, dtypes, told = zip(
@@ -143,8 +143,8 @@ def check_alike(
         raise InputError("the rows have no columns to fit a model to")
     if sum(weights) == 0:
         raise InputError("the weights of all rows are zero; at least one must be positive")
-    if not isfinite(sum(weights)):
-        raise InputError("the weights of rows add up to infinity; scale them down")
+    if not sum(weights) <= np.finfo(dtype).max:
+        raise InputError(f"the weights of rows add up to more than {dtype} holds; scale them down")
     for name, values in (("dimensions", widths), ("the dtype", dtypes)):
         if len(set(values)) > 1:
             raise InputError(f"ranks must agree in {name} of their rows, got {list(values)}")

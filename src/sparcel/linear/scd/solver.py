@@ -134,8 +134,11 @@ class Scd(Trainer):
             after_step(step)
         if pending is not None:
             self._change(drawn[-1], pending())
+        loss = self.loss()
+        if not np.isfinite(loss):
+            raise InputError(f"the loss became {loss} in epoch {self.epochs + 1}: scale the data")
         self.epochs += 1
-        self.losses.append(self.loss())
+        self.losses.append(loss)
         seconds, waited = time.perf_counter() - start, self.waited - waited
         return Epoch(self.epochs, self.losses[-1], seconds, waited, self._volume - sent)
 
