@@ -3,6 +3,7 @@
 import gzip
 import inspect
 import json
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sparcel.cli.linear.files import layout_of
 from sparcel.cli.linear.fit import fit
 from sparcel.errors import InputError
 from sparcel.linear import SparseLogisticRegression
+from sparcel.linear.coordinates import Coordinates
 from sparcel.linear.model import LinearModel
 from sparcel.linear.parameters import OF_ONE_SOLVER, Parameters, descriptions
 from sparcel.linear.reading import read, read_weights
@@ -151,6 +153,21 @@ def test_a_flipped_bit_of_a_cache_is_told_and_a_truncated_cache_is_made_anew(tmp
     sparcel(*base, two)
     assert one.read_bytes() == two.read_bytes()
     assert cache.read_bytes() == whole
+
+
+def test_a_model_with_a_flipped_bit_is_the_same_or_refused(tmp_path):
+    path, random = tmp_path / "model.npz", np.random.default_rng(0)
+    coordinates = Coordinates(None, np.arange(3.0)[:, None], np.ones(1), 3)
+    LinearModel(coordinates, "logistic", np.array(["a", "b"])).save(path)
+    whole = path.read_bytes()
+    for at, bit in random.integers(0, (len(whole), 8), (400, 2)):
+        broken = bytearray(whole)
+        broken[at] ^= 1 << bit
+        path.write_bytes(broken)
+        with suppress(InputError):
+            found = LinearModel.load(path)
+            assert found.coordinates.dense().tolist() == coordinates.dense().tolist()
+            assert (found.loss, found.classes.tolist()) == ("logistic", ["a", "b"])
 
 
 def test_a_link_to_itself_is_told_wherever_it_is_given(tmp_path, svmlight):

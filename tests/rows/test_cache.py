@@ -118,6 +118,23 @@ def test_an_exception_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "cache").read_bytes() == before
 
 
+@pytest.mark.parametrize("at", [0, 50_000, 99_999])
+def test_files_of_one_name_size_and_time_are_told_apart_by_their_bytes(
+    at: int, tmp_path: Path
+) -> None:
+    content, made_of = bytearray(100_000), []
+    for where in ("a", "b"):
+        path = tmp_path / where / "rows"
+        path.parent.mkdir()
+        path.write_bytes(content)
+        os.utime(path, ns=(10**18, 10**18))
+        made_of.append(fingerprint(path))
+        content[at] = 1
+    assert made_of[0] != made_of[1]
+    path.rename(tmp_path / "rows")
+    assert fingerprint(tmp_path / "rows") == made_of[1]
+
+
 def test_what_is_made_of_something_else_is_not_loaded(tmp_path: Path) -> None:
     source, cache = tmp_path / "rows.svm", tmp_path / "cache"
     source.write_text("1 1:1\n")

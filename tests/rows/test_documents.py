@@ -59,7 +59,10 @@ def test_tsv_takes_two_of_its_columns(rows: list[tuple[str, str, str]], end: str
     st.one_of(
         *(
             st.lists(st.tuples(kind, st.text()))
-            for kind in (st.text(min_size=1), st.integers(-(2**63), 2**63 - 1))
+            for kind in (
+                st.text(min_size=1).filter(lambda t: t[-1] != "\0"),
+                st.integers(-(2**63), 2**63 - 1),
+            )
         )
     ),
     st.booleans(),
@@ -82,6 +85,8 @@ def test_json_lines_take_two_of_their_fields(
         (tsv, b"a\tb\tc\td", "expected 3 fields, got 4"),
         (tsv, b"", "expected 3 fields, got 1"),
         (tsv, b"\tb\tc", "the label, column 'label', is empty"),
+        (tsv, b"a\0\tb\tc", "the label, column 'label', ends with a NUL, which arrays of texts"),
+        (tsv, b"a" * 1001 + b"\tb\tc", "the label, column 'label', is longer than 1000 charact"),
         (json_lines, b"", "not JSON: Expecting value"),
         (json_lines, b'{"label": "a", "text": ', "not JSON"),
         (json_lines, b"[" * 100_000, "not JSON"),
@@ -91,6 +96,7 @@ def test_json_lines_take_two_of_their_fields(
         (json_lines, b'{"label": "a", "text": 3}', "field 'text' must be a string, got 3"),
         (json_lines, b'{"label": true, "text": ""}', "field 'label' must be a string, got true"),
         (json_lines, b'{"label": 1, "text": ""}', "field 'label' must be a string, got 1"),
+        (json_lines, b'{"label": "a\\u0000", "text": ""}', "field 'label', ends with a NUL, which"),
         (json_lines, b'{"label": "", "text": ""}', "the label, field 'label', is empty"),
     ],
 )

@@ -14,6 +14,9 @@ from sparcel._files import replacing
 from sparcel.errors import InputError
 from sparcel.rows.rows import Array
 
+_BROKEN = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
+"""What comes of a file that is something else; `zipfile` raises a RuntimeError where flags are."""
+
 
 def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Write arrays, and ``about`` as JSON; the file is there completely or as it was before.
@@ -23,7 +26,8 @@ def write(path: Path, kind: str, about: Mapping[str, Any], arrays: Mapping[str, 
     InputError
         When the file cannot be written, as on a full disk.
     """
-    text = np.frombuffer(json.dumps({"kind": kind, **about}).encode(), np.uint8)
+    told = {"kind": kind, "arrays": list(arrays), **about}
+    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
     try:
         with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
             for name, array in {"about": text, **arrays}.items():
@@ -55,8 +59,11 @@ def read(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Array]]:
         about = json.loads(bytes(arrays.pop("about")))
     except FileNotFoundError:
         raise InputError(f"there is no file {path}") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except _BROKEN as error:
         raise InputError(f"{path} is no {kind} of sparcel linear, or it is broken") from error
     if about.pop("kind", None) != kind:
         raise InputError(f"{path} is no {kind} of sparcel linear")
+    # The checksums of a zip file are of contents, and not of names.
+    if list(about.pop("arrays", arrays)) != list(arrays):
+        raise InputError(f"{path} is broken: it has the arrays {', '.join(arrays)}")
     return about, arrays

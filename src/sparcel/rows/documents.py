@@ -16,6 +16,9 @@ from sparcel.errors import InputError
 Documents: TypeAlias = tuple[list[str], list[str] | list[int] | None]
 """Texts, and the label of each where there are labels."""
 
+MOST_LABEL = 1000
+"""The most characters of a label: an array of texts is as wide as the longest."""
+
 Fail: TypeAlias = Callable[[int, str], InputError]
 
 
@@ -34,8 +37,8 @@ def read_tsv(block: bytes, fail: Fail, *, header: str, label: str | None, text: 
     Raises
     ------
     InputError
-        When a column is missing, a line has more or fewer fields than the header, a label is empty,
-        or the block is not UTF-8.
+        When a column is missing, a line has more or fewer fields than the header, a label is empty
+        or no label, or the block is not UTF-8.
     """
     names = header.split("\t")
     for name in (text, *([] if label is None else [label])):
@@ -45,8 +48,8 @@ def read_tsv(block: bytes, fail: Fail, *, header: str, label: str | None, text: 
     for number, row in enumerate(rows):
         if len(row) != len(names):
             raise fail(number, f"expected {len(names)} fields, got {len(row)}")
-        if label is not None and not row[names.index(label)]:
-            raise fail(number, f"the label, column {label!r}, is empty")
+        if label is not None and (wrong := _wrong(row[names.index(label)])):
+            raise fail(number, f"the label, column {label!r}, {wrong}")
     text_at = names.index(text)
     documents = [row[text_at] for row in rows]
     if label is None:
@@ -64,8 +67,8 @@ def read_json_lines(block: bytes, fail: Fail, *, label: str | None, text: str) -
     Raises
     ------
     InputError
-        When a line is not a JSON object, a field is missing or of another type, a label is empty or
-        of another type than those before, or the block is not UTF-8.
+        When a line is not a JSON object, a field is missing or of another type, a label is empty,
+        no label or of another type than those before, or the block is not UTF-8.
     """
     documents: list[str] = []
     labels: list[Any] = []
@@ -85,10 +88,19 @@ def read_json_lines(block: bytes, fail: Fail, *, label: str | None, text: str) -
     return documents, None if label is None else labels
 
 
+def _wrong(label: str) -> str:
+    """Say what is wrong with a label, if anything is."""
+    if not label:
+        return "is empty"
+    if len(label) > MOST_LABEL:
+        return f"is longer than {MOST_LABEL} characters"
+    return "ends with a NUL, which arrays of texts leave out" if label[-1] == "\0" else ""
+
+
 def _label(record: dict[str, Any], name: str, before: Sequence[Any]) -> Any:
     found = _field(record, name, [type(before[0])] if before else [str, int])
-    if found == "":
-        raise InputError(f"the label, field {name!r}, is empty")
+    if isinstance(found, str) and (wrong := _wrong(found)):
+        raise InputError(f"the label, field {name!r}, {wrong}")
     if isinstance(found, int) and not -(2**63) <= found < 2**63:
         raise InputError(f"the label, field {name!r}, must fit in 64 bits, got {found}")
     return found

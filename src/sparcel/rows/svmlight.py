@@ -16,6 +16,7 @@ from sparcel import _cpu
 from sparcel._checks import whole_number
 from sparcel.errors import InputError, known
 from sparcel.rows._threads import in_order
+from sparcel.rows.documents import MOST_LABEL
 from sparcel.rows.files import Block, blocks
 from sparcel.rows.pieces import Paths, pieces
 from sparcel.rows.rows import MOST_INT32, Array, Rows, join
@@ -23,7 +24,6 @@ from sparcel.rows.rows import MOST_INT32, Array, Rows, join
 Labels = Literal["numbers", "texts"]
 
 _NONE: dict[Labels, Array] = {"numbers": np.zeros(0, np.float64), "texts": np.zeros(0, np.str_)}
-_MOST_LABEL_BYTES = 1000  # an array of texts is as wide as the longest
 
 _ALL_WHOLE = 2.0**53
 """Of whole numbers from here on, float64 holds only some: two labels may become one."""
@@ -183,9 +183,9 @@ def _names_number(text: str) -> bool:
 def _texts(block: Block, spans: Array) -> Array:
     labels = []
     for start, stop in spans.tolist():
-        if stop - start > _MOST_LABEL_BYTES:
+        if stop - start > MOST_LABEL:
             line = block.lines.count(b"\n", 0, start)
-            raise block.error(line, f"the label is longer than {_MOST_LABEL_BYTES} bytes")
+            raise block.error(line, f"the label is longer than {MOST_LABEL} bytes")
         try:
             labels.append(block.lines[start:stop].decode())
         except UnicodeDecodeError as error:
