@@ -19,6 +19,7 @@ from sparcel.data.available import available
 )
 @pytest.mark.parametrize("limit", [700, 1 << 40, "max"])
 def test_limits_of_containers_count(tmp_path, line, folder, files, limit):
+    assert available(tmp_path) == 1 << 62  # nothing is known
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 2 kB\n")
     assert available(tmp_path) == 2048

@@ -77,6 +77,25 @@ def test_a_dataset_that_reads_batches_is_asked_for_batches():
     assert [sample[1] for sample in cached.__getitems__([0, 5])] == [3, 8]
 
 
+def test_a_dataset_that_gives_fewer_samples_than_a_batch_has_is_told():
+    class Fewer(Files):
+        def __getitems__(self, places):
+            return [self[place] for place in places[1:]]
+
+    cached = Cached(Fewer(9), None, memory=0)
+    with pytest.raises(InputError, match=r"__getitems__ must give a sample for each of 3 .* got 2"):
+        cached.__getitems__([0, 1, 2])
+
+
+def test_a_system_without_files_in_memory_is_told(monkeypatch):
+    def refused(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.memfd_create", refused)
+    with pytest.raises(InputError, match="share can't be made: Too many open files; allow more"):
+        Cached(Files(9), None, memory=0)
+
+
 def test_a_run_with_less_memory_keeps_a_fixed_part():
     cached = Cached(Files(200), None, memory=20_000, decode=decode)
     for _ in range(3):

@@ -306,10 +306,11 @@ def test_a_cache_that_is_gone_has_no_files_open(tmp_path):
     assert not (tmp_path / f"{NAME}-wal").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+@pytest.mark.parametrize("name", ["file/folder", "a" * 300])
+def test_a_folder_that_cannot_be_made_is_told(tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.warns(SparcelWarning, match="samples are not kept on disk: .*Not a directory"):
-        filled(tmp_path / "file" / "folder")
+    with pytest.warns(SparcelWarning, match=r"not kept on disk: .*(Not a directory|too long)"):
+        filled(tmp_path / name)
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
@@ -323,6 +324,32 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     worker = pickle.loads(pickle.dumps(cached))
     with pytest.warns(SparcelWarning, match="No locks available; samples are read from the source"):
         assert all_right(worker)
+
+
+def test_a_record_whose_class_is_gone_is_read_anew(tmp_path, monkeypatch):
+    first = Cached(Given([Gone(), 1]), tmp_path, memory=0)
+    assert isinstance(first[0], Gone)
+    del first
+    monkeypatch.delattr("tests.data.test_disk.Gone")
+    again = Cached(Given([2, 1]), tmp_path, memory=0, looks=0)
+    with pytest.warns(SparcelWarning, match="sample 0 was torn on disk; such samples are read an"):
+        assert again.__getitems__([0, 1]) == [2, 1]
+    with silence():
+        assert again[0] == 2
+    assert again.stats().from_disk == 1
+
+
+class Gone:
+    pass
+
+
+def test_a_folder_that_is_removed_is_told(tmp_path):
+    cached = filled(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparcelWarning)
+        assert all_right(cached)
+    assert cached.stats().disk_bytes == 0
 
 
 def test_a_folder_stays_the_same_where_the_process_goes_elsewhere(tmp_path, monkeypatch):

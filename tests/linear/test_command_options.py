@@ -62,6 +62,7 @@ def test_rows_that_weigh_more_count_as_if_they_were_there_more_often(tmp_path, s
         ("", "has 0 weights, and there are 300 rows"),
         ("1\n-1\n", "weights:2: a weight must be a number of at least 0, got '-1'"),
         ("1\n2\ntwo\n", "weights:3: a weight must be a number of at least 0, got 'two'"),
+        ("1_0\n", "weights:1: a weight must be a number of at least 0, got '1_0'"),
         ("1\n\n", "weights:2: a weight must be a number of at least 0, got ''"),
         ("inf\n", "weights:1: a weight must be a number of at least 0, got 'inf'"),
         ("nan\n", "weights:1: a weight must be a number of at least 0, got 'nan'"),

@@ -18,7 +18,11 @@ def available(root: Path = Path("/")) -> int:
 
 
 def _of_machine(root: Path) -> Iterator[int]:
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) << 10
 

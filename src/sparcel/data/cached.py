@@ -201,9 +201,15 @@ class Cached(Dataset[Any]):
             self._disk = None
             self._say_once(NOT_READ, f"{error}; samples are read from the source")
             return {}
+        samples = {}
+        for place, record in records.items():
+            try:
+                samples[place] = unpacked(record)
+            except Exception:  # whatever a pickle raises whose class is gone, say
+                torn.append(place)
         if torn:
             self._say_once(TORN, f"sample {torn[0]} was torn on disk; such samples are read anew")
-        return {place: unpacked(record) for place, record in records.items()}
+        return samples
 
     def _from_source(self, places: Sequence[int]) -> dict[int, Any]:
         """Return samples by place, and keep them on disk."""
@@ -238,8 +244,6 @@ def _opened(
             f"folder must be the path of a folder, or None, got {type(folder).__name__}"
         )
     path = Path(folder).absolute()  # a process may change its folder
-    if path.exists() and not path.is_dir():
-        raise InputError(f"folder must be a folder, and {path} is a file")
     try:
         _make(path)
         return Disk(path, identity, source.still_has, looks, warn)
@@ -250,6 +254,8 @@ def _opened(
 
 def _make(folder: Path) -> None:
     try:
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"folder must be a folder, and {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnusableError(str(error)) from error

@@ -111,8 +111,11 @@ class Disk:
     @property
     def used(self) -> int:
         """The bytes of the database and its log."""
-        files = (self.path, self.path.with_name(self.path.name + "-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        found = 0
+        for file in (self.path, self.path.with_name(self.path.name + "-wal")):
+            with suppress(OSError):  # other processes remove the log, and people the folder
+                found += file.stat().st_size
+        return found
 
     def get(self, places: Iterable[int]) -> tuple[dict[int, bytes], list[int]]:
         """Return the records that are there, by place, and the places of broken ones.

@@ -64,13 +64,18 @@ class Shared:
 
     def __init__(self, length: int, limit: int) -> None:
         check(length, limit)
-        records = index_bytes(length if limit else 0)
-        descriptor = os.memfd_create("sparcel-samples")
-        os.truncate(descriptor, records)
-        token = secrets.randbits(62)
+        records, token = index_bytes(length if limit else 0), secrets.randbits(62)
         values = (token, length if limit else 0, limit, records, records, records)
-        os.pwrite(descriptor, np.array(values, np.uint64).data, 0)
-        self._map(descriptor, records)
+        try:
+            descriptor = os.memfd_create("sparcel-samples")
+            os.truncate(descriptor, records)
+            os.pwrite(descriptor, np.array(values, np.uint64).data, 0)
+            self._map(descriptor, records)
+        except OSError as error:
+            raise InputError(
+                f"the memory that processes share can't be made: {error.strerror}; allow more open"
+                " files, larger files or more memory (ulimit -a)"
+            ) from error
         _attached[token] = self
 
     def _map(self, descriptor: int, size: int) -> None:

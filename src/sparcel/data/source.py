@@ -54,9 +54,14 @@ class Source:
             with ThreadPoolExecutor(min(self._threads, len(places))) as pool:
                 return [*pool.map(self._dataset.__getitem__, places)]
         together = getattr(self._dataset, "__getitems__", None)
-        found: Sequence[Any] = (
-            together(places) if together else [self._dataset[place] for place in places]
-        )
+        if together is None:
+            return [self._dataset[place] for place in places]
+        found = list(together(places))
+        if len(found) != len(places):
+            raise InputError(
+                f"dataset.__getitems__ must give a sample for each of {len(places)} indices, got"
+                f" {len(found)}"
+            )
         return found
 
     def still_has(self, place: int, record: bytes) -> bool:

@@ -92,9 +92,9 @@ def _numbers(file: Path, dtype: np.dtype[Any]) -> Array:
     for block in blocks(FilePiece(files_of(file)[0], 0, file.stat().st_size)):
         for line, text in enumerate(block.lines.split(b"\n")[:-1]):
             try:
-                found.append(float(text))
+                found.append(float(text) if b"_" not in text else np.nan)
             except ValueError:
-                found.append(float("nan"))
+                found.append(np.nan)
             if not 0 <= found[-1] <= np.finfo(dtype).max:
                 shown = text.decode(errors="backslashreplace")
                 raise block.error(line, f"a weight must be a number of at least 0, got {shown!r}")
