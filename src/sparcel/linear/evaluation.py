@@ -61,5 +61,5 @@ def _numbers(labels: Array, dtype: np.dtype[Any]) -> Array:
     """Return labels that are written as texts, as those of TSV files are, as numbers."""
     try:
         return labels.astype(dtype)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise InputError(f"the model's labels are numbers, and these are not: {error}") from None
