@@ -205,13 +205,17 @@ def test_what_is_wrong_on_one_rank_is_told_to_all():
             own[3, 3] = np.nan
         seed = comm.rank if wrong == "settings" else 0
         rows = slice(0, 0) if comm.rank == 2 else slice(None)
-        model = SparseLogisticRegression(random_state=seed, epochs=2)
-        return model.fit(own[rows], y[rows], group=comm).n_iter_
+        weights = {1: 1.0 + comm.rank} if wrong == "weights" else None
+        model = SparseLogisticRegression(random_state=seed, epochs=2, class_weight=weights)
+        given = np.ones(len(y))[rows]
+        return model.fit(own[rows], y[rows], sample_weight=given, group=comm).n_iter_
 
     with pytest.raises(InputError, match="contains NaN"):
         simulate(3, lambda comm: run(comm, "NaN"))
     with pytest.raises(InputError, match="ranks must have the same settings"):
         simulate(3, lambda comm: run(comm, "settings"))
+    with pytest.raises(InputError, match="ranks must have the same class_weight"):
+        simulate(3, lambda comm: run(comm, "weights"))
     assert simulate(3, lambda comm: run(comm, "")).results == [2, 2, 2]
     with pytest.raises(InputError, match=r"the loss became (inf|nan)"):
         SparseLinearRegression(step="constant", eta0=1e6, epochs=50).fit(X * 100, y)

@@ -96,8 +96,8 @@ class Classes:
         Raises
         ------
         InputError
-            On all ranks, when a class has another weight than a finite number of at least 0, or
-            there is no such class.
+            On all ranks, when a class has another weight than a finite number of at least 0, there
+            is no such class, or ranks have other weights.
         """
         if class_weight is None:
             return weights
@@ -109,6 +109,8 @@ class Classes:
             each = torch.where(counts > 0, counts.sum() / (len(self.labels) * counts), 0)
             return np.asarray(own * each.numpy()[numbers], dtype)
         given = run_or_fail_everywhere(comm, lambda: self._checked_weights(class_weight, dtype))
+        if any(other != given.tolist() for other in gathered(comm, given.tolist(), "class_weight")):
+            raise InputError("ranks must have the same class_weight; give all the same")
         return np.asarray(own * given[numbers], dtype)
 
     def _checked_weights(self, class_weight: Mapping[Any, float] | str, dtype: Any) -> Array:

@@ -88,6 +88,8 @@ def sample_weights(weights: Any, rows: int, dtype: Any) -> Array | None:
         from sklearn.utils.validation import check_array
     if np.isscalar(weights):
         weights = np.full(rows, number(weights, "sample_weight", at_least=0))
+    if rows == 0 and np.size(weights) == 0:  # which check_array refuses
+        return np.zeros(0, dtype)
     found = check_array(
         weights, ensure_2d=False, dtype=dtype, ensure_non_negative=True, input_name="sample_weight"
     )
