@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
@@ -95,16 +95,22 @@ def _parts(dataset: Dataset[Any], *around: int) -> list[Any]:
         inside = value.values() if isinstance(value, dict) else value
         for one in inside if isinstance(value, dict | list | tuple) else [value]:
             if isinstance(one, Dataset) and id(one) not in around:
-                length = len(one) if isinstance(one, Sized) else None
-                found.append([type(one).__qualname__, length, _parts(one, *around)])
+                found.append([type(one).__qualname__, _length(one), _parts(one, *around)])
     return found
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _plain(value: Any) -> Any:
     """Return what JSON holds for an array, a tensor or a number of theirs, or a range."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return list(value) if isinstance(value, Iterable) else type(value).__qualname__
+    return list(value) if isinstance(value, Collection) else type(value).__qualname__
 
 
 def packed(place: int, sample: object) -> bytes:

@@ -126,9 +126,11 @@ class Classes:
                 f"class_weight has {unknown.pop()!r}, which is none of the classes {known}"
             )
         most = float(np.finfo(dtype).max)
-        for label, weight in class_weight.items():
-            number(weight, f"class_weight[{label!r}]", at_least=0, at_most=most)
-        return np.array([float(class_weight.get(label, 1.0)) for label in known])
+        each = {
+            label: number(weight, f"class_weight[{label!r}]", at_least=0, at_most=most)
+            for label, weight in class_weight.items()
+        }
+        return np.array([each.get(label, 1.0) for label in known])
 
 
 def finite_numbers(labels: Array, dtype: Any) -> Array:
