@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from sparcel import simulate
 from sparcel.data import Cached
-from sparcel.errors import InputError, MismatchError
+from sparcel.errors import InputError, MismatchError, SparcelWarning
 from tests.data.sources import Files, Given, all_right, decode, is_right
 from tests.data.test_records import SAMPLES, alike
 
@@ -94,6 +94,19 @@ def test_a_system_without_files_in_memory_is_told(monkeypatch):
     monkeypatch.setattr("os.memfd_create", refused)
     with pytest.raises(InputError, match="share can't be made: Too many open files; allow more"):
         Cached(Files(9), None, memory=0)
+
+
+def test_a_system_that_frees_no_part_of_the_memory_keeps_all(monkeypatch):
+    cached = Cached(Files(9), None, memory="1 MB", decode=decode)
+    assert all_right(cached)
+    monkeypatch.setattr("sparcel.data.ranges._libc.fallocate", lambda *_: -1)
+    with pytest.warns(SparcelWarning, match="does not free a part of the memory; samples of other"):
+        cached.hold(np.arange(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cached.hold(np.arange(3, 6))
+        assert all_right(cached)
+    assert cached.stats().from_source == 9
 
 
 def test_a_run_with_less_memory_keeps_a_fixed_part():

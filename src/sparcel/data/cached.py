@@ -24,7 +24,7 @@ from sparcel.data.shared import Shared, check
 from sparcel.data.source import Source, packed, unpacked
 from sparcel.errors import InputError, warn
 
-NOT_READ, NOT_WRITTEN, TORN, NO_MEMORY = range(4)
+NOT_READ, NOT_WRITTEN, TORN, NO_MEMORY, NOT_FREED = range(5)
 """What is said once, by whichever process comes upon it first."""
 
 
@@ -166,7 +166,11 @@ class Cached(Dataset[Any]):
         only the first call changes something. With None all samples may be kept again, as a sampler
         of the whole set needs it after a `PartSampler`; nothing is freed.
         """
-        self._shared.hold(part)
+        if not self._shared.hold(part):
+            self._say_once(
+                NOT_FREED,
+                "this system does not free a part of the memory; samples of other parts stay in it",
+            )
 
     def _place(self, index: int) -> int:
         place = operator.index(index)

@@ -25,3 +25,13 @@ def free(descriptor: int, start: int, end: int) -> None:
     if end > start and _libc.fallocate(descriptor, _PUNCH_HOLE, start, end - start):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def can_free(descriptor: int) -> bool:
+    """Tell whether the system can give back a range of the file; some sandboxes cannot."""
+    size = os.fstat(descriptor).st_size
+    try:
+        free(descriptor, size, size + 1)  # of nothing
+    except (OSError, AttributeError):
+        return False
+    return True

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from sparcel.data.available import available
 from sparcel.data.locks import ProcessLock
-from sparcel.data.ranges import free, write
+from sparcel.data.ranges import can_free, free, write
 from sparcel.data.records import Record
 from sparcel.errors import InputError, warn
 
@@ -148,8 +148,10 @@ class Shared:
         fits = self.used + units * _UNIT <= int(self.words[LIMIT]) and units < 1 << _LENGTH_BITS
         return fits and not self._index[place]
 
-    def hold(self, part: npt.NDArray[np.int64] | None) -> None:
-        """Keep samples of a part alone from now on, and forget all others.
+    def hold(self, part: npt.NDArray[np.int64] | None) -> bool:
+        """Keep samples of a part alone from now on, and forget all others; tell whether it can.
+
+        It cannot where the system does not give back a part of a file. Then nothing is forgotten.
 
         Records that stay move up behind all others, so that what is before them can be freed.
 
@@ -161,20 +163,23 @@ class Shared:
             forgets none.
         """
         if not len(self._index):
-            return
+            return True
+        if not can_free(self._descriptor):
+            return False
         name = 0 if part is None else 1 + _number_of(part)
         with self._lock:
             if int(self.words[HELD]) == name:
-                return
+                return True
             self.words[HELD] = name
             if part is None:
                 self._index[self._index == _BARRED] = 0
-                return
+                return True
             old, entries = self._index.copy(), np.full(len(self._index), _BARRED, np.uint64)
             entries[part] = 0
             self._index[:] = entries
             staying = np.flatnonzero((entries != _BARRED) & (old > _BARRED))
             self._move(staying[np.argsort(old[staying])], old)
+        return True
 
     def _move(self, places: npt.NDArray[np.int64], entries: npt.NDArray[np.uint64]) -> None:
         """Move records, in the order in which they lie, behind all others, and free the rest."""
