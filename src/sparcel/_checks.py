@@ -53,7 +53,10 @@ def number(
     given = _plain(value)
     if not isinstance(given, Real) or isinstance(given, bool):
         raise _refusal(name, "be a number", given, hint)
-    found = float(given)
+    try:
+        found = float(given)
+    except OverflowError:
+        raise InputError(f"{name} must be a number that float64 holds, got a larger one") from None
     low, high = (at_least if above is None else above), (at_most if below is None else below)
     exact: Any = given  # as a float, a large whole number may round beyond its limit
     high_enough = low is None or (exact >= low if above is None else exact > low)

@@ -259,6 +259,7 @@ def test_classes_weigh_what_is_said():
         ("2", "must be a number, got '2'"),
         (None, "must be a number, got None"),
         ([2.0], "must be a number, got list"),
+        (10**400, "must be a number that float64 holds, got a larger one"),
     ],
 )
 def test_weights_of_classes_that_are_none_are_told_to_all_ranks(weight, message):
