@@ -296,6 +296,11 @@ def test_what_is_wrong_with_arguments_is_said(
         read_svmlight(tmp_path / "nowhere")
     with pytest.raises(InputError, match="at least one file"):
         read_svmlight([])
+    with pytest.raises(InputError, match="a can't be read: File name too long"):
+        read_svmlight("a" * 300)
+    for wrong, kind in ((5, "int"), (None, "NoneType"), (b"rows", "bytes"), ([5], "list")):
+        with pytest.raises(InputError, match=f"must be the path of a file, or several, got {kind}"):
+            read_svmlight(wrong)  # type: ignore[arg-type]
     path = written(tmp_path / "rows.zst", b"1 1:1\n")
     for name in ("dimensions", "index_from", "rank", "ranks", "threads"):
         with pytest.raises(InputError, match=f"^{name} must"):

@@ -120,9 +120,8 @@ class Cached(Dataset[Any]):
         looks: int = 4,
         group: Group = None,
     ) -> None:
-        limit = whole_number(
-            units.nbytes(memory) if isinstance(memory, str) else memory, "memory", at_least=0
-        )
+        given = units.nbytes(memory) if isinstance(memory, str) else memory
+        limit = whole_number(given, "memory", at_least=0, at_most=1 << 62)
         for name, function in (("decode", decode), ("transform", transform)):
             if function is not None:
                 check_callable(function, name)

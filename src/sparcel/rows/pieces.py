@@ -42,15 +42,27 @@ def files_of(paths: Paths) -> list[Path]:
     InputError
         When there are none, or one is not that of a file.
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    several = [paths] if isinstance(paths, str | os.PathLike) else paths
+    try:
+        files = [Path(path) for path in several]
+    except TypeError:
+        kind = type(paths).__name__
+        raise InputError(f"paths must be the path of a file, or several, got {kind}") from None
     if not files:
         raise InputError("paths must name at least one file, got none")
     for path in files:
-        if path.is_symlink() and not path.exists():
-            raise InputError(f"{path} is a link that leads to no file")
-        if not path.is_file():
-            raise InputError(f"{path} is no file" if path.exists() else f"there is no file {path}")
+        try:
+            _check(path)
+        except OSError as error:
+            raise InputError(f"{path} can't be read: {error.strerror}") from error
     return files
+
+
+def _check(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"{path} is a link that leads to no file")
+    if not path.is_file():
+        raise InputError(f"{path} is no file" if path.exists() else f"there is no file {path}")
 
 
 def pieces(paths: Paths, rank: int, ranks: int) -> list[FilePiece]:
