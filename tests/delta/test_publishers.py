@@ -106,6 +106,51 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     assert read_index(tmp_path).newest is not None
 
 
+# ---- stores that do not hold what is written to them
+
+
+class Other(Folder):
+    """A folder that has other bytes in one file than those that are written, or no such file."""
+
+    def __init__(self, path: Path, name: str, other: bytes | None) -> None:
+        super().__init__(path)
+        self._name, self._other = name, other
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        if not name.startswith(self._name):
+            return super().write(name, parts)
+        if self._other is not None:
+            super().write(name, [self._other])
+        return len(b"".join(parts))
+
+
+class Plain:
+    """A store with the five methods of a `Store`, and no others."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.read, self.write, self.remove = folder.read, folder.write, folder.remove
+        self.names, self.alone = folder.names, folder.alone
+
+
+@pytest.mark.parametrize("of", [Folder, Plain])
+@pytest.mark.parametrize("name", ["anchor", INDEX])
+@pytest.mark.parametrize("kept", [None, 0, 20, 1000])
+def test_a_store_that_does_not_hold_the_first_version_is_told(
+    tmp_path: Path, of: Any, name: str, kept: int | None
+) -> None:
+    """It has no such file, only the beginning of an older one, or all of that."""
+    Publisher(tmp_path / "older").publish(WEIGHTS, 3)
+    (old,) = [path.read_bytes() for path in (tmp_path / "older").glob(f"{name}*")]
+    folder = Other(tmp_path / "run", name, None if kept is None else old[:kept])
+    publisher = Publisher(folder if of is Folder else of(folder))
+    if of is Plain and name == "anchor" and kept is not None:
+        publisher.publish(WEIGHTS)  # it would have to be read whole
+        return
+    with pytest.raises((InputError, FormatError), match=name):
+        publisher.publish(WEIGHTS)
+    assert publisher.version is None
+
+
 # ---- files of others
 
 

@@ -10,14 +10,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sparcel import delta
 from sparcel.comm import Communicator
 from sparcel.delta import sharded
-from sparcel.delta.parts import Part, piece_of_slice
+from sparcel.delta.owned import owned
+from sparcel.delta.parts import Part, Piece, piece_of_slice
 from sparcel.errors import InputError, SparcelError, VersionError
 
 pytestmark = pytest.mark.processes
@@ -134,6 +135,107 @@ def trained(comm: Communicator, folder: str) -> None:
 
 def test_fsdp_publishes_to_a_module(run_on: Any, tmp_path: Path) -> None:
     run_on(3, trained, str(tmp_path))
+
+
+class Counted(delta.Folder):
+    """A folder that counts the bytes of whole models that are written."""
+
+    written = 0
+
+    def write(self, name: str, parts: Any) -> int:
+        size = super().write(name, parts)
+        self.written += size * name.startswith("anchor")
+        return size
+
+
+def on_submeshes(comm: Communicator, folder: str) -> None:
+    """Each mesh knows some of the ranks that hold a tensor; then others hold it."""
+    mesh = init_device_mesh("cpu", (2, comm.size // 2), mesh_dim_names=("outer", "inner"))
+    some = DeviceMesh("cpu", [comm.size - 1, 0], _init_backend=False)
+    model = nn.Sequential(nn.Linear(80, 70), nn.Linear(70, 5)).bfloat16()
+    for tensor in model.state_dict().values():
+        comm.run(lambda tensor=tensor: comm.all_reduce(tensor))  # alike on all ranks
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh["inner"])
+    full = torch.randn(90, 7, generator=torch.Generator().manual_seed(0))
+    tensors = {
+        **model.state_dict(),
+        "outer": cut(full, mesh["outer"], (Shard(1),)),
+        "replicated": cut(full, mesh["outer"], (Replicate(),)),
+        "some": cut(full, some, (Shard(0),)),
+        "both": cut(full, mesh, (Shard(0), Shard(1))),
+        "plain": full,
+        "none": cut(torch.zeros(0, 3), mesh["inner"], (Shard(0),)),
+    }
+    wholes = {**tensors, **dict.fromkeys(["outer", "replicated", "some", "both", "plain"], full)}
+    store = Counted(folder)
+    publisher = delta.ShardedPublisher(store)
+    reader = delta.Subscriber(store)
+    for where in (some, mesh["inner"], mesh["outer"]):
+        tensors["some"] = cut(full, where, (Shard(0),))
+        publisher.publish(tensors)
+        expected = whole(wholes)
+        if comm.rank == 0:
+            reader.update()
+            equal(reader.tensors, expected)
+    size = sum(tensor.nbytes for tensor in expected.values())
+    assert sum(comm.gather_numbers(store.written)) < 3 * 1.3 * size
+    comm.gather_numbers(0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_element_is_told_once_on_any_mesh(
+    run_on: Any, tmp_path: Path, world_size: int
+) -> None:
+    run_on(world_size, on_submeshes, str(tmp_path))
+
+
+def incomplete(comm: Communicator, folder: str) -> None:
+    """The first rank of each half holds the same half of the tensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    store = delta.Folder(f"{folder}/{comm.rank % 2}")
+    publisher = delta.ShardedPublisher(store, comm.split(comm.rank % 2))
+    tensors: dict[str, Tensor] = {"x": cut(torch.arange(24.0), mesh["inner"], (Shard(0),))}
+    with pytest.raises(InputError, match=r"^x has 24 elements, of which .* hold 12 in different"):
+        publisher.publish(tensors)
+    assert store.names() in ([], [".lock"])
+
+
+def test_a_part_of_a_tensor_is_not_published(run_on: Any, tmp_path: Path) -> None:
+    run_on(4, incomplete, str(tmp_path))
+
+
+def of_columns(first: int, columns: int) -> tuple[int, ...]:
+    """Describe columns of a matrix with 4 rows of 6 elements."""
+    return first, columns, 6, 4 * columns
+
+
+PIECES: dict[str, tuple[list[tuple[int, ...]], list[int] | None]] = {
+    "all": ([(0, 24, 24, 24)] * 3, [0]),
+    "rows": ([(12, 12, 12, 12), (0, 0, 0, 0), (0, 12, 12, 12), (12, 12, 12, 12)], [0, 2]),
+    "columns": (
+        [of_columns(0, 2), of_columns(2, 3), of_columns(0, 2), of_columns(5, 1)],
+        [0, 1, 3],
+    ),
+    "nothing": ([(0, 0, 0, 0)] * 2, None),
+    "a gap": ([(0, 12, 12, 12), (13, 11, 11, 11)], None),
+    "twice": ([(0, 24, 24, 24), (0, 12, 12, 12)], None),
+    "a gap and twice": ([(0, 12, 12, 12), (0, 6, 6, 6), (6, 6, 6, 6)], None),
+    "columns twice": ([of_columns(0, 2), of_columns(1, 2), of_columns(4, 2)], None),
+}
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_one_rank_tells_each_piece(what: str) -> None:
+    rows, tell = PIECES[what]
+    held = {"x": Piece("x", torch.float32, (4, 6), *rows[0])}
+    everywhere = torch.tensor(rows).view(len(rows), 1, 4)
+    if tell is None:
+        with pytest.raises(InputError, match=r"^x has 24 elements"):
+            owned(held, everywhere, 0)
+        return
+    own = [{"x": Piece("x", torch.float32, (4, 6), *row)} for row in rows]
+    assert [r for r in range(len(rows)) if owned(own[r], everywhere, r)] == tell
 
 
 class Broken(delta.Folder):
@@ -304,6 +406,19 @@ def numbered(comm: Communicator, folder: str) -> None:
 
 def test_ranks_have_a_store_alone(run_on: Any, tmp_path: Path) -> None:
     run_on(2, numbered, str(tmp_path))
+
+
+def apart(comm: Communicator, folder: str) -> None:
+    """Each rank has a folder of its own, as on the disks of two hosts."""
+    store = delta.Folder(f"{folder}/{comm.rank}")
+    publisher = delta.ShardedPublisher(store)
+    with pytest.raises(InputError, match="all ranks and subscribers need the same place"):
+        publisher.publish({"x": torch.arange(8.0)})
+    assert delta.read_index(store).newest is None
+
+
+def test_ranks_that_do_not_reach_the_same_place(run_on: Any, tmp_path: Path) -> None:
+    run_on(2, apart, str(tmp_path))
 
 
 def given(comm: Communicator, root: int, sizes: list[int]) -> list[int]:

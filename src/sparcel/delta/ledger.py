@@ -8,9 +8,10 @@ from contextlib import suppress
 
 from sparcel._checks import whole_number
 from sparcel.delta.chunk import Version
+from sparcel.delta.files import File
 from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
-from sparcel.delta.stores import Store
-from sparcel.errors import InputError, VersionError
+from sparcel.delta.stores import Folder, Store
+from sparcel.errors import FormatError, InputError, VersionError
 
 _OURS = re.compile(
     r"(((?P<delta>delta-\d{10,}-\d{10,})|anchor-\d{10,})-[0-9a-f]{16}(\.\d{4,})?\.safetensors"
@@ -51,7 +52,7 @@ class Ledger:
 
     def __init__(self, store: Store, writer: str, lag: int) -> None:
         self._store, self._writer, self._lag = store, writer, lag
-        self._ended = False
+        self._ended = self._proven = False
         self._left: set[str] = set()
         self.index = self._read()
 
@@ -72,6 +73,30 @@ class Ledger:
         least = last.number + 1 if last else 0
         hint = f"versions are numbered upwards, and the last one is {last}" if last else ""
         return whole_number(least if asked is None else asked, "number", least, _MOST, hint)
+
+    def prove(self, name: str, version: Version) -> None:
+        """Look at a file of the first version that is published, before it is committed.
+
+        Raises
+        ------
+        InputError
+            If it is not there, or not what was written, so that subscribers could not read it.
+        """
+        if self._proven:
+            return
+        try:
+            if isinstance(self._store, Folder):
+                found = File(self._store.mapped(name), name).version()
+                if found != version:
+                    raise FormatError(f"it holds {found}")
+            elif name not in self._listed(name):
+                raise FileNotFoundError(name)
+        except (OSError, FormatError) as error:
+            raise InputError(
+                f"{self._store} does not hold {name} as it was written just now: {error};"
+                " all ranks and subscribers need the same place"
+            ) from error
+        self._proven = True
 
     def commit(
         self,
@@ -102,14 +127,20 @@ class Ledger:
         with self._store.alone():
             self._check(read_index(self._store))
             write_index(self._store, index)
+            if not self.index.entries and read_index(self._store) != index:
+                raise InputError(f"{self._store} does not hold {INDEX} as it was written just now")
         self.index = index
 
     def _ours(self, what: int | str = 0) -> set[str]:
         """Return the files that publishers have written, or those of a kind."""
+        found = [(name, _OURS.fullmatch(name)) for name in self._listed()]
+        return {name for name, match in found if match and match[what]}
+
+    def _listed(self, *known: str) -> list[str]:
+        """Return the names of all files, or those known where they cannot be listed."""
         with suppress(InputError):
-            found = [(name, _OURS.fullmatch(name)) for name in self._store.names()]
-            return {name for name, match in found if match and match[what]}
-        return set()
+            return self._store.names()
+        return list(known)
 
     def _read(self) -> Index:
         index = read_index(self._store)

@@ -243,6 +243,8 @@ def _sharded(name: str, tensor: DTensor) -> Piece:
 
     if any(how.is_partial() for how in tensor.placements):
         raise InputError(f"{name} is placed as {tensor.placements}, a sum that is not yet made")
+    if tensor.device_mesh.get_coordinate() is None:
+        return Piece(name, tensor.dtype, tuple(tensor.shape), 0, 1, 1, 0)
 
     held, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements

@@ -173,6 +173,7 @@ class Publisher:
     ) -> None:
         name = file_name(base, version.number, self._writer)
         size = self._store.write(name, file)
+        self._ledger.prove(name, version)
         self._ledger.commit(base, version, (name,), size, self._elements(), changed)
 
     def _publish_anchor(self) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from sparcel.comm import Group, resolve
 from sparcel.delta.applying import found_in_parts
@@ -19,7 +18,8 @@ from sparcel.delta.copies import copied
 from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
 from sparcel.delta.ledger import Ledger, file_name
-from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.owned import gathered, owned, recut
+from sparcel.delta.parts import Part, Piece, Weights, parts_of, tensors_of, ties_of, untied
 from sparcel.delta.step import swap_all
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import MismatchError, VersionError, known
@@ -33,10 +33,11 @@ _NOTHING = Version(0, 0)
 class ShardedPublisher:
     """Publishes versions of a model whose tensors are cut over ranks, as by FSDP2; all ranks call.
 
-    Each rank compares, codes and writes what it holds: its shards of DTensors, one rank for all
-    that hold the same, and rank 0 the plain tensors. Rank 0 commits a version when all ranks have
-    written theirs, so it is there from all of them, or not at all. Subscribers see one version of
-    whole tensors.
+    Each rank compares, codes and writes what it holds: its shards of DTensors, and the first rank
+    that holds a shard or a plain tensor those that several hold alike. So meshes may be anything:
+    of some dimensions only, or of some ranks. Rank 0 commits a version when all ranks have written
+    theirs, so it is there from all of them, or not at all. Subscribers see one version of whole
+    tensors.
 
     The first version is a whole model, also where the store has some already, and so is the next
     one after an error.
@@ -46,7 +47,7 @@ class ShardedPublisher:
     store
         A place that all ranks reach: as for `Publisher`.
     group
-        The ranks: as for `sparcel.all_reduce`.
+        The ranks, which hold all elements of each tensor together: as for `sparcel.all_reduce`.
     code, anchor_every, lag
         As for `Publisher`.
 
@@ -72,6 +73,8 @@ class ShardedPublisher:
         self._anchor_every = anchor_every
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
+        self._held: dict[str, Piece] = {}
+        self._mine: set[str] = set()
         self._base: dict[str, Part] = {}
         self._based: Version | None = None
         self._deltas = 0
@@ -88,7 +91,8 @@ class ShardedPublisher:
         Raises
         ------
         InputError
-            As `Publisher.publish`.
+            As `Publisher.publish`; or if the ranks do not hold each element of a tensor, or cut it
+            in several ways.
         MismatchError
             If ranks publish tensors of other names, dtypes, shapes or placements. The version is
             then absent.
@@ -104,9 +108,11 @@ class ShardedPublisher:
                 "ranks publish different tensors; names, dtypes, shapes and placements must be the"
                 " same on all"
             )
-        parts = self._together(lambda: _owned(tensors, self._comm.rank))
+        before = self._held
+        parts = self._owned(tensors)
         number = self._comm.gather_numbers(self._on_first(self._begin) or 0)[0]
-        if any(self._comm.gather_numbers(int(ties_of(parts) != ties_of(self._base)))):
+        other = recut(before, self._held, self._base, parts)
+        if any(self._comm.gather_numbers(int(other or ties_of(parts) != ties_of(self._base)))):
             since = None
         if since is None:
             self._base = self._together(lambda: _copied(parts))
@@ -119,6 +125,16 @@ class ShardedPublisher:
         self._on_first(self._ledger.prune)
         self._based = version
         return version
+
+    def _owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return what this rank tells; ranks ask one another if what they hold has changed."""
+        parts = self._together(lambda: parts_of(tensors))
+        held = {name: part.piece for name, part in parts.items()}
+        if any(self._comm.gather_numbers(int(held != self._held))):
+            everywhere = gathered(held, self._comm)
+            self._mine = self._together(lambda: owned(held, everywhere, self._comm.rank))
+            self._held = held
+        return {name: part for name, part in parts.items() if name in self._mine}
 
     def _begin(self) -> int:
         self._ledger.begin()
@@ -163,6 +179,8 @@ class ShardedPublisher:
         size = self._together(
             lambda: self._store.write(names[comm.rank], delta_file(chunks, since, version))
         )
+        # Another rank's file, which may be on another host.
+        self._together(lambda: self._ledger.prove(names[(comm.rank + 1) % comm.size], version))
         elements = sum(part.piece.count for part in untied(self._base).values())
         counts = (size, elements, sum(chunk.changed for chunk in read))
         told = [sum(comm.gather_numbers(count)) for count in counts]
@@ -206,20 +224,6 @@ def _key_of_all(tensors: Mapping[str, Tensor]) -> int:
         for name, tensor in tensors.items()
     )
     return signed(sum(keys))
-
-
-def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Part]:
-    """Return what this rank tells: of what several ranks hold alike, the first one does."""
-    mine: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            where = tensor.device_mesh.get_coordinate() or [1] * tensor.device_mesh.ndim
-            pairs = zip(where, tensor.placements, strict=True)
-            if all(place == 0 for place, how in pairs if how.is_replicate()):
-                mine[name] = tensor
-        elif rank == 0:
-            mine[name] = tensor
-    return parts_of(mine)
 
 
 def _copied(parts: Mapping[str, Part]) -> dict[str, Part]:
