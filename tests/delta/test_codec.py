@@ -802,10 +802,10 @@ def test_tensors_that_share_elements_are_refused(tensors: list[Tensor]) -> None:
     places = [place for mine in alone.values() for place in mine]
     parts = parts_of({str(i): tensor for i, tensor in enumerate(tensors)})
     if len(set(places)) == len(places):
-        check_writable(parts)
+        check_writable(parts, {})
     else:
         with pytest.raises(InputError, match=r"share elements|several elements of \d are"):
-            check_writable(parts)
+            check_writable(parts, {})
 
 
 def test_columns_of_a_matrix_are_written() -> None:

@@ -93,7 +93,7 @@ def prepare(target: Target, chunks: Chunks, since: Version | None = None) -> Pre
     """
     tensors, module = tensors_of(target), isinstance(target, nn.Module)
     parts = parts_of(tensors)
-    check_writable(parts)
+    check_writable(parts, target)
     seen, found = found_in_parts(parts, chunks, since)
     check_together(seen)
     base = seen[0].base
@@ -152,7 +152,8 @@ def apply_(target: Target, chunks: Chunks, since: Version | None = None) -> Inve
         If the chunks are for another version, or do not belong together.
     InputError
         If ``target`` has tensors that cannot be written element by element, or that have some in
-        common without being tied as one.
+        common without being tied as one. If it is a module whose state dict gives copies, as hooks
+        make that cast or join parameters.
     """
     return prepare(target, chunks, since).apply()
 
@@ -177,7 +178,7 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
         tensors that `apply_` refuses.
     """
     parts = parts_of(target)
-    check_writable(parts)
+    check_writable(parts, target)
     for change in changes:
         part = parts.get(change.name)
         if part is None or change.values is None:

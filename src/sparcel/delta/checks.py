@@ -6,15 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import Chunk, Version
 from sparcel.delta.decoding import FETCH
-from sparcel.delta.parts import Part, untied
+from sparcel.delta.parts import Part, Weights, local_of, untied
 from sparcel.errors import InputError, VersionError
 
 
@@ -107,8 +108,18 @@ class _Held:
         return True
 
 
-def check_writable(parts: Mapping[str, Part]) -> None:
-    """Raise InputError unless each element of each tensor can be written alone."""
+def check_writable(parts: Mapping[str, Part], target: Weights) -> None:
+    """Raise InputError unless each element of each tensor can be written alone.
+
+    Parameters
+    ----------
+    parts
+        Those of the target.
+    target
+        A module's tensors must lie in its parameters and buffers.
+    """
+    if isinstance(target, nn.Module):
+        _check_inside(target, parts)
     held = [_held(name, part.local) for name, part in untied(parts).items() if part.local.numel()]
     held.sort(key=lambda one: (str(one.device), one.begin))
     near: list[_Held] = []
@@ -120,6 +131,19 @@ def check_writable(parts: Mapping[str, Part]) -> None:
         near.append(one)
         end = max(end, one.end)
     _check_apart(near)
+
+
+def _check_inside(module: nn.Module, parts: Mapping[str, Part]) -> None:
+    """Raise InputError unless parts of a state dict lie where the module's own tensors do."""
+    own = (local_of(one) for one in chain(module.parameters(), module.buffers()))
+    memory = {one.untyped_storage().data_ptr() for one in own}
+    for name, part in parts.items():
+        if part.local.numel() and part.local.untyped_storage().data_ptr() not in memory:
+            raise InputError(
+                f"{name} is a copy that a hook of the state dict makes, so nothing that is written"
+                " to it reaches the module; pass its parameters and buffers by name, or"
+                " load_state_dict what a Subscriber without tensors has"
+            )
 
 
 def _held(name: str, local: Tensor) -> _Held:

@@ -21,6 +21,9 @@ M = TypeVar("M", bound=Mapping[str, Tensor])
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor]
 """A module, whose state dict counts, or tensors by name."""
 
+_EXTRA = "_extra_state"
+"""How torch names in a state dict what `nn.Module.get_extra_state` returns."""
+
 CHUNK_BYTES = 4 << 20
 """Most bytes of weights in a chunk: a chunk learns its models anew, and waits in memory."""
 
@@ -175,8 +178,15 @@ class Part:
 
 
 def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
-    """Return the tensors of weights by name."""
-    return weights.state_dict() if isinstance(weights, nn.Module) else weights
+    """Return the tensors of weights by name.
+
+    What a module has as extra state is left out: it may be anything, and is made for each call, so
+    it could be neither compared nor written element by element.
+    """
+    if not isinstance(weights, nn.Module):
+        return weights
+    state = weights.state_dict()
+    return {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
 
 
 def parts_of(weights: Weights) -> dict[str, Part]:
@@ -191,7 +201,8 @@ def parts_of(weights: Weights) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for name, tensor in tensors_of(weights).items():
         if not isinstance(tensor, Tensor):
-            raise InputError(f"{name} is no tensor but {type(tensor).__name__}; leave it out")
+            kind = type(tensor).__name__
+            raise InputError(f"{name} is no tensor but {kind}; pass tensors by name without it")
         if tensor.layout != torch.strided or tensor.is_meta:
             kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
             raise InputError(f"{name} is {kind}; deltas need dense tensors with values")
@@ -199,16 +210,19 @@ def parts_of(weights: Weights) -> dict[str, Part]:
             raise InputError(f"{name} is {tensor.dtype}, which deltas do not know; leave it out")
         if tensor.is_conj() or tensor.is_neg():
             raise InputError(f"{name} is a conjugate or negative view; resolve it first")
-        if isinstance(tensor, DTensor):
-            parts[name] = Part(_sharded(name, tensor), tensor.to_local().detach())
-        else:
-            parts[name] = Part(_whole(name, tensor), tensor.detach())
+        piece = _sharded(name, tensor) if isinstance(tensor, DTensor) else _whole(name, tensor)
+        parts[name] = Part(piece, local_of(tensor).detach())
     return parts
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """Return where the elements are that this process holds of a tensor."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     # Empty ones have no address, but ties must hold on ranks with an empty shard as well.
     address = local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset())
     return address, local.device, local.dtype, local.shape, local.stride()

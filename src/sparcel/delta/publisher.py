@@ -95,8 +95,8 @@ class Publisher:
         Parameters
         ----------
         weights
-            A module, whose state dict is published, or tensors by name, on any device. They must
-            not change meanwhile.
+            A module, whose state dict is published without extra state, or tensors by name, on any
+            device. They must not change meanwhile.
         number
             The version's number, larger than the last one's; by default the next one.
 

@@ -101,7 +101,8 @@ class Subscriber:
         A module or tensors by name that are kept at the newest version, on any device. By default
         the subscriber keeps its own, in memory. Tensors that are given are written in place: a
         version in which one of them has another dtype, shape or tie is refused. Names that they
-        lack are added to a mapping, and a module must have them all.
+        lack are added to a mapping, and a module must have them all, as parameters and buffers and
+        not as copies that a hook of its state dict makes.
 
     Attributes
     ----------

@@ -40,7 +40,7 @@ class Whole:
     there: Mapping[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_writable(parts_of(self.target))
+        check_writable(parts_of(self.target), self.target)
         self.places = placed(self.version, self.tensors, self.target, self.given)
         parts = untied(parts_of(self.places)).items()
         self.written = {n: part for n, part in parts if self.places[n] is not self.tensors[n]}
