@@ -234,12 +234,15 @@ def test_a_torn_index_says_what_to_do(tmp_path: Path) -> None:
 # ---- what cannot be published
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+WRONG: dict[str, tuple[dict[Any, Any], str]] = {
     "nothing": ({}, "no tensors to publish"),
     "a number": ({"a": 3}, "^a is no tensor but int"),
     "no name": ({"a": torch.zeros(6).half().view(torch.complex32)}, "^a is .*torch.complex32"),
     "too long": ({"a": torch.zeros(3).to(torch.complex128)}, "^a is .*torch.complex128"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, "^a is .*torch.sparse_coo"),
+    "a name of the format": ({"__metadata__": torch.ones(3)}, r"^'__metadata__' is a name that"),
+    "half a character": ({"w.\ud800": torch.ones(3)}, r"^'w.\\ud800' is a name that"),
+    "no text": ({3: torch.ones(3)}, "^3 is no name"),
     "meta": ({"a": torch.zeros(3, device="meta")}, "^a is .*meta"),
 }
 
@@ -256,6 +259,39 @@ def test_what_cannot_be_published_is_refused_first(
             publisher.publish(wrong and {**WEIGHTS, **wrong})
         assert read_index(tmp_path).newest == publisher.version
         assert publisher.publish(WEIGHTS).number == number
+
+
+NAMES = ["", " ", "\0", "é", "e\u0301", '"', "\\", "\n", "../x", "chunk.0", "ties", "\U0001f642"]
+
+
+def test_any_text_is_a_name(tmp_path: Path) -> None:
+    """In whole models and in deltas, and for others who read the files."""
+    publisher, subscriber = Publisher(tmp_path, anchor_every=2), Subscriber(tmp_path)
+    weights = {name: torch.full((3,), float(i)) for i, name in enumerate(NAMES)}
+    for count in (3, len(NAMES), len(NAMES)):
+        named = {name: weights[name] for name in NAMES[:count]}
+        publisher.publish(named)
+        weights["é"] += 1
+        subscriber.update()
+        subscriber.verify()
+        assert subscriber.tensors.keys() == named.keys()
+    load = pytest.importorskip("safetensors.torch").load_file
+    (anchor,) = [e.names[0] for e in read_index(tmp_path).entries if e.kind == "anchor"][1:]
+    assert load(tmp_path / anchor).keys() == weights.keys()
+
+
+@pytest.mark.parametrize(("where", "begun"), [("files", False), ("chunk", True)])
+def test_names_that_no_file_holds(tmp_path: Path, where: str, begun: bool) -> None:
+    """Readers refuse longer headers, of whole models as of deltas, so they are not written."""
+    publisher = Publisher(tmp_path)
+    if begun:
+        publisher.publish(WEIGHTS)
+    before = publisher.version
+    too_long = patch(f"sparcel.delta.{where}._MOST_HEADER", 5000)
+    with too_long, pytest.raises(InputError, match=r"names .*take .* bytes.* shorten them"):
+        publisher.publish({"w" * 6000: torch.ones(3)})
+    assert publisher.version == before == read_index(tmp_path).newest
+    publisher.publish(WEIGHTS)
 
 
 def test_numbers_have_63_bits(tmp_path: Path) -> None:

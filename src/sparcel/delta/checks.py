@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import Chunk, Version
 from sparcel.delta.decoding import FETCH
+from sparcel.delta.files import METADATA
 from sparcel.delta.parts import Part, Weights, local_of, untied
 from sparcel.errors import InputError, VersionError
 
@@ -189,8 +190,22 @@ def check_published(parts: Mapping[str, Part]) -> None:
     if not parts:
         raise InputError("there are no tensors to publish; did a filter leave all names out?")
     for name, part in parts.items():
+        if name == METADATA or not _is_unicode(name):
+            why = "keep for themselves" if name == METADATA else "cannot encode"
+            raise InputError(
+                f"{name!r} is a name that safetensors files {why}; publish the tensor under another"
+            )
         if layout_of(part.piece.dtype).safetensors is None:
             raise InputError(
                 f"{name} is of {part.piece.dtype}, for which safetensors has no name; view it as"
                 " another dtype"
             )
+
+
+def _is_unicode(name: str) -> bool:
+    """Tell whether a name is text, and has no halves of characters (surrogates)."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -24,6 +24,8 @@ _NAMES = {layout.dtype: layout.safetensors for layout in LAYOUTS.values() if lay
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MOST_HEADER = 100_000_000
 _CHUNK = "chunk."
+METADATA = "__metadata__"
+"""The name in a header that is no tensor's."""
 
 
 def delta_file(
@@ -68,7 +70,7 @@ class File:
         self._data = memoryview(data)
         self.name = name
         self._begin, self._tensors = self._read_header()
-        metadata = self._tensors.pop("__metadata__", {})
+        metadata = self._tensors.pop(METADATA, {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         end = max((one["data_offsets"][1] for one in self._tensors.values()), default=0)
         if self._begin + end != len(self._data):
@@ -114,7 +116,7 @@ class File:
         try:
             header = json.loads(bytes(self._data[8 : 8 + length]))
             for name, one in header.items():
-                if name != "__metadata__":
+                if name != METADATA:
                     _check(one)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FormatError(f"{self.name} has a wrong header: {error!r}") from error
@@ -152,7 +154,7 @@ def _told(what: str, version: Version) -> dict[str, str]:
 def _header(
     tensors: Mapping[str, tuple[str, Iterable[int], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, object] = {METADATA: {"format": "pt", **metadata}}
     begin = 0
     for name, (dtype, shape, size) in tensors.items():
         offsets = [begin, begin + size]
@@ -160,4 +162,9 @@ def _header(
         begin += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MOST_HEADER:
+        raise InputError(
+            f"the names of {len(tensors)} tensors take {len(text)} bytes in a safetensors file,"
+            f" which holds at most {_MOST_HEADER}; shorten them"
+        )
     return len(text).to_bytes(8, "little") + text

@@ -200,6 +200,8 @@ def parts_of(weights: Weights) -> dict[str, Part]:
     """
     parts: dict[str, Part] = {}
     for name, tensor in tensors_of(weights).items():
+        if not isinstance(name, str):
+            raise InputError(f"{name!r} is no name; names of tensors are text")
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise InputError(f"{name} is no tensor but {kind}; pass tensors by name without it")
