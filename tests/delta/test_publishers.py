@@ -78,6 +78,48 @@ def test_no_version_is_lost_to_another_publisher(tmp_path: Path) -> None:
     assert read_index(store).names < set(store.names())
 
 
+class Meanwhile(Folder):
+    """A folder in which something else happens while a file is written, or right after."""
+
+    def __init__(self, path: Path, name: str, within: bool, other: Any) -> None:
+        super().__init__(path)
+        self._name, self._within, self._other = name, within, other
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        if not name.startswith(self._name):
+            return super().write(name, parts)
+        self._name = "nothing"
+
+        def written() -> Iterator[bytes | memoryview]:
+            yield from parts
+            if self._within:
+                self._other()
+
+        size = super().write(name, written())
+        if not self._within:
+            self._other()
+        return size
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(("name", "before"), [("anchor", 0), ("anchor", 2), ("delta", 2)])
+def test_a_publisher_whose_files_another_one_removes(
+    tmp_path: Path, name: str, before: int, within: bool
+) -> None:
+    """The other one publishes while a file is written, which it takes for left behind."""
+    models = history(5)
+    for model in models[:before]:
+        Publisher(tmp_path).publish(model)
+    store = Meanwhile(tmp_path, name, within, lambda: Publisher(tmp_path).publish(models[4]))
+    one = Publisher(store, anchor_every=2 if name == "anchor" else 9)
+    with pytest.raises(VersionError, match="another publisher has written to"):
+        one.publish(models[3])
+    reader = Subscriber(tmp_path)
+    reader.update()
+    assert same(reader.tensors, models[4])
+    assert set(Folder(tmp_path).names()) == {INDEX, *read_index(tmp_path).names}
+
+
 def test_a_publisher_removes_nothing_that_another_one_has_begun_since(tmp_path: Path) -> None:
     """The first one has committed; the second one follows while the first one looks for files."""
     models, others = history(3), iter([Publisher, None])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from sparcel._checks import whole_number
 from sparcel.delta.chunk import Version
@@ -74,6 +75,11 @@ class Ledger:
         hint = f"versions are numbered upwards, and the last one is {last}" if last else ""
         return whole_number(least if asked is None else asked, "number", least, _MOST, hint)
 
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        """Write a file, and return its length."""
+        with self._telling_of_others():
+            return self._store.write(name, parts)
+
     def prove(self, name: str, version: Version) -> None:
         """Look at a file of the first version that is published, before it is committed.
 
@@ -82,8 +88,12 @@ class Ledger:
         InputError
             If it is not there, or not what was written, so that subscribers could not read it.
         """
-        if self._proven:
-            return
+        if not self._proven:
+            with self._telling_of_others():
+                self._look(name, version)
+        self._proven = True
+
+    def _look(self, name: str, version: Version) -> None:
         try:
             if isinstance(self._store, Folder):
                 found = File(self._store.mapped(name), name).version()
@@ -96,7 +106,17 @@ class Ledger:
                 f"{self._store} does not hold {name} as it was written just now: {error};"
                 " all ranks and subscribers need the same place"
             ) from error
-        self._proven = True
+
+    @contextmanager
+    def _telling_of_others(self) -> Iterator[None]:
+        """Raise what is due if a file has gone, because another publisher has removed it."""
+        try:
+            yield
+        except (FileNotFoundError, InputError) as error:
+            there = read_index(self._store)
+            if there.newest and there.writer != self._writer and there != self.index:
+                raise self._other(there) from error
+            raise
 
     def commit(
         self,
@@ -124,7 +144,7 @@ class Ledger:
 
     def _replace(self, index: Index) -> None:
         index = index.by(self._writer)
-        with self._store.alone():
+        with self._store.alone(), self._telling_of_others():
             self._check(read_index(self._store))
             write_index(self._store, index)
             if not self.index.entries and read_index(self._store) != index:
@@ -153,7 +173,10 @@ class Ledger:
 
     def _check(self, there: Index) -> None:
         if there != self.index:
-            raise VersionError(
-                f"another publisher has written to {self._store}: its newest version is"
-                f" {there.newest}, not {self.index.newest}; a store has one publisher at a time"
-            )
+            raise self._other(there)
+
+    def _other(self, there: Index) -> VersionError:
+        return VersionError(
+            f"another publisher has written to {self._store}: its newest version is {there.newest};"
+            " a store has one publisher at a time"
+        )

@@ -172,7 +172,7 @@ class Publisher:
         changed: int,
     ) -> None:
         name = file_name(base, version.number, self._writer)
-        size = self._store.write(name, file)
+        size = self._ledger.write(name, file)
         self._ledger.prove(name, version)
         self._ledger.commit(base, version, (name,), size, self._elements(), changed)
 

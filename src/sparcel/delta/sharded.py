@@ -69,8 +69,7 @@ class ShardedPublisher:
         known(code, CODES, "code")
         check_pace(anchor_every, lag)
         self.version: Version | None = None
-        self._store, self._code = store_at(store), code
-        self._anchor_every = anchor_every
+        self._code, self._anchor_every = code, anchor_every
         self._comm = resolve(group)
         self._writer = f"{self._comm.gather_numbers(secrets.randbits(62))[0]:016x}"
         self._held: dict[str, Piece] = {}
@@ -79,7 +78,7 @@ class ShardedPublisher:
         self._based: Version | None = None
         self._deltas = 0
         self._outcome = "nothing is published"
-        self._ledger = self._together(lambda: Ledger(self._store, self._writer, lag))
+        self._ledger = self._together(lambda: Ledger(store_at(store), self._writer, lag))
 
     def publish(self, weights: Weights) -> Version:
         """Publish weights, and return their version when it is durable, on all ranks.
@@ -177,7 +176,7 @@ class ShardedPublisher:
         version = since.after(number, sum(sums))
         names = tuple(file_name(base, number, self._writer, rank) for rank in range(comm.size))
         size = self._together(
-            lambda: self._store.write(names[comm.rank], delta_file(chunks, since, version))
+            lambda: self._ledger.write(names[comm.rank], delta_file(chunks, since, version))
         )
         # Another rank's file, which may be on another host.
         self._together(lambda: self._ledger.prove(names[(comm.rank + 1) % comm.size], version))
