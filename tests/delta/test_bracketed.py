@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparcel.delta import Folder, Publisher, Subscriber, read_index
 from sparcel.delta.remembered import RememberedPart, remembered
 from sparcel.errors import InputError, VersionError
+from tests.delta.pairs import LAYOUTS, laid_out
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32)
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -44,6 +45,21 @@ def test_the_smallest_weights_may_move_far() -> None:
     assert isinstance(noted, RememberedPart)
     tensor[5] = -3.0
     assert noted.elements(5, 6).view(torch.bfloat16) == torch.tensor(1e-9).bfloat16()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (30,), (5, 6), (2, 3, 4, 5)])
+def test_tensors_may_lie_in_memory_in_any_way(
+    tmp_path: Path, shape: tuple[int, ...], layout: str
+) -> None:
+    weights = {"x": laid_out(torch.full(shape, 3.0).bfloat16(), layout)}
+    publisher, subscriber = Publisher(tmp_path, bracketed=True), Subscriber(tmp_path)
+    for _ in range(3):
+        publisher.publish(weights)
+        subscriber.update()
+        assert torch.equal(subscriber.tensors["x"], weights["x"])
+        moved(weights["x"], torch.ones(shape))
+    assert kinds(tmp_path) == ["anchor", "delta", "delta"]
 
 
 SPARSE = {

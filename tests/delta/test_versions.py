@@ -516,13 +516,22 @@ def test_nothing_is_published_twice_when_nothing_changes(tmp_path: Path) -> None
 # ---- kinds of weights
 
 
-@given(st.lists(models(), min_size=1, max_size=4), st.sampled_from(CODES), st.integers(1, 3))
+@given(
+    st.lists(models(), min_size=1, max_size=4),
+    st.sampled_from(CODES),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_any_weights(
-    folders: Folders, pairs: list[tuple[Model, Model]], code: str, anchor_every: int
+    folders: Folders,
+    pairs: list[tuple[Model, Model]],
+    code: str,
+    anchor_every: int,
+    bracketed: bool,
 ) -> None:
-    """Of any dtype and bits; tensors appear, vanish and change their shape."""
+    """Of any dtype, bits and layout; tensors appear, vanish and change their shape."""
     store = Folder(folders())
-    publisher = Publisher(store, code=code, anchor_every=anchor_every, lag=1)
+    publisher = Publisher(store, code=code, anchor_every=anchor_every, lag=1, bracketed=bracketed)
     subscriber = Subscriber(store)
     for model in [model for pair in pairs for model in pair]:
         if not model or any(t.dtype == torch.complex32 for t in model.values()):

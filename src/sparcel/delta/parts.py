@@ -94,7 +94,8 @@ class Part:
     def bits(self) -> Tensor:
         """The bits of all elements, in the same memory; a vector if they are in order there."""
         held = bits_of(self.local)
-        return held.view(-1) if held.is_contiguous() else held
+        # A view would keep the distance of a single element to the next one, which is not there.
+        return held.as_strided((held.numel(),), (1,)) if held.is_contiguous() else held
 
     @cached_property
     def where(self) -> tuple[object, ...]:
@@ -108,7 +109,7 @@ class Part:
             return held[begin:end] if end - begin < len(held) else held
         each = max(held[0].numel(), 1)
         first = begin // each
-        rows = held[first : -(-end // each)].reshape(-1)
+        rows = held[first : -(-end // each)].contiguous().view(-1)
         return rows[begin - first * each : end - first * each]
 
     def begin_of(self, piece: Piece) -> int | None:
