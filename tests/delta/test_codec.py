@@ -827,6 +827,25 @@ def test_changes_are_not_assigned_to_tensors_that_share_elements() -> None:
         assign_({"w": one, "v": one.view(1, 1)}, [change])
 
 
+@pytest.mark.parametrize(
+    ("indices", "values"),
+    [
+        ([-1], torch.ones(1)),
+        ([0, 4], torch.ones(2)),
+        ([0, 1], torch.ones(1)),
+        ([0], torch.ones(2)),
+        ([0], torch.ones(1).int()),
+        ([0], torch.ones(1).bfloat16()),
+    ],
+)
+def test_changes_that_are_none_of_the_tensor(indices: list[int], values: Tensor) -> None:
+    mirror = {"w": torch.zeros(4)}
+    change = Change("w", torch.float32, (4,), torch.tensor(indices), values)
+    with pytest.raises(InputError, match=r"^w (is|changes) "):
+        assign_(mirror, [change])
+    assert not mirror["w"].any()
+
+
 def test_a_step_is_made_once_and_where_it_was_prepared() -> None:
     old, new = {"w": torch.zeros(9)}, {"w": torch.ones(9)}
     prepared = prepare(old, encode(new, old))
@@ -889,6 +908,20 @@ def test_modules_are_weights() -> None:
 # ---- arguments
 
 
+class Packed(torch.Tensor):
+    """A tensor that keeps its values in another one, as those of quantised weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Packed:
+        kind: Any = torch.Tensor
+        made: Packed = kind._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
 def test_arguments() -> None:
     old, new = {"w": torch.zeros(1000)}, {"w": torch.arange(1000) % 9 / 8}
     with pytest.raises(InputError, match="did you mean 'steps'"):
@@ -898,10 +931,23 @@ def test_arguments() -> None:
         "quint8, which deltas do not know": torch.empty(2, dtype=torch.quint8),
         "layout torch.sparse_coo": torch.zeros(2).to_sparse(),
         "on the device meta": torch.zeros(2, device="meta"),
+        "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        "Packed, which keeps its values in other": Packed(torch.zeros(2)),
     }
     for error, tensor in wrong.items():
         with pytest.raises(InputError, match=f"w is .*{error}"):
             next(encode({"w": tensor}, {}))
+    with pytest.raises(InputError, match=r"weight has no shape yet; run the module once"):
+        version_of(nn.LazyLinear(3))
+    for weights in (None, [torch.zeros(3)], nn.Linear(2, 2).named_parameters()):
+        with pytest.raises(InputError, match=r"weights are a module, or .*, got \w+$"):
+            version_of(weights)  # type: ignore[arg-type]
+    for target in (-1, 1 << 63, 1.5, "3"):
+        with pytest.raises(InputError, match=r"^target must"):
+            next(encode(new, old, target=target))  # type: ignore[arg-type]
+    for shard in ((2, 2), (-1, 2), (0, 0), (0, 1 << 20)):
+        with pytest.raises(InputError, match=r"of shard= must"):
+            next(encode(new, old, shard=shard))
     with pytest.raises(InputError, match="pass a list of chunks"):
         apply_(old, next(encode(new, old)))  # type: ignore[arg-type]
     chunk = next(encode({"w": old["w"] + (torch.arange(1000) % 50 == 0)}, old, code="steps"))

@@ -152,14 +152,15 @@ def test_unknown_versions_are_named() -> None:
 WRONG = {
     "format": ["sparcel-delta-0", 1],
     "entries": [5, "text", {}, [1], None],
-    "base": [[], [1], [1, "xyz"], ["a", "1"], 7, [float("inf"), "1"], [1, 1]],
+    "base": [[2, "1"], [], [1], [1, "xyz"], ["a", "1"], 7, [float("inf"), "1"], [1, 1]],
     "version": [None, [], [1], 7],
     "kind": ["anchor", "other", 3],
     "names": [
         *(3, None, [], [3], [None]),
         *([name] for name in ("../a", "/etc/a", "..", ".", "", "a\0b", "\ud800", "a" * 300, INDEX)),
     ],
-    "bytes": ["x", None, float("inf"), float("nan")],
+    "changed": [-1],
+    "bytes": [-1, "x", None, float("inf"), float("nan")],
 }
 
 

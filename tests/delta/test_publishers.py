@@ -355,6 +355,20 @@ def test_numbers_have_63_bits(tmp_path: Path) -> None:
 # ---- where things are
 
 
+@pytest.mark.parametrize("place", [None, 3, b"run"])
+def test_other_things_are_no_stores(place: Any) -> None:
+    for use in (Publisher, Subscriber, read_index):
+        with pytest.raises(InputError, match=r"^a store is a path, a URL or a Store, got"):
+            use(place)
+
+
+@pytest.mark.parametrize("name", ["anchor_every", "lag"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3", None])
+def test_paces_are_whole_numbers(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name} must"):
+        Publisher(tmp_path, **{name: value})
+
+
 def test_stores_are_named_by_paths(tmp_path: Path) -> None:
     for place in (tmp_path, str(tmp_path), Folder(tmp_path)):
         version = Publisher(place).publish(WEIGHTS)

@@ -174,8 +174,8 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
     Raises
     ------
     InputError
-        If a tensor has another dtype or shape; what was written before stays. If the target has
-        tensors that `apply_` refuses.
+        If a tensor has another dtype or shape, or lacks elements that change; what was written
+        before stays. If the target has tensors that `apply_` refuses.
     """
     parts = parts_of(target)
     check_writable(parts, target)
@@ -183,13 +183,24 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
         part = parts.get(change.name)
         if part is None or change.values is None:
             continue
-        if (part.piece.dtype, part.piece.shape) != (change.dtype, change.shape):
-            raise InputError(
-                f"{change.name} is {part.piece.dtype} {list(part.piece.shape)}, and changes as"
-                f" {change.dtype} {list(change.shape)}"
-            )
+        _check_change(part, change.values, change)
         here, places = part.here(change.indices)
         part.put(places, bits_of(change.values)[here])
+
+
+def _check_change(part: Part, values: Tensor, change: Change) -> None:
+    """Raise InputError unless a change is one of a part's tensor."""
+    piece, indices = part.piece, change.indices
+    if (piece.dtype, piece.shape, piece.dtype) != (change.dtype, change.shape, values.dtype):
+        raise InputError(
+            f"{change.name} is {piece.dtype} {list(piece.shape)}, and changes as {change.dtype}"
+            f" {list(change.shape)} to values of {values.dtype}"
+        )
+    if indices.shape != values.shape or bool(((indices < 0) | (indices >= piece.size)).any()):
+        raise InputError(
+            f"{change.name} changes at {list(indices.shape)} indices to {list(values.shape)}"
+            f" values; they must be as many, and below {piece.size}"
+        )
 
 
 def found_in_parts(

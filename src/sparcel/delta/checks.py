@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparcel._checks import whole_number
 from sparcel.delta.bits import layout_of
 from sparcel.delta.chunk import Chunk, Version
 from sparcel.delta.decoding import FETCH
@@ -22,10 +23,8 @@ from sparcel.errors import InputError, VersionError
 
 def check_pace(anchor_every: int, lag: int) -> None:
     """Raise InputError unless a publisher can publish and prune so often."""
-    if anchor_every < 1 or lag < 0:
-        raise InputError(
-            f"anchor_every must be at least 1, and lag at least 0, got {anchor_every}, {lag}"
-        )
+    whole_number(anchor_every, "anchor_every", at_least=1)
+    whole_number(lag, "lag", at_least=0)
 
 
 def check_together(chunks: list[Chunk]) -> None:
@@ -137,7 +136,7 @@ def check_writable(parts: Mapping[str, Part], target: Weights) -> None:
 def _check_inside(module: nn.Module, parts: Mapping[str, Part]) -> None:
     """Raise InputError unless parts of a state dict lie where the module's own tensors do."""
     own = (local_of(one) for one in chain(module.parameters(), module.buffers()))
-    memory = {one.untyped_storage().data_ptr() for one in own}
+    memory = {one.untyped_storage().data_ptr() for one in own if one.data_ptr()}
     for name, part in parts.items():
         if part.local.numel() and part.local.untyped_storage().data_ptr() not in memory:
             raise InputError(

@@ -27,7 +27,9 @@ _WRONG = (
     RecursionError,
 )
 _MOST_HEADER = 16 << 20
-_MOST_SHARDS = 1 << 20
+MOST_SHARDS = (1 << 20) - 1
+MOST_NUMBER = (1 << 63) - 1
+"""The largest number of a version."""
 _MOST_ELEMENTS = 1 << 24
 CODES = ("steps", "values", "dense", "removed")
 """What a chunk may hold of each changed element: a step in units in the last place, the new value,
@@ -210,7 +212,7 @@ def _parsed(header: dict[str, Any], rest: memoryview) -> Chunk:
     streams = places + values + others
     if len(rest) != streams + _cpu.CODE_SLACK:
         raise ValueError(f"{len(rest)} bytes follow it instead of {streams + _cpu.CODE_SLACK}")
-    shard, shards = (_whole(number, _MOST_SHARDS) for number in header["shard"])
+    shard, shards = (_whole(number, MOST_SHARDS + 1) for number in header["shard"])
     ties, untied = header["ties"], header["untied"]
     if not all(isinstance(name, str) for name in [*ties, *ties.values(), *untied]):
         raise TypeError("names are text")

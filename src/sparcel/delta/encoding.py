@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu
+from sparcel._checks import whole_number
 from sparcel.delta.bits import Layout, layout_of
-from sparcel.delta.chunk import Chunk, Version
+from sparcel.delta.chunk import MOST_NUMBER, MOST_SHARDS, Chunk, Version
 from sparcel.delta.parts import (
     CHUNK_BYTES,
     MOST_PIECES,
@@ -80,7 +81,9 @@ def encode(
     """
     known(code, CODES, "code")
     since = since or Version(0, 0)
-    target = since.number + 1 if target is None else target
+    target = whole_number(since.number + 1 if target is None else target, "target", 0, MOST_NUMBER)
+    whole_number(shard[1], "processes of shard=", 1, MOST_SHARDS)
+    whole_number(shard[0], "number of shard=", 0, shard[1] - 1)
     yield from encode_parts(parts_of(tensors), parts_of(base), code, since, target, shard)
 
 

@@ -200,18 +200,13 @@ def _entry(told: dict[str, Any]) -> Entry:
         return None if told[which] is None else Version.read(told[which])
 
     base, made = version("base"), version("version")
-    if made is None or told["kind"] != ("delta" if base else "anchor"):
+    kind = "delta" if base else "anchor"
+    if made is None or told["kind"] != kind or (base and base.number >= made.number):
         raise ValueError(f"an entry of kind {told['kind']!r} from {base} to {made}")
     names = tuple(told["names"])
     if not names or not all(_PLAIN.fullmatch(name) and name != INDEX for name in names):
         raise ValueError(f"files named {names}")
-    return Entry(
-        told["kind"],
-        base,
-        made,
-        names,
-        int(told["bytes"]),
-        int(told["elements"]),
-        int(told["changed"]),
-        float(told["time"]),
-    )
+    size, elements, changed = (int(told[what]) for what in ("bytes", "elements", "changed"))
+    if min(size, elements, changed) < 0:
+        raise ValueError(f"an entry of {size} bytes, {elements} elements and {changed} changes")
+    return Entry(kind, base, made, names, size, elements, changed, float(told["time"]))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from sparcel._checks import whole_number
-from sparcel.delta.chunk import Version
+from sparcel.delta.chunk import MOST_NUMBER, Version
 from sparcel.delta.files import File
 from sparcel.delta.index import INDEX, Entry, Index, read_index, write_index
 from sparcel.delta.stores import Folder, Store
@@ -19,9 +19,6 @@ _OURS = re.compile(
     rf"|{re.escape(INDEX)})(\.[0-9a-f]{{16}}\.part)?"
 )
 """All files that publishers write, also those that a `Folder` has not yet renamed."""
-
-_MOST = (1 << 63) - 1
-"""The largest number of a version: chunks hold no larger ones."""
 
 
 def file_name(base: Version | None, number: int, writer: str, rank: int | None = None) -> str:
@@ -73,7 +70,7 @@ class Ledger:
         last = self.index.newest
         least = last.number + 1 if last else 0
         hint = f"versions are numbered upwards, and the last one is {last}" if last else ""
-        return whole_number(least if asked is None else asked, "number", least, _MOST, hint)
+        return whole_number(least if asked is None else asked, "number", least, MOST_NUMBER, hint)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         """Write a file, and return its length."""

@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from sparcel.delta.bits import LAYOUTS, bits_of, key_of
 from sparcel.errors import InputError
@@ -185,6 +186,9 @@ def tensors_of(weights: nn.Module | M) -> dict[str, Tensor] | M:
     it could be neither compared nor written element by element.
     """
     if not isinstance(weights, nn.Module):
+        if not isinstance(weights, Mapping):
+            kind = type(weights).__name__
+            raise InputError(f"weights are a module, or a mapping of names to tensors, got {kind}")
         return weights
     state = weights.state_dict()
     return {name: one for name, one in state.items() if name.rpartition(".")[2] != _EXTRA}
@@ -201,21 +205,35 @@ def parts_of(weights: Weights) -> dict[str, Part]:
     """
     parts: dict[str, Part] = {}
     for name, tensor in tensors_of(weights).items():
-        if not isinstance(name, str):
-            raise InputError(f"{name!r} is no name; names of tensors are text")
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise InputError(f"{name} is no tensor but {kind}; pass tensors by name without it")
-        if tensor.layout != torch.strided or tensor.is_meta:
-            kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
-            raise InputError(f"{name} is {kind}; deltas need dense tensors with values")
-        if tensor.dtype not in LAYOUTS:
-            raise InputError(f"{name} is {tensor.dtype}, which deltas do not know; leave it out")
-        if tensor.is_conj() or tensor.is_neg():
-            raise InputError(f"{name} is a conjugate or negative view; resolve it first")
+        _check_dense(name, tensor)
         piece = _sharded(name, tensor) if isinstance(tensor, DTensor) else _whole(name, tensor)
         parts[name] = Part(piece, local_of(tensor).detach())
     return parts
+
+
+def _check_dense(name: object, tensor: object) -> None:
+    """Raise InputError unless a tensor's elements are there as their bits."""
+    if not isinstance(name, str):
+        raise InputError(f"{name!r} is no name; names of tensors are text")
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise InputError(f"{name} is no tensor but {kind}; pass tensors by name without it")
+    if is_lazy(tensor):
+        raise InputError(f"{name} has no shape yet; run the module once before")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
+        kind = "nested" if tensor.is_nested else kind
+        raise InputError(f"{name} is {kind}; deltas need dense tensors with values")
+    if tensor.dtype not in LAYOUTS:
+        raise InputError(f"{name} is {tensor.dtype}, which deltas do not know; leave it out")
+    if tensor.is_conj() or tensor.is_neg():
+        raise InputError(f"{name} is a conjugate or negative view; resolve it first")
+    local = local_of(tensor)
+    if local.numel() and not local.data_ptr():
+        raise InputError(
+            f"{name} is a {type(local).__name__}, which keeps its values in other tensors; pass"
+            " those by name"
+        )
 
 
 def local_of(tensor: Tensor) -> Tensor:

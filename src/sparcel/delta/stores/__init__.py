@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sparcel.delta.stores.folder import Folder as Folder
+from sparcel.errors import InputError
 
 
+@runtime_checkable
 class Store(Protocol):
     """What a publisher and its subscribers need of a place for files."""
 
@@ -34,9 +36,18 @@ def store_at(place: Store | str | os.PathLike[str]) -> Store:
     """Return the store at a path, or at a URL that fsspec knows, such as ``s3://bucket/folder``.
 
     A store is returned as it is.
+
+    Raises
+    ------
+    InputError
+        If it is none of these.
     """
     if isinstance(place, str) and "://" in place:
         from sparcel.delta.stores.remote import Remote
 
         return Remote(place)
-    return Folder(Path(place)) if isinstance(place, str | os.PathLike) else place
+    if isinstance(place, str | os.PathLike):
+        return Folder(Path(place))
+    if not isinstance(place, Store):
+        raise InputError(f"a store is a path, a URL or a Store, got {type(place).__name__}")
+    return place
