@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from sparcel import delta
 from sparcel.comm import Communicator
@@ -196,13 +197,47 @@ def incomplete(comm: Communicator, folder: str) -> None:
     store = delta.Folder(f"{folder}/{comm.rank % 2}")
     publisher = delta.ShardedPublisher(store, comm.split(comm.rank % 2))
     tensors: dict[str, Tensor] = {"x": cut(torch.arange(24.0), mesh["inner"], (Shard(0),))}
-    with pytest.raises(InputError, match=r"^x has 24 elements, of which .* hold 12 in different"):
+    with pytest.raises(
+        InputError, match=r"^x has 24 elements, and the ranks .* hold 12 in different"
+    ):
         publisher.publish(tensors)
     assert store.names() in ([], [".lock"])
 
 
 def test_a_part_of_a_tensor_is_not_published(run_on: Any, tmp_path: Path) -> None:
     run_on(4, incomplete, str(tmp_path))
+
+
+def no_slices(comm: Communicator, folder: str) -> None:
+    """Every other rows, and rows that are not those that the placement says."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(32.0).view(8, 4)
+    halves = _StridedShard(0, split_factor=2)
+    good = cut(full, mesh, (halves, Shard(0)))
+    other = full[: 3 if comm.rank % 2 else 5]
+    store = delta.Folder(folder)
+    publisher = delta.ShardedPublisher(store)
+    wrong: list[tuple[Tensor, Any]] = [
+        (full[:4], (halves, Replicate())),
+        (full[:4], (Replicate(), halves)),
+        (other, (Replicate(), Shard(0))),
+    ]
+    for local, how in wrong:
+        kind = {"shape": full.shape, "stride": full.stride()}
+        x = DTensor.from_local(local.clone(), mesh, how, run_check=False, **kind)
+        with pytest.raises(InputError, match=r"^x holds .* here, which is no slice"):
+            publisher.publish({"x": x})
+        with pytest.raises(InputError, match=r"^x holds .* here, which is no slice"):
+            delta.assign_({"x": x}, [delta.Change.whole("x", full)])
+        assert torch.equal(x.to_local(), local)
+    publisher.publish({"x": good})
+    reader = delta.Subscriber(store)
+    reader.update()
+    equal(reader.tensors, {"x": full})
+
+
+def test_shards_that_are_no_slices_are_refused(run_on: Any, tmp_path: Path) -> None:
+    run_on(4, no_slices, str(tmp_path))
 
 
 def of_columns(first: int, columns: int) -> tuple[int, ...]:

@@ -95,9 +95,9 @@ def _check_covered(whole: Piece, pieces: list[Piece]) -> None:
     count, numbers = sum(piece.count for piece in pieces), sum(map(_numbers, pieces))
     if (count, numbers) != (whole.size, whole.size * (whole.size - 1) // 2):
         raise InputError(
-            f"{whole.name} has {whole.size} elements, of which the ranks of this group hold"
-            f" {count} in different pieces; pass a group with all ranks that share it, which cut it"
-            " in one way"
+            f"{whole.name} has {whole.size} elements, and the ranks of this group hold {count} in"
+            " different pieces, with gaps or some twice; pass a group with all ranks that share it,"
+            " which cut it in one way"
         )
 
 

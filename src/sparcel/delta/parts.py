@@ -284,7 +284,24 @@ def _sharded(name: str, tensor: DTensor) -> Piece:
     held, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    if tuple(tensor.to_local().shape) != tuple(held) or _is_interleaved(tensor):
+        raise InputError(
+            f"{name} holds {list(tensor.to_local().shape)} here, which is no slice of the whole as"
+            f" {tensor.placements} cut it; make it by distribute_tensor, or redistribute it"
+        )
     return piece_of_slice(name, tensor.dtype, tuple(tensor.shape), tuple(starts), tuple(held))
+
+
+def _is_interleaved(tensor: DTensor) -> bool:
+    """Tell whether a shard has gaps: it is cut for others to cut it before, and they do not."""
+    sizes, cuts = tensor.device_mesh.shape, tensor.placements
+    for number, how in enumerate(cuts):
+        if (factor := getattr(how, "split_factor", None)) is None:
+            continue
+        later = zip(sizes[number + 1 :], cuts[number + 1 :], strict=True)
+        if factor != math.prod(size for size, other in later if other.is_shard(how.dim)):
+            return True
+    return False
 
 
 def piece_of_slice(
