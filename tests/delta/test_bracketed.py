@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparcel.delta import Folder, Publisher, Subscriber, read_index
 from sparcel.delta.remembered import RememberedPart, remembered
 from sparcel.errors import InputError, VersionError
+from tests.delta.histories import Failing
 from tests.delta.pairs import LAYOUTS, laid_out
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int32)
@@ -132,6 +133,30 @@ def test_weights_that_move_far_are_published_whole(tmp_path: Path) -> None:
     subscriber = Subscriber(Folder(tmp_path))
     subscriber.update()
     assert torch.equal(subscriber.tensors["x"], weights["x"])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["anchor", "delta", "index"])
+def test_a_store_that_fails(tmp_path: Path, name: str, when: str) -> None:
+    """The publisher's version is the last one that is there, and the next one is a whole model."""
+    store, weights = Failing(tmp_path), {"x": torch.linspace(1, 2, 100).bfloat16()}
+    Publisher(store).publish(weights)
+    publisher = Publisher(store, bracketed=True, anchor_every=2)
+    assert publisher.version == read_index(store).newest
+    for number in range(1, 4):
+        store.fail = (name, when) if number == 2 else None
+        try:
+            publisher.publish(weights)
+        except OSError:
+            assert number == 2
+            found = read_index(store).newest
+            assert publisher.version == found or (name, when) == ("index", "after")
+        moved(weights["x"], torch.ones(100))
+    reader = Subscriber(store)
+    reader.update()
+    assert reader.version == publisher.version
+    moved(weights["x"], -torch.ones(100))
+    assert torch.equal(reader.tensors["x"], weights["x"])
 
 
 def test_a_bracketed_publisher_has_no_base(tmp_path: Path) -> None:

@@ -294,13 +294,14 @@ def _sharded(name: str, tensor: DTensor) -> Piece:
 
 def _is_interleaved(tensor: DTensor) -> bool:
     """Tell whether a shard has gaps: it is cut for others to cut it before, and they do not."""
-    sizes, cuts = tensor.device_mesh.shape, tensor.placements
-    for number, how in enumerate(cuts):
-        if (factor := getattr(how, "split_factor", None)) is None:
-            continue
-        later = zip(sizes[number + 1 :], cuts[number + 1 :], strict=True)
-        if factor != math.prod(size for size, other in later if other.is_shard(how.dim)):
-            return True
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    cuts = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
+    for number, (_, how) in enumerate(cuts):
+        if isinstance(how, _StridedShard):
+            later = [size for size, other in cuts[number + 1 :] if other.is_shard(how.dim)]
+            if how.split_factor != math.prod(later):
+                return True
     return False
 
 

@@ -140,12 +140,12 @@ class Publisher:
 
     def _publish_bracketed(self, tensors: dict[str, Tensor], number: int) -> Version:
         """Publish what has changed since weights were noted, if that tells all, and note them."""
-        since, self.version = self.version, None
+        noted, self._noted = self._noted, {}  # until the new ones are noted
+        since = self.version if noted else None
         self._base, version = tensors, version_of(tensors, number)
         told: list[bytes] = []
         if since is not None:
-            now = parts_of(tensors)
-            told = list(encode_parts(now, self._noted, self._code, since, number))
+            told = list(encode_parts(parts_of(tensors), noted, self._code, since, number))
         if since is not None and _made_by(told, since, number) == version:
             self._commit_delta(told, since, number)
         else:
@@ -208,7 +208,8 @@ class Publisher:
 
         If it cannot be read, what is published next is a whole model.
         """
-        self._base, self.version = {}, None
+        self._base, self._noted = {}, {}
+        self.version = self._index.newest if self._bracketed else None
         if self._index.newest is None or self._bracketed:
             return
         reader = Subscriber(self._store)
