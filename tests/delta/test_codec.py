@@ -677,6 +677,28 @@ def test_headers_that_contradict_themselves(change: dict[str, Any]) -> None:
         read_chunk(repacked(chunk, lambda header, _: header.update({"code": "steps", **change})))
 
 
+def test_elements_that_several_processes_encode() -> None:
+    """The sum would count them twice; of new ones, as many others would be missing."""
+    old, new = {"w": torch.zeros(9)}, {"w": torch.ones(9)}
+    chunks = [chunk for shard in range(2) for chunk in encode(new, old, shard=(shard, 2))]
+    with pytest.raises(VersionError, match=r"version 1 has elements of w twice; one process"):
+        apply_(old, chunks)
+    assert not old["w"].any()
+    cuts = [(0, 12), (0, 6), (6, 12)]
+    slices = [piece_of_slice("w", torch.float32, (24,), (a,), (b - a,)) for a, b in cuts]
+    parts = [{"w": Part(one, torch.ones(one.count))} for one in slices]
+    start = Version(0, 0)
+    chunks = [
+        chunk
+        for shard, one in enumerate(parts)
+        for chunk in encode_parts(one, {}, "steps", start, 1, (shard, 3))
+    ]
+    target = Model()
+    with pytest.raises(FormatError, match="in part only, or in part twice"):
+        apply_(target, chunks)
+    assert not target
+
+
 def test_a_header_is_not_unpacked_without_end() -> None:
     packed = zlib.compress(bytes(20 << 20), 9)
     with pytest.raises(FormatError, match="longer than"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -49,6 +49,13 @@ def check_together(chunks: list[Chunk]) -> None:
                 f"version {first.target} is not whole: of shard {shard} there are chunks {parts},"
                 f" and the last one is {last}; fetch it again"
             )
+    pieces = Counter(p for chunk in chunks if chunk.code != "removed" for p in chunk.pieces)
+    twice = [piece.name for piece, times in pieces.items() if times > 1 and piece.count]
+    if twice:
+        raise VersionError(
+            f"version {first.target} has elements of {twice[0]} twice; one process encodes them, of"
+            " those that hold the same"
+        )
 
 
 def check_names(

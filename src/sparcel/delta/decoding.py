@@ -188,11 +188,11 @@ def new_tensors(found: Iterable[Found]) -> dict[str, Tensor]:
             pieces.setdefault(piece.name, []).append((piece, bits))
     tensors = {}
     for name, mine in pieces.items():
-        dtype, shape, size = mine[0][0].dtype, mine[0][0].shape, mine[0][0].size
+        dtype, shape = mine[0][0].dtype, mine[0][0].shape
         if any((piece.dtype, piece.shape) != (dtype, shape) for piece, _ in mine):
             raise FormatError(f"the new tensor {name!r} has pieces of several shapes")
-        if sum(piece.count for piece, _ in mine) != size:
-            raise FormatError(f"the new tensor {name!r} is there in part only")
+        if not mine[0][0].made_of(piece for piece, _ in mine):
+            raise FormatError(f"the new tensor {name!r} is there in part only, or in part twice")
         tensors[name] = torch.zeros(shape, dtype=dtype)
         flat = bits_of(tensors[name]).view(-1)
         for piece, bits in mine:

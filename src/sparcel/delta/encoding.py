@@ -71,7 +71,7 @@ def encode(
         The number of the new version; by default the one after ``since``.
     shard
         Where several processes encode a version together: the number of this one, and how many
-        there are.
+        there are. Of those that hold the same elements, one encodes them.
 
     Yields
     ------

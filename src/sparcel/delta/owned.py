@@ -52,10 +52,13 @@ def owned(held: Mapping[str, Piece], everywhere: Tensor, rank: int) -> set[str]:
         for holder, row in enumerate(rows.tolist()):
             first.setdefault(tuple(row), holder)
         piece = held[name]
-        _check_covered(
-            piece,
-            [replace(piece, first=a, row=b, stride=c, count=n) for a, b, c, n in first if n],
-        )
+        different = [replace(piece, first=a, row=b, stride=c, count=n) for a, b, c, n in first if n]
+        if not piece.made_of(different):
+            raise InputError(
+                f"{name} has {piece.size} elements, and the ranks of this group hold"
+                f" {sum(one.count for one in different)} in different pieces, with gaps or some"
+                " twice; pass a group with all ranks that share it, which cut it in one way"
+            )
         if rank in first.values() and (piece.count or not piece.size):
             mine.add(name)
     return mine
@@ -85,25 +88,3 @@ def recut(
         and told(base, name) != told(parts, name)
         for name in before.keys() & now.keys()
     )
-
-
-def _check_covered(whole: Piece, pieces: list[Piece]) -> None:
-    """Raise InputError unless pieces hold each element of a tensor once.
-
-    Their numbers must add up, too: a gap may be as long as what another piece has twice.
-    """
-    count, numbers = sum(piece.count for piece in pieces), sum(map(_numbers, pieces))
-    if (count, numbers) != (whole.size, whole.size * (whole.size - 1) // 2):
-        raise InputError(
-            f"{whole.name} has {whole.size} elements, and the ranks of this group hold {count} in"
-            " different pieces, with gaps or some twice; pass a group with all ranks that share it,"
-            " which cut it in one way"
-        )
-
-
-def _numbers(piece: Piece) -> int:
-    """Return the sum of the numbers of a piece's elements."""
-    rows, rest = divmod(piece.count, piece.row)
-    starts = piece.stride * (piece.row * (rows * (rows - 1) // 2) + rest * rows)
-    within = rows * (piece.row * (piece.row - 1) // 2) + rest * (rest - 1) // 2
-    return piece.first * piece.count + starts + within

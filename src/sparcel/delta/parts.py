@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -66,6 +66,24 @@ class Piece:
     def ranges(self) -> bool:
         """Whether its numbers have no gaps."""
         return self.row == self.stride or self.count <= self.row
+
+    @property
+    def total(self) -> int:
+        """The sum of its elements' numbers."""
+        rows, rest = divmod(self.count, self.row)
+        starts = self.stride * (self.row * (rows * (rows - 1) // 2) + rest * rows)
+        within = rows * (self.row * (self.row - 1) // 2) + rest * (rest - 1) // 2
+        return self.first * self.count + starts + within
+
+    def made_of(self, pieces: Iterable[Piece]) -> bool:
+        """Tell whether pieces of its tensor together have each element once.
+
+        Their numbers must add up, too: a gap may be as long as what is there twice.
+        """
+        count = total = 0
+        for piece in pieces:
+            count, total = count + piece.count, total + piece.total
+        return (count, total) == (self.size, self.size * (self.size - 1) // 2)
 
     def numbers(self, places: Tensor | None = None) -> Tensor:
         """Return the numbers in the whole tensor (int64) of elements of this piece, or of all."""
