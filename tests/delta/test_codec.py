@@ -968,7 +968,7 @@ def test_arguments() -> None:
         with pytest.raises(InputError, match=r"^target must"):
             next(encode(new, old, target=target))  # type: ignore[arg-type]
     for shard in ((2, 2), (-1, 2), (0, 0), (0, 1 << 20)):
-        with pytest.raises(InputError, match=r"of shard= must"):
+        with pytest.raises(InputError, match=r"^shard\[\d\] must"):
             next(encode(new, old, shard=shard))
     with pytest.raises(InputError, match="pass a list of chunks"):
         apply_(old, next(encode(new, old)))  # type: ignore[arg-type]

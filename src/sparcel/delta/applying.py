@@ -191,7 +191,8 @@ def assign_(target: Weights, changes: Iterable[Change]) -> None:
 def _check_change(part: Part, values: Tensor, change: Change) -> None:
     """Raise InputError unless a change is one of a part's tensor."""
     piece, indices = part.piece, change.indices
-    if (piece.dtype, piece.shape, piece.dtype) != (change.dtype, change.shape, values.dtype):
+    kind = piece.dtype, piece.shape
+    if kind != (change.dtype, change.shape) or kind != (values.dtype, change.shape):
         raise InputError(
             f"{change.name} is {piece.dtype} {list(piece.shape)}, and changes as {change.dtype}"
             f" {list(change.shape)} to values of {values.dtype}"

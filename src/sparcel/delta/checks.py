@@ -147,7 +147,7 @@ def _check_inside(module: nn.Module, parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if part.local.numel() and part.local.untyped_storage().data_ptr() not in memory:
             raise InputError(
-                f"{name} is a copy that a hook of the state dict makes, so nothing that is written"
+                f"{name} is a copy that the module's state_dict makes, so nothing that is written"
                 " to it reaches the module; pass its parameters and buffers by name, or"
                 " load_state_dict what a Subscriber without tensors has"
             )

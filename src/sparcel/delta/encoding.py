@@ -78,12 +78,17 @@ def encode(
     bytes
         A chunk, of at most 4 MiB of weights and 4096 pieces of tensors. There is at least one, even
         if nothing changes.
+
+    Raises
+    ------
+    InputError
+        If tensors cannot be read as their bits, or a number is out of range.
     """
     known(code, CODES, "code")
     since = since or Version(0, 0)
     target = whole_number(since.number + 1 if target is None else target, "target", 0, MOST_NUMBER)
-    whole_number(shard[1], "processes of shard=", 1, MOST_SHARDS)
-    whole_number(shard[0], "number of shard=", 0, shard[1] - 1)
+    whole_number(shard[1], "shard[1]", 1, MOST_SHARDS)
+    whole_number(shard[0], "shard[0]", 0, shard[1] - 1)
     yield from encode_parts(parts_of(tensors), parts_of(base), code, since, target, shard)
 
 
