@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from tests.ddp.ahead import (
     pass_by,
 )
 from tests.ddp.models import MANY_BUCKETS
+from tests.evenly import attach_evenly
 from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
@@ -287,11 +289,17 @@ def with_data_replaced(model: Changing) -> None:
 WRITES: dict[str, Callable[[Changing], object]] = {
     "in place": lambda model: model[0].weight.clamp_(-0.1, 0.1),
     "by data": lambda model: model[0].weight.data.clamp_(-0.1, 0.1),
+    "as another parameter": lambda model: setattr(
+        model[0], "weight", nn.Parameter(model[0].weight.clamp(-0.1, 0.1))
+    ),
     "the parameter itself": lambda model: model.kept[0].mul_(0.9),
     "the parameter itself, by data": lambda model: model.kept[0].data.mul_(0.9),
     "an average": lambda model: model.slow.weight.lerp_(model[0].weight, 0.1),
     "an average, by data": lambda model: model.slow.weight.data.lerp_(model[0].weight.data, 0.1),
     "an average, as new data": with_data_replaced,
+    "an average, as another parameter": lambda model: setattr(
+        model.slow, "weight", nn.Parameter(model[0].weight * 0.1, requires_grad=False)
+    ),
 }
 
 
@@ -321,11 +329,13 @@ class Looking(nn.Sequential):
     def forward(self, data: Tensor) -> Tensor:
         assert isinstance(self[0].weight, nn.Parameter)
         assert self[0].weight.width == 60
-        self.copied = [copy.deepcopy(self[0])]
+        self.copied = [copy.deepcopy(self[0]), copy.copy(self[0])]
+        self.copied += [pickle.loads(pickle.dumps(self[0])), copy.deepcopy(self)[0]]
         self.seen = [*self.parameters()], copy.deepcopy(self.state_dict())
         self.zero_grad()
         zeros = {name: torch.zeros_like(one) for name, one in self[0].named_parameters()}
-        assert not torch.func.functional_call(self[0], zeros, (data,)).any()
+        for layer in self[0], *self.copied:
+            assert not torch.func.functional_call(layer, zeros, (data,)).any()
         output = super().forward(data)
         if not torch.is_inference(output):
             both = self[-1].weight, [*self.parameters()][-2]
@@ -340,7 +350,9 @@ def looks(comm: Communicator) -> None:
     assert module[0].weight.grad is not None
     ddp(data)
     assert module[0].weight.grad is None
-    assert same_bits(module.copied[0].weight, module[0].weight)
+    for copied in module.copied:
+        assert same_bits(copied.weight, module[0].weight)
+        assert vars(copied).keys() == vars(nn.Linear(1, 1)).keys()
     parameters, state = module.seen
     assert all(mine is own for mine, own in zip(parameters, module.parameters(), strict=True))
     assert are(module, state)
@@ -356,6 +368,69 @@ def looks(comm: Communicator) -> None:
 
 def test_the_models_own_code_finds_parameters(run_on: Any) -> None:
     run_on(2, looks)
+
+
+class Adversarial(nn.Module):
+    """A generator, and a discriminator that is frozen for a part of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.generator, self.discriminator = nn.Linear(30, 40), nn.Linear(40, 30)
+
+    def forward(self, data: Tensor) -> Tensor:
+        fake = self.generator(data)
+        self.discriminator.requires_grad_(False)
+        loss = self.discriminator(fake).square().sum()
+        self.discriminator.requires_grad_(True)
+        return loss - self.discriminator(fake.detach()).sum()
+
+
+class Hooked(nn.Linear):
+    """A layer that hooks into its weight's gradient when it is first called."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(30, 40)
+        self.hook: Any = None
+
+    def forward(self, data: Tensor) -> Tensor:
+        if self.hook is None:
+            self.hook = self.weight.register_hook(lambda gradient: 3 * gradient)
+        return super().forward(data).sum()
+
+
+class Tied(nn.Sequential):
+    """Two layers with one weight, whose gradient the model looks at."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(40, 40), nn.Linear(40, 40))
+        self[1].weight = self[0].weight
+
+    def forward(self, data: Tensor) -> Tensor:
+        output = super().forward(data[..., :10].repeat(1, 1, 4)).square().sum()
+        (gradient,) = torch.autograd.grad(output, self[0].weight, create_graph=True)
+        return output + gradient.square().sum()
+
+
+def gradients_of_passes(comm: Communicator, make: type[nn.Module], ahead: bool) -> list[Tensor]:
+    """Return what two passes bring. No optimiser is known, so nothing is ahead."""
+    ddp = DistributedDataParallel(make())
+    handle = attach_evenly(ddp, "topk", density=0.1, ahead=ahead)
+    for step in range(2):
+        ddp(torch.full((2, 3, 30), 1.0 + comm.rank + step)).backward()
+    handle.close()
+    return [parameter.grad for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("make", [Adversarial, Hooked, Tied])
+def test_what_the_models_code_does_to_a_weight_reaches_the_parameter(
+    run_on: Any, make: type[nn.Module]
+) -> None:
+    with_it, without = (run_on(2, gradients_of_passes, make, ahead) for ahead in (True, False))
+    for mine, right in zip(with_it, without, strict=True):
+        assert all(map(same_bits, mine, right))
 
 
 def reads_parametrised(comm: Communicator) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
 from itertools import repeat
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
-from sparcel.device import read
+from sparcel.ddp.written import Guard, Place
 from sparcel.errors import InputError, warn
 from sparcel.training import Ahead, Follower
 
@@ -24,33 +24,31 @@ _CALL = "_compiled_call_impl"
 """torch's attribute for the compiled call of a module, which runs instead of the module's own if it
 is set. Copies and pickles of the module leave it out, and torch.compile does when it traces."""
 _INSIDE = "inside"
+_REDUCE = "__reduce_ex__"
+"""What copies and pickles of an object are made of."""
 _AT_ONCE = 2**64 - 1
 """The sequence number of the nodes by which autograd accumulates gradients."""
-_SAME_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers of so many bytes."""
 
 
 class Slot(NamedTuple):
-    """A parameter's place: the attributes of a module, the key there, and the full name."""
+    """A parameter's place: a module and its attributes, the key there, and the full name."""
 
+    module: weakref.ref[nn.Module]
     attributes: dict[str, Any]
     key: str
     name: str
     parameter: Tensor
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether something else stands in the module's table of parameters."""
-        return self.attributes["_parameters"].get(self.key) is not self.parameter
+    def table(self) -> dict[str, Any]:
+        """The module's table of parameters."""
+        found: dict[str, Any] = self.attributes["_parameters"]
+        return found
 
-
-class Watched(NamedTuple):
-    """A tensor that nobody may write in a call, and its state before."""
-
-    name: str
-    tensor: Tensor
-    thoroughly: bool
-    before: tuple[int, ...]
+    @property
+    def may_move(self) -> bool:
+        """Whether the parameter is trained now, and nothing else stands in its place."""
+        return self.parameter.requires_grad and self.table.get(self.key) is self.parameter
 
 
 class Swap(NamedTuple):
@@ -63,7 +61,6 @@ class Swap(NamedTuple):
     keys: list[str]
     values: list[Any]
     hides: bool = False
-    watched: Sequence[Watched] = ()
 
     def put(self) -> Iterator[Any]:
         """Return an iterator that gives the modules these attributes, in C code alone."""
@@ -94,8 +91,7 @@ class AheadCalls:
         same C call as the moved values."""
         self._swap: Swap | None = None
         """That of the call under way, or of the last one."""
-        self._passes = 0
-        self._twins = _twins(model, ahead)
+        self._guard = Guard(ahead)
         self._calls = list(self._calls_of(model))
         for call in self._calls:
             call.install()
@@ -112,7 +108,7 @@ class AheadCalls:
         names = {id(parameter): name for name, parameter in self._ahead.parameters.items()}
         own_slots = {
             id(module): [
-                Slot(module.__dict__, key, names[id(parameter)], parameter)
+                Slot(weakref.ref(module), module.__dict__, key, names[id(parameter)], parameter)
                 for key, parameter in module._parameters.items()
                 if parameter is not None and id(parameter) in names
             ]
@@ -134,7 +130,7 @@ class AheadCalls:
         _remove(self._calls)
         self._calls.clear()
         self._values.clear()
-        self._twins.clear()
+        self._guard.end()
         self._swap = None
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -171,32 +167,25 @@ class AheadCalls:
         ):
             return None
         self._swap = None  # its memory may serve for the next
-        trained = [slot for slot in slots if slot.parameter.requires_grad]
+        self._guard.forget()
         if torch._C._current_graph_task_id() == -1:
-            self._move({slot.name: None for slot in trained})
+            self._move({slot.name: None for slot in slots if slot.parameter.requires_grad})
         # Others may stand there meanwhile, as in torch.func.functional_call, or after pruning.
-        self._swap = self._swap_of(
-            [
-                slot
-                for slot in trained
-                if slot.name in self._values
-                and not slot.is_replaced
-                and slot.key not in slot.attributes
-            ]
-        )
+        slots = [
+            slot
+            for slot in slots
+            if slot.name in self._values and slot.may_move and slot.key not in slot.attributes
+        ]
+        parameters = {slot.name: slot.parameter for slot in slots}  # one may be in several places
+        standing = {name: _stand_in(one, self._values[name]) for name, one in parameters.items()}
+        self._swap = _swap_of(slots, standing, self._flag)
+        self._guard.begin(model, _in_place(slots, standing))
         return self._swap
 
     def check(self, swap: Swap) -> None:
         """Raise `InputError` if the call that ends has written what it may not."""
-        if self._swap is not swap:
-            return  # it was a call inside of that one, or step-ahead has ended
-        for name, tensor, thoroughly, before in swap.watched:
-            if _state(tensor, thoroughly) != before:
-                raise InputError(
-                    f"{name!r} is written while the model is called, and step-ahead gives the model"
-                    " other values than its parameters there; pass ahead=False to attach, or write"
-                    " the parameter after the call"
-                )
+        if self._swap is swap:  # else it was a call inside of that one, or step-ahead has ended
+            self._guard.check()
 
     def _move(self, names: Collection[str]) -> None:
         """Compute what these parameters are in the pass that begins now."""
@@ -204,38 +193,6 @@ class AheadCalls:
             self._values.pop(name, None)
         for name, value in self._ahead.moved(names).items():
             self._values[name] = value.detach()
-
-    def _swap_of(self, slots: Sequence[Slot]) -> Swap:
-        """Return what puts moved values into these slots, and marks that a call is under way."""
-        values = [self._stand_in(slot) for slot in slots]
-        tensors = [(slot.name, slot.parameter) for slot in slots]
-        tensors += [(slot.name, value) for slot, value in zip(slots, values, strict=True)]
-        tensors += self._twins.items()
-        # Writes by ``.data`` show in the values alone. Whoever does so mostly does in every pass.
-        self._passes += 1
-        thoroughly = self._passes.bit_count() == 1
-        return Swap(
-            [*(slot.attributes for slot in slots), self._flag],
-            [*(slot.key for slot in slots), _INSIDE],
-            [*values, True],
-            watched=[Watched(*one, thoroughly, _state(one[1], thoroughly)) for one in tensors],
-        )
-
-    def _stand_in(self, slot: Slot) -> Tensor:
-        """Return a tensor with the moved values whose gradient goes to the parameter.
-
-        In the model's own code it passes for the parameter: it has the attributes that users gave
-        that, isinstance says Parameter, and a deep copy is one of the parameter.
-        """
-        standing: Any = torch.ops.aten._unsafe_view(slot.parameter, slot.parameter.shape)
-        # Autograd goes through what was made last first. These were made before all of the pass,
-        # and DDP is to get each gradient when it is complete.
-        standing.grad_fn._set_sequence_nr(_AT_ONCE)
-        standing.data = self._values[slot.name]
-        own = {"_is_param": True, "__deepcopy__": partial(deepcopy, slot.parameter)}
-        standing.__dict__.update(slot.parameter.__dict__, **own)
-        found: Tensor = standing
-        return found
 
 
 class _Call:
@@ -299,20 +256,71 @@ class _Call:
         return result
 
 
-def _twins(model: nn.Module, ahead: Ahead) -> dict[str, Tensor]:
-    """Return parameters that may be averages of those that move, as a momentum encoder has them."""
-    own = {id(parameter) for parameter in ahead.parameters.values()}
-    shapes = {parameter.shape for parameter in ahead.parameters.values()}
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in own and parameter.shape in shapes
+def _swap_of(slots: Sequence[Slot], standing: Mapping[str, Tensor], flag: dict[str, Any]) -> Swap:
+    """Return what puts tensors into slots, by name, and marks that a call is under way."""
+    modules = {id(slot.attributes): slot for slot in slots}.values()
+    return Swap(
+        [*(slot.attributes for slot in (*slots, *modules)), flag],
+        [*(slot.key for slot in slots), *repeat(_REDUCE, len(modules)), _INSIDE],
+        [
+            *(standing[slot.name] for slot in slots),
+            *(partial(_reduce, slot.module) for slot in modules),
+            True,
+        ],
+    )
+
+
+def _in_place(slots: Iterable[Slot], standing: dict[str, Tensor]) -> Iterator[tuple[Place, Tensor]]:
+    """Yield all that a call is to leave: the parameters, and what stands in for them."""
+    for slot in slots:
+        yield Place(slot.table, slot.key, slot.name), slot.parameter
+    for name, tensor in standing.items():
+        yield Place(standing, name, name), tensor
+
+
+def _stand_in(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor with these values whose gradient goes to the parameter.
+
+    In the model's own code it passes for the parameter: it has the attributes that users gave that,
+    isinstance says Parameter, a deep copy is one of the parameter, and a hook stays.
+    """
+    standing: Any = torch.ops.aten._unsafe_view(parameter, parameter.shape)
+    # Autograd goes through what was made last first. These were made before all of the pass,
+    # and DDP is to get each gradient when it is complete.
+    standing.grad_fn._set_sequence_nr(_AT_ONCE)
+    standing.data = values
+    standing.__dict__.update(
+        parameter.__dict__,
+        _is_param=True,
+        __deepcopy__=partial(deepcopy, parameter),
+        register_hook=parameter.register_hook,
+    )
+    found: Tensor = standing
+    return found
+
+
+def _reduce(module: weakref.ref[nn.Module], protocol: int) -> Any:
+    """Return what a copy or a pickle of a module is made of: of what it has outside of a call."""
+    found = module()
+    assert found is not None
+    inside = {
+        key: found.__dict__.pop(key)
+        for key in (*found._parameters, _REDUCE)
+        if key in found.__dict__
     }
+    try:
+        return found.__reduce_ex__(protocol)
+    finally:
+        found.__dict__.update(inside)
 
 
 def _hidden(slots: Iterable[Slot]) -> Swap | None:
-    """Return what hides the moved values of parameters in whose tables something else was put."""
-    found = [slot for slot in slots if slot.is_replaced and slot.key in slot.attributes]
+    """Return what hides moved values where the call that is under way put something else.
+
+    So it may have frozen a parameter: the gradient of a GAN's generator is not to reach the
+    discriminator.
+    """
+    found = [slot for slot in slots if slot.key in slot.attributes and not slot.may_move]
     if not found:
         return None
     return Swap(
@@ -321,15 +329,6 @@ def _hidden(slots: Iterable[Slot]) -> Swap | None:
         [slot.attributes[slot.key] for slot in found],
         hides=True,
     )
-
-
-def _state(tensor: Tensor, thoroughly: bool) -> tuple[int, ...]:
-    """Return what tells whether a tensor was written; ``thoroughly``, also by ``.data``."""
-    state = tensor.data_ptr(), tensor._version
-    if not thoroughly or not tensor.numel():
-        return state
-    bits = tensor.detach().view(_SAME_BITS[tensor.itemsize])
-    return *state, int(read(bits.sum(dtype=torch.int64)))
 
 
 def _remove(calls: Iterable[_Call]) -> None:
