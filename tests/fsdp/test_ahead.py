@@ -138,6 +138,39 @@ def test_gradients_are_those_at_the_moved_values(run_on: Any, name: str) -> None
         assert same
 
 
+def interrupted(comm: Communicator, part: str, error: type[BaseException]) -> bool:
+    """Let the call of a part fail, and tell whether an evaluation is one of the parameters."""
+    mesh = mesh_of(1, comm.size)
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = attach_evenly(model, "topk", density=0.05, replicate=mesh["replicate"])
+    for step in range(2):
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise error
+
+    hook = model.blocks[1].inner.register_forward_hook(fail)
+    with pytest.raises(error):
+        model.get_submodule(part)(torch.ones(1, 36))
+    hook.remove()
+    model.eval()
+    with torch.no_grad():
+        result = loss_of(model, 0, 3), at(Net(), whole(model), 0, 3)
+    handle.close()
+    return torch.allclose(*result, atol=1e-6)
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+@pytest.mark.parametrize("part", ["", "blocks.1"])
+def test_an_interrupted_pass_leaves_no_moved_values(
+    run_on: Any, part: str, error: type[BaseException]
+) -> None:
+    assert run_on(2, interrupted, part, error) == [True] * 2
+
+
 def kept_by_few(comm: Communicator) -> str:
     mesh = mesh_of(1, comm.size)
     model = sharded(mesh["shard"], settings={"reshard_after_forward": 2})

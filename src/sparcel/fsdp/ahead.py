@@ -35,14 +35,15 @@ class AheadShards:
         _check(groups)
         self._model = model
         self._called: nn.Module | None = None
-        """The module whose call is a forward pass that is under way."""
+        """The module whose call is a forward pass that is under way, or was interrupted."""
         gathers = [_Gather(group, ahead) for group in groups]
         self._gathers = [gather for gather in gathers if gather.extensions]
         self._extend()
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks, self._inside = [], dict[nn.Module, list[_Gather]]()
+        self._parts: dict[nn.Module, set[nn.Module]] = {}
         for module in dict.fromkeys([model, *(one for group in groups for one in group.modules)]):
-            parts = set(module.modules())
+            self._parts[module] = parts = set(module.modules())
             self._inside[module] = [
                 gather for gather in self._gathers if not parts.isdisjoint(gather.group.modules)
             ]
@@ -65,7 +66,8 @@ class AheadShards:
 
     def _before(self, module: nn.Module, arguments: Any) -> None:
         """Begin a forward pass, unless it is a part of another one, or of a backward pass."""
-        if self._called is not None or _in_backward():
+        called = self._called
+        if _in_backward() or (called and module is not called and module in self._parts[called]):
             return
         self._called = module
         if module is self._model:
@@ -139,7 +141,7 @@ class _Gather:
     def free_unless(self, moved: bool) -> None:
         """Free the values that a pass has left, if they are not those."""
         if self._is_left and self._is_moved != moved and self.group.is_gathered:
-            self.group.module.reshard()
+            self.group.reshard()
 
     def values(self, held: Held) -> Tensor:
         """Return what to gather of a parameter, with its padding."""

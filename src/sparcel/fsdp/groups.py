@@ -174,6 +174,10 @@ class Group:
         """Whether the whole parameters are there, or on their way."""
         return bool(self._inner.is_unsharded or self._inner._all_gather_result is not None)
 
+    def reshard(self) -> None:
+        """Free the whole parameters; FSDP's own does not if an exception ended a forward pass."""
+        self._inner._to_sharded()
+
     @property
     def ranks_that_replicate(self) -> int:
         """Over how many ranks FSDP itself averages densely."""
