@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ from sparcel.errors import CommunicationError, InputError
 from tests.evenly import attach_evenly
 from tests.fsdp.models import mesh_of
 from tests.fsdp.nets import Net, loss_of, sharded
+from tests.strategies import same_bits
 
 pytestmark = pytest.mark.processes
 
@@ -149,6 +150,42 @@ def unfrozen(comm: Communicator) -> str:
 def test_parameters_that_are_trained_later_are_refused(run_on: Any) -> None:
     for said in run_on(4, unfrozen):
         assert re.search(r"'blocks\.1\..*' was frozen .*'blocks\.0\.inner\.0\..*' was frozen", said)
+
+
+def added(comm: Communicator) -> tuple[str, list[Tensor]]:
+    """Train a layer that is added after a step; return what is said, and all shards at the end."""
+    mesh = mesh_of(2, comm.size // 2)
+    model = sharded(mesh["shard"])
+    torch.manual_seed(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = attach_evenly(model, "topk", replicate=mesh["replicate"])
+    for step in range(3):
+        if step == 1:
+            model.blocks.append(nn.Linear(36, 36))
+            loss_of(model, comm.rank, step).backward()
+            optimizer.add_param_group({"params": model.blocks[2].parameters()})
+            with pytest.raises(InputError) as raised:
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups.pop()
+            fully_shard(model.blocks[2], mesh=mesh["shard"])
+            optimizer.add_param_group({"params": model.blocks[2].parameters()})
+            state = handle.state_dict()
+            handle.close()
+            handle = attach_evenly(model, "topk", replicate=mesh["replicate"])
+            handle.load_state_dict(state, strict=False)
+        loss_of(model, comm.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.close()
+    return str(raised.value), [one.to_local().detach() for one in model.parameters()]
+
+
+def test_a_layer_that_nobody_averages_is_not_trained(run_on: Any) -> None:
+    told = run_on(4, added)
+    assert all(said.startswith("'blocks.2.weight' was no part of the model") for said, _ in told)
+    for (_, mine), (_, theirs) in zip(told[:2], told[2:], strict=True):
+        assert all(map(same_bits, mine, theirs))
 
 
 def after_closing(comm: Communicator) -> int:

@@ -13,7 +13,7 @@ from sparcel.ddp.ahead import AheadCalls
 from sparcel.ddp.buckets import as_in_buckets
 from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import checked_model
-from sparcel.ddp.unaveraged import Unaveraged
+from sparcel.ddp.unaveraged import unaveraged
 from sparcel.errors import InputError
 from sparcel.training import Averager, Policy, watch_steps
 from sparcel.training.names import model_name
@@ -56,7 +56,7 @@ class DDPDriver:
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
         self._model.register_comm_hook(None, Hook(self._model, averager).queue_bucket)
-        averager.on_close(watch_steps(Unaveraged(self._model, self.parameters)))
+        averager.on_close(watch_steps(unaveraged(self._model, self.parameters)))
 
 
 def _check_ranks(model: DistributedDataParallel, group: Group) -> None:

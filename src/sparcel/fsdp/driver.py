@@ -16,7 +16,8 @@ from sparcel.fsdp.groups import Parameters, groups_of, recover
 from sparcel.fsdp.hook import Hook
 from sparcel.fsdp.model import check_groups, checked_root, common_mesh, is_copied
 from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
-from sparcel.training import Averager, Policy, Shard
+from sparcel.fsdp.unaveraged import unaveraged
+from sparcel.training import Averager, Policy, Shard, watch_steps
 
 
 class FSDPDriver:
@@ -66,6 +67,7 @@ class FSDPDriver:
     def start(self, averager: Averager) -> None:
         """Let the averager exchange gradients from now on."""
         averager.on_close(Hook(self._model, self._groups, averager).close)
+        averager.on_close(watch_steps(unaveraged(self._model, self._groups)))
 
 
 def is_sharded(model: object) -> bool:

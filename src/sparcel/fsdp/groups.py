@@ -81,6 +81,8 @@ class Group:
         A module that FSDP was applied to, which has this group, and all that share it.
     held
         The parameters that are trained, in the order in which their gradients lie.
+    frozen
+        Those that are not.
     """
 
     def __init__(self, module: FSDPModule, inner: Any, names: Mapping[int, str]) -> None:
@@ -92,7 +94,7 @@ class Group:
             if one.sharded_param.requires_grad
         ]
         trained = {id(held.inner) for held in self.held}
-        self._frozen = [
+        self.frozen = [
             Held(names[id(one.sharded_param)], one)
             for one in inner.fsdp_params
             if id(one) not in trained
@@ -113,7 +115,7 @@ class Group:
             When somebody waits for the next gradients, and would get them too early; when a
             parameter is trained that was not when the model was attached.
         """
-        for held in self._frozen:
+        for held in self.frozen:
             if held.parameter.requires_grad:
                 raise InputError(
                     f"{held.name!r} was frozen when the model was attached, and now requires a"

@@ -10,6 +10,7 @@ from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.schedule import Schedule
 from sparcel.training.shard import Shard
 from sparcel.training.stats import Costs, Stats
+from sparcel.training.unaveraged import Unaveraged
 
 __all__ = [
     "Ahead",
@@ -24,6 +25,7 @@ __all__ = [
     "Scope",
     "Shard",
     "Stats",
+    "Unaveraged",
     "stays_dense",
     "watch_steps",
 ]
