@@ -380,7 +380,8 @@ class Adversarial(nn.Module):
 
     def forward(self, data: Tensor) -> Tensor:
         fake = self.generator(data)
-        self.discriminator.requires_grad_(False)
+        for one in self.discriminator.weight, self.discriminator.bias:
+            one.requires_grad_(False)
         loss = self.discriminator(fake).square().sum()
         self.discriminator.requires_grad_(True)
         return loss - self.discriminator(fake.detach()).sum()

@@ -282,7 +282,7 @@ def _stand_in(parameter: Tensor, values: Tensor) -> Tensor:
     """Return a tensor with these values whose gradient goes to the parameter.
 
     In the model's own code it passes for the parameter: it has the attributes that users gave that,
-    isinstance says Parameter, a deep copy is one of the parameter, and a hook stays.
+    isinstance says Parameter, a deep copy is one of the parameter, which hooks and freezing reach.
     """
     standing: Any = torch.ops.aten._unsafe_view(parameter, parameter.shape)
     # Autograd goes through what was made last first. These were made before all of the pass,
@@ -294,6 +294,7 @@ def _stand_in(parameter: Tensor, values: Tensor) -> Tensor:
         _is_param=True,
         __deepcopy__=partial(deepcopy, parameter),
         register_hook=parameter.register_hook,
+        requires_grad_=parameter.requires_grad_,
     )
     found: Tensor = standing
     return found
