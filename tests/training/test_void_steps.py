@@ -13,7 +13,7 @@ from torch import Tensor
 import sparcel
 from sparcel import simulate
 from sparcel.comm import Communicator
-from sparcel.schemes import Hierarchical, Scheme, TopK
+from sparcel.schemes import Dense, Hierarchical, Scheme, TopK
 from sparcel.training import Averager, Scope
 from sparcel.training.flush import FLUSH_STEPS
 from tests.evenly import even_averager
@@ -177,6 +177,26 @@ def test_a_scaled_average_that_overflows_makes_the_step_void_until_the_scale_is_
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(same_bits(mine[name], theirs[name]) for name in like)
+
+
+@pytest.mark.parametrize("scheme", [TopK(), TopK(clip=1.0), Hierarchical(TopK()), Dense()], ids=str)
+def test_steps_are_void_while_backing_off_has_left_no_scale(scheme: Scheme) -> None:
+    """As in a training that is lost: every step halves the scale, down to 0."""
+    like = {"first": torch.zeros(40, 30)}
+    owed = {"steps": torch.tensor(1), "world_size": torch.tensor(1), "rank0.first": torch.ones(1200)}
+
+    def on_rank(comm: Communicator) -> None:
+        scaler = torch.amp.GradScaler("cpu", 2.0**-122)
+        scaler.scale(torch.ones(1))
+        averager = even_averager(like, scheme, group=comm, scaler=scaler)
+        averager.handle.load_state_dict(owed)
+        while scaler.get_scale() > 0:
+            scaler.update(scaler.get_scale() / 2)
+            averager.average({"first": torch.full((40, 30), math.nan)})
+        stats = averager.handle.stats()
+        assert (stats.training_steps, stats.void_steps) == (1, 28), "the one that was loaded"
+
+    simulate(3, on_rank, ranks_per_node=1)
 
 
 def test_what_overflows_for_ever_without_a_scaler_can_be_flushed() -> None:

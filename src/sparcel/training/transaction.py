@@ -185,15 +185,16 @@ class Transaction:
         """Return what a GradScaler has multiplied gradients by; 1 if it does not matter.
 
         Asked in the exchange and not while computing, which would have to wait for a GPU to answer.
-        NaN if backing off has made it 0, because nothing can be divided by that.
+        NaN if backing off has made it so small that float32 does not hold its quotients.
         """
         it = self.session
         owes = it.treatment.selects or it.residuals.flush.owed
         if it.scaler is None or not owes:
             return 1.0
         # The public function would wait for a GPU beside `read`.
-        scale = it.scaler._get_scale_async()
-        return (it.scaler.get_scale() if scale is None else float(read(scale))) or math.nan
+        held = it.scaler._get_scale_async()
+        scale = it.scaler.get_scale() if held is None else float(read(held))
+        return scale if scale > self.comm.size * torch.finfo(torch.float32).tiny else math.nan
 
     def _exchange_vector(self, vector: Vector, gradient: Tensor, request: Request) -> Begun:
         """Replace a gradient by its update.
