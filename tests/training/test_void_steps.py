@@ -199,6 +199,17 @@ def test_steps_are_void_while_backing_off_has_left_no_scale(scheme: Scheme) -> N
     simulate(3, on_rank, ranks_per_node=1)
 
 
+def test_a_scaler_that_is_disabled_scales_nothing() -> None:
+    gradient = {"first": torch.ones(40, 30)}
+
+    def on_rank(comm: Communicator) -> None:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        averager = even_averager(gradient, TopK(1.0), group=comm, scaler=scaler)
+        assert torch.equal(averager.average(gradient)["first"], gradient["first"])
+
+    simulate(2, on_rank)
+
+
 def test_what_overflows_for_ever_without_a_scaler_can_be_flushed() -> None:
     like = {"first": torch.zeros(40, 30, dtype=torch.float16)}
     gradient = {"first": torch.full((40, 30), 20_000.0, dtype=torch.float16)}

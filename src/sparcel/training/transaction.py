@@ -189,7 +189,7 @@ class Transaction:
         """
         it = self.session
         owes = it.treatment.selects or it.residuals.flush.owed
-        if it.scaler is None or not owes:
+        if it.scaler is None or not (it.scaler.is_enabled() and owes):
             return 1.0
         # The public function would wait for a GPU beside `read`.
         held = it.scaler._get_scale_async()
