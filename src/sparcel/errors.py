@@ -49,10 +49,6 @@ def optional(what: str, extra: str) -> Iterator[None]:
         ) from missing
 
 
-_LISTED = 40
-"""How many names an error lists at most."""
-
-
 class SparcelWarning(UserWarning):
     """What was asked for works, but is probably not what was meant."""
 
@@ -63,6 +59,10 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("sparcel."):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, SparcelWarning, stacklevel=level)
+
+
+_LISTED = 40
+"""How many names an error lists at most."""
 
 
 def known(name: str, names: Iterable[str], what: str) -> str:

@@ -96,7 +96,7 @@ class Memory:
         clear
             Whether the gradient is set to zero as it is read.
         scale
-            What the gradient is multiplied by; its quotient by this enters.
+            What the gradient was multiplied by, and is divided by as it enters.
 
         Returns
         -------

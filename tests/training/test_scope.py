@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from hypothesis import strategies as st
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import MismatchError
-from sparcel.schemes import Auto, Request, ScaleCom, Scheme, TopK
-from sparcel.training import Averager
+from sparcel.schemes import Auto, Dense, Request, ScaleCom, Scheme, TopK
+from sparcel.training import Averager, Scope
 from tests.evenly import even_averager
 from tests.strategies import same_bits
 from tests.training.tensors import (
     LIKE,
     SCHEMES,
+    SCOPES,
     TENSORS,
     WORDS,
     Layout,
@@ -241,6 +243,20 @@ def test_memory_has_one_dtype_whichever_tensors_a_step_has(used: list[str]) -> N
 
     for rank, state in enumerate(simulate(2, on_rank).results):
         assert {state[f"rank{rank}.{name}"].dtype for name in like} == {torch.float64}
+
+
+def test_without_memory_a_vector_travels_in_its_own_dtype() -> None:
+    like = {"single": torch.zeros(1200), "double": torch.zeros(1200, dtype=torch.float64)}
+
+    def on_rank(comm: Communicator, scope: Scope) -> int:
+        settings: dict[str, Any] = {"policy": lambda *_: False, "scope": scope}
+        averager = even_averager(like, Dense(), group=comm, **settings)
+        averager.queue(torch.ones(1200), {"single": (0, 1200)})
+        averager.finish()
+        return averager.handle.stats().bytes_sent
+
+    by_scope = [simulate(2, partial(on_rank, scope=scope)).results for scope in SCOPES]
+    assert by_scope[0] == by_scope[1]
 
 
 @pytest.mark.parametrize("layout", [[["bias", *LARGE]], [["bias", "first"], ["second"], ["third"]]])

@@ -183,7 +183,11 @@ def test_a_scaled_average_that_overflows_makes_the_step_void_until_the_scale_is_
 def test_steps_are_void_while_backing_off_has_left_no_scale(scheme: Scheme) -> None:
     """As in a training that is lost: every step halves the scale, down to 0."""
     like = {"first": torch.zeros(40, 30)}
-    owed = {"steps": torch.tensor(1), "world_size": torch.tensor(1), "rank0.first": torch.ones(1200)}
+    owed = {
+        "steps": torch.tensor(1),
+        "world_size": torch.tensor(1),
+        "rank0.first": torch.ones(1200),
+    }
 
     def on_rank(comm: Communicator) -> None:
         scaler = torch.amp.GradScaler("cpu", 2.0**-122)

@@ -288,7 +288,7 @@ class Scheme(ABC):
         """Describe a step by the settings that all ranks must share."""
         facts: dict[str, object] = {"size": gradient.numel(), "dtype": gradient.dtype}
         facts["divisor"] = request.divisor(comm)
-        if self.remembers and request.scale != 1:
+        if self.remembers and request.scale != 1:  # without memory it concerns a rank's flush alone
             facts["scale"] = request.scale
         # Ranks that loaded states of different steps, or only some of which loaded one, differ.
         return Call.of(f"{self!r}.step", {**facts, "step": self.steps})

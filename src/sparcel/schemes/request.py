@@ -58,7 +58,7 @@ class Request:
         return self.ranks or comm.size
 
     def update_divisor(self, comm: Communicator) -> float:
-        """Return what the sum of what memory gives up is divided by for the update."""
+        """Return what the ranks' sum of unscaled values is divided by for the update."""
         return self.divisor(comm) / self.scale
 
     def count(self, size: int) -> int:

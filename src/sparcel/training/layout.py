@@ -117,10 +117,8 @@ def layers_of(pieces: Sequence[Piece], size: int) -> list[Layer]:
     return layers
 
 
-def joined(
-    parts: Sequence[Queued], memory: torch.dtype
-) -> tuple[Queued, list[tuple[Tensor, Tensor]]]:
-    """Join vectors to one of the widest dtype, or that of the ``memory`` if it is of float64.
+def joined(parts: Sequence[Queued], doubled: bool) -> tuple[Queued, list[tuple[Tensor, Tensor]]]:
+    """Join vectors to one of the widest dtype, or of float64 if ``doubled``.
 
     Tensors with a density of their own go to the end, so that the others form one layer.
 
@@ -138,15 +136,13 @@ def joined(
         for start, stop, own in layers_of(part.large, len(part.vector))
         or [(0, len(part.vector), None)]
     ]
-    # Those with float64 may have no gradient in this step; memory stays in one dtype.
-    dtypes = {part.vector.dtype for part in parts}
-    widened = memory == torch.float64 and torch.float64 not in dtypes
-    if len(parts) == 1 and not widened and sum(not own for *_, own in cuts) <= 1:
+    as_it_is = not doubled or parts[0].vector.dtype == torch.float64
+    if len(parts) == 1 and as_it_is and sum(not own for *_, own in cuts) <= 1:
         return parts[0], []
     cuts.sort(key=itemgetter(3))  # stable: otherwise they stay in the order of queueing
     ranges = [part.vector[start:stop] for part, start, stop, _ in cuts]
     vector = torch.cat(ranges)
-    if widened:
+    if doubled:
         vector = vector.double()
     whole, end = Queued(vector, [], []), 0
     for part, start, stop, _ in cuts:

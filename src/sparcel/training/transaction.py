@@ -143,9 +143,11 @@ class Transaction:
 
     def _exchange_held(self) -> None:
         """Exchange the vectors that were held as one."""
-        memory = self.session.treatment.memory_dtype
-        if self._held and memory is not None:
-            whole, self._copies = joined(self._held, memory)
+        if self._held:
+            # Memory stays in one dtype, also in steps without the tensors that are float64.
+            treatment = self.session.treatment
+            doubled = treatment.selects and treatment.memory_dtype == torch.float64
+            whole, self._copies = joined(self._held, doubled)
             self._exchange(whole)
 
     def _exchange(self, queued: Queued) -> None:
