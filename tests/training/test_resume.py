@@ -229,6 +229,27 @@ def test_a_layout_that_the_tensors_do_not_fit_in_is_ignored(start: int) -> None:
     simulate(2, on_rank)
 
 
+def test_a_layout_with_a_tensor_without_elements_is_used() -> None:
+    """Version 0.1.0 wrote where such a tensor lay; steps leave it out."""
+    like = {**LIKE, "none": torch.zeros(0, 4)}
+    layout = [["first", "bias"], ["second", "third"]]
+
+    def on_rank(comm: Communicator) -> None:
+        first, second = (
+            even_averager(like, TopK(0.05), group=comm, policy=lambda *_: False) for _ in range(2)
+        )
+        queue_step(first, layout, gradients_of(comm.rank, 0), 0)
+        state = first.handle.state_dict()
+        state["layout.none"] = state["layout.first"]
+        second.handle.load_state_dict(state)
+        gradients = gradients_of(comm.rank, 1)
+        expected = queue_step(first, layout, gradients, 0)
+        updates = queue_step(second, [sorted(LIKE)], gradients, 0)
+        assert all(same_bits(updates[name], expected[name]) for name in LIKE)
+
+    simulate(2, on_rank)
+
+
 def test_a_whole_state_is_loaded_without_a_warning() -> None:
     def on_rank(comm: Communicator) -> None:
         averager = trained(comm, TopK(0.05))

@@ -130,7 +130,12 @@ def _layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
     """
     keys = {name: LAYOUT + name for name in tensors if LAYOUT + name in state}
     places = {name: _place(key, state[key]) for name, key in keys.items()}
-    layout = {name: place for name, place in places.items() if place.vector >= 0}
+    # Vectors hold no tensors without elements, whatever an old state says.
+    layout = {
+        name: place
+        for name, place in places.items()
+        if place.vector >= 0 and tensors[name].numel()
+    }
     return layout if fits(layout, tensors) else {}
 
 
