@@ -134,11 +134,11 @@ def test_a_switch_to_dense_flushes_all_and_frees_the_memory(first: str, last: st
         }.values()
         held = [weakref.ref(one.scheme) for one in vectors]
         del vectors
-        owed, age = math.fsum(averager.handle._owed_norms(1)), averager.handle.memory_age()
+        owed, age = averager.handle._owed_magnitude(), averager.handle.memory_age()
         averager.handle.switch(DENSE[last]())
         assert averager.handle.sparse == frozenset()
         assert averager.handle.stats().flushed == 0
-        assert math.fsum(averager.handle._owed_norms(1)) == pytest.approx(owed)
+        assert averager.handle._owed_magnitude() == pytest.approx(owed)
         assert age > 0 or not owed or (math.isnan(age) and first in KEEP_OTHERS)
         for step in range(FLUSH_STEPS):
             assert not owed or "flushes" in repr(averager.handle)

@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel.comm import Call
 from sparcel.cost import default_rates
 from sparcel.device import read
@@ -98,7 +99,8 @@ class Handle:
 
         Under ScaleCom's filter β it is the norm of memory/β, which is what the rank still owes.
         """
-        return math.hypot(*self._owed_norms(2))
+        squares = read(kernels.sums_of_squares(self._memories())).tolist()  # of float64
+        return math.sqrt(sum(squares)) / self._session.residuals.filter
 
     def memory_age(self) -> float:
         """Return how many steps what this rank keeps back waits; this reads all of its memory.
@@ -113,22 +115,22 @@ class Handle:
 
         Source: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961.
         """
-        waiting, taken = math.fsum(self._owed_norms(1)), self._session.taken
+        waiting, taken = self._owed_magnitude(), self._session.taken
         if waiting == 0:
             return 0.0
         return waiting / taken if taken > 0 else math.nan
 
-    def _owed_norms(self, order: int) -> list[float]:
-        """Return the norm of what this rank owes, for each tensor that has memory."""
-        residuals = self._session.residuals
-        parts = [residuals.of(name).get("memory") for name in self._session.treatment.eligible]
-        norms = [
-            torch.linalg.vector_norm(part, order, dtype=torch.float64)  # float32 may overflow
-            for part in parts
-            if part is not None
-        ]
-        found = read(torch.stack(norms)).tolist() if norms else []
-        return [norm / residuals.filter for norm in found]
+    def _owed_magnitude(self) -> float:
+        """Return the sum of ``|memory|``, of what this rank owes."""
+        sums = [torch.linalg.vector_norm(part, 1) for part in self._memories()]
+        found = read(torch.stack(sums)).tolist() if sums else []
+        return sum(found) / self._session.residuals.filter
+
+    def _memories(self) -> list[Tensor]:
+        """Return the memory of each tensor that has some, flat."""
+        it = self._session
+        parts = [it.residuals.of(name).get("memory") for name in it.treatment.eligible]
+        return [part for part in parts if part is not None]
 
     def switch(self, scheme_or_name: Scheme | str, **settings: Unpack[Settings]) -> None:
         """Exchange gradients by another scheme from the next step on; all ranks call.
