@@ -70,14 +70,14 @@ class Flush:
         """Let a step take effect, and return by how much the sum of what is owed shrank, in |x|.
 
         ``left`` is what `add_to` returned of all vectors, ``pending`` what `will_owe` did. The
-        result is NaN where the sum overflows float64.
+        result is NaN where the sum overflows.
         """
         shrunk: list[Tensor] = []
         for name, rest in left.items():
-            shrunk.append(self.owed.pop(name).abs().sum(dtype=torch.float64))
+            shrunk.append(self.owed.pop(name).abs().sum())
             if self.steps > 1:
                 self.owed[name] = rest
-                shrunk.append(-rest.abs().sum(dtype=torch.float64))
+                shrunk.append(-rest.abs().sum())
         self.steps = max(1, self.steps - 1) if pending else FLUSH_STEPS
         self.pending = pending
         return sum(read(torch.stack(shrunk)).tolist()) if shrunk else 0.0
