@@ -132,9 +132,7 @@ def _layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:
     places = {name: _place(key, state[key]) for name, key in keys.items()}
     # Vectors hold no tensors without elements, whatever an old state says.
     layout = {
-        name: place
-        for name, place in places.items()
-        if place.vector >= 0 and tensors[name].numel()
+        name: place for name, place in places.items() if place.vector >= 0 and tensors[name].numel()
     }
     return layout if fits(layout, tensors) else {}
 

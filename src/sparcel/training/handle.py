@@ -99,7 +99,7 @@ class Handle:
 
         Under ScaleCom's filter β it is the norm of memory/β, which is what the rank still owes.
         """
-        squares = read(kernels.sums_of_squares(self._memories())).tolist()  # of float64
+        squares = read(kernels.sums_of_squares(self._memories())).tolist()
         return math.sqrt(sum(squares)) / self._session.residuals.filter
 
     def memory_age(self) -> float:
@@ -123,7 +123,7 @@ class Handle:
     def _owed_magnitude(self) -> float:
         """Return the sum of ``|memory|``, of what this rank owes."""
         sums = [torch.linalg.vector_norm(part, 1) for part in self._memories()]
-        found = read(torch.stack(sums)).tolist() if sums else []
+        found: list[float] = read(torch.stack(sums)).tolist() if sums else []
         return sum(found) / self._session.residuals.filter
 
     def _memories(self) -> list[Tensor]:
