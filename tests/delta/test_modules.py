@@ -67,7 +67,7 @@ def test_a_copy_is_not_taken_for_the_weights(
     version = {name: tensor + 1 for name, tensor in module.state_dict().items()}
     before = copied(dict(module.named_parameters()))
     (name,) = [name for name, one in module.state_dict().items() if not inside(one, module)]
-    with pytest.raises(InputError, match=rf"^{name} is a copy .*; pass its parameters"):
+    with pytest.raises(InputError, match=rf"^{name} is a copy .*; register it, pass tensors"):
         written(module, version, how, tmp_path)
     assert same(before, dict(module.named_parameters()))
 
@@ -89,6 +89,16 @@ def test_views_of_the_weights_are_written(tmp_path: Path, how: str) -> None:
     written(module, other.state_dict(), how, tmp_path)
     assert same(module.state_dict(), other.state_dict())
     assert torch.equal(module[0].weight, other[0].weight)
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_buffers_that_are_not_in_the_state_may_be_of_any_layout(tmp_path: Path, how: str) -> None:
+    module = nn.Linear(3, 3)
+    module.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+    module.register_buffer("later", nn.UninitializedBuffer(), persistent=False)
+    other = nn.Linear(3, 3)
+    written(module, other.state_dict(), how, tmp_path)
+    assert same(module.state_dict(), other.state_dict())
 
 
 class Extra(nn.Linear):

@@ -230,10 +230,15 @@ def no_slices(comm: Communicator, folder: str) -> None:
         with pytest.raises(InputError, match=r"^x holds .* here, which is no slice"):
             delta.assign_({"x": x}, [delta.Change.whole("x", full)])
         assert torch.equal(x.to_local(), local)
-    publisher.publish({"x": good})
+    one = distribute_tensor(torch.ones(1, 1), mesh, (Shard(0), Shard(1)))
+    local = one.to_local() if one.to_local().numel() else torch.empty(0, 0)  # as FSDP2 leaves it
+    one = DTensor.from_local(
+        local, mesh, one.placements, run_check=False, shape=one.shape, stride=one.stride()
+    )
+    publisher.publish({"x": good, "one": one})
     reader = delta.Subscriber(store)
     reader.update()
-    equal(reader.tensors, {"x": full})
+    equal(reader.tensors, {"x": full, "one": torch.ones(1, 1)})
 
 
 def test_shards_that_are_no_slices_are_refused(run_on: Any, tmp_path: Path) -> None:

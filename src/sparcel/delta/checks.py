@@ -11,6 +11,7 @@ from itertools import chain
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sparcel._checks import whole_number
 from sparcel.delta.bits import layout_of
@@ -142,14 +143,15 @@ def check_writable(parts: Mapping[str, Part], target: Weights) -> None:
 
 def _check_inside(module: nn.Module, parts: Mapping[str, Part]) -> None:
     """Raise InputError unless parts of a state dict lie where the module's own tensors do."""
-    own = (local_of(one) for one in chain(module.parameters(), module.buffers()))
-    memory = {one.untyped_storage().data_ptr() for one in own if one.data_ptr()}
+    own = (one for one in chain(module.parameters(), module.buffers()) if not is_lazy(one))
+    dense = (local_of(one) for one in own if one.layout == torch.strided)
+    memory = {one.untyped_storage().data_ptr() for one in dense if one.data_ptr()}
     for name, part in parts.items():
         if part.local.numel() and part.local.untyped_storage().data_ptr() not in memory:
             raise InputError(
-                f"{name} is a copy that the module's state_dict makes, so nothing that is written"
-                " to it reaches the module; pass its parameters and buffers by name, or"
-                " load_state_dict what a Subscriber without tensors has"
+                f"{name} is a copy that the module's state_dict makes, or a tensor that is no"
+                " buffer, so what is written to it may not reach the module; register it, pass"
+                " tensors by name, or load_state_dict what a Subscriber without tensors has"
             )
 
 

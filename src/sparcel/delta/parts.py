@@ -302,9 +302,11 @@ def _sharded(name: str, tensor: DTensor) -> Piece:
     held, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    if tuple(tensor.to_local().shape) != tuple(held) or _is_interleaved(tensor):
+    local = tuple(tensor.to_local().shape)
+    is_empty = math.prod(local) == math.prod(held) == 0  # FSDP2 cuts these to other shapes
+    if (local != tuple(held) and not is_empty) or _is_interleaved(tensor):
         raise InputError(
-            f"{name} holds {list(tensor.to_local().shape)} here, which is no slice of the whole as"
+            f"{name} holds {list(local)} here, which is no slice of the whole as"
             f" {tensor.placements} cut it; make it by distribute_tensor, or redistribute it"
         )
     return piece_of_slice(name, tensor.dtype, tuple(tensor.shape), tuple(starts), tuple(held))
