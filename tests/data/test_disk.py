@@ -121,6 +121,22 @@ def test_folds_of_one_dataset_are_told_apart_by_their_indices(tmp_path, around):
             assert opened(same).from_source == 0
 
 
+def test_each_part_of_a_dataset_is_looked_at_once():
+    """Twice as many ways to the parts at each level, a cycle, and a part without a length."""
+
+    class Closed(Dataset):
+        def __len__(self):
+            raise RuntimeError("the file is not open")
+
+    around = Mapped(Files(40))
+    around.inside.closed, around.inside.cycle = Closed(), around
+    for _ in range(30):
+        around = Mapped(around)
+        around.other = around.inside
+    with silence():
+        Cached(around, None, memory=0)
+
+
 def test_a_source_that_is_random_is_told(tmp_path):
     class Counting(Given):
         def __getitem__(self, place):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
@@ -43,7 +43,8 @@ class Source:
         """Return what a copy of the samples is of."""
         kind = type(self._dataset).__qualname__
         about = {"dataset": kind, "length": self.length, "version": version, "format": VERSION}
-        if parts := _parts(self._dataset):
+        parts = _parts(self._dataset)
+        if len(parts) > 1 or parts[0][2] is not None:
             text = json.dumps(parts, default=_plain, skipkeys=True)
             about["parts"] = blake2b(text.encode(), digest_size=8).hexdigest()
         return json.dumps(about)
@@ -81,28 +82,37 @@ class Source:
         return True
 
 
-def _parts(dataset: Dataset[Any], *around: int) -> list[Any]:
-    """Return the indices that a dataset has, as a `Subset` does, and the datasets inside it.
+def _parts(dataset: Dataset[Any]) -> list[tuple[Any, ...]]:
+    """Describe a dataset and those inside it, each once: class, length, indices, what is inside.
 
-    These tell apart what has the same class and length, such as the folds of one dataset.
+    These tell apart what has the same class and length, such as the folds of one dataset, which
+    have indices as a `Subset` does.
     """
-    found: list[Any] = []
-    around = *around, id(dataset)
-    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-        if name == "indices":
-            found.append(value)
-            continue
-        inside = value.values() if isinstance(value, dict) else value
-        for one in inside if isinstance(value, dict | list | tuple) else [value]:
-            if isinstance(one, Dataset) and id(one) not in around:
-                found.append([type(one).__qualname__, _length(one), _parts(one, *around)])
-    return found
+    parts, found, numbers = [], [dataset], {id(dataset): 0}
+    for one in found:  # grows meanwhile
+        inside = []
+        for other in _inside(one):
+            inside.append(numbers.setdefault(id(other), len(found)))
+            if inside[-1] == len(found):
+                found.append(other)
+        indices = getattr(one, "__dict__", {}).get("indices")
+        parts.append((type(one).__qualname__, _length(one), indices, inside))
+    return parts
+
+
+def _inside(dataset: Dataset[Any]) -> Iterator[Dataset[Any]]:
+    """Iterate over the datasets that are attributes, or in a list or dict that is one."""
+    for _, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        several = value.values() if isinstance(value, dict) else value
+        for one in several if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(one, Dataset):
+                yield one
 
 
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError):
+    except Exception:  # a part need not have one, nor be open
         return None
 
 
