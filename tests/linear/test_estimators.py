@@ -203,19 +203,28 @@ def test_what_is_wrong_on_one_rank_is_told_to_all():
         own = X.toarray()
         if comm.rank == 1 and wrong == "NaN":
             own[3, 3] = np.nan
+        if comm.rank == 1 and wrong == "too large":
+            own = own.astype(object)
+            own[3, 3] = 10**400
         seed = comm.rank if wrong == "settings" else 0
         rows = slice(0, 0) if comm.rank == 2 else slice(None)
-        weights = {1: 1.0 + comm.rank} if wrong == "weights" else None
+        weights = {
+            "weights": {1: 1.0 + comm.rank},
+            "some weights": [None, "balanced", {1: 1.0}][comm.rank],
+        }.get(wrong)
         model = SparseLogisticRegression(random_state=seed, epochs=2, class_weight=weights)
         given = np.ones(len(y))[rows]
         return model.fit(own[rows], y[rows], sample_weight=given, group=comm).n_iter_
 
     with pytest.raises(InputError, match="contains NaN"):
         simulate(3, lambda comm: run(comm, "NaN"))
+    with pytest.raises(InputError, match="int too large to convert to float"):
+        simulate(3, lambda comm: run(comm, "too large"))
     with pytest.raises(InputError, match="ranks must have the same settings"):
         simulate(3, lambda comm: run(comm, "settings"))
-    with pytest.raises(InputError, match="ranks must have the same class_weight"):
-        simulate(3, lambda comm: run(comm, "weights"))
+    for wrong in ("weights", "some weights"):
+        with pytest.raises(InputError, match="ranks must have the same class_weight"):
+            simulate(3, lambda comm, wrong=wrong: run(comm, wrong))
     assert simulate(3, lambda comm: run(comm, "")).results == [2, 2, 2]
     with pytest.raises(InputError, match=r"the loss became (inf|nan)"):
         SparseLinearRegression(step="constant", eta0=1e6, epochs=50).fit(X * 100, y)
@@ -286,6 +295,8 @@ def test_one_weight_for_all_rows_is_that_of_each():
     one = SparseLogisticRegression(epochs=2).fit(X, y, sample_weight=2)
     each = SparseLogisticRegression(epochs=2).fit(X, y, sample_weight=[2] * 40)
     assert (one.coef_ == each.coef_).all()
+    zero_d = SparseLogisticRegression(epochs=2).fit(X, y, sample_weight=np.array(2.0))
+    assert (one.coef_ == zero_d.coef_).all()
     for wrong, message in ((-1, "must be at least 0"), ("two", "must be a number, got 'two'")):
         with pytest.raises(InputError, match=f"sample_weight {message}"):
             clone(one).fit(X, y, sample_weight=wrong)

@@ -99,22 +99,27 @@ class Classes:
             On all ranks, when a class has another weight than a finite number of at least 0, there
             is no such class, or ranks have other weights.
         """
-        if class_weight is None:
+        given = run_or_fail_everywhere(comm, lambda: self._checked_weights(class_weight, dtype))
+        told = given.tolist() if isinstance(given, np.ndarray) else given
+        if any(other != told for other in gathered(comm, told, "class_weight")):
+            raise InputError("ranks must have the same class_weight; give all the same")
+        if given is None:
             return weights
         own = np.ones(len(numbers), dtype) if weights is None else weights
-        if isinstance(class_weight, str) and class_weight == "balanced":
+        if isinstance(given, str):  # balanced
             counts = torch.from_numpy(np.bincount(numbers, own, len(self.labels)))
             if comm is not None:
                 comm.run(lambda: comm.all_reduce(counts))
             each = torch.where(counts > 0, counts.sum() / (len(self.labels) * counts), 0)
             return np.asarray(own * each.numpy()[numbers], dtype)
-        given = run_or_fail_everywhere(comm, lambda: self._checked_weights(class_weight, dtype))
-        if any(other != given.tolist() for other in gathered(comm, given.tolist(), "class_weight")):
-            raise InputError("ranks must have the same class_weight; give all the same")
         return np.asarray(own * given[numbers], dtype)
 
-    def _checked_weights(self, class_weight: Mapping[Any, float] | str, dtype: Any) -> Array:
-        """Return the weight of each class."""
+    def _checked_weights(
+        self, class_weight: Mapping[Any, float] | str | None, dtype: Any
+    ) -> Array | str | None:
+        """Return the weight of each class; None and "balanced" stay what they are."""
+        if class_weight is None or (isinstance(class_weight, str) and class_weight == "balanced"):
+            return class_weight
         if not isinstance(class_weight, Mapping):
             raise InputError(
                 "class_weight must be None, 'balanced' or a dict of weights by label, got"

@@ -86,7 +86,7 @@ def sample_weights(weights: Any, rows: int, dtype: Any) -> Array | None:
         return None
     with optional("sparcel.linear", "linear"):
         from sklearn.utils.validation import check_array
-    if np.isscalar(weights):
+    if np.isscalar(weights) or getattr(weights, "ndim", 1) == 0:
         weights = np.full(rows, number(weights, "sample_weight", at_least=0))
     if rows == 0 and np.size(weights) == 0:  # which check_array refuses
         return np.zeros(0, dtype)

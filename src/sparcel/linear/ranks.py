@@ -161,17 +161,17 @@ def run_or_fail_everywhere(comm: Communicator | None, own: Callable[[], T]) -> T
     Raises
     ------
     InputError
-        With the message of a `ValueError` (as an `InputError` is), a `TypeError` or an `OSError`
-        that ``own`` raised, on the lowest rank that failed. A process alone raises it as it is.
+        With the message of what ``own`` raised, on the lowest rank that failed. A process alone
+        raises it as it is.
     """
     if comm is None:
         return own()
-    result, wrong = None, None
+    result, wrong, cause = None, None, None
     try:
         result = own()
-    except (ValueError, TypeError, OSError) as error:
-        wrong = str(error)
+    except Exception as error:  # whatever it is, the others wait
+        wrong, cause = str(error) or repr(error), error
     for found in gathered(comm, wrong, own.__qualname__):
         if found is not None:
-            raise InputError(found)
+            raise InputError(found) from cause
     return result  # type: ignore[return-value]
