@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from functools import cache, partial
-from itertools import repeat
-from operator import setitem
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
+from sparcel.ddp.swap import Slot, Swap, hidden, stand_in, swap_of
 from sparcel.ddp.written import Guard, Place
 from sparcel.errors import InputError, warn
 from sparcel.training import Ahead, Follower
@@ -23,52 +21,6 @@ from sparcel.training import Ahead, Follower
 _CALL = "_compiled_call_impl"
 """torch's attribute for the compiled call of a module, which runs instead of the module's own if it
 is set. Copies and pickles of the module leave it out, and torch.compile does when it traces."""
-_INSIDE = "inside"
-_REDUCE = "__reduce_ex__"
-"""What copies and pickles of an object are made of."""
-_AT_ONCE = 2**64 - 1
-"""The sequence number of the nodes by which autograd accumulates gradients."""
-
-
-class Slot(NamedTuple):
-    """A parameter's place: a module and its attributes, the key there, and the full name."""
-
-    module: weakref.ref[nn.Module]
-    attributes: dict[str, Any]
-    key: str
-    name: str
-    parameter: Tensor
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """The module's table of parameters."""
-        found: dict[str, Any] = self.attributes["_parameters"]
-        return found
-
-    @property
-    def may_move(self) -> bool:
-        """Whether the parameter is trained now, and nothing else stands in its place."""
-        return self.parameter.requires_grad and self.table.get(self.key) is self.parameter
-
-
-class Swap(NamedTuple):
-    """Attributes that modules have inside of a call alone: their dicts, keys there, and values.
-
-    If it ``hides``, modules lack them inside of a call alone.
-    """
-
-    attributes: list[dict[str, Any]]
-    keys: list[str]
-    values: list[Any]
-    hides: bool = False
-
-    def put(self) -> Iterator[Any]:
-        """Return an iterator that gives the modules these attributes, in C code alone."""
-        return map(setitem, self.attributes, self.keys, self.values)
-
-    def take(self) -> Iterator[Any]:
-        """Return an iterator that takes them away, in C code alone."""
-        return map(dict.pop, self.attributes, self.keys, repeat(None))
 
 
 class AheadCalls:
@@ -154,7 +106,7 @@ class AheadCalls:
         ``slots`` are those of the module that is called and of its parts.
         """
         if self._flag:
-            return _hidden(slots)
+            return hidden(slots)
         model = self._model()
         if (
             not self._calls  # it has ended, and another one's call still leads here
@@ -177,8 +129,8 @@ class AheadCalls:
             if slot.name in self._values and slot.may_move and slot.key not in slot.attributes
         ]
         parameters = {slot.name: slot.parameter for slot in slots}  # one may be in several places
-        standing = {name: _stand_in(one, self._values[name]) for name, one in parameters.items()}
-        self._swap = _swap_of(slots, standing, self._flag)
+        standing = {name: stand_in(one, self._values[name]) for name, one in parameters.items()}
+        self._swap = swap_of(slots, standing, self._flag)
         self._guard.begin(model, _in_place(slots, standing))
         return self._swap
 
@@ -256,80 +208,12 @@ class _Call:
         return result
 
 
-def _swap_of(slots: Sequence[Slot], standing: Mapping[str, Tensor], flag: dict[str, Any]) -> Swap:
-    """Return what puts tensors into slots, by name, and marks that a call is under way."""
-    modules = {id(slot.attributes): slot for slot in slots}.values()
-    return Swap(
-        [*(slot.attributes for slot in (*slots, *modules)), flag],
-        [*(slot.key for slot in slots), *repeat(_REDUCE, len(modules)), _INSIDE],
-        [
-            *(standing[slot.name] for slot in slots),
-            *(partial(_reduce, slot.module) for slot in modules),
-            True,
-        ],
-    )
-
-
 def _in_place(slots: Iterable[Slot], standing: dict[str, Tensor]) -> Iterator[tuple[Place, Tensor]]:
     """Yield all that a call is to leave: the parameters, and what stands in for them."""
     for slot in slots:
         yield Place(slot.table, slot.key, slot.name), slot.parameter
     for name, tensor in standing.items():
         yield Place(standing, name, name), tensor
-
-
-def _stand_in(parameter: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor with these values whose gradient goes to the parameter.
-
-    In the model's own code it passes for the parameter: it has the attributes that users gave that,
-    isinstance says Parameter, a deep copy is one of the parameter, which hooks and freezing reach.
-    """
-    standing: Any = torch.ops.aten._unsafe_view(parameter, parameter.shape)
-    # Autograd goes through what was made last first. These were made before all of the pass,
-    # and DDP is to get each gradient when it is complete.
-    standing.grad_fn._set_sequence_nr(_AT_ONCE)
-    standing.data = values
-    standing.__dict__.update(
-        parameter.__dict__,
-        _is_param=True,
-        __deepcopy__=partial(deepcopy, parameter),
-        register_hook=parameter.register_hook,
-        requires_grad_=parameter.requires_grad_,
-    )
-    found: Tensor = standing
-    return found
-
-
-def _reduce(module: weakref.ref[nn.Module], protocol: int) -> Any:
-    """Return what a copy or a pickle of a module is made of: of what it has outside of a call."""
-    found = module()
-    assert found is not None
-    inside = {
-        key: found.__dict__.pop(key)
-        for key in (*found._parameters, _REDUCE)
-        if key in found.__dict__
-    }
-    try:
-        return found.__reduce_ex__(protocol)
-    finally:
-        found.__dict__.update(inside)
-
-
-def _hidden(slots: Iterable[Slot]) -> Swap | None:
-    """Return what hides moved values where the call that is under way put something else.
-
-    So it may have frozen a parameter: the gradient of a GAN's generator is not to reach the
-    discriminator.
-    """
-    found = [slot for slot in slots if slot.key in slot.attributes and not slot.may_move]
-    if not found:
-        return None
-    return Swap(
-        [slot.attributes for slot in found],
-        [slot.key for slot in found],
-        [slot.attributes[slot.key] for slot in found],
-        hides=True,
-    )
 
 
 def _remove(calls: Iterable[_Call]) -> None:
