@@ -15,7 +15,8 @@ from sparcel.ddp.hook import Hook
 from sparcel.ddp.model import checked_model
 from sparcel.ddp.unaveraged import unaveraged
 from sparcel.errors import InputError
-from sparcel.training import Averager, Policy, watch_steps
+from sparcel.training import Averager, Policy
+from sparcel.training.following import watch_steps
 from sparcel.training.names import model_name
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparcel.training import Unaveraged
 from sparcel.training.names import model_name
+from sparcel.training.unaveraged import Unaveraged
 
 
 def unaveraged(model: DistributedDataParallel, averaged: Mapping[str, Tensor]) -> Unaveraged:

@@ -17,7 +17,8 @@ from sparcel.fsdp.hook import Hook
 from sparcel.fsdp.model import check_groups, checked_root, common_mesh, is_copied
 from sparcel.fsdp.ranks import Replicas, columns_of, group_of, group_of_all
 from sparcel.fsdp.unaveraged import unaveraged
-from sparcel.training import Averager, Policy, Shard, watch_steps
+from sparcel.training import Averager, Policy, Shard
+from sparcel.training.following import watch_steps
 
 
 class FSDPDriver:

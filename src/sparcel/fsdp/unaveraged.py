@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from sparcel.fsdp.groups import Group
-from sparcel.training import Unaveraged
 from sparcel.training.names import model_name
+from sparcel.training.unaveraged import Unaveraged
 
 
 def unaveraged(model: nn.Module, groups: Sequence[Group]) -> Unaveraged:

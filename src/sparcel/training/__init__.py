@@ -3,14 +3,13 @@
 from sparcel.training.ahead import Ahead
 from sparcel.training.averager import Averager
 from sparcel.training.carrier import Carrier
-from sparcel.training.following import Follower, watch_steps
+from sparcel.training.following import Follower
 from sparcel.training.handle import Handle
 from sparcel.training.phase import Phase
 from sparcel.training.policy import Policy, Scope, stays_dense
 from sparcel.training.schedule import Schedule
 from sparcel.training.shard import Shard
 from sparcel.training.stats import Costs, Stats
-from sparcel.training.unaveraged import Unaveraged
 
 __all__ = [
     "Ahead",
@@ -25,7 +24,5 @@ __all__ = [
     "Scope",
     "Shard",
     "Stats",
-    "Unaveraged",
     "stays_dense",
-    "watch_steps",
 ]
