@@ -291,3 +291,32 @@ def steps_inside(comm: Communicator, by: str) -> list[str]:
 def test_steps_inside_a_call_end_step_ahead_with_a_warning(run_on: Any, by: str) -> None:
     for (said,) in run_on(2, steps_inside, by):
         assert f"{by} does a step while the model is called" in said
+
+
+class StepsInAPart(nn.Module):
+    """A model that has a step done in a part whose parameters are frozen meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10))
+
+    def forward(self, data: Tensor, optimizer: Optimizer) -> Tensor:
+        self.part[0].requires_grad_(False)
+        hook = self.part[0].register_forward_hook(lambda *_: optimizer.step())
+        self.part(data)
+        hook.remove()
+        self.part[0].requires_grad_(True)
+        assert "weight" not in vars(self.part[0])
+        output: Tensor = self.part(data)
+        return output
+
+
+def steps_in_a_part(comm: Communicator) -> None:
+    ddp, handle, optimizer = attached(comm, OPTIMIZERS["SGD"], model=StepsInAPart)
+    with pytest.warns(SparcelWarning, match="does a step while the model is called"):
+        ddp(data_of(comm.rank, 0, ddp.module), optimizer)
+    handle.close()
+
+
+def test_a_step_where_weights_are_frozen_leaves_nothing_of_before(run_on: Any) -> None:
+    run_on(2, steps_in_a_part)

@@ -318,12 +318,17 @@ def test_a_forward_pass_that_writes_weights_is_refused(run_on: Any, write: str) 
     run_on(2, changes, write)
 
 
+class Stated(nn.Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
 class Looking(nn.Sequential):
     """A model whose code looks at its own weights as at parameters."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
-        super().__init__(nn.Linear(30, 60), nn.Flatten(), nn.Linear(240, 10))
+        super().__init__(nn.Linear(30, 60), nn.Flatten(), Stated(240, 10))
         self[0].weight.width = 60
 
     def forward(self, data: Tensor) -> Tensor:
@@ -331,6 +336,7 @@ class Looking(nn.Sequential):
         assert self[0].weight.width == 60
         self.copied = [copy.deepcopy(self[0]), copy.copy(self[0])]
         self.copied += [pickle.loads(pickle.dumps(self[0])), copy.deepcopy(self)[0]]
+        self.stated = [copy.deepcopy(self[-1])]
         self.seen = [*self.parameters()], copy.deepcopy(self.state_dict())
         self.zero_grad()
         zeros = {name: torch.zeros_like(one) for name, one in self[0].named_parameters()}
@@ -353,6 +359,7 @@ def looks(comm: Communicator) -> None:
     for copied in module.copied:
         assert same_bits(copied.weight, module[0].weight)
         assert vars(copied).keys() == vars(nn.Linear(1, 1)).keys()
+    assert "weight" not in vars(module.stated[0])
     parameters, state = module.seen
     assert all(mine is own for mine, own in zip(parameters, module.parameters(), strict=True))
     assert are(module, state)

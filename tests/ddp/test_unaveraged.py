@@ -34,6 +34,11 @@ def add(layers: nn.Sequential, optimizer: SGD) -> None:
     optimizer.param_groups[0]["params"] += layers[2].parameters()
 
 
+def add_what_was_updated(layers: nn.Sequential, optimizer: SGD) -> None:
+    layers.append(nn.Linear(30, 30))
+    layers[2].weight, layers[2].bias = optimizer.param_groups[2]["params"]
+
+
 def replace(layers: nn.Sequential, optimizer: SGD) -> None:
     layers[0].weight = nn.Parameter(layers[0].weight.detach().clone())
     optimizer.param_groups[0]["params"][0] = layers[0].weight
@@ -46,7 +51,8 @@ def change(
     torch.manual_seed(1)
     layers = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30).requires_grad_(False))
     ddp = DistributedDataParallel(layers, find_unused_parameters=True)
-    optimizer = SGD([{"params": one.parameters()} for one in layers], lr=0.1)
+    groups = [{"params": one.parameters()} for one in (*layers, nn.Linear(30, 30))]
+    optimizer = SGD(groups, lr=0.1)
     handle = attach_evenly(ddp, "topk", density=0.05, ahead=ahead)
     said = ""
     for step in range(2):
@@ -69,6 +75,7 @@ def change(
         (unfreeze, "1.weight"),
         (unfreeze_and_add, "1.weight"),
         (add, "2.weight"),
+        (add_what_was_updated, "2.weight"),
         (replace, "0.weight"),
     ],
 )
@@ -78,5 +85,5 @@ def test_a_layer_that_nobody_averages_is_not_trained(
     (said, mine), (also, theirs) = run_on(2, change, how, ahead)
     assert said == also
     assert said.startswith(f"'{name}' was frozen when the model was wrapped, or was no part of it")
-    if how is not add:  # whose new layer every rank draws for itself
+    if name != "2.weight":  # a new layer, which every rank draws for itself
         assert all(same_bits(one, theirs[key]) for key, one in mine.items())

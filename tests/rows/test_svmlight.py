@@ -245,7 +245,7 @@ def test_a_broken_file_is_never_taken_for_a_short_one(suffix: str, tmp_path: Pat
     for broken in (*early, packed[:90] + packed[95:], *later):
         path.write_bytes(broken)
         at = (len(packed), len(packed) + 4) if broken in later else (0,)
-        said = "|".join(f"begins at byte {place}$" for place in at)
+        said = "|".join(f"begins at byte {place}$" for place in at) if broken else "it is empty"
         with pytest.raises(InputError, match=rf"rows{suffix} can't be read: .*({said})"):
             read_svmlight(path)
 

@@ -149,6 +149,16 @@ def test_the_norm_of_memory_is_that_of_what_is_owed(settings: tuple[str, dict[st
         assert given == pytest.approx(norm)
 
 
+def test_the_norm_of_memory_may_have_squares_that_overflow() -> None:
+    def on_rank(comm: Communicator) -> float:
+        gradient = torch.full((40, 50), 1e160, dtype=torch.float64)
+        averager = even_averager({"a": gradient}, scheme("topk", density=0.05), group=comm)
+        averager.average({"a": gradient})
+        return averager.handle.memory_norm()
+
+    assert simulate(1, on_rank).results == [pytest.approx(1900**0.5 * 1e160)]
+
+
 @pytest.mark.parametrize("method", ["topk", "gtopk", "oktopk", "scalecom", "sparcml"])
 def test_age_is_the_mean_time_that_magnitude_waits(method: str) -> None:
     """With equal gradients, a coordinate is sent in every T-th step: its parts wait 0 … T−1 steps.

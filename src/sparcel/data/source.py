@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
@@ -120,6 +120,8 @@ def _plain(value: Any) -> Any:
     """Return what JSON holds for an array, a tensor or a number of theirs, or a range."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, Set):
+        return sorted(map(repr, value))  # in one order in all processes
     return list(value) if isinstance(value, Collection) else type(value).__qualname__
 
 

@@ -86,11 +86,14 @@ class AheadCalls:
         self._swap = None
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        """End if parameters are about to change in a call, the rest of which would not see that."""
+        """End if parameters are about to change in a call, the rest of which would not see that.
+
+        Between calls, take the model's call again if ``Module.compile()`` has replaced it.
+        """
         for call in self._calls[:1]:
-            call.restore()  # ``Module.compile()`` may have replaced the model's call
+            call.restore()
         swap = self._swap if self._flag else None
-        if swap is None or len(swap.keys) == 1 or not self._ahead.moves_by(optimizer):
+        if swap is None or swap.is_empty or not self._ahead.moves_by(optimizer):
             return
         deque(swap.take(), maxlen=0)
         self.end()
@@ -99,6 +102,11 @@ class AheadCalls:
             " optimisation does in Lightning; training goes on without step-ahead, which costs"
             " accuracy at low densities; ahead=False does without it from the start"
         )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the modules compute with their parameters, from now on."""
+        return not self._calls
 
     def begin(self, slots: Sequence[Slot]) -> Swap | None:
         """Return the swap of a call that begins now; None if it has nothing to swap.
@@ -109,7 +117,7 @@ class AheadCalls:
             return hidden(slots)
         model = self._model()
         if (
-            not self._calls  # it has ended, and another one's call still leads here
+            self.has_ended  # and another one's call still leads here
             or model is None
             or not model.training
             or not torch.is_grad_enabled()
@@ -205,6 +213,8 @@ class _Call:
             _untraced(AheadCalls.check)(calls, swap)
         finally:
             sink.extend(back)
+            if swap.hides and calls is not None and calls.has_ended:
+                sink.extend(swap.take())  # an optimiser's step in this call took all others
         return result
 
 

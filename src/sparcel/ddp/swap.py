@@ -52,6 +52,11 @@ class Swap(NamedTuple):
     values: list[Any]
     hides: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing moves: the mark of the call stands alone."""
+        return self.keys == [_INSIDE]
+
     def put(self) -> Iterator[Any]:
         """Return an iterator that gives the modules these attributes, in C code alone."""
         return map(setitem, self.attributes, self.keys, self.values)
@@ -107,7 +112,11 @@ def _reduce(module: weakref.ref[nn.Module], protocol: int) -> Any:
         if key in found.__dict__
     }
     try:
-        return found.__reduce_ex__(protocol)
+        reduced = found.__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        # A module's own __getstate__ may give the very dict of its attributes.
+        return tuple(part.copy() if part is found.__dict__ else part for part in reduced)
     finally:
         found.__dict__.update(inside)
 

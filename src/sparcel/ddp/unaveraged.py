@@ -18,10 +18,10 @@ def unaveraged(model: DistributedDataParallel, averaged: Mapping[str, Tensor]) -
     DDP averages the parameters that were trained when it wrapped the model. It says nothing of one
     that is unfrozen, replaced or added later.
     """
-    held = weakref.ref(model)
+    held, ids = weakref.ref(model), {id(parameter) for parameter in averaged.values()}
 
     def find() -> dict[int, str]:
-        model, ids = held(), {id(parameter) for parameter in averaged.values()}
+        model = held()
         if model is None:
             return {}
         return {
@@ -30,7 +30,7 @@ def unaveraged(model: DistributedDataParallel, averaged: Mapping[str, Tensor]) -
             if id(parameter) not in ids and name not in model.parameters_to_ignore
         }
 
-    return Unaveraged(find, _said)
+    return Unaveraged(lambda: ids, find, _said)
 
 
 def _said(name: str, optimizer: str) -> str:

@@ -70,7 +70,7 @@ def recut(
     base: Mapping[str, Part],
     parts: Mapping[str, Part],
 ) -> bool:
-    """Tell whether a rank tells other elements of a tensor than it did, though that is as it was.
+    """Tell whether a rank tells other elements than before of a tensor of the same dtype and shape.
 
     Parameters
     ----------

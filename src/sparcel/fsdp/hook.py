@@ -79,8 +79,8 @@ class Hook:
         if self._reduced or self._queued or was_interrupted(model):
             raise CommunicationError(
                 "the backward pass before was ended by an error, and other ranks may wait for what"
-                " it had begun; close() the handle, attach again on all ranks, and give the new"
-                " handle the state_dict() of the old one"
+                " it had begun; call zero_grad(), close() the handle, attach again on all ranks,"
+                " and give the new handle the state_dict() of the old one"
             )
 
     def _end(self) -> None:

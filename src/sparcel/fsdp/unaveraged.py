@@ -24,12 +24,16 @@ def unaveraged(model: nn.Module, groups: Sequence[Group]) -> Unaveraged:
         found = {} if model is None else _unknown(model, groups)
         return {key: name for key, name in found.items() if name not in ignored}
 
-    return Unaveraged(find, _said)
+    return Unaveraged(lambda: _known(groups), find, _said)
+
+
+def _known(groups: Sequence[Group]) -> set[int]:
+    return {id(one.parameter) for group in groups for one in (*group.held, *group.frozen)}
 
 
 def _unknown(model: nn.Module, groups: Sequence[Group]) -> dict[int, str]:
     """Return the names of the parameters that are in none of the groups, by their id."""
-    known = {id(one.parameter) for group in groups for one in (*group.held, *group.frozen)}
+    known = _known(groups)
     return {
         id(parameter): model_name(name)
         for name, parameter in model.named_parameters()

@@ -125,8 +125,11 @@ def _decompressed(file: BinaryIO, decoder: Callable[[], Any]) -> Iterator[bytes]
     # Little at a time, because it may become thousands of times as long.
     while packed := file.read(max(1, BLOCK_BYTES // 256)):
         read += len(packed)
-        while packed := packed if stream else packed.lstrip(b"\0"):
-            if not stream:
+        while packed:
+            if stream is None:
+                packed = packed.lstrip(b"\0")  # padding
+                if not packed:
+                    break
                 stream, begin = decoder(), read - len(packed)
             try:
                 held.append(stream.decompress(packed))
@@ -139,6 +142,8 @@ def _decompressed(file: BinaryIO, decoder: Callable[[], Any]) -> Iterator[bytes]
         if length >= BLOCK_BYTES:
             yield b"".join(held)
             held, length = [], 0
+    if not read:
+        raise EOFError("it is empty, and compressed files are not")
     if stream is not None:
         raise EOFError(f"it ends within the stream that begins at byte {begin}")
     yield b"".join(held)

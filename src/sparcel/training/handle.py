@@ -100,7 +100,10 @@ class Handle:
         Under ScaleCom's filter β it is the norm of memory/β, which is what the rank still owes.
         """
         squares = read(kernels.sums_of_squares(self._memories())).tolist()
-        return math.sqrt(sum(squares)) / self._session.residuals.filter
+        norm = math.sqrt(sum(squares))
+        if math.isinf(norm):  # the squares of float64 may overflow
+            norm = math.hypot(*map(kernels.norm, self._memories()))
+        return norm / self._session.residuals.filter
 
     def memory_age(self) -> float:
         """Return how many steps what this rank keeps back waits; this reads all of its memory.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch.optim import Optimizer
 
@@ -18,29 +17,35 @@ class Unaveraged:
 
     Parameters
     ----------
+    averaged
+        Returns the ids of the parameters that are averaged, or were there to be.
     find
-        Returns the names of the parameters that nobody averages, by their id.
+        Returns the names of the model's other parameters, by their id. This looks at the whole
+        model, so it is called only when an optimiser updates something else than ``averaged``.
     said
         Returns what to say of a parameter and the kind of optimiser that updates it.
     """
 
     def __init__(
-        self, find: Callable[[], Mapping[int, str]], said: Callable[[str, str], str]
+        self,
+        averaged: Callable[[], Collection[int]],
+        find: Callable[[], Mapping[int, str]],
+        said: Callable[[str, str], str],
     ) -> None:
-        self._find, self._said = find, said
-        self._seen: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """The ids of each optimiser's parameters when the model was last looked at."""
-        self._names: Mapping[int, str] = {}
-        """The names of parameters that nobody averages, by their id."""
+        self._averaged, self._find, self._said = averaged, find, said
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Raise `InputError` if the optimiser is about to update such a parameter."""
-        updated = [one for group in optimizer.param_groups for one in group["params"]]
-        ids = {id(parameter) for parameter in updated}
-        if self._seen.get(optimizer) != ids:
-            self._seen[optimizer] = ids
-            self._names = self._find()
-        for parameter in updated:
-            name = self._names.get(id(parameter))
-            if name is not None and parameter.requires_grad and parameter.grad is not None:
-                raise InputError(self._said(name, type(optimizer).__name__))
+        averaged = self._averaged()
+        others = [
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in averaged
+            and parameter.requires_grad
+            and parameter.grad is not None
+        ]
+        names = self._find() if others else {}
+        for one in others:
+            if one in names:
+                raise InputError(self._said(names[one], type(optimizer).__name__))
