@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 from sparcel.data import Cached
+from sparcel.data.source import Source
 from sparcel.errors import SparcelWarning
 from tests.data.sources import (
     Files,
@@ -119,6 +120,13 @@ def test_folds_of_one_dataset_are_told_apart_by_their_indices(tmp_path, around):
     with silence():
         for same in (fold, tuple(fold), np.array(fold), torch.tensor(fold), [*np.array(fold)]):
             assert opened(same).from_source == 0
+
+
+def test_a_set_of_indices_is_the_same_in_any_order():
+    order, other = {0, 8}, {8, 0}
+    assert [*order] != [*other]  # as texts are in two processes
+    sources = [Source(Subset(Files(40), indices), 1) for indices in (order, other)]
+    assert sources[0].identity("") == sources[1].identity("")
 
 
 def test_each_part_of_a_dataset_is_looked_at_once():
