@@ -219,7 +219,7 @@ class _Call:
 
 
 def _in_place(slots: Iterable[Slot], standing: dict[str, Tensor]) -> Iterator[tuple[Place, Tensor]]:
-    """Yield all that a call is to leave: the parameters, and what stands in for them."""
+    """Yield what a call must leave as it is: the parameters, and what stands in for them."""
     for slot in slots:
         yield Place(slot.table, slot.key, slot.name), slot.parameter
     for name, tensor in standing.items():

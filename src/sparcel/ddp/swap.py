@@ -83,8 +83,9 @@ def swap_of(slots: Sequence[Slot], standing: Mapping[str, Tensor], flag: dict[st
 def stand_in(parameter: Tensor, values: Tensor) -> Tensor:
     """Return a tensor with these values whose gradient goes to the parameter.
 
-    In the model's own code it passes for the parameter: it has the attributes that users gave that,
-    isinstance says Parameter, a deep copy is one of the parameter, which hooks and freezing reach.
+    In the model's own code it passes for the parameter: isinstance says Parameter, and it has the
+    attributes that users gave the parameter. A deep copy of it is a copy of the parameter. Hooks
+    and ``requires_grad_`` go to the parameter.
     """
     standing: Any = torch.ops.aten._unsafe_view(parameter, parameter.shape)
     # Autograd goes through what was made last first. These were made before all of the pass,

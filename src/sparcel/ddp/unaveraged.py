@@ -18,7 +18,7 @@ def unaveraged(model: DistributedDataParallel, averaged: Mapping[str, Tensor]) -
     DDP averages the parameters that were trained when it wrapped the model. It says nothing of one
     that is unfrozen, replaced or added later.
     """
-    held, ids = weakref.ref(model), {id(parameter) for parameter in averaged.values()}
+    held, known = weakref.ref(model), {id(parameter) for parameter in averaged.values()}
 
     def find() -> dict[int, str]:
         model = held()
@@ -27,10 +27,10 @@ def unaveraged(model: DistributedDataParallel, averaged: Mapping[str, Tensor]) -
         return {
             id(parameter): model_name(name)
             for name, parameter in model.module.named_parameters()
-            if id(parameter) not in ids and name not in model.parameters_to_ignore
+            if name not in model.parameters_to_ignore
         }
 
-    return Unaveraged(lambda: ids, find, _said)
+    return Unaveraged(lambda: known, find, _said)
 
 
 def _said(name: str, optimizer: str) -> str:

@@ -70,7 +70,7 @@ def recut(
     base: Mapping[str, Part],
     parts: Mapping[str, Part],
 ) -> bool:
-    """Tell whether a rank tells other elements than before of a tensor of the same dtype and shape.
+    """Return whether a rank tells other elements than before of a tensor of equal dtype and shape.
 
     Parameters
     ----------

@@ -35,8 +35,8 @@ class Request:
         How many ranks the average is over, if the gradient is already a sum of several ranks'
         gradients. None: the size of the communicator.
     scale
-        What the gradient is multiplied by, as a GradScaler does; the same on all ranks. The update
-        is multiplied by it too, and memory holds what is not. Schemes without memory take the
+        What the gradient was multiplied by, as a GradScaler does; the same on all ranks. Memory
+        holds unscaled values, and the update is scaled again. Schemes without memory take the
         gradient as it is.
     front_loaded
         Whether the scheme sends more in its first steps, unless it has a ``warmup`` of its own: see

@@ -1,4 +1,4 @@
-"""What learns of the steps of optimisers: step-ahead finds and follows them so."""
+"""Watching the steps of all optimisers, by which step-ahead finds those that it follows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparcel.training.ahead import Ahead
 
 
 class Watcher(Protocol):
-    """What is told of each step of any optimiser, while somebody holds it."""
+    """Is told of the steps of all optimisers, as long as something else holds it."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Learn that an optimiser is about to do a step."""

@@ -20,8 +20,9 @@ class Unaveraged:
     averaged
         Returns the ids of the parameters that are averaged, or were there to be.
     find
-        Returns the names of the model's other parameters, by their id. This looks at the whole
-        model, so it is called only when an optimiser updates something else than ``averaged``.
+        Returns the names of the model's parameters by their id, without those that are the user's
+        business. It goes through the whole model, so it is called only when an optimiser updates
+        something else than ``averaged``.
     said
         Returns what to say of a parameter and the kind of optimiser that updates it.
     """
