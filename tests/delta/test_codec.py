@@ -37,7 +37,8 @@ from sparcel.delta.bits import hashed, key_of, layout_of
 from sparcel.delta.checks import check_together, check_writable
 from sparcel.delta.chunk import Chunk, read_chunk
 from sparcel.delta.encoding import encode_parts
-from sparcel.delta.parts import Part, Piece, parts_of, piece_of_slice, ties_of
+from sparcel.delta.parts import Part, parts_of, ties_of
+from sparcel.delta.pieces import Piece, piece_of_slice
 from sparcel.delta.step import swap_all
 from sparcel.errors import FormatError, InputError, SparcelError, VersionError
 from tests.delta.pairs import (

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from sparcel.delta import decode, encode, version_of
 from sparcel.delta.chunk import read_chunk
-from sparcel.delta.parts import piece_of_slice
+from sparcel.delta.pieces import piece_of_slice
 from tests.delta import plain
 from tests.delta.pairs import (
     CODES,

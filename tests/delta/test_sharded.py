@@ -19,7 +19,8 @@ from sparcel import delta
 from sparcel.comm import Communicator
 from sparcel.delta import sharded
 from sparcel.delta.owned import owned
-from sparcel.delta.parts import Part, Piece, piece_of_slice
+from sparcel.delta.parts import Part
+from sparcel.delta.pieces import Piece, piece_of_slice
 from sparcel.errors import InputError, SparcelError, VersionError
 
 pytestmark = pytest.mark.processes

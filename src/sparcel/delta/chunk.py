@@ -12,7 +12,7 @@ from typing import Any
 
 from sparcel import _cpu
 from sparcel.delta.bits import NAMED, Layout
-from sparcel.delta.parts import MOST_DIMS, MOST_PIECES, Piece
+from sparcel.delta.pieces import MOST_DIMS, MOST_PIECES, Piece
 from sparcel.errors import FormatError, InputError
 
 _START = struct.Struct("<4sIII")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparcel.comm import ALL_CONTROL, Communicator
-from sparcel.delta.parts import Part, Piece
+from sparcel.delta.parts import Part
+from sparcel.delta.pieces import Piece
 from sparcel.errors import InputError
 
 

@@ -1,12 +1,10 @@
-"""Parts of tensors, and the pieces that chunks are made of."""
+"""Parts of tensors: what a process holds of them, piece by piece."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -14,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from sparcel.delta.bits import LAYOUTS, bits_of, key_of
+from sparcel.delta.bits import LAYOUTS, bits_of
+from sparcel.delta.pieces import Piece, piece_of_shard, piece_of_tensor
 from sparcel.errors import InputError
 
 M = TypeVar("M", bound=Mapping[str, Tensor])
@@ -27,79 +26,6 @@ _EXTRA = "_extra_state"
 
 CHUNK_BYTES = 4 << 20
 """Most bytes of weights in a chunk: a chunk learns its models anew, and waits in memory."""
-
-MOST_PIECES = 1 << 12
-"""Most pieces in a chunk: each one is described in its header."""
-
-MOST_DIMS = 64
-"""Most dimensions of a tensor, as in torch."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements of the tensor ``name`` of a dtype and shape: ``count`` of them in rows.
-
-    Element i of a piece has the number ``first + i // row * stride + i % row`` in the whole tensor,
-    read row by row. So a piece may be any range of a tensor, or of a shard that is cut along one
-    dimension.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    first: int
-    row: int
-    stride: int
-    count: int
-
-    @property
-    def key(self) -> int:
-        """What tells the tensor's elements from those of other tensors."""
-        return key_of(self.name, self.dtype, self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def ranges(self) -> bool:
-        """Whether its numbers have no gaps."""
-        return self.row == self.stride or self.count <= self.row
-
-    @property
-    def total(self) -> int:
-        """The sum of its elements' numbers."""
-        rows, rest = divmod(self.count, self.row)
-        starts = self.stride * (self.row * (rows * (rows - 1) // 2) + rest * rows)
-        within = rows * (self.row * (self.row - 1) // 2) + rest * (rest - 1) // 2
-        return self.first * self.count + starts + within
-
-    def made_of(self, pieces: Iterable[Piece]) -> bool:
-        """Tell whether pieces of its tensor together have each element once.
-
-        Their numbers must add up, too: a gap may be as long as what is there twice.
-        """
-        count = total = 0
-        for piece in pieces:
-            count, total = count + piece.count, total + piece.total
-        return (count, total) == (self.size, self.size * (self.size - 1) // 2)
-
-    def numbers(self, places: Tensor | None = None) -> Tensor:
-        """Return the numbers in the whole tensor (int64) of elements of this piece, or of all."""
-        places = torch.arange(self.count) if places is None else places.long()
-        if self.ranges:
-            return places + self.first
-        return self.first + places // self.row * self.stride + places % self.row
-
-    def cut(self, begin: int, end: int) -> Piece:
-        """Return elements from ``begin`` to ``end``: whole rows, or a part of one, or a range."""
-        if self.ranges:
-            return replace(self, first=self.first + begin, count=end - begin)
-        first = self.first + begin // self.row * self.stride
-        if begin % self.row or (end % self.row and end != self.count):
-            return replace(self, first=first + begin % self.row, row=end - begin, count=end - begin)
-        return replace(self, first=first, count=end - begin)
 
 
 @dataclass(frozen=True)
@@ -224,7 +150,11 @@ def parts_of(weights: Weights) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for name, tensor in tensors_of(weights).items():
         _check_dense(name, tensor)
-        piece = _sharded(name, tensor) if isinstance(tensor, DTensor) else _whole(name, tensor)
+        piece = (
+            piece_of_shard(name, tensor)
+            if isinstance(tensor, DTensor)
+            else piece_of_tensor(name, tensor)
+        )
         parts[name] = Part(piece, local_of(tensor).detach())
     return parts
 
@@ -284,75 +214,3 @@ def ties_of(parts: Mapping[str, Part]) -> dict[str, str]:
 def untied(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return the parts without those that are tied to another: that have its memory."""
     return {name: parts[name] for name, owner in owners(parts).items() if name == owner}
-
-
-def _whole(name: str, tensor: Tensor) -> Piece:
-    shape, size = tuple(tensor.shape), tensor.numel()
-    return Piece(name, tensor.dtype, shape, 0, max(size, 1), max(size, 1), size)
-
-
-def _sharded(name: str, tensor: DTensor) -> Piece:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(how.is_partial() for how in tensor.placements):
-        raise InputError(f"{name} is placed as {tensor.placements}, a sum that is not yet made")
-    if tensor.device_mesh.get_coordinate() is None:
-        return Piece(name, tensor.dtype, tuple(tensor.shape), 0, 1, 1, 0)
-
-    held, starts = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    local = tuple(tensor.to_local().shape)
-    is_empty = math.prod(local) == math.prod(held) == 0  # FSDP2 cuts these to other shapes
-    if (local != tuple(held) and not is_empty) or _is_interleaved(tensor):
-        raise InputError(
-            f"{name} holds {list(local)} here, which is no slice of the whole as"
-            f" {tensor.placements} cut it; make it by distribute_tensor, or redistribute it"
-        )
-    return piece_of_slice(name, tensor.dtype, tuple(tensor.shape), tuple(starts), tuple(held))
-
-
-def _is_interleaved(tensor: DTensor) -> bool:
-    """Tell whether a shard has gaps: it is cut for others to cut it before, and they do not."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    cuts = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
-    for number, (_, how) in enumerate(cuts):
-        if isinstance(how, _StridedShard):
-            later = [size for size, other in cuts[number + 1 :] if other.is_shard(how.dim)]
-            if how.split_factor != math.prod(later):
-                return True
-    return False
-
-
-def piece_of_slice(
-    name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    starts: tuple[int, ...],
-    lengths: tuple[int, ...],
-) -> Piece:
-    """Return a slice of a tensor as a piece: from ``starts``, ``lengths`` along each dimension.
-
-    Raises
-    ------
-    InputError
-        If the slice's rows have no common distance.
-    """
-    count = math.prod(lengths)
-    inner = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    first = sum(start * size for start, size in zip(starts, inner, strict=True))
-    cut = [d for d, (part, all_) in enumerate(zip(lengths, shape, strict=True)) if part < all_]
-    last = cut[-1] if cut else 0
-    outer = [d for d in range(last) if lengths[d] > 1]
-    if not count or not cut or not outer:
-        row = max(count, 1)
-        return Piece(name, dtype, shape, first, row, row, count)
-    if any(inner[a] != lengths[b] * inner[b] for a, b in pairwise(outer)):
-        raise InputError(
-            f"{name} is cut along several dimensions, {lengths} of {shape}; publish it from a mesh"
-            " that cuts it along one, or gather it first"
-        )
-    row = lengths[last] * inner[last]
-    stride = inner[outer[-1]]
-    return Piece(name, dtype, shape, first, row, stride, count)

@@ -19,7 +19,8 @@ from sparcel.delta.encoding import CODES, encode_parts
 from sparcel.delta.files import delta_file
 from sparcel.delta.ledger import Ledger, file_name
 from sparcel.delta.owned import gathered, owned, recut
-from sparcel.delta.parts import Part, Piece, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.parts import Part, Weights, parts_of, tensors_of, ties_of, untied
+from sparcel.delta.pieces import Piece
 from sparcel.delta.step import swap_all
 from sparcel.delta.stores import Store, store_at
 from sparcel.errors import MismatchError, VersionError, known
