@@ -43,6 +43,7 @@ NB_MODULE(_cpu, module) {
     sparcel::bind_merge(module);
     sparcel::bind_message(module);
     sparcel::bind_pack(module);
+    sparcel::bind_regions(module);
     sparcel::bind_scatter(module);
     sparcel::bind_sets(module);
     sparcel::bind_squares(module);

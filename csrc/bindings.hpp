@@ -8,6 +8,7 @@ void bind_select(nb::module_& module);
 void bind_merge(nb::module_& module);
 void bind_message(nb::module_& module);
 void bind_pack(nb::module_& module);
+void bind_regions(nb::module_& module);
 void bind_scatter(nb::module_& module);
 void bind_sets(nb::module_& module);
 void bind_squares(nb::module_& module);

@@ -109,6 +109,26 @@ struct NarrowPasses {
     void (*brain)(const float* x, size_t n, uint16_t* narrow);
 };
 
+// The passes over 64·words numbers x of which a bitmap selects some. The selected values are in
+// order; kSlack more can be read and written.
+struct MaskPasses {
+    // Makes x = memory + addend, unless memory is null. Selects |x| >= threshold > 0 into the
+    // bitmap and the values, returns how many these are, and raises `largest` to the largest
+    // magnitude.
+    size_t (*select)(const float* memory, const float* addend, float* x, size_t words,
+                     uint32_t threshold, uint64_t* mask, float* values, uint32_t* largest);
+    // Writes the values to x; adds them to x; makes x of them and of zeros.
+    void (*put)(const uint64_t* mask, size_t words, const float* values, float* x);
+    void (*add)(const uint64_t* mask, size_t words, const float* values, float* x);
+    void (*expand)(const uint64_t* mask, size_t words, const float* values, float* x);
+    // Divides x[0, n), and returns the bits of the largest magnitude.
+    uint32_t (*divide)(float* x, size_t n, float divisor);
+    // Returns the sum of the magnitudes of x[0, n).
+    double (*magnitude)(const float* x, size_t n);
+    // Makes rest = x - less; `rest` may be x.
+    void (*subtract)(const float* x, const float* less, size_t n, float* rest);
+};
+
 // The passes that read a vector as it is stored.
 template <class Storage>
 struct Readers {
@@ -125,6 +145,7 @@ struct Kernels {
     Accumulate<float, uint32_t> accumulate32;
     Accumulate<double, uint64_t> accumulate64;
     CodePasses codes;
+    MaskPasses masked;
     NarrowPasses narrow;
     DeltaPasses delta;
 

@@ -1,5 +1,6 @@
 #include "accumulate_pass.hpp"
 #include "delta_pass.hpp"
+#include "mask_pass.hpp"
 #include "narrow_pass.hpp"
 #include "passes.hpp"
 #include "quantize_pass.hpp"
@@ -16,6 +17,7 @@ const Kernels avx512_kernels = {
     FloatPasses<Vector32>::accumulate,
     FloatPasses<Vector64>::accumulate,
     code_passes,
+    masked_passes<Vector32>,
     narrow_passes,
     delta_passes<Sixty4>,
 };

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "bits.hpp"
 #include "kernels.hpp"
@@ -60,8 +61,16 @@ struct Window {
     }
 };
 
+// Calls run(n). Loops over the usual lengths of blocks are compiled for these alone.
+template <class Run>
+[[gnu::always_inline]] inline void with_usual_length(size_t n, const Run& run) {
+    if (n == 64) return run(std::integral_constant<size_t, 64>());
+    if (n == 32) return run(std::integral_constant<size_t, 32>());
+    run(n);
+}
+
 // Returns the largest magnitude of a block, NaN if one is not finite.
-inline float largest_magnitude(const float* x, size_t n) {
+[[gnu::always_inline]] inline float largest_magnitude(const float* x, size_t n) {
     uint32_t largest = 0;
     for (size_t i = 0; i < n; ++i) {
         const uint32_t bits = bits_of(x[i]) & Bits<uint32_t>::magnitude;
@@ -82,8 +91,8 @@ inline float signed_as(float magnitude, bool negative) {
 }
 
 // Rounds a block to the nearest of `levels` levels of a scale.
-inline void round_to_nearest(const float* x, size_t n, int levels, float scale, uint8_t* codes,
-                             float* values) {
+[[gnu::always_inline]] inline void round_to_nearest(const float* x, size_t n, int levels,
+                                                    float scale, uint8_t* codes, float* values) {
     const float inverse = float(levels) / scale, step = scale / float(levels);
     for (size_t i = 0; i < n; ++i) {
         const int nearest = int(__builtin_fabsf(x[i]) * inverse + 0.5f);
@@ -120,7 +129,7 @@ inline void round_at_random(const float* x, size_t n, int levels, float scale, u
 // Returns the sum of n numbers, where half of them are added to the other half, again and again.
 // Zeros, which change no sum, fill them up to a power of two. `sums` has room for half of these.
 template <class Number>
-inline double sum_by_halves(size_t n, const Number& number, double* sums) {
+[[gnu::always_inline]] inline double sum_by_halves(size_t n, const Number& number, double* sums) {
     size_t half = std::bit_ceil(n) / 2;
     if (half == 0) return number(0);
     for (size_t i = 0; i < n - half; ++i) sums[i] = number(i) + number(half + i);
@@ -133,8 +142,9 @@ inline double sum_by_halves(size_t n, const Number& number, double* sums) {
 }
 
 // Rounds a block to two magnitudes, the means of those up to the mean and of those above.
-inline void round_to_means(const float* x, size_t n, bool narrow, double* sums, uint8_t* codes,
-                           float* scales, float* values) {
+[[gnu::always_inline]] inline void round_to_means(const float* x, size_t n, bool narrow,
+                                                  double* sums, uint8_t* codes, float* scales,
+                                                  float* values) {
     const auto magnitude = [x](size_t i) { return double(__builtin_fabsf(x[i])); };
     const double total = sum_by_halves(n, magnitude, sums), mean = total / double(n);
     const auto above = [=](size_t i) { return magnitude(i) > mean; };
@@ -157,57 +167,71 @@ inline void round_to_means(const float* x, size_t n, bool narrow, double* sums, 
     }
 }
 
+// Rounds a block, and writes its scales.
+[[gnu::always_inline]] inline void quantize_block(const Coding& coding, const float* x, size_t n,
+                                                  uint64_t offset, double* sums, Window& random,
+                                                  uint8_t* codes, float* scales, float* values) {
+    constexpr float smallest = 0x1p-100f, most = 3.4e38f;
+    const float largest = largest_magnitude(x, n);
+    if (largest != largest) {
+        std::fill_n(scales, coding.scales(), largest);
+        std::memset(codes, 0, n);
+        std::fill_n(values, n, largest);
+    } else if (coding.scales() == 2) {
+        round_to_means(x, n, coding.narrow, sums, codes, scales, values);
+    } else if (largest == 0 || (!coding.stochastic && largest < smallest)) {
+        *scales = 0;
+        std::memset(codes, 0, n);
+        std::fill_n(values, n, 0.0f);
+    } else {
+        const float scale = std::min(largest, most);
+        *scales = coding.narrow ? narrow_scale(scale, coding.stochastic) : scale;
+        if (coding.stochastic) {
+            round_at_random(x, n, coding.levels(), *scales, offset, random, codes, values);
+        } else {
+            round_to_nearest(x, n, coding.levels(), *scales, codes, values);
+        }
+    }
+}
+
 inline void quantize_blocks(const Coding& coding, const float* x, size_t n, uint64_t offset,
                             double* sums, uint8_t* codes, float* scales, float* values) {
-    constexpr float smallest = 0x1p-100f, most = 3.4e38f;
-    const int levels = coding.levels();
     Window random{coding.seed};
     for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
         const size_t length = std::min(coding.block, n - at);
-        const float largest = largest_magnitude(x + at, length);
-        if (largest != largest) {
-            std::fill_n(scales, coding.scales(), largest);
-            std::memset(codes + at, 0, length);
-            std::fill_n(values + at, length, largest);
-        } else if (coding.scales() == 2) {
-            round_to_means(x + at, length, coding.narrow, sums, codes + at, scales, values + at);
-        } else if (largest == 0 || (!coding.stochastic && largest < smallest)) {
-            *scales = 0;
-            std::memset(codes + at, 0, length);
-            std::fill_n(values + at, length, 0.0f);
-        } else {
-            const float scale = std::min(largest, most);
-            *scales = coding.narrow ? narrow_scale(scale, coding.stochastic) : scale;
-            if (coding.stochastic) {
-                round_at_random(x + at, length, levels, *scales, offset + at, random, codes + at,
-                                values + at);
-            } else {
-                round_to_nearest(x + at, length, levels, *scales, codes + at, values + at);
-            }
+        const auto round = [&](auto count) {
+            quantize_block(coding, x + at, count, offset + at, sums, random, codes + at, scales,
+                           values + at);
+        };
+        with_usual_length(length, round);
+    }
+}
+
+[[gnu::always_inline]] inline void dequantize_block(const Coding& coding, const uint8_t* codes,
+                                                    size_t n, const float* scales, float* values) {
+    const int levels = coding.levels();
+    if (coding.scales() == 2) {
+        const float lower = scales[0], upper = scales[1];
+        for (size_t i = 0; i < n; ++i) {
+            const float magnitude = codes[i] & 1 ? upper : lower;
+            values[i] = from_bits(bits_of(magnitude) ^ uint32_t(codes[i] >> 1) << 31);
+        }
+    } else {
+        const float step = scales[0] / float(levels);
+        for (size_t i = 0; i < n; ++i) {
+            const float magnitude = float(int(codes[i]) & levels) * step;
+            values[i] = from_bits(bits_of(magnitude) ^ uint32_t(codes[i] > levels) << 31);
         }
     }
 }
 
 inline void dequantize_blocks(const Coding& coding, const uint8_t* codes, size_t n,
                               const float* scales, float* values) {
-    const int levels = coding.levels();
     for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
-        const size_t length = std::min(coding.block, n - at);
-        const uint8_t* code = codes + at;
-        float* value = values + at;
-        if (coding.scales() == 2) {
-            const float lower = scales[0], upper = scales[1];
-            for (size_t i = 0; i < length; ++i) {
-                const float magnitude = code[i] & 1 ? upper : lower;
-                value[i] = from_bits(bits_of(magnitude) ^ uint32_t(code[i] >> 1) << 31);
-            }
-        } else {
-            const float step = scales[0] / float(levels);
-            for (size_t i = 0; i < length; ++i) {
-                const float magnitude = float(int(code[i]) & levels) * step;
-                value[i] = from_bits(bits_of(magnitude) ^ uint32_t(code[i] > levels) << 31);
-            }
-        }
+        const auto decode = [&](auto count) {
+            dequantize_block(coding, codes + at, count, scales, values + at);
+        };
+        with_usual_length(std::min(coding.block, n - at), decode);
     }
 }
 

@@ -44,7 +44,23 @@ struct Permutations4 {
     }
 };
 
+// Row `mask` moves the first lanes of 8 to the masked ones.
+struct Expansions8 {
+    alignas(64) uint8_t rows[256][8] = {};
+
+    constexpr Expansions8() {
+        for (int mask = 0; mask < 256; ++mask) {
+            int place = 0;
+            for (int lane = 0; lane < 8; ++lane) {
+                rows[mask][lane] = uint8_t(place);
+                place += mask >> lane & 1;
+            }
+        }
+    }
+};
+
 constexpr Permutations8 kPermutations8;
+constexpr Expansions8 kExpansions8;
 constexpr Permutations4 kPermutations4;
 
 template <class StorageT>
@@ -121,6 +137,28 @@ struct Vector32 : Avx2Words<uint32_t> {
         return {{_mm256_castps_si256(product)}};
     }
     void store(float* x) const { _mm256_storeu_ps(x, _mm256_castsi256_ps(bits)); }
+    static uint64_t word(Mask mask) {
+        return unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
+    }
+    size_t compress(uint64_t which, float* x) const {
+        Vector32{{_mm256_permutevar8x32_epi32(bits, order(kPermutations8.rows[which]))}}.store(x);
+        return size_t(__builtin_popcountll(which));
+    }
+    static Vector32 expand(uint64_t which, const float* x) {
+        const Register moved =
+            _mm256_permutevar8x32_epi32(load_float(x).bits, order(kExpansions8.rows[which]));
+        return {{_mm256_and_si256(moved, lanes_in(which))}};
+    }
+    Vector32 where(uint64_t which, Vector32 other) const {
+        return {{_mm256_blendv_epi8(bits, other.bits, lanes_in(which))}};
+    }
+    static Register order(const uint8_t* row) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row)));
+    }
+    static Register lanes_in(uint64_t which) {
+        const Register each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+        return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(which)), each), each);
+    }
     void stream(float* x) const { _mm256_stream_ps(x, _mm256_castsi256_ps(bits)); }
     static void fence() { _mm_sfence(); }
 };

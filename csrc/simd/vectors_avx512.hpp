@@ -77,6 +77,17 @@ struct Vector32 : Avx512Words<uint32_t> {
         return {{_mm512_castps_si512(product)}};
     }
     void store(float* x) const { _mm512_storeu_si512(x, bits); }
+    static uint64_t word(Mask mask) { return mask; }
+    size_t compress(uint64_t which, float* x) const {
+        _mm512_storeu_si512(x, _mm512_maskz_compress_epi32(Mask(which), bits));
+        return size_t(__builtin_popcountll(which));
+    }
+    static Vector32 expand(uint64_t which, const float* x) {
+        return {{_mm512_maskz_expand_epi32(Mask(which), _mm512_loadu_si512(x))}};
+    }
+    Vector32 where(uint64_t which, Vector32 other) const {
+        return {{_mm512_mask_mov_epi32(bits, Mask(which), other.bits)}};
+    }
     void stream(float* x) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(x), bits); }
     static void fence() { _mm_sfence(); }
 };

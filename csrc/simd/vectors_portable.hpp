@@ -64,6 +64,19 @@ struct PortableVector {
         return {Register(Floats(a.bits) * b)};
     }
     void store(Float* x) const { std::memcpy(x, &bits, sizeof bits); }
+    static uint64_t word(Mask mask) {
+        uint64_t which = 0;
+        for (size_t lane = 0; lane < lanes; ++lane) which |= uint64_t(mask[lane] & 1) << lane;
+        return which;
+    }
+    size_t compress(uint64_t which, Float* x) const {
+        size_t found = 0;
+        for (size_t lane = 0; lane < lanes; ++lane) {
+            x[found] = Floats(bits)[lane];
+            found += size_t(which >> lane & 1);
+        }
+        return found;
+    }
     void stream(Float* x) const { store(x); }
     static void fence() {}
     Register larger(Register most) const {

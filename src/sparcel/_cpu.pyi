@@ -233,6 +233,52 @@ def transpose(
     threads: int,
 ) -> None: ...
 
+# Exchanges by regions: see csrc/bind_regions.cpp.
+
+def enter(
+    memory: Tensor,
+    gradient: Tensor,
+    scratch: Tensor,
+    scale: float,
+    rank: int,
+    ranks: int,
+    block: int,
+    shares: Sequence[tuple[int, float]],
+    most: Sequence[int],
+    dense: bool,
+    bits: int,
+    scaled: int,
+    step: int,
+    headers: Sequence[bytes],
+    threads: int,
+) -> tuple[list[Tensor | None], int, float]: ...
+def collect(
+    x: Tensor,
+    messages: Sequence[Tensor],
+    expected: bytes,
+    rank: int,
+    ranks: int,
+    block: int,
+    shares: Sequence[tuple[int, float]],
+    most: int,
+    dense: bool,
+    bits: int,
+    scaled: int,
+    step: int,
+    header: bytes,
+    threads: int,
+) -> tuple[Tensor | None, int, float, int]: ...
+def deliver(
+    messages: Sequence[Tensor],
+    expected: Sequence[bytes],
+    block: int,
+    bits: int,
+    scaled: int,
+    divisor: float,
+    out: Tensor,
+    threads: int,
+) -> tuple[int, bool, int]: ...
+
 # Changes of weights: see csrc/bind_delta.cpp. A piece has its elements, or None if they are not
 # known, its count, key, first, row and stride.
 

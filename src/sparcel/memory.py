@@ -108,7 +108,7 @@ class Memory:
         InputError
             When the gradient's size or device is not that of the step before.
         """
-        with self._entered(gradient, ranks, withheld, clear, scale) as addition:
+        with self.entered(gradient, ranks, withheld, clear, scale) as addition:
             streams = [
                 share.selector.take(addition.part(share.start, share.stop), share.k, step)
                 for share in shares
@@ -127,7 +127,7 @@ class Memory:
 
         The stream shares the scratch's storage. `settle` takes out what was sent of it.
         """
-        with self._entered(gradient, ranks, withheld, clear, scale) as addition:
+        with self.entered(gradient, ranks, withheld, clear, scale) as addition:
             *_, finite = kernels.accumulate_topk(addition, 0)
         return SparseStream.unchecked(None, addition.scratch, gradient.numel(), finite)
 
@@ -223,15 +223,18 @@ class Memory:
                 kernels.add_saturated(part, stream.indices, stream.values)
 
     @contextmanager
-    def _entered(
+    def entered(
         self,
         gradient: Tensor,
         ranks: int,
-        withheld: Sequence[Range],
-        clear: bool,
-        scale: float,
+        withheld: Sequence[Range] = (),
+        clear: bool = False,
+        scale: float = 1.0,
     ) -> Iterator[kernels.Addition]:
-        """Yield the addition of what enters to the residual; withheld ranges are zero."""
+        """Yield the addition of what enters to the residual; withheld ranges are zero.
+
+        Parameters are those of `select`. Whoever adds up leaves in scratch what is kept back.
+        """
         self.check(gradient)
         before = self.residual
         if before is None:

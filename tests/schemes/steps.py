@@ -28,6 +28,14 @@ SCHEMES = {
     "sparcml 4 bits": partial(sparcel.scheme, "sparcml", density=0.4, bits=4),
     "topk packed 4 bits": partial(sparcel.scheme, "topk", density=0.1, format="packed:4"),
     "topk half bits": partial(sparcel.scheme, "topk", density=1, format="raw:bfloat16"),
+    "bidirectional": partial(sparcel.scheme, "bidirectional", density=0.1),
+    "bidirectional 4 bits": partial(sparcel.scheme, density=0.1, format="packed:4"),
+    "bidirectional all 8 bits": partial(
+        sparcel.scheme, "bidirectional", density=0.2, returned=1, format="packed:8"
+    ),
+    "bidirectional dense 2 bits": partial(
+        sparcel.scheme, "bidirectional", density=0.99, format="packed:2"
+    ),
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
     "oktopk": partial(sparcel.scheme, "oktopk", density=0.1),

@@ -160,6 +160,17 @@ class Format:
         header = Header.of(held, number, code.number, code.detail, length)
         return Packet(message_of(header, parts), held)
 
+    def blank_header(self, size: int, dtype: torch.dtype, dense: bool) -> Header:
+        """Return the header of a finite stream of scalars, whose counts and length are not known.
+
+        Compiled passes fill in the rest.
+        """
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        indices = None if dense else empty.int()
+        stream = SparseStream.unchecked(indices, empty, size)
+        number = 0 if dense else list(INDEX_CODES).index(self.indices)
+        return Header.of(stream, number, self.value_code.number, self.value_code.detail, 0)
+
     def decode(self, payload: Tensor, header: Header) -> SparseStream:
         """Return the stream in ``payload``; the tensors may be views of it.
 

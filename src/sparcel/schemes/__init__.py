@@ -12,6 +12,8 @@ from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.auto import stages_by as auto_stages_by
 from sparcel.schemes.base import Scheme
+from sparcel.schemes.bidirectional import Bidirectional
+from sparcel.schemes.bidirectional import stages as bidirectional_stages
 from sparcel.schemes.dense import Dense, engine_stages
 from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import checked_density, front_loaded, front_loaded_shares
@@ -48,6 +50,7 @@ __all__ = [
     "SEND_ALL",
     "Auto",
     "Begun",
+    "Bidirectional",
     "Dense",
     "GTopK",
     "Hierarchical",
@@ -71,6 +74,7 @@ __all__ = [
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "dense": Dense,
+    "bidirectional": Bidirectional,
     "topk": TopK,
     "sparcml": SparCML,
     "gtopk": GTopK,
@@ -86,6 +90,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
 
 STAGES: dict[str, Stages] = {
     "dense": dense_stages,
+    "bidirectional": bidirectional_stages,
     "gtopk": gtopk_stages,
     "oktopk": oktopk_stages,
     "scalecom": scalecom_stages,
@@ -100,7 +105,7 @@ ON_NODES = ("hitopk", "torus2d")
 SEND_ALL = ("dense", "torus2d")
 """The schemes that select nothing, and so take no density."""
 
-DEFAULT = "oktopk"
+DEFAULT = "bidirectional"
 """The scheme where none is named."""
 
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}

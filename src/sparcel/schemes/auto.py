@@ -27,7 +27,7 @@ from sparcel.schemes.oktopk import exchange_oktopk
 from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting
 from sparcel.schemes.topk import exchange_topk
 from sparcel.schemes.topk import stages_by as topk_stages_by
 from sparcel.stages import Problem, Stages
@@ -57,7 +57,7 @@ def stages_by(rates: Rates) -> Stages:
 
 
 @dataclass(eq=False)
-class Auto(Sparsifier):
+class Auto(Selecting):
     """The fastest of several methods, by prediction at first and then by measurement.
 
     The methods share the memory, so nothing is lost when the choice changes. The first dense step
@@ -72,7 +72,7 @@ class Auto(Sparsifier):
         Time the steps, try methods that may be faster, and choose by the measurements. Choices
         then depend on the clock, so a rerun may differ. False chooses by the prediction alone.
 
-    The others are those of `Sparsifier`. Predictions rest on the communicator's ``rates``, or on
+    The others are those of `Selecting`. Predictions rest on the communicator's ``rates``, or on
     assumed rates if it has none. Choices and the times behind them belong to a communicator and
     are not part of the state.
     """

@@ -193,7 +193,7 @@ class Scheme(ABC):
             size = reduced.total.size
             coordinates = size if reduced.sent_whole else request.count(size)
             request.meter.coordinates += coordinates
-            request.meter.reduced += min(reduced.total.nnz, coordinates)
+            request.meter.reduced += min(reduced.nnz, coordinates)
             with profiled("update"):
                 average = averaged(reduced, gradient.dtype, out)
                 if out is not None:

@@ -11,7 +11,7 @@ from sparcel.errors import known
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.exchange import Exchanged, Selection
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting
 from sparcel.stages import Problem, Stage, scattered
 from sparcel.wire import Wire
 
@@ -23,7 +23,7 @@ def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") 
 
 
 @dataclass(eq=False)
-class GTopK(Sparsifier):
+class GTopK(Selecting):
     """The tree's top-k of the sum of the ranks' selections.
 
     Parameters
@@ -34,7 +34,7 @@ class GTopK(Sparsifier):
         values of the coordinates that did not win. This loses the other ranks' part of a sum that
         was dropped on one branch while the coordinate won on another.
 
-    The others are those of `Sparsifier`. The update has as many coordinates as a rank sends.
+    The others are those of `Selecting`. The update has as many coordinates as a rank sends.
     Source: gTop-k, Algorithm 4.
     """
 

@@ -27,7 +27,7 @@ from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.exchange import Exchanged, Selection
 from sparcel.schemes.outcome import Reduced
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting
 from sparcel.selectors import selector
 from sparcel.stages import Problem, Stage, Work, scattered
 from sparcel.wire import Wire
@@ -74,7 +74,7 @@ def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
 
 
 @dataclass(eq=False)
-class OkTopK(Sparsifier):
+class OkTopK(Selecting):
     """Each rank sums one region of the vector, and the k largest of all sums are applied.
 
     Parameters
@@ -94,7 +94,7 @@ class OkTopK(Sparsifier):
         region, and sends coordinates of the other regions alone. ``"own"``: the paper's rule,
         each rank takes back its own values.
 
-    The others are those of `Sparsifier`.
+    The others are those of `Selecting`.
     Source: Ok-Topk, Algorithms 1 and 2.
     """
 

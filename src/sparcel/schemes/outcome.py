@@ -31,6 +31,8 @@ class Reduced:
         What a later step of `OkTopK` may reuse.
     inner
         What the scheme inside of `Hierarchical` has reduced.
+    entries
+        How many coordinates came back, where ``total`` was made dense of fewer.
     """
 
     total: SparseStream
@@ -38,6 +40,12 @@ class Reduced:
     sent_whole: bool = False
     estimates: Estimates | None = None
     inner: Reduced | None = None
+    entries: int | None = None
+
+    @property
+    def nnz(self) -> int:
+        """How many coordinates came back."""
+        return self.total.nnz if self.entries is None else self.entries
 
     def without_sum(self) -> Reduced:
         """Return what there is to remember; the sum can be freed."""

@@ -30,7 +30,9 @@ def hitopk(
 
     The paper selects with ``selector="mstopk"``. Source: CommLib, Algorithm 2.
     """
-    inner = TopK(density, selector, warmup, warmup_steps, format=format, algorithm="allgather")
+    inner = TopK(
+        density, warmup, warmup_steps, format=format, selector=selector, algorithm="allgather"
+    )
     return Hierarchical(inner, ranks_per_node)
 
 
@@ -49,7 +51,9 @@ def mstopk(
     format: str | Format = "raw",
 ) -> Scheme:
     """All-gather of MSTopK's selections. Source: CommLib, Algorithm 1 and section 5.5."""
-    return TopK(density, "mstopk", warmup, warmup_steps, format=format, algorithm="allgather")
+    return TopK(
+        density, warmup, warmup_steps, format=format, selector="mstopk", algorithm="allgather"
+    )
 
 
 def dgc(
@@ -68,9 +72,7 @@ def dgc(
     from a sample. Here selections are exact, which takes less time on CPUs.
     Source: Lin et al. 2018.
     """
-    return TopK(
-        density, "exact", warmup, warmup_steps, momentum, clip, format, algorithm="allgather"
-    )
+    return TopK(density, warmup, warmup_steps, momentum, clip, format, algorithm="allgather")
 
 
 def _select_and_gather(problem: Problem) -> Iterator[Stage]:

@@ -18,7 +18,7 @@ from sparcel.formats import Expected
 from sparcel.schemes._stages import SMALL, apply_stages
 from sparcel.schemes.exchange import Exchanged, Selection
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting
 from sparcel.selectors import Selector
 from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
@@ -26,7 +26,7 @@ from sparcel.wire import Wire
 
 
 @dataclass(eq=False)
-class ScaleCom(Sparsifier):
+class ScaleCom(Selecting):
     """The sum of all ranks' values at the coordinates that the step's leader selects (CLT-k).
 
     Ranks lead in turns. The bytes that a rank receives do not grow with the number of ranks.
@@ -45,7 +45,7 @@ class ScaleCom(Sparsifier):
         owed is multiplied by β. The same holds for memory loaded from a state with another β.
         Refused without ``beta_steps``.
 
-    The others are those of `Sparsifier`.
+    The others are those of `Selecting`.
     Source: ScaleCom, Algorithm 1 and section 4. Deviation: the leader selects the largest of the
     whole vector; ``selector="chunkwise"`` is the paper's, which takes one from each chunk.
     """

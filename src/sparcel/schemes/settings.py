@@ -29,6 +29,7 @@ class Settings(TypedDict, total=False):
     momentum: float
     put_back: str
     ranks_per_node: int | None
+    returned: float | None
     seed: int | None
     selector: str | Selector
     threshold: str

@@ -9,13 +9,13 @@ from sparcel.collectives.split_allgather import split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import FewBits, Format
 from sparcel.schemes.exchange import Exchanged, Selection
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting
 from sparcel.schemes.topk import exchange_topk
 from sparcel.wire import Wire
 
 
 @dataclass(eq=False)
-class SparCML(Sparsifier):
+class SparCML(Selecting):
     """The sum of the ranks' top-k selections, in few bits; without ``bits``, `TopK`.
 
     Parameters
@@ -25,13 +25,13 @@ class SparCML(Sparsifier):
         float32 scale for 512 of them (QSGD), by split and all-gather: those that each rank
         selected, and their sum. Who rounds keeps the rounding error in its memory; the paper drops
         it. With 2 bits the errors exceed the values, and the memory grows to many times its size.
-        The formats of `Sparsifier`, which round to nearest and have a scale for 64 values, train
-        better. None: `Sparsifier`'s ``format``.
+        The formats of `Selecting`, which round to nearest and have a scale for 64 values, train
+        better. None: `Selecting`'s ``format``.
     seed
         Decides the random rounding, with the step, the rank and the value's position; the same on
         all ranks. By default 0; refused without ``bits``.
 
-    The others are those of `Sparsifier`.
+    The others are those of `Selecting`.
     Source: SparCML, Algorithm 1 and sections 6 and 8.3. Deviation: ranks select the largest of the
     whole vector; ``selector="bucketed"`` is that of the paper's experiments, the largest of every
     512 coordinates, which spreads the entries evenly, takes longer, and trains worse.

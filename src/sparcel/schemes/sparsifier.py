@@ -1,4 +1,4 @@
-"""The base of schemes that send a selection and remember the rest."""
+"""The bases of schemes that send a part and remember the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparcel import auto
 from sparcel._checks import check_type, checked_filter, number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
-from sparcel.memory import Memory, Placed, Share, emptied
+from sparcel.memory import Memory, Placed, Share, emptied, wide_dtype
 from sparcel.ops import SUM
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
@@ -22,6 +22,7 @@ from sparcel.schemes.density import checked_density, checked_schedule, count_for
 from sparcel.schemes.exchange import Exchanged, Selection, magnitude_of
 from sparcel.schemes.meter import Meter
 from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector
@@ -31,14 +32,12 @@ from sparcel.wire import Wire
 
 @dataclass(eq=False)
 class Sparsifier(Scheme):
-    """A scheme that sends a selection and remembers the rest.
+    """A scheme that sends a part of memory + gradient and remembers the rest.
 
     Parameters
     ----------
     density
         Share of the coordinates that a rank sends, in (0, 1]; 1 sends the whole vector densely.
-    selector
-        A selector, or a name of `sparcel.selectors.SELECTORS`.
     warmup
         Densities of the first steps: the first density for ``warmup_steps`` steps, then the second,
         and so on. 1 means uncompressed steps.
@@ -62,15 +61,12 @@ class Sparsifier(Scheme):
     """
 
     density: float = 0.01
-    selector: str | Selector = "exact"
     warmup: Sequence[float] = ()
     warmup_steps: int | None = None
     momentum: float = 0.0
     clip: float | None = None
     format: str | Format = "raw"
     _memory: Memory = field(init=False, repr=False)
-    _shares: list[Share] = field(default_factory=list, init=False, repr=False)
-    _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.density = checked_density(self.density)
@@ -80,7 +76,6 @@ class Sparsifier(Scheme):
             self.clip = number(self.clip, "clip", above=0, hint="None clips nothing")
         if self.format != "auto":
             self.format = format_named(self.format)
-        self.selector = make_selector(self.selector)
         self._memory = Memory(self.filter_at(0), self.momentum, self.clip)
 
     @property
@@ -107,20 +102,29 @@ class Sparsifier(Scheme):
             for start, stop in request.apart:
                 gradient[start:stop] = 0
         with emptied(gradient, () if in_place else request.apart):
-            if self._sends_all(request):
-                return Reduced(self._sum_all(gradient, comm, request), divisor)
-            outcome = self._sum_selected(gradient, comm, request, clear=in_place)
-            return Reduced(outcome.total, divisor, estimates=outcome.estimates)
+            if not self._sends_all(request):
+                return self._reduce_part(gradient, comm, request, scratch, in_place)
+            wire = self._wire(comm, gradient.numel(), gradient.numel())
+            if wire.format.loses:
+                everything = ((gradient.numel(), 1.0),)
+                return self._by_regions(gradient, wire, request, everything, everything, scratch)
+            return Reduced(self._sum_all(gradient, wire, request), divisor)
+
+    @abstractmethod
+    def _reduce_part(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None,
+        in_place: bool,
+    ) -> Reduced:
+        """Do what `reduce` does in a step that does not send all."""
 
     def _take_effect(self, reduced: Reduced) -> None:
         super()._take_effect(reduced)
         beta = self.filter_at(self.steps)
         self._memory.commit(beta, self.factor_at_switch(self._memory.beta, beta))
-
-    def fresh(self) -> Self:
-        """See `Scheme.fresh`."""
-        assert isinstance(self.selector, Selector), "__post_init__ made one"
-        return replace(self, selector=self.selector.fresh())
 
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """See `Scheme.coordinates`."""
@@ -128,13 +132,146 @@ class Sparsifier(Scheme):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
-        selectors = [share.selector.state_dict() for share in self._shares] or self._loaded
-        return super().state_dict() | {"selectors": selectors, "beta": self._memory.beta}
+        return super().state_dict() | {"beta": self._memory.beta}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         super()._check_state(state)
         if "beta" in state:
             checked_filter(state["beta"], "the state's 'beta'", STATE_HINT)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`."""
+        super().restore(state)
+        self._memory.beta = beta = self.filter_at(self.steps)
+        self._memory.load(state, self.factor_at_switch(float(state.get("beta", beta)), beta))
+
+    def _check(self, gradient: Tensor) -> None:
+        super()._check(gradient)
+        self._memory.check(gradient)
+
+    def _sends_all(self, request: Request) -> bool:
+        """Tell whether this step is uncompressed."""
+        return all(density == 1 for *_, density in self._densities(0, request))
+
+    def _sum_all(self, gradient: Tensor, wire: Wire, request: Request) -> SparseStream:
+        """Send all of memory + gradient by the engine's own sum, as training without a scheme."""
+        meter = request.meter
+        with meter.selecting():
+            everything = self._memory.accumulate(
+                gradient, request.divisor(wire.comm), request.withheld, scale=request.scale
+            )
+            leaving = magnitude_of(everything)
+        meter.asked += request.count(everything.size)
+        meter.selected += request.count(everything.size)
+        with meter.communicating():
+            total = auto.all_reduce(everything, wire, SUM, "dense", everything.size)
+            if wire.size == 1:  # the sum is the scratch itself
+                total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
+        self._memory.take_all()
+        meter.magnitude += _unless_void(leaving, total.finite)
+        return total
+
+    def _by_regions(
+        self,
+        gradient: Tensor,
+        wire: Wire,
+        request: Request,
+        up: Shares,
+        down: Shares,
+        out: Tensor | None,
+    ) -> Reduced:
+        """Send shares of memory + gradient to the owners of regions, who return shares of sums."""
+        meter, comm = request.meter, wire.comm
+        value_bytes = wide_dtype(gradient.dtype).itemsize
+        regions = Regions.of(gradient.numel(), wire.size)
+        sending = phase(regions, up, wire.format, value_bytes)
+        returning = phase(regions, down, wire.format, value_bytes)
+        meter.asked += sum(sending.expected) - sending.expected[wire.rank]
+        entered = self._memory.entered(
+            gradient, request.divisor(comm), request.withheld, scale=request.scale
+        )
+        with entered as addition, meter.communicating():
+            returned = exchange_regions(
+                addition,
+                wire,
+                sending,
+                returning,
+                request.update_divisor(comm),
+                out,
+                applied=self.momentum > 0 and not sending.dense,
+            )
+        meter.selected += returned.sent
+        meter.magnitude += _unless_void(returned.magnitude, returned.average.finite)
+        for coordinates in returned.applied or ():
+            self._memory.forget_velocity(coordinates)
+        return Reduced(returned.average, None, entries=returned.entries)
+
+    def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
+        """Return what carries ``k`` of ``size`` coordinates in this step."""
+        return Wire(comm, self.format_for(size, k, comm), self.steps)
+
+    def format_for(self, size: int, k: int, comm: Communicator) -> Format:
+        """Return the format in which ``k`` of ``size`` coordinates travel."""
+        if isinstance(self.format, Format):
+            return self.format
+        return auto.fastest_format(size, k, comm.rates)
+
+    def _densities(self, size: int, request: Request) -> list[tuple[int, int, float]]:
+        """Return the layers, or the whole vector, with their densities in this step."""
+        return [
+            (start, stop, self._density_now(own, request))
+            for start, stop, own in request.layers or [(0, size, None)]
+        ]
+
+    def _density_now(self, own: float | None, request: Request) -> float:
+        """Return the density of a layer in this step; ``own`` is its own, if it has one."""
+        entry = self.steps // (self.warmup_steps or 1)
+        if entry < len(self.warmup):
+            return max(own or 0.0, self.warmup[entry])
+        density = own or self.density
+        in_front = request.front_loaded and not self.warmup
+        return front_loaded(density, self.steps) if in_front else density
+
+
+def _unless_void(magnitude: float | Tensor, finite: bool | Tensor) -> float | Tensor:
+    """Return what a meter counts of a step: nothing if it is void."""
+    if isinstance(finite, Tensor):
+        return torch.where(finite, magnitude, 0.0)
+    return magnitude if finite else 0.0
+
+
+@dataclass(eq=False)
+class Selecting(Sparsifier):
+    """A scheme whose ranks select coordinates, which an exchange of streams sums.
+
+    Parameters
+    ----------
+    selector
+        A selector, or a name of `sparcel.selectors.SELECTORS`.
+
+    The others are those of `Sparsifier`.
+    """
+
+    selector: str | Selector = "exact"
+    _shares: list[Share] = field(default_factory=list, init=False, repr=False)
+    _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.selector = make_selector(self.selector)
+
+    def fresh(self) -> Self:
+        """See `Scheme.fresh`."""
+        assert isinstance(self.selector, Selector), "__post_init__ made one"
+        return replace(self, selector=self.selector.fresh())
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Scheme.state_dict`."""
+        selectors = [share.selector.state_dict() for share in self._shares] or self._loaded
+        return super().state_dict() | {"selectors": selectors}
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
         selectors = state.get("selectors", [])
         check_type(selectors, list, "the state's 'selectors'", STATE_HINT)
         for one in selectors:
@@ -145,38 +282,18 @@ class Sparsifier(Scheme):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`."""
         super().restore(state)
-        self._memory.beta = beta = self.filter_at(self.steps)
-        self._memory.load(state, self.factor_at_switch(float(state.get("beta", beta)), beta))
         self._shares, self._loaded = [], state.get("selectors", [])
 
-    def _check(self, gradient: Tensor) -> None:
-        super()._check(gradient)
-        self._memory.check(gradient)
-
-    def _sends_all(self, request: Request) -> bool:
-        """Tell whether this step is uncompressed."""
-        return all(density == 1 for *_, density in self._densities(0, request))
-
-    def _sum_all(self, gradient: Tensor, comm: Communicator, request: Request) -> SparseStream:
-        """Send all of memory + gradient, as training without a scheme does."""
-        meter = request.meter
-        with meter.selecting():
-            everything = self._memory.accumulate(
-                gradient, request.divisor(comm), request.withheld, scale=request.scale
-            )
-            leaving = magnitude_of(everything)
-        meter.asked += request.count(everything.size)
-        meter.selected += request.count(everything.size)
-        wire = self._wire(comm, everything.size, everything.size)
-        with meter.communicating():
-            # The engine's own sum does not travel in a format.
-            algorithm = "auto" if wire.format.loses else "dense"
-            total = auto.all_reduce(everything, wire, SUM, algorithm, everything.size)
-            if wire.size == 1:  # the sum is the scratch itself
-                total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
-        self._memory.take_all()
-        self._memory.settle(returns=self._lost(wire, meter, total, leaving))
-        return total
+    def _reduce_part(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None,
+        in_place: bool,
+    ) -> Reduced:
+        outcome = self._sum_selected(gradient, comm, request, clear=in_place)
+        return Reduced(outcome.total, request.update_divisor(comm), estimates=outcome.estimates)
 
     def _sum_selected(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
@@ -200,16 +317,6 @@ class Sparsifier(Scheme):
                 assert applied.indices is not None, "what leaves memory is sparse"
                 self._memory.forget_velocity(applied.indices)
         return outcome
-
-    def _wire(self, comm: Communicator, size: int, k: int) -> Wire:
-        """Return what carries ``k`` of ``size`` coordinates in this step."""
-        return Wire(comm, self.format_for(size, k, comm), self.steps)
-
-    def format_for(self, size: int, k: int, comm: Communicator) -> Format:
-        """Return the format in which ``k`` of ``size`` coordinates travel."""
-        if isinstance(self.format, Format):
-            return self.format
-        return auto.fastest_format(size, k, comm.rates)
 
     def _lost(
         self, wire: Wire, meter: Meter, total: SparseStream, leaving: float | Tensor
@@ -256,19 +363,3 @@ class Sparsifier(Scheme):
             Share(start, stop, selector, count_for(density, stop - start))
             for (start, stop, density), selector in zip(ranges, selectors, strict=True)
         ]
-
-    def _densities(self, size: int, request: Request) -> list[tuple[int, int, float]]:
-        """Return the layers, or the whole vector, with their densities in this step."""
-        return [
-            (start, stop, self._density_now(own, request))
-            for start, stop, own in request.layers or [(0, size, None)]
-        ]
-
-    def _density_now(self, own: float | None, request: Request) -> float:
-        """Return the density of a layer in this step; ``own`` is its own, if it has one."""
-        entry = self.steps // (self.warmup_steps or 1)
-        if entry < len(self.warmup):
-            return max(own or 0.0, self.warmup[entry])
-        density = own or self.density
-        in_front = request.front_loaded and not self.warmup
-        return front_loaded(density, self.steps) if in_front else density

@@ -11,7 +11,7 @@ from sparcel.collectives import check_algorithm
 from sparcel.rates import Rates
 from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes.exchange import Exchanged, Selection
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting
 from sparcel.stages import Problem, Stage, Stages
 from sparcel.wire import Wire
 
@@ -23,7 +23,7 @@ def exchange_topk(selection: Selection, wire: Wire, algorithm: str = "auto") -> 
 
 
 @dataclass(eq=False)
-class TopK(Sparsifier):
+class TopK(Selecting):
     """The sum of the ranks' selections, with error feedback.
 
     Parameters
@@ -31,7 +31,7 @@ class TopK(Sparsifier):
     algorithm
         The all-reduce that sums the selections, as in `sparcel.all_reduce`.
 
-    The others are those of `Sparsifier`.
+    The others are those of `Selecting`.
     Source: gTop-k, Algorithm 1 (its baseline, after Dryden et al. and Lin et al.).
     """
 

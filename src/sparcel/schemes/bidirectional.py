@@ -1,0 +1,82 @@
+"""Bidirectional top-k: ranks send few coordinates to the owners of regions, who return more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparcel._checks import number
+from sparcel.comm import Communicator
+from sparcel.schemes.density import count_for
+from sparcel.schemes.outcome import Reduced
+from sparcel.schemes.regions import stages as regions_stages
+from sparcel.schemes.request import Request
+from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.stages import Problem, Stage
+
+RETURNED = 3.0
+"""How many times as many coordinates come back as a rank sends, unless ``returned`` says."""
+
+
+@dataclass(eq=False)
+class Bidirectional(Sparsifier):
+    """Ranks send their largest coordinates to the owners of regions, who return their largest sums.
+
+    Each rank owns a part of the vector, in interleaved blocks. It adds what the other ranks send of
+    it to all that it has of it itself, and returns the largest of these sums to all ranks. What a
+    rank does not send, what an owner does not return, and what rounding takes stays in its memory.
+    Two exchanges do all, whatever the number of ranks.
+
+    Parameters
+    ----------
+    density
+        Share of the coordinates that a rank sends of each region, about: those above a threshold
+        that is estimated from a sample. 1 sends all, in the format's bits.
+    returned
+        Share of its sums that an owner returns, about, at least ``density``: by default three times
+        as much. 1 returns all, in the format's bits, so that what any rank has sent is applied.
+
+    The others are those of `Sparsifier`. Layers with densities of their own return as many times
+    as much.
+    Source: errors are fed back in both directions as in DoubleSqueeze (Tang et al. 2019), with
+    ranks as the servers of regions as in 1-bit Adam (Tang et al. 2021). With ``returned=density``
+    it is near Ok-Topk's rule, with a share for each owner in place of the k largest of all.
+    """
+
+    returned: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.returned is not None:
+            self.returned = number(
+                self.returned, "returned", at_least=self.density, at_most=1, hint="1 returns all"
+            )
+
+    def _reduce_part(
+        self,
+        gradient: Tensor,
+        comm: Communicator,
+        request: Request,
+        scratch: Tensor | None,
+        in_place: bool,
+    ) -> Reduced:
+        size = gradient.numel()
+        ranges = self._densities(size, request)
+        up = tuple((stop, density) for _, stop, density in ranges)
+        down = tuple((stop, min(1.0, density * self._times)) for stop, density in up)
+        k = sum(count_for(density, stop - start) for start, stop, density in ranges)
+        wire = self._wire(comm, size, k)
+        return self._by_regions(gradient, wire, request, up, down, scratch)
+
+    @property
+    def _times(self) -> float:
+        """How many times as many coordinates come back as a rank sends."""
+        return RETURNED if self.returned is None else self.returned / self.density
+
+
+def stages(problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step of `Bidirectional` with its default ``returned``."""
+    back = min(problem.size, round(RETURNED * problem.k))
+    yield from regions_stages(problem, back)

@@ -1,0 +1,133 @@
+"""Two exchanges, whatever the number of ranks: to the owners of regions, and back.
+
+``` text
+x = memory + gradient
+send each other owner the largest coordinates of x in its region        (up)
+x in the own region += what the other ranks sent of it
+return the largest coordinates of x in the own region to all ranks      (down)
+memory = x less what was sent or returned, as the receivers read it
+update = what all owners returned / P
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sparcel.comm import Call
+from sparcel.kernels import Addition
+from sparcel.patterns import rotation
+from sparcel.schemes._stages import SMALL
+from sparcel.schemes.regions.by_streams import ByStreams
+from sparcel.schemes.regions.fused import Fused
+from sparcel.schemes.regions.layout import Phase
+from sparcel.stages import Exchange, Problem, Stage, Work
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire
+
+
+class Returned(NamedTuple):
+    """What the owners returned, over the divisor, and what this rank did for it.
+
+    Attributes
+    ----------
+    average
+        Like the gradient: dense and in ``out``, if that was given, else a stream. Not ``finite`` if
+        a vector or an average is not.
+    entries
+        How many coordinates came back.
+    sent
+        How many entries this rank sent to other owners.
+    magnitude
+        The magnitude that left this rank's memory, less what arrived.
+    applied
+        The coordinates that this rank sent or returned; None where nobody asked for them.
+    """
+
+    average: SparseStream
+    entries: int
+    sent: int
+    magnitude: float | Tensor
+    applied: Sequence[Tensor] | None
+
+
+def exchange_regions(
+    addition: Addition,
+    wire: Wire,
+    up: Phase,
+    down: Phase,
+    divisor: float,
+    out: Tensor | None = None,
+    applied: bool = False,
+) -> Returned:
+    """Do both exchanges; leave in ``addition.scratch`` what this rank keeps.
+
+    Parameters
+    ----------
+    up, down
+        How much a rank sends of each region, and how much an owner returns of its own; the same on
+        all ranks, as are the vector's size and dtype and the wire's format.
+    divisor
+        What the sums are divided by for the average.
+    out
+        Where the average is written; it may be the gradient.
+    applied
+        Whether to return the coordinates that this rank sent or returned.
+
+    Rounds: two, in which all messages are outstanding at once. Words: those of up, and of down,
+    each times (P−1)/P.
+    """
+    facts = {
+        "size": addition.memory.numel(),
+        "dtype": addition.memory.dtype,
+        "format": wire.format,
+        "up": up.shares,
+        "down": down.shares,
+    }
+
+    def job() -> Returned:
+        fused = not applied and Fused.can(addition, wire.format, (up, down))
+        passes: Fused | ByStreams = (Fused if fused else ByStreams)(addition, wire)
+        rounds = rotation(wire.rank, wire.size)
+        value_bytes = addition.memory.dtype.itemsize
+        messages = passes.enter(up)
+        arrived = wire.comm.exchange_parts(
+            {owner: messages[owner] for owner, *_ in rounds},
+            {source: up.bound(wire.format, wire.rank, value_bytes) for _, source, *_ in rounds},
+            wire.control,
+        )
+        mine = passes.collect(arrived, up, down)
+        returned = wire.comm.exchange_parts(
+            {rank: mine for rank, *_ in rounds},
+            {owner: down.bound(wire.format, owner, value_bytes) for _, owner, *_ in rounds},
+            wire.control,
+        )
+        # A stream of the average is made of the messages' streams.
+        reader = ByStreams(addition, wire) if out is None else passes
+        average, entries = reader.deliver({**returned, wire.rank: mine}, down, divisor, out)
+        return Returned(average, entries, passes.sent, passes.magnitude, passes.applied if applied else None)
+
+    return wire.comm.call(Call.of("exchange_regions", facts), job)
+
+
+def stages(problem: Problem, returned: float) -> Iterator[Stage]:
+    """Yield the stages of both exchanges, in which the owners return ``returned`` coordinates."""
+    ranks, format = problem.ranks, problem.format
+    region = problem.size / ranks
+
+    def message(entries: float) -> float:
+        """Return the bytes of a message of a region, of so many coordinates of the vector."""
+        dense = entries >= format.dense_from(problem.size, problem.itemsize)
+        return format.nbytes(None if dense else entries / ranks, region, problem.itemsize)
+
+    up, down = message(problem.k), message(returned)
+    yield Work("small", SMALL)
+    yield Work("pass", problem.size, times=2)
+    if ranks > 1:
+        yield Exchange("rotate", (up,) * (ranks - 1), (up,) * (ranks - 1))
+        yield Work("pass", region, times=ranks)
+        yield Exchange("rotate", (down,) * (ranks - 1), (down,) * (ranks - 1))
+    yield Work("pass", problem.size)
