@@ -82,7 +82,7 @@ nb::object given(Selected& selected, nb::bytes header) {
 }
 
 // Computes scratch = memory + what enters, and takes out of it what this rank sends of the other
-// regions. Returns the messages by rank, their entries and their magnitude.
+// regions. Returns the messages by rank, their entries, and the magnitude that left.
 nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch, double scale,
                 size_t rank, size_t ranks, size_t block, const Shares& shares,
                 const std::vector<size_t>& most, bool dense, int bits, size_t scaled, uint64_t step,
@@ -162,7 +162,7 @@ std::pair<std::vector<Packed>, ptrdiff_t> read_all(const std::vector<Bytes>& mes
 }
 
 // Adds messages to this rank's region of x, and takes out of it what it returns. Gives the
-// message, its entries, the magnitude that left the region less what arrived, and the number of a
+// message, its entries, by how much the region's magnitude fell, and the number of a
 // message that is something else (-1 for none; nothing has changed then).
 nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes expected,
                   size_t rank, size_t ranks, size_t block, const Shares& shares, size_t most,

@@ -3,7 +3,7 @@
 //
 // Messages are those of `sparcel.formats`, in few bits, packed or dense. A block is taken from
 // memory and gradient to a message's codes, or back, while it is in the first-level cache.
-// `sparcel.schemes.by_streams` does the same with streams.
+// `sparcel.regions.by_streams` does the same with streams.
 #pragma once
 
 #include <algorithm>
@@ -255,7 +255,7 @@ class Selected {
                                scales_.data() + count_ / coding_.block * coding_.scales(), rounded);
         passes_.codes.pack(coding_.bits, codes, n, codes_.data() + count_ / coding_.per_byte());
         passes_.masked.subtract(values_, rounded, n, errors_);
-        magnitude_ += passes_.masked.magnitude(rounded, n);
+        magnitude_ += passes_.masked.magnitude(values_, n) - passes_.masked.magnitude(errors_, n);
         count_ += n;
     }
 
@@ -282,7 +282,7 @@ class Selected {
     size_t count_ = 0;  // values that are rounded
     size_t held_ = 0;   // values that wait
     uint32_t largest_ = 0;
-    double magnitude_ = 0;  // of the rounded values
+    double magnitude_ = 0;  // of the values, less what rounding takes
     float* home_ = nullptr;
     float* waiting_[kMostScaled];  // where what rounding takes of the values that wait will go
     alignas(64) float values_[kMostBlock + kMostScaled + kSlack];
@@ -413,7 +413,7 @@ void with_block(const Packed& packed, Values& values, size_t n, size_t place, co
     run(values.next(count), mask, count);
 }
 
-// Adds messages to the region `rank` of x, in order, and returns the magnitude that arrived.
+// Adds messages to the region `rank` of x, in order, and returns by how much its magnitude rose.
 inline double add_packed(const Regions& regions, size_t rank, std::span<const Packed> messages,
                          const Coding& coding, float* x, int threads) {
     const Kernels& passes = kernels();
@@ -431,14 +431,15 @@ inline double add_packed(const Regions& regions, size_t rank, std::span<const Pa
             alignas(64) float padded[kMostBlock];
             float* const sums = n % 64 ? padded : x + begin;
             if (n % 64) std::copy_n(x + begin, n, padded);
+            const double before = passes.masked.magnitude(sums, n);
             for (size_t i = 0; i < messages.size(); ++i) {
-                const auto add = [&](const float* added, const uint64_t* mask, size_t count) {
-                    magnitudes[task] += passes.masked.magnitude(added, count);
+                const auto add = [&](const float* added, const uint64_t* mask, size_t) {
                     if (mask) return passes.masked.add(mask, (n + 63) / 64, added, sums);
                     for (size_t j = 0; j < n; ++j) sums[j] += added[j];
                 };
                 with_block(messages[i], values[i], n, place, add);
             }
+            magnitudes[task] += passes.masked.magnitude(sums, n) - before;
             if (n % 64) std::copy_n(padded, n, x + begin);
         });
     });

@@ -27,7 +27,7 @@ COMPILED = "_cpu"
 """The extension, which counts as `kernels`. It also holds the mesh of connections for `comm` and
 what joins and merges messages for `formats`, what parses and hashes for `rows`, the steps of
 linear models, and the coder of `delta`."""
-COMPILED_FOR = {"kernels", "comm", "formats", "rows", "linear", "delta"}
+COMPILED_FOR = {"kernels", "comm", "formats", "regions", "rows", "linear", "delta"}
 
 SUB_ROOMS = {"torch", "mpi", "simulated"}
 """The rooms inside `comm`."""

@@ -231,8 +231,8 @@ def test_memory_is_float32_or_wider(name, dtype):
 
     def on_rank(comm):
         scheme = sparcel.scheme(name, density=0.001, **({"momentum": 0} if name == "dgc" else {}))
-        gradient = torch.full((600,), 2.0**-12, dtype=dtype)
-        gradient[0] = 100
+        gradient = torch.full((600,), 100, dtype=dtype)
+        gradient[-1] = 2.0**-12
         for _ in range(8):
             scheme.step(gradient.clone(), comm)
         return copy_of(scheme.memory)
@@ -282,7 +282,7 @@ BAD = [
     (
         "powersgd",
         {},
-        r"scheme cannot be 'powersgd'; it must be one of dense, topk, sparcml, gtopk, .*, auto$",
+        r"scheme cannot be 'powersgd'; it must be one of dense, bidirectional, topk, sparcml, gtopk, .*, auto$",
     ),
     ("topk", {"densty": 0.1}, r"a setting of scheme 'topk' .*did you mean 'density'\?"),
     (

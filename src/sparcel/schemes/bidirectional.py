@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sparcel._checks import number
 from sparcel.comm import Communicator
+from sparcel.regions import stages as regions_stages
 from sparcel.schemes.density import count_for
 from sparcel.schemes.outcome import Reduced
-from sparcel.schemes.regions import stages as regions_stages
 from sparcel.schemes.request import Request
 from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Problem, Stage

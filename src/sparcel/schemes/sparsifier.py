@@ -16,13 +16,13 @@ from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
 from sparcel.memory import Memory, Placed, Share, emptied, wide_dtype
 from sparcel.ops import SUM
+from sparcel.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
 from sparcel.schemes.exchange import Exchanged, Selection, magnitude_of
 from sparcel.schemes.meter import Meter
 from sparcel.schemes.outcome import Reduced
-from sparcel.schemes.regions import Regions, Shares, exchange_regions, phase
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector
 from sparcel.selectors import selector as make_selector

@@ -12,7 +12,7 @@ from sparcel import _cpu
 from sparcel.errors import FormatError
 from sparcel.formats import Expected, FewBits, Format, Message
 from sparcel.kernels import Addition
-from sparcel.schemes.regions.layout import Phase
+from sparcel.regions.layout import Phase
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 

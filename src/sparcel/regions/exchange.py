@@ -20,10 +20,9 @@ from torch import Tensor
 from sparcel.comm import Call
 from sparcel.kernels import Addition
 from sparcel.patterns import rotation
-from sparcel.schemes._stages import SMALL
-from sparcel.schemes.regions.by_streams import ByStreams
-from sparcel.schemes.regions.fused import Fused
-from sparcel.schemes.regions.layout import Phase
+from sparcel.regions.by_streams import ByStreams
+from sparcel.regions.fused import Fused
+from sparcel.regions.layout import Phase
 from sparcel.stages import Exchange, Problem, Stage, Work
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
@@ -42,7 +41,7 @@ class Returned(NamedTuple):
     sent
         How many entries this rank sent to other owners.
     magnitude
-        The magnitude that left this rank's memory, less what arrived.
+        By how much the magnitude of memory and gradient fell.
     applied
         The coordinates that this rank sent or returned; None where nobody asked for them.
     """
@@ -108,7 +107,9 @@ def exchange_regions(
         # A stream of the average is made of the messages' streams.
         reader = ByStreams(addition, wire) if out is None else passes
         average, entries = reader.deliver({**returned, wire.rank: mine}, down, divisor, out)
-        return Returned(average, entries, passes.sent, passes.magnitude, passes.applied if applied else None)
+        return Returned(
+            average, entries, passes.sent, passes.magnitude, passes.applied if applied else None
+        )
 
     return wire.comm.call(Call.of("exchange_regions", facts), job)
 
@@ -124,10 +125,17 @@ def stages(problem: Problem, returned: float) -> Iterator[Stage]:
         return format.nbytes(None if dense else entries / ranks, region, problem.itemsize)
 
     up, down = message(problem.k), message(returned)
-    yield Work("small", SMALL)
-    yield Work("pass", problem.size, times=2)
+    yield Work("small", _SMALL)
+    yield Work("add", problem.size, times=_ENTERING)
     if ranks > 1:
         yield Exchange("rotate", (up,) * (ranks - 1), (up,) * (ranks - 1))
-        yield Work("pass", region, times=ranks)
+        yield Work("add", region, times=ranks)
         yield Exchange("rotate", (down,) * (ranks - 1), (down,) * (ranks - 1))
-    yield Work("pass", problem.size)
+    yield Work("add", problem.size, times=_DELIVERING)
+
+
+_SMALL = 50
+"""Small operations of a step, besides those on its vectors."""
+
+_ENTERING, _DELIVERING = 3.0, 2.0
+"""How many times as long as adding to a vector making messages of one takes, and the reverse."""

@@ -12,8 +12,7 @@ from sparcel._checks import finite_flag
 from sparcel.formats import Expected, Message
 from sparcel.kernels import Addition
 from sparcel.ops import SUM
-from sparcel.schemes.exchange import magnitude_of
-from sparcel.schemes.regions.layout import Phase
+from sparcel.regions.layout import Phase
 from sparcel.stream import SparseStream, all_of
 from sparcel.wire import Wire
 
@@ -29,7 +28,8 @@ class ByStreams:
 
     def __init__(self, addition: Addition, wire: Wire) -> None:
         self._addition, self._wire = addition, wire
-        self.sent, self.magnitude = 0, 0.0
+        self.sent = 0
+        self.magnitude: float | Tensor = 0.0
         self.applied: list[Tensor] = []
 
     def enter(self, up: Phase) -> dict[int, Message]:
@@ -52,16 +52,17 @@ class ByStreams:
         """Add what arrived to the own region, and take out what all ranks get."""
         regions, x, me = up.regions, self._addition.scratch, self._wire.rank
         region = regions.take(x, me)
+        self.magnitude += _magnitude(region)
         flags: list[bool | Tensor] = []
         for source in sorted(arrived):
             expected = Expected(regions.length(me), x.dtype, None)
             stream = self._wire.decode(source, arrived[source], expected)
-            self.magnitude -= magnitude_of(stream)
             flags.append(stream.finite)
             if stream.indices is None:
                 region += stream.values
             else:
                 kernels.scatter_reduce(region, stream.indices, stream.values, SUM)
+        self.magnitude -= _magnitude(region)
         regions.put(x, me, region)
         finite = all_of([*flags, finite_flag(region)])
         stream = self._take_out(region, me, down, self._limits(down, others=False), finite)
@@ -132,24 +133,36 @@ class ByStreams:
                 last = phase.regions.before(owner, stop)
                 reached.append(bits[first:last] >= limit)
                 first = last
-            places = torch.cat(reached).nonzero().squeeze(1)[: phase.most[owner]]
-            values = region[places]
-            region[places] = 0
-            indices = places.to(kernels.index_dtype(region.numel()))
+            above = torch.where(torch.cat(reached), region, 0)
+            indices, values = kernels.threshold_select(above, _SMALLEST[region.dtype])
+            most = phase.most[owner]
+            indices, values = indices[:most], values[:most]
+            kernels.scatter(region, indices, torch.zeros_like(values))
             stream = SparseStream.unchecked(indices, values, region.numel(), finite)
         self.applied.append(phase.regions.coordinates(owner, _places(stream)))
         return stream
 
     def _pack(self, region: Tensor, stream: SparseStream) -> Message:
         """Return the message of a stream; what rounding takes goes back to its region."""
+        self.magnitude += _magnitude(stream.values)
         packet = self._wire.pack(stream)
         for _, lost in self._wire.take_lost():
+            self.magnitude -= _magnitude(lost.values)
             if lost.indices is None:
                 region += lost.values
             else:
                 kernels.scatter(region, lost.indices, lost.values)
-        self.magnitude += magnitude_of(packet.stream)
         return packet.message
+
+
+_SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
+"""The least magnitudes above 0."""
+
+
+def _magnitude(values: Tensor) -> float | Tensor:
+    """Return the sum of the magnitudes, on a GPU as a tensor."""
+    magnitude = values.abs().sum()
+    return float(magnitude) if magnitude.is_cpu else magnitude
 
 
 def _places(stream: SparseStream) -> Tensor:
