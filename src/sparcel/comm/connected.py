@@ -79,14 +79,11 @@ class ConnectedCommunicator(Communicator):
             self._family = _Family(Executor(me, self._failure))
         else:
             self._family = parent._family
-            release = self._executor.release
+            release = self._family.executor.release
             weakref.finalize(self, release, self.engine, self._failure).atexit = False
+        self._executor = self._family.executor
         self.calls = self._executor.calls
         self._executor.engines.append(self.engine)
-
-    @property
-    def _executor(self) -> Executor:
-        return self._family.executor
 
     @timed("messages")
     def exchange_parts(
@@ -97,8 +94,8 @@ class ConnectedCommunicator(Communicator):
         def job() -> dict[int, list[Tensor]]:
             received = self.engine.exchange(sends, receives, self.calls.fingerprint, control)
             self.traffic.count(
-                [sum([part.numel() for part in parts]) for parts in sends.values()],
-                [sum([part.numel() for part in parts]) for parts in received.values()],
+                [sum(map(Tensor.numel, parts)) for parts in sends.values()],
+                [sum(map(Tensor.numel, parts)) for parts in received.values()],
             )
             return received
 

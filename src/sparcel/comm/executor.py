@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from sparcel.comm.calls import Calls, differences
@@ -65,11 +65,11 @@ class Executor:
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a job in its turn and return its result."""
-        return self.queue.run(lambda: self._perform(job))
+        return self.queue.run(partial(self._perform, job))
 
     def submit(self, job: Callable[[], T]) -> Job[T]:
         """Queue a job and return at once."""
-        return self.queue.submit(lambda: self._perform(job))
+        return self.queue.submit(partial(self._perform, job))
 
     def abort(self, cause: Cause, patience: float = 0.0) -> Cause:
         """Publish the cause of a failure and close all connections; return the first cause.

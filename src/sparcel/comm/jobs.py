@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import cached_property
 from queue import Empty, SimpleQueue
@@ -45,8 +45,12 @@ class Job(Generic[T]):
         self.turn: Turn[T] | None = None
         self._job: Callable[[], T] | None = job
         # Not torch's future: what refers to itself through one, as an error does through its
-        # traceback, is never collected.
-        self._outcome: Future[T] = Future()
+        # traceback, is never collected. Python's own takes some twenty calls to wait for.
+        self._ended = False
+        self._result: T
+        self._error: Exception | None = None
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._followers: deque[Callable[[], None]] = deque()
 
     @cached_property
     def future(self) -> torch.futures.Future[T]:
@@ -54,16 +58,17 @@ class Job(Generic[T]):
         turn = self.turn
         future: torch.futures.Future[T] = turn.future() if turn else torch.futures.Future()
 
-        def pass_on(outcome: Future[T]) -> None:
-            error = outcome.exception()
-            if error is not None:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+        def pass_on() -> None:
+            if self._error is not None:
+                future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub is wrong
             elif turn is not None:
-                turn.fulfil(future, outcome.result())
+                turn.fulfil(future, self._result)
             else:
-                future.set_result(outcome.result())
+                future.set_result(self._result)
 
-        self._outcome.add_done_callback(pass_on)
+        self._followers.append(pass_on)
+        if self._ended:
+            self._tell_followers()
         return future
 
     def wait(self) -> T:
@@ -73,12 +78,21 @@ class Job(Generic[T]):
         stream runs after it. Ctrl-C interrupts the wait, but not the job.
         """
         # A wait without a limit would miss a signal that arrives just before it begins.
-        while not self._outcome.done():
-            with suppress(TimeoutError):
-                self._outcome.exception(_SIGNAL_SECONDS)
+        while not self._ended:
+            try:
+                self._wakes.get(timeout=_SIGNAL_SECONDS)
+            except Empty:
+                continue
+            self._wakes.put(None)  # others may wait, too
+        error = self._error
         if self.turn is not None:
-            self.turn.join(None if self._outcome.exception() else self._outcome.result())
-        return self._outcome.result()
+            self.turn.join(None if error else self._result)
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del self, error  # the traceback refers to this call, and must not refer to itself
 
     def run(self) -> None:
         """Run the job on this thread and pass its result, or its error, to those who wait."""
@@ -91,13 +105,26 @@ class Job(Generic[T]):
         except BaseException as error:  # such as SystemExit, which must not end the thread
             self.fail(CommunicationError(f"a job was ended by {error!r}"))
         else:
-            with suppress(InvalidStateError):
-                self._outcome.set_result(result)
+            self._result = result
+            self._end()
 
     def fail(self, error: Exception) -> None:
         """Make the job raise ``error``, unless it has ended."""
-        with suppress(InvalidStateError):
-            self._outcome.set_exception(error)
+        if not self._ended:
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._wakes.put(None)
+        if self._followers:
+            self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        """Call each follower once, whichever threads call this."""
+        with suppress(IndexError):
+            while True:
+                self._followers.popleft()()
 
 
 def submit_beside(

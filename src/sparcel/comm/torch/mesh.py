@@ -66,10 +66,13 @@ class Mesh:
             before it is read.
         """
         leaving = [(peer, [to_dlpack(part) for part in parts]) for peer, parts in sends.items()]
-        with self._waits():
+        self.waiting = True
+        try:
             arrived, fault, peer, length = self._mesh.exchange(
                 leaving, list(receives.items()), self.timeout, call
             )
+        finally:
+            self.waiting = False
         if fault:
             self._fail(fault, peer, length, receives.get(peer, 0))
         return {peer: [message] for peer, message in zip(receives, arrived, strict=True)}
