@@ -17,6 +17,9 @@ Stopwatch = Callable[[str], AbstractContextManager[object]]
 
 _stopwatch: Stopwatch | None = None
 
+_NOTHING = nullcontext()
+"""One for all blocks, because steps have many."""
+
 
 def profiled(name: str) -> AbstractContextManager[object]:
     """Give a block to the stopwatch, or show it in torch.profiler's profiles, if one runs.
@@ -28,7 +31,7 @@ def profiled(name: str) -> AbstractContextManager[object]:
     # Without a profiler, record_function would still cost tens of microseconds. This flag holds for
     # all threads; torch.autograd._profiler_enabled() is true on the thread that started it alone.
     active = profiler._is_profiler_enabled
-    return profiler.record_function(f"sparcel::{name}") if active else nullcontext()
+    return profiler.record_function(f"sparcel::{name}") if active else _NOTHING
 
 
 def timed(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -46,18 +46,29 @@ class Meter:
         self.flushed += magnitude
         self.magnitude += magnitude
 
-    @contextmanager
-    def selecting(self) -> Iterator[None]:
+    def selecting(self) -> AbstractContextManager[None]:
         """Add the time of the block to ``select_seconds``; profiles show it as a range."""
-        start = perf_counter()
-        with profiled("select"):
-            yield
-        self.select_seconds += perf_counter() - start
+        return _Block(self, "select_seconds", "select")
 
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
+    def communicating(self) -> AbstractContextManager[None]:
         """Add the time of the block to ``communicate_seconds``; profiles show it as a range."""
-        start = perf_counter()
-        with profiled("exchange"):
-            yield
-        self.communicate_seconds += perf_counter() - start
+        return _Block(self, "communicate_seconds", "exchange")
+
+
+class _Block(AbstractContextManager[None]):
+    """A block whose time is added to one of a meter's times, unless it raises."""
+
+    __slots__ = ("_meter", "_profiled", "_start", "_time")
+
+    def __init__(self, meter: Meter, time: str, name: str) -> None:
+        self._meter, self._time, self._profiled = meter, time, profiled(name)
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+        self._profiled.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._profiled.__exit__(*error)
+        if error[0] is None:
+            spent = perf_counter() - self._start
+            setattr(self._meter, self._time, getattr(self._meter, self._time) + spent)

@@ -49,7 +49,7 @@ class GlooEngine(Mesh):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, (op.name or "").upper()))
         options.timeout = timedelta(seconds=self.timeout)
-        with self._translating_errors(deadline), self._waits():
+        with self._waits(deadline):
             work = self._group.allreduce([tensor], options)
             ended = threading.Event()
             work.get_future().add_done_callback(lambda _: ended.set())
@@ -72,8 +72,9 @@ class GlooEngine(Mesh):
                 transfer.wait(timedelta(milliseconds=1))
 
     @contextmanager
-    def _translating_errors(self, deadline: float) -> Iterator[None]:
-        """Turn Gloo's error for a broken connection into `LostPeerError`."""
+    def _waits(self, deadline: float) -> Iterator[None]:
+        """Note that a thread waits, and turn Gloo's error for a lost peer into `LostPeerError`."""
+        self.waiting = True
         try:
             yield
         except RuntimeError as error:
@@ -81,3 +82,5 @@ class GlooEngine(Mesh):
             if time.monotonic() >= deadline:
                 raise late(me, self.timeout, None) from error
             raise lost(me, None) from error
+        finally:
+            self.waiting = False

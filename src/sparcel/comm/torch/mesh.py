@@ -7,8 +7,7 @@ and the thread that waits for the message reads it from the socket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -82,10 +81,13 @@ class Mesh:
     ) -> Tensor:
         """See `Communicator.all_to_all`; raises as `exchange`."""
         out = np.empty(sum(arriving), np.uint8)  # the extension takes arrays faster than tensors
-        with self._waits():
+        self.waiting = True
+        try:
             fault, peer, length = self._mesh.all_to_all(
                 self.rank, message.numpy(), leaving, out, arriving, self.timeout, call
             )
+        finally:
+            self.waiting = False
         if fault == _TOO_LONG:  # or too short
             raise other_length(self.names[peer], length, self.names[self.rank], arriving[peer])
         if fault:
@@ -101,14 +103,6 @@ class Mesh:
     def abort(self) -> None:
         """See `Engine.abort`."""
         self._mesh.shut()
-
-    @contextmanager
-    def _waits(self) -> Iterator[None]:
-        self.waiting = True
-        try:
-            yield
-        finally:
-            self.waiting = False
 
     def _fail(self, fault: int, peer: int, length: int = 0, at_most: int = 0) -> None:
         me, name = self.names[self.rank], self.names[peer]
