@@ -37,7 +37,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, object]) -> Call:
         """Describe a call of the function ``name``."""
-        inside = ", ".join(f"{key}={_said(value)}" for key, value in arguments.items())
+        inside = ", ".join([f"{key}={_said(value)}" for key, value in arguments.items()])
         text = f"{name}({inside})"
         return cls(text, digest(text, _FINGERPRINT_BITS))
 

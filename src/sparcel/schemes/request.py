@@ -63,4 +63,4 @@ class Request:
 
     def count(self, size: int) -> int:
         """Return how many of a vector's coordinates are not exchanged apart."""
-        return size - sum(stop - start for start, stop in self.apart)
+        return size - sum([stop - start for start, stop in self.apart])

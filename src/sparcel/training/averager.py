@@ -27,12 +27,12 @@ from sparcel.training.checks import (
     check_gradient,
     check_gradients,
     check_nodes,
-    check_places,
     check_rates,
+    check_vector,
     device_of,
 )
 from sparcel.training.handle import Handle
-from sparcel.training.layout import Piece, Queued
+from sparcel.training.layout import Queued
 from sparcel.training.policy import Policy, Scope, stays_dense, treat
 from sparcel.training.residuals import Residuals
 from sparcel.training.session import Session
@@ -250,18 +250,9 @@ class Averager:
             For a vector that is not flat and contiguous, places that fit no tensor or overlap, or a
             tensor that this step has already.
         """
-        it = self._session
-        check_places(vector, places, it.treatment)
-        densities, dense = it.treatment.densities, it.treatment.small
-        # Tensors without elements, as a rank's shard may be, have no updates.
-        pieces = [
-            Piece(name, start, stop, densities.get(name))
-            for name, (start, stop) in places.items()
-            if start < stop
-        ]
-        small = [piece for piece in pieces if piece.name in dense]
-        large = [piece for piece in pieces if piece.name not in dense]
-        return self._open(places).queue(Queued(vector, small, large))
+        check_vector(vector, places)
+        arranged = self._session.treatment.arranged(places, vector.numel())
+        return self._open(places).queue(Queued(vector, arranged))
 
     def queue_rows(self, name: str, gradient: Tensor) -> None:
         """Queue the exchange of a sparse gradient (COO, one sparse dimension), as `queue` does."""

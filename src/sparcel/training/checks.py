@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import pairwise
 from os import PathLike
 
 import torch
@@ -160,8 +159,8 @@ def _ranks_with_other(facts: str, comm: Communicator) -> list[int]:
     return [rank for rank, other in enumerate(digests) if other != digests[comm.rank]]
 
 
-def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatment) -> None:
-    """Raise `InputError` unless a flat vector can hold these tensors in these places."""
+def check_vector(vector: Tensor, places: Mapping[str, Range]) -> None:
+    """Raise `InputError` unless a vector is flat and contiguous, and places are a mapping."""
     check_type(vector, Tensor, "vector")
     check_type(places, Mapping, "places")
     if vector.ndim != 1 or not vector.is_contiguous():
@@ -169,17 +168,6 @@ def check_places(vector: Tensor, places: Mapping[str, Range], treatment: Treatme
             f"a vector of tensors must be one-dimensional and contiguous, got shape"
             f" {tuple(vector.shape)}, strides {vector.stride()}; flatten it first"
         )
-    ordered = sorted(places.values())
-    if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
-        raise InputError(f"places of tensors must not overlap, got {dict(places)}")
-    for name, (start, stop) in places.items():
-        check_known(name, treatment)
-        size = treatment.tensors[name].numel()
-        if not (start >= 0 and stop - start == size and stop <= vector.numel()):
-            raise InputError(
-                f"{name!r} has {size} elements, which do not fit in [{start}, {stop}) of a vector"
-                f" of {vector.numel()}"
-            )
 
 
 def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> None:
@@ -199,7 +187,7 @@ def check_gradients(gradients: Mapping[str, Tensor], treatment: Treatment) -> No
 
 def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
     """Raise `InputError` unless a gradient is like the tensor that it is to update."""
-    check_known(name, treatment)
+    treatment.check_known(name)
     check_type(gradient, Tensor, f"the gradient {name!r}")
     tensor, in_rows = treatment.tensors[name], name in treatment.rows
     if (gradient.shape, gradient.dtype, gradient.device, gradient.is_sparse) != (
@@ -214,9 +202,3 @@ def check_gradient(name: str, gradient: Tensor, treatment: Treatment) -> None:
             f" {'sparse' if gradient.is_sparse else 'dense'} {gradient.dtype} of shape"
             f" {tuple(gradient.shape)} on {gradient.device}; name sparse gradients in rows="
         )
-
-
-def check_known(name: str, treatment: Treatment) -> None:
-    """Raise `InputError` unless the averager was made for a tensor of that name."""
-    if name not in treatment.tensors:
-        raise InputError(f"the averager was not made for a tensor named {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
@@ -29,12 +30,29 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """The tensors of a flat vector: those that stay dense, and those that are made sparse."""
+
+    small: tuple[Piece, ...] = ()
+    large: tuple[Piece, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return tuple(piece.name for piece in (*self.large, *self.small))
+
+    @cached_property
+    def apart(self) -> list[tuple[int, int]]:
+        """Where those that stay dense lie."""
+        return [(piece.start, piece.stop) for piece in self.small]
+
+
+@dataclass(frozen=True)
 class Queued:
-    """A flat vector and its tensors: those that stay dense, and those that are made sparse."""
+    """A flat vector and its tensors."""
 
     vector: Tensor
-    small: list[Piece]
-    large: list[Piece]
+    arranged: Arrangement
 
 
 class Position(NamedTuple):
@@ -133,7 +151,7 @@ def joined(parts: Sequence[Queued], doubled: bool) -> tuple[Queued, list[tuple[T
     cuts = [
         (part, start, stop, own is not None)
         for part in parts
-        for start, stop, own in layers_of(part.large, len(part.vector))
+        for start, stop, own in layers_of(part.arranged.large, len(part.vector))
         or [(0, len(part.vector), None)]
     ]
     as_it_is = not doubled or parts[0].vector.dtype == torch.float64
@@ -144,13 +162,16 @@ def joined(parts: Sequence[Queued], doubled: bool) -> tuple[Queued, list[tuple[T
     vector = torch.cat(ranges)
     if doubled:
         vector = vector.double()
-    whole, end = Queued(vector, [], []), 0
+    small: list[Piece] = []
+    large: list[Piece] = []
+    end = 0
     for part, start, stop, _ in cuts:
-        for pieces, moved in ((part.small, whole.small), (part.large, whole.large)):
+        for pieces, moved in ((part.arranged.small, small), (part.arranged.large, large)):
             inside = (piece for piece in pieces if start <= piece.start < stop)
             moved.extend(_moved(piece, piece.start - start + end) for piece in inside)
         end += stop - start
     places = vector.split([len(values) for values in ranges])
+    whole = Queued(vector, Arrangement(tuple(small), tuple(large)))
     return whole, list(zip(ranges, places, strict=True))
 
 

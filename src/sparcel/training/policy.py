@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from sparcel._checks import check_type
 from sparcel.errors import InputError, known, warn
-from sparcel.memory import wide_dtype
+from sparcel.memory import Range, wide_dtype
 from sparcel.schemes import Scheme, checked_density
+from sparcel.training.layout import Arrangement, Piece
 
 Policy = Callable[[str, Tensor], bool]
 """``(name, tensor) -> whether its gradient stays dense``; the same on all ranks."""
@@ -64,6 +66,59 @@ class Treatment:
     def densities(self) -> Mapping[str, float]:
         """The densities of single tensors that the scheme goes by."""
         return self.own_densities if self.selects else {}
+
+    def arranged(self, places: Mapping[str, Range], size: int) -> Arrangement:
+        """Return how tensors are exchanged that lie in these places of a vector.
+
+        It is made, and the places are checked, when they are others than those in which the first
+        of these tensors was found before: steps repeat one another.
+
+        Raises
+        ------
+        InputError
+            When the places fit no tensor, or overlap.
+        """
+        given = size, tuple(places.items())
+        first = next(iter(places), "")
+        before, arrangement = self._arrangements.get(first, (None, None))
+        if arrangement is None or before != given:
+            self._check_places(places, size)
+            densities = self.densities
+            # Tensors without elements, as a rank's shard may be, have no updates.
+            pieces = [
+                Piece(name, start, stop, densities.get(name))
+                for name, (start, stop) in places.items()
+                if start < stop
+            ]
+            arrangement = Arrangement(
+                tuple(piece for piece in pieces if piece.name in self.small),
+                tuple(piece for piece in pieces if piece.name not in self.small),
+            )
+            self._arrangements[first] = given, arrangement
+        return arrangement
+
+    @cached_property
+    def _arrangements(self) -> dict[str, tuple[object, Arrangement]]:
+        return {}
+
+    def _check_places(self, places: Mapping[str, Range], size: int) -> None:
+        """Raise `InputError` unless a flat vector can hold these tensors in these places."""
+        ordered = sorted(places.values())
+        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+            raise InputError(f"places of tensors must not overlap, got {dict(places)}")
+        for name, (start, stop) in places.items():
+            self.check_known(name)
+            elements = self.tensors[name].numel()
+            if not (start >= 0 and stop - start == elements and stop <= size):
+                raise InputError(
+                    f"{name!r} has {elements} elements, which do not fit in [{start}, {stop}) of a"
+                    f" vector of {size}"
+                )
+
+    def check_known(self, name: str) -> None:
+        """Raise `InputError` unless the averager was made for a tensor of that name."""
+        if name not in self.tensors:
+            raise InputError(f"the averager was not made for a tensor named {name!r}")
 
     @property
     def memory_dtype(self) -> torch.dtype | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from operator import add, attrgetter
 
 _AMOUNTS = (
     "messages_sent",
@@ -76,10 +77,10 @@ class Costs:
         return self.reduced / max(1, self.coordinates)
 
     def __add__(self, other: Costs) -> Costs:
-        return Costs(*(getattr(self, name) + getattr(other, name) for name in _COUNTED))
+        return Costs(*map(add, _counted(self), _counted(other)))
 
 
-_COUNTED = [field.name for field in fields(Costs)]
+_counted = attrgetter(*(field.name for field in fields(Costs)))
 
 
 @dataclass(frozen=True)

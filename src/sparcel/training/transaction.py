@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
@@ -40,6 +40,8 @@ class Transaction:
     """
 
     session: Session
+    comm: Communicator = field(init=False)
+    """The ranks."""
     meter: Meter = field(default_factory=Meter)
     finite: bool = True
     """Whether the tensors of all ranks were finite so far."""
@@ -63,12 +65,8 @@ class Transaction:
     _traffic_before: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
-        self._traffic_before = replace(self.comm.traffic)
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks."""
-        return self.session.comm
+        self.comm = self.session.comm
+        self._traffic_before = Traffic(**vars(self.comm.traffic))
 
     def include(self, names: Iterable[str]) -> None:
         """Add tensors to the step.
@@ -136,7 +134,7 @@ class Transaction:
 
     def _take(self, queued: Queued) -> None:
         self.meter.dense_bytes += ring_bytes(queued.vector.nbytes, self.comm.size)
-        if self.session.treatment.scope == "model" and queued.large:
+        if self.session.treatment.scope == "model" and queued.arranged.large:
             self._held.append(queued)
         else:
             self._exchange(queued)
@@ -156,19 +154,18 @@ class Transaction:
         Ranks that have queued other tensors, because their passes used other parts of a model,
         would mix them up if their sizes are the same.
         """
-        names = tuple(piece.name for piece in (*queued.large, *queued.small))
-        if not names:
-            return
-        self.comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
+        if names := queued.arranged.names:
+            self.comm.call(_exchange_of(names), partial(self._exchange_pieces, queued))
 
     def _exchange_pieces(self, queued: Queued) -> None:
-        it, vector, small, large = self.session, queued.vector, queued.small, tuple(queued.large)
-        places = [vector[piece.start : piece.stop] for piece in small]
+        it, vector, arranged = self.session, queued.vector, queued.arranged
+        places = [vector[start:stop] for start, stop in arranged.apart]
         gradients = [place.clone() for place in places]
         sent_whole = False
+        large = arranged.large
         for served, flat, moved in it.residuals.vectors(large, vector) if large else ():
             # A vector in another layout has no small tensors.
-            apart = [] if moved else [(piece.start, piece.stop) for piece in small]
+            apart = [] if moved else arranged.apart
             withheld = zeros_in(flat, served.pieces) if it.withhold_zeros else []
             request = Request(
                 served.layers,
@@ -256,7 +253,7 @@ class Transaction:
 
     def _exchange_small(self) -> None:
         places, gradients = zip(*self._small, strict=True)
-        doubles = any(gradient.dtype == torch.float64 for gradient in gradients)
+        doubles = torch.float64 in [gradient.dtype for gradient in gradients]
         wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
         stream = SparseStream.unchecked(None, vector, vector.numel())
