@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
 
 from sparcel import cost
+from sparcel._checks import finite_flag
 from sparcel.collectives import ALGORITHMS
+from sparcel.comm import Call, Communicator
 from sparcel.formats import RAW, Format
 from sparcel.ops import SUM, Op
 from sparcel.rates import Rates
@@ -27,6 +32,40 @@ def all_reduce(
     if algorithm == "auto":
         algorithm, max_nnz = _choose(stream, wire, op, max_nnz)
     return ALGORITHMS[algorithm].reduce(stream, wire, op, max_nnz)
+
+
+def sum_whole(vector: Tensor, comm: Communicator) -> SparseStream:
+    """Return the sum over ranks of dense vectors, exactly, inside a job; all ranks call.
+
+    Short vectors go straight to all ranks and travel as they are, without a format: what makes a
+    message of a stream, and a stream of a message, would take longer than to send it. NaN and Inf
+    of any rank stay in the sum, also where it counts as ``finite``.
+
+    Raises
+    ------
+    MismatchError
+        When sizes or dtypes differ.
+    """
+    size, ranks = vector.numel(), comm.size
+    width, rates = vector.element_size(), comm.rates
+    if ranks > 2 and _fastest_for(size, size, ranks, width, True, RAW, rates) != "allgather":
+        stream = SparseStream.unchecked(None, vector, size, finite_flag(vector))
+        return all_reduce(stream, Wire(comm), max_nnz=size)
+    return comm.call(_whole_sum(size, vector.dtype), partial(_sum_gathered, vector, comm))
+
+
+@lru_cache(maxsize=1024)
+def _whole_sum(size: int, dtype: torch.dtype) -> Call:
+    return Call.of("sum_whole", {"size": size, "dtype": dtype})
+
+
+def _sum_gathered(vector: Tensor, comm: Communicator) -> SparseStream:
+    """Add up the vectors of all ranks, in their order, so that all have the same bits."""
+    blocks = comm.gather_blocks(vector.view(torch.uint8), [vector.nbytes] * comm.size)
+    total, *others = blocks.view(vector.dtype).split(vector.numel())
+    for other in others:
+        total += other
+    return SparseStream.unchecked(None, total, vector.numel())
 
 
 def fastest(problem: Problem, rates: Rates, by_engine: bool = True) -> str:

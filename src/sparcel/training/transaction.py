@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparcel import kernels
 from sparcel._checks import all_finite, finite_flag
-from sparcel.auto import all_reduce
+from sparcel.auto import all_reduce, sum_whole
 from sparcel.comm import Call, Communicator, Job, Traffic, digest, ring_bytes
 from sparcel.device import read, truth
 from sparcel.errors import InputError
@@ -216,7 +216,8 @@ class Transaction:
         rows = rows.reshape(len(rows), shape[1:].numel())
         stream = SparseStream(gradient.indices()[0], rows, shape[0])
         stream.finite = finite_flag(rows)
-        total = self._sum(stream)
+        with self.meter.communicating():
+            total = self._average(all_reduce(stream, Wire(self.comm)))
         self.meter.dense_bytes += ring_bytes(dense_bytes, self.comm.size)
         self.meter.coordinates += shape.numel()
         self.meter.asked += rows.numel()
@@ -256,18 +257,15 @@ class Transaction:
         doubles = torch.float64 in [gradient.dtype for gradient in gradients]
         wide = torch.float64 if doubles else torch.float32
         vector = torch.cat([gradient.to(wide) for gradient in gradients])
-        stream = SparseStream.unchecked(None, vector, vector.numel())
-        stream.finite = finite_flag(vector)
-        total = self._sum(stream, max_nnz=stream.size)
+        with self.meter.communicating():
+            total = sum_whole(vector, self.comm)
         self.meter.count_whole(vector.numel())
-        parts = total.values.split([place.numel() for place in places])
+        parts = self._average(total).values.split([place.numel() for place in places])
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
 
-    def _sum(self, stream: SparseStream, max_nnz: int | None = None) -> SparseStream:
-        """Return the average over ranks of a whole stream, and note whether it is finite."""
-        with self.meter.communicating():
-            total = all_reduce(stream, Wire(self.comm), max_nnz=max_nnz)
+    def _average(self, total: SparseStream) -> SparseStream:
+        """Return the average over ranks, given their sum, and note whether it is finite."""
         average = kernels.average(total.values, self.comm.size)
         self.finite &= truth(total.finite & finite_flag(average))
         return SparseStream.unchecked(total.indices, average, total.size)
