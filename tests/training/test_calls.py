@@ -55,11 +55,8 @@ def counted(comm: Communicator, run: Callable[[], object]) -> int:
         if counting and event == "call":
             next(numbers)
 
-    for on_thread in (
-        sys.setprofile,
-        lambda profile: comm.submit(lambda: sys.setprofile(profile)).wait(),
-    ):
-        on_thread(note)
+    sys.setprofile(note)
+    comm.submit(lambda: sys.setprofile(note)).wait()
     counting = True
     run()
     counting = False
