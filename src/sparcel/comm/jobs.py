@@ -59,12 +59,16 @@ class Job(Generic[T]):
         future: torch.futures.Future[T] = turn.future() if turn else torch.futures.Future()
 
         def pass_on() -> None:
-            if self._error is not None:
-                future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub is wrong
-            elif turn is not None:
-                turn.fulfil(future, self._result)
-            else:
+            error = self._error
+            if error is None and turn is None:
                 future.set_result(self._result)
+            elif error is None and turn is not None:
+                try:
+                    turn.fulfil(future, self._result)
+                except Exception as refusal:  # of the GPU; the thread that runs jobs goes on
+                    error = refusal
+            if error is not None:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
 
         self._followers.append(pass_on)
         if self._ended:
@@ -122,9 +126,12 @@ class Job(Generic[T]):
 
     def _tell_followers(self) -> None:
         """Call each follower once, whichever threads call this."""
-        with suppress(IndexError):
-            while True:
-                self._followers.popleft()()
+        while self._followers:
+            try:
+                follower = self._followers.popleft()
+            except IndexError:  # another thread was faster
+                return
+            follower()
 
 
 def submit_beside(
