@@ -36,6 +36,12 @@ from sparcel.training import Averager
 class AsItIs(Run):
     """The training of `frontier.py`."""
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, which trains the whole model."""
+        (adamw,) = self.optimizers
+        return adamw
+
 
 @dataclass(eq=False)
 class ByStep(Selector):
@@ -49,7 +55,7 @@ class ByStep(Selector):
         return SparseStream.unchecked(indices, x[indices.long()], x.numel())
 
 
-class Selected(Run):
+class Selected(AsItIs):
     """Ranks select by |memory + gradient| / √v; all ranks have the same v."""
 
     def averager(self, comm: Communicator) -> Averager:
@@ -64,7 +70,7 @@ class Selected(Run):
         return torch.cat([state["exp_avg_sq"].flatten().sqrt() + eps for state in states])
 
 
-class Spread(Run):
+class Spread(AsItIs):
     """A sum that has waited for w steps adds its square / w to v, as w equal gradients would."""
 
     def update(self, step: int) -> None:
@@ -93,7 +99,7 @@ class Spread(Run):
         group["lr"] = lr
 
 
-class Directions(Run):
+class Directions(AsItIs):
     """Ranks have moments of their own, and exchange Adam's directions in place of gradients."""
 
     def observe(
@@ -122,7 +128,7 @@ class Directions(Run):
                 parameter.mul_(1 - lr * decay).sub_(parameter.grad, alpha=lr)
 
 
-WAYS: dict[str, tuple[type[Run], bool]] = {
+WAYS: dict[str, tuple[type[AsItIs], bool]] = {
     "as it is": (AsItIs, True),
     "squares spread over the wait": (Spread, True),
     "selected by |x| / √v": (Selected, True),

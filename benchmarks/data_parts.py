@@ -66,7 +66,7 @@ def train(data: Path, task: str, parts: str, seed: int, steps: int) -> Row:
     x, y = split.x_train[chosen], split.y_train[chosen]
     torch.manual_seed(seed)
     model = settings.model(split)
-    optimizer = settings.optimizer(model)
+    (optimizer,) = settings.optimizers(model)
     each = settings.batch // RANKS
     read = orders(parts, -(-steps * settings.batch // SAMPLES), seed)
     for step in range(steps):

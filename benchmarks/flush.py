@@ -42,7 +42,7 @@ class Switched(Run):
     ) -> None:
         super().__init__(data, replace(TASKS[task], steps=STEPS), method, seed)
         if lars:
-            self.optimizer = LARS(self.model.parameters(), self.task.lr, trust=TRUST)
+            self.optimizers = [LARS(self.model.parameters(), self.task.lr, trust=TRUST)]
         self.switch = switch
         self.norms: list[float] = []
         """The norms of the updates from the switch on."""

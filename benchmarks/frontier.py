@@ -2,12 +2,14 @@
 
     python benchmarks/frontier.py DATA --runs dense topk,0.08,packed:4 oktopk,0.08,packed:4,front
 
-A run is named by scheme, density and format; by ``front`` if its first steps send more, or by the
-densities of its first steps, as in ``1:0.5*40`` for 40 steps each. Or it is one of torch's hooks:
-``bf16``, ``fp16``, ``powersgd,RANK`` (see `peers.py`). ``DATA``, tasks, seeds and the simulated
-cluster are those of `convergence.py`; collectives are chosen for links of 100 Mbit/s. Rows of the
-record tell ``share``: the bytes of a step at the worst rank, of those that a ring takes for the
-gradient in float32. Runs that the record has already are not repeated.
+A run is named by scheme, density and format, as in ``bidirectional,0.1/0.3,mask:4``, where 0.3 is
+what owners return of their sums; by ``front`` if its first steps send more, or by the densities of
+its first steps, as in ``1:0.5*40`` for 40 steps each; and by ``still`` if it does not step ahead.
+Or it is one of torch's hooks: ``bf16``, ``fp16``, ``powersgd,RANK`` (see `peers.py`). ``DATA``,
+tasks, seeds and the simulated cluster are those of `convergence.py`; collectives are chosen for
+links of 100 Mbit/s. Rows of the record tell ``share``: the bytes of a step at the worst rank, of
+those that a ring takes for the gradient in float32. Runs that the record has already are not
+repeated.
 """
 
 from __future__ import annotations
@@ -50,20 +52,23 @@ def method_of(run: str) -> Method:
     scheme, *rest = run.split(",")
     if not rest:
         return Method(run, scheme)
-    density, format, *first = rest
+    densities, format, *words = rest
+    density, _, returned = densities.partition("/")
     settings: dict[str, Any] = {"density": float(density), "format": format}
-    if first not in ([], ["front"]):
-        densities, _, steps = first[0].partition("*")
+    if returned:
+        settings["returned"] = float(returned)
+    for first in set(words) - {"front", "still"}:
+        densities, _, steps = first.partition("*")
         settings["warmup"] = [float(one) for one in densities.split(":")]
         settings["warmup_steps"] = int(steps)
-    return Method(run, scheme, settings, frontload=first == ["front"])
+    return Method(run, scheme, settings, ahead="still" not in words, frontload="front" in words)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
-    parser.add_argument("--runs", nargs="+", required=True, metavar="SCHEME,DENSITY,FORMAT[,FIRST]")
+    parser.add_argument("--runs", nargs="+", required=True, metavar="RUN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
     parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
     parser.add_argument("--ranks", type=int, default=RANKS)

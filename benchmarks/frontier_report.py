@@ -125,7 +125,8 @@ def draw(rows: Sequence[Row], task: str) -> None:
             colour = DENSE if scheme == "dense" else ROUNDED
             axes.plot(*place, "s", color=colour, label="dense" if colour == DENSE else "bfloat16")
         else:
-            name = f"{scheme} {100 * float(settings[0]):.0f} %{', front' * ('front' in settings)}"
+            densities = " / ".join(f"{100 * float(one):.0f}" for one in settings[0].split("/"))
+            name = ", ".join([f"{scheme} {densities} %", *settings[2:]])
             axes.plot(*place, next(markers), color=SPARCEL, label=name)
     if hooks:
         axes.plot(

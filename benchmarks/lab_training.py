@@ -56,7 +56,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
     buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
     model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
     if label == "sparcel":
-        handle = sparcel.attach(model, optimizer=run.optimizer)
+        handle = sparcel.attach(model, optimizer=run.optimizers[0])
     share = register(model, hook, task.steps) if hook else lambda: 1.0
     rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split
     windows = replace(split, x_test=split.x_test[:WINDOWS], y_test=split.y_test[:WINDOWS])
@@ -70,7 +70,7 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
         batches(len(split.y_train), task.batch, task.steps, arguments.seed)
     ):
         part = batch.chunk(ranks)[rank]
-        run.optimizer.zero_grad()
+        model.zero_grad()
         loss = loss_of(model, split.x_train[part], split.y_train[part])
         loss.backward()
         run.update(step)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from task_training import Method, Run, evaluate
-from tasks import TASKS, batches, loss_of
+from tasks import TASKS
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,12 +43,7 @@ def train_with_hook(data: Path, task: str, hook: str, seed: int, steps: int) -> 
     try:
         model = DistributedDataParallel(run.model)
         share = register(model, hook, steps)
-        for step, batch in enumerate(batches(len(run.split.y_train), usual.batch, steps, seed)):
-            run.optimizer.zero_grad()
-            loss = loss_of(model, run.split.x_train[batch], run.split.y_train[batch])
-            loss.backward()
-            run.losses[step] = loss.item()
-            run.update(step)
+        run.alone(model)
         return {
             "steps": steps,
             **evaluate(run.model, run.split),

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +98,15 @@ class Run:
         self.split = task.read(data / task.folder, seed)
         torch.manual_seed(seed)
         self.model = task.model(self.split)
+        if task.after is not None:
+            self.model.load_state_dict(trained_before(data, task.after, seed))
         self.named = dict(self.model.named_parameters())
         self.scheme = method.make()
-        if task.adamw and self.scheme.momentum:  # there is no correction of Adam's momentum
+        adamw = task.adamw is not None
+        if adamw and self.scheme.momentum:  # there is no correction of Adam's momentum
             self.scheme = replace(self.scheme, momentum=0.0)
         corrected = [name for name, p in self.named.items() if not stays_dense(name, p)]
-        self.optimizer = task.optimizer(self.model, corrected if self.scheme.momentum else ())
+        self.optimizers = task.optimizers(self.model, corrected if self.scheme.momentum else ())
         self.losses = [0.0] * task.steps
         self.dense_steps = self.clipped_steps = 0
         self._updates: dict[str, Tensor] = {}
@@ -111,7 +114,10 @@ class Run:
     def rank(self, comm: Communicator) -> sparcel.training.Stats:
         method = self.method
         averager = self.averager(comm)
-        ahead = averager.ahead(self.named, self.optimizer) if method.ahead else None
+        ahead = averager.ahead(self.named) if method.ahead else None
+        if ahead is not None:
+            for optimizer in self.optimizers:
+                ahead.follow(optimizer)
         samples, task = len(self.split.y_train), self.task
         for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
             part = batch.chunk(comm.size)[comm.rank]
@@ -135,6 +141,16 @@ class Run:
             comm.gather_numbers(0)  # the model has changed
         return averager.handle.stats()
 
+    def alone(self, model: nn.Module) -> None:
+        """Train in one process with whole batches; ``model`` is the run's, or what wraps it."""
+        samples, task = len(self.split.y_train), self.task
+        for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
+            model.zero_grad()
+            loss = loss_of(model, self.split.x_train[batch], self.split.y_train[batch])
+            loss.backward()
+            self.losses[step] = loss.item()
+            self.update(step)
+
     def averager(self, comm: Communicator) -> Averager:
         """Return what averages a rank's gradients, as `sparcel.attach` makes it."""
         return Averager(
@@ -156,15 +172,24 @@ class Run:
         if self.task.clip is not None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
             self.clipped_steps += bool(norm > self.task.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.task.lr_at(step)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.task.lr_at(step)
+            optimizer.step()
 
     def smoothed(self, points: int = 50) -> list[float | None]:
         """Return the training loss as the means of equal parts of the training; None for NaN."""
         parts = torch.tensor(self.losses).tensor_split(points)
         means = [float(part.mean()) for part in parts]
         return [round(one, 4) if math.isfinite(one) else None for one in means]
+
+
+@cache
+def trained_before(data: Path, task: str, seed: int) -> Mapping[str, Any]:
+    """Return the state of a model that was trained densely in one process."""
+    run = Run(data, TASKS[task], Method("dense", "dense"), seed)
+    run.alone(run.model)
+    return run.model.state_dict()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -6,6 +6,7 @@ whose logits end in one value a class.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -13,11 +14,12 @@ import lzma
 import tarfile
 import wave
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,9 @@ from torch import Tensor, nn
 VOCABULARY = 2000
 UNKNOWN, PADDING = 0, 1
 MOMENTUM = 0.9
+MOST_BYTES = 4_000_000
+"""What a language model of bytes has of its text."""
+BYTES_A_WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,17 @@ class Task:
     batch, steps
         Samples of a step on all ranks together; optimiser steps of the training.
     lr
-        The largest learning rate. It rises linearly for a twentieth of the steps, and falls
-        linearly to 0.
+        The largest learning rate. It rises linearly for a twentieth of the steps.
     adamw
-        Whether AdamW trains it; else SGD with momentum 0.9.
+        The settings of AdamW, if that trains the model; else SGD with momentum 0.9.
     clip
         The largest norm of the update, if that is clipped.
+    lr_end
+        What the learning rate falls to, linearly, as a share of the largest.
+    muon
+        Whether Muon trains the matrices inside of the model's layers, and AdamW the others.
+    after
+        The task that trained the model before, densely, if there is one.
     """
 
     name: str
@@ -68,24 +78,38 @@ class Task:
     batch: int
     steps: int
     lr: float
-    adamw: bool = False
+    adamw: Mapping[str, Any] | None = None
     clip: float | None = None
+    lr_end: float = 0.0
+    muon: bool = False
+    after: str | None = None
 
-    def optimizer(
+    def optimizers(
         self, model: nn.Module, without_momentum: Collection[str] = ()
-    ) -> torch.optim.Optimizer:
-        if self.adamw:
-            return torch.optim.AdamW(model.parameters(), lr=self.lr)
+    ) -> list[torch.optim.Optimizer]:
         named = dict(model.named_parameters())
-        groups = [
-            {"params": [named[n] for n in named if n in without_momentum], "momentum": 0.0},
-            {"params": [named[n] for n in named if n not in without_momentum]},
+
+        def those(names: Iterable[str]) -> list[nn.Parameter]:
+            return [named[name] for name in named if name in names]
+
+        if self.adamw is None:
+            groups = [
+                {"params": those(without_momentum), "momentum": 0.0},
+                {"params": those(named.keys() - without_momentum)},
+            ]
+            return [torch.optim.SGD(groups, lr=self.lr, momentum=MOMENTUM)]
+        matrices = {n for n, p in named.items() if n.startswith("layers.") and p.ndim == 2}
+        if not self.muon:
+            return [torch.optim.AdamW(named.values(), lr=self.lr, **self.adamw)]
+        return [
+            torch.optim.Muon(those(matrices), lr=self.lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(those(named.keys() - matrices), lr=self.lr, **self.adamw),
         ]
-        return torch.optim.SGD(groups, lr=self.lr, momentum=MOMENTUM)
 
     def lr_at(self, step: int) -> float:
         ramp = max(1, self.steps // 20)
-        return self.lr * min((step + 1) / ramp, (self.steps - step) / (self.steps - ramp))
+        left = (self.steps - step) / (self.steps - ramp)
+        return self.lr * min((step + 1) / ramp, self.lr_end + (1 - self.lr_end) * left)
 
 
 def batches(samples: int, batch: int, steps: int, seed: int) -> Iterator[Tensor]:
@@ -179,6 +203,31 @@ def _windows(train: Tensor, test: Tensor, length: int) -> Split:
 
 
 @cache
+def _reviews(folder: Path, seed: int) -> Split:
+    with lzma.open(folder / "train.jsonl.xz", "rt", encoding="utf8") as lines:
+        return _bytes("\n".join(json.loads(line)["text"] for line in lines))
+
+
+@cache
+def _articles(folder: Path, seed: int) -> Split:
+    with lzma.open(folder / "train.txt.xz", "rt", encoding="utf8") as file:
+        return _bytes(file.read())
+
+
+@cache
+def _news(folder: Path, seed: int) -> Split:
+    with lzma.open(folder / "test.csv.xz", "rt", encoding="utf8", newline="") as file:
+        return _bytes("\n".join(". ".join(row[1:]) for row in csv.reader(file)))
+
+
+def _bytes(text: str) -> Split:
+    """Read a text as windows of bytes; the last twentieth is held out."""
+    letters = torch.frombuffer(bytearray(text.encode()[:MOST_BYTES]), dtype=torch.uint8).long()
+    cut = len(letters) * 19 // 20
+    return _windows(letters[:cut], letters[cut:], BYTES_A_WINDOW)
+
+
+@cache
 def _digits(folder: Path, seed: int) -> Split:
     """Read spoken digits; of each speaker and digit the fold ``seed % 5`` is held out."""
     spectra, labels, held_out = [], [], []
@@ -267,7 +316,7 @@ TASKS = {
             16,
             2000,
             4e-3,
-            adamw=True,
+            adamw={},
             clip=1.0,
         ),
         Task(
@@ -278,7 +327,7 @@ TASKS = {
             16,
             600,
             1e-3,
-            adamw=True,
+            adamw={},
             clip=1.0,
         ),
         Task(
@@ -289,7 +338,7 @@ TASKS = {
             16,
             400,
             1e-3,
-            adamw=True,
+            adamw={},
             clip=1.0,
         ),
         Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05),
@@ -302,9 +351,48 @@ TASKS = {
             2000,
             0.1,
         ),
+        Task(
+            "reviews",
+            "imdb-subset",
+            _reviews,
+            lambda _: Words(256, BYTES_A_WINDOW, width=96, layers=3),
+            32,
+            1000,
+            3e-3,
+            adamw={"betas": (0.9, 0.95), "weight_decay": 0.1},
+            clip=1.0,
+            muon=True,
+        ),
+        Task(
+            "articles",
+            "wikitext-2",
+            _articles,
+            lambda _: Words(256, BYTES_A_WINDOW, width=80, layers=4),
+            32,
+            1500,
+            3e-3,
+            adamw={"betas": (0.9, 0.95), "weight_decay": 0.1},
+            clip=1.0,
+            lr_end=0.1,
+        ),
+        Task(
+            "news",
+            "ag-news-test",
+            _news,
+            lambda _: Words(256, BYTES_A_WINDOW, width=80, layers=4),
+            32,
+            800,
+            1e-4,
+            adamw={},
+            clip=1.0,
+            lr_end=1.0,
+            after="articles",
+        ),
     )
 }
 """All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
 ``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words``
 and ``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over
-links."""
+links. The last three are language models of bytes, unlike the tasks that defaults were chosen on:
+``reviews`` is trained by Muon, ``articles`` by AdamW with a shorter memory and weight decay, and
+``news`` fine-tunes the model of ``articles`` at a constant rate."""

@@ -71,3 +71,17 @@ def train_sharded(comm: Any, label: str) -> Any:
     sent = replica.handle.stats().last.bytes_sent
     replica.close()
     return told, sent
+
+
+@given(
+    st.floats(0.01, 1),
+    st.none() | st.floats(0.01, 1),
+    st.lists(st.sampled_from(["front", "still"]), unique=True),
+)
+def test_a_run_names_its_settings(density: float, returned: float | None, words: Any) -> None:
+    frontier: Any = importlib.import_module("frontier")
+    densities = str(density) if returned is None else f"{density}/{returned}"
+    method = frontier.method_of(",".join(["bidirectional", densities, "mask:4", *words]))
+    assert method.settings.pop("returned", None) == returned
+    assert method.settings == {"density": density, "format": "mask:4"}
+    assert (method.ahead, method.frontload) == ("still" not in words, "front" in words)
