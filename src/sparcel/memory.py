@@ -41,7 +41,7 @@ class Share:
 class Memory:
     """A residual and one scratch vector, which change places when a step commits.
 
-    A step computes ``scratch = residual + gradient − selected``, to which `settle` applies what an
+    A step computes ``scratch = residual + gradient − selected``, to which `settle` adds what an
     exchange has returned, and leaves the residual as it was until `commit`. Both are float32, or
     float64 for float64 gradients.
 
@@ -125,7 +125,7 @@ class Memory:
     ) -> SparseStream:
         """Leave all of residual + gradient in scratch, and return it as a dense stream.
 
-        The stream shares the scratch's storage. `settle` takes out what was sent of it.
+        The stream shares the scratch's storage. The caller takes out what is sent of it.
         """
         with self.entered(gradient, ranks, withheld, clear, scale) as addition:
             *_, finite = kernels.accumulate_topk(addition, 0)
@@ -137,27 +137,22 @@ class Memory:
 
     @property
     def kept(self) -> Tensor:
-        """What the step keeps back, ``[size]``; `settle` alone changes it."""
+        """What the step keeps back, ``[size]``."""
         assert self._scratch is not None, "kept follows select"
         return self._scratch
 
-    def settle(
-        self,
-        enters: Iterable[Placed] = (),
-        leaves: Iterable[SparseStream] = (),
-        returns: Iterable[Placed] = (),
-    ) -> None:
-        """Apply to what the step keeps back what an exchange has returned.
+    def settle(self, returns: Iterable[Placed]) -> None:
+        """Add what an exchange has returned to what the step keeps back.
 
-        ``enters`` is added. Then the coordinates of ``leaves``, sparse streams of the whole vector,
-        are set to 0, and ``returns`` is added. Sums are limited to the largest finite number,
-        because Inf may not enter memory and the other ranks have finished the step already.
+        Sums are limited to the largest finite number, because Inf may not enter memory and the
+        other ranks have finished the step already.
         """
-        self._add(enters)
-        for stream in leaves:
-            assert stream.indices is not None, "what leaves is sparse"
-            kernels.scatter(self.kept, stream.indices, torch.zeros_like(stream.values))
-        self._add(returns)
+        for start, stream in returns:
+            part = self.kept[start : start + stream.size]
+            if stream.indices is None:
+                saturate(part.add_(stream.values))
+            else:
+                kernels.add_saturated(part, stream.indices, stream.values)
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""
@@ -213,14 +208,6 @@ class Memory:
                 f" {residual.device}, got a gradient of {gradient.numel()} on {gradient.device};"
                 " make one scheme for each vector"
             )
-
-    def _add(self, streams: Iterable[Placed]) -> None:
-        for start, stream in streams:
-            part = self.kept[start : start + stream.size]
-            if stream.indices is None:
-                saturate(part.add_(stream.values))
-            else:
-                kernels.add_saturated(part, stream.indices, stream.values)
 
     @contextmanager
     def entered(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -23,18 +23,15 @@ from sparcel.collectives import _global_topk as global_topk_module
 from sparcel.collectives import regions as regions_module
 from sparcel.collectives._counts import Counted
 from sparcel.collectives.oktopk import Course, by_regions_stages, topk_by_regions
-from sparcel.collectives.regions import boundaries_stages
-from sparcel.comm import Communicator
 from sparcel.cost import Counts, Problem, count, default_rates, predict
 from sparcel.formats import format_named
 from sparcel.ops import SUM
 from sparcel.schemes import stages_of
-from sparcel.stages import Exchange, Stage, Stages, UnionSize
+from sparcel.stages import Exchange, Stages, UnionSize
 from sparcel.wire import Wire
 from tests.sampling import meeting
 
 oktopk_module = sys.modules["sparcel.collectives.oktopk"]  # the package has the function
-held_module = sys.modules["sparcel.collectives.oktopk_held"]
 
 COLLECTIVES: dict[str, Callable] = {
     **{
@@ -257,8 +254,8 @@ class Recorder:
         patch.setattr(global_topk_module, "gather_numbers", gather)
         split = partial(self._split, oktopk_module.balanced_boundaries)
         patch.setattr(oktopk_module, "balanced_boundaries", split)
-        for module in (oktopk_module, held_module):
-            patch.setattr(module, "global_topk", partial(self._select, module.global_topk))
+        select = partial(self._select, oktopk_module.global_topk)
+        patch.setattr(oktopk_module, "global_topk", select)
 
     def _sum(self, own, kind, counts, comm, *rest):
         self.counts[kind][comm.rank].append(counts)
@@ -333,33 +330,6 @@ def test_oktopk_has_the_predicted_traffic_given_its_refinements(
     waiting = max(moved_by(replace(problem, rank=rank), course) for rank in range(ranks))
     longest = max(one.rounds for one in told)
     assert longest <= rounds <= longest + waiting
-
-
-def held(stream: SparseStream, comm: Communicator, k: int) -> None:
-    """Find boundaries, and sum in regions that hold nothing yet."""
-    boundaries, _ = oktopk_module.balanced_boundaries(stream, comm, k)
-    region = torch.zeros(boundaries[comm.rank + 1] - boundaries[comm.rank])
-    nothing = stream.slice(0, region.numel()).empty_like()
-    held_module.oktopk_held(stream, region, nothing, boundaries, Wire(comm), k, k)
-
-
-def steps_of_held(problem: Problem, course: Course) -> Iterator[Stage]:
-    yield from boundaries_stages(problem, course.boundary_sums)
-    yield from held_module.stages(problem, course)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 13, 32])
-def test_oktopk_into_memory_has_the_predicted_traffic(ranks: int) -> None:
-    size, k = 40 * ranks * 50, 50
-    indices = anywhere(ranks, size, k)
-    with pytest.MonkeyPatch.context() as patch:
-        recorder = Recorder(patch, ranks)
-        found, _ = run(held, streams_at(indices, size), k)
-        course = recorder.course()
-    problem = Problem(size, k, ranks, union=union_of(indices, size))
-    for rank in range(ranks):
-        told = count(partial(steps_of_held, course=course), replace(problem, rank=rank))
-        assert told[:4] == found[rank][:4]
 
 
 @pytest.mark.parametrize(("ranks", "k"), [(1, 5), (2, 500), (3, 200), (8, 100), (17, 20), (33, 9)])

@@ -7,15 +7,18 @@ from hypothesis import settings
 
 import sparcel
 from sparcel import simulate
+from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
-from sparcel.schemes.oktopk import exchange_held
+from sparcel.schemes._put_back import settled
 
 
-class HeldOkTopK(OkTopK):
-    """Sums in the owners' memories, also where the vector is so small that gathering is cheaper."""
+class OkTopKByRegions(OkTopK):
+    """Sums regions, also where the vector is so small that gathering is cheaper."""
 
     def _exchange(self, selection, wire):
-        return exchange_held(selection, wire)
+        sent = selection.stream
+        found = topk_by_regions(sent, wire, selection.k, selection.most)
+        return settled(found, sent, wire, self.put_back)
 
 
 SCHEMES = {
@@ -39,10 +42,10 @@ SCHEMES = {
     "gtopk": partial(sparcel.scheme, "gtopk", density=0.1),
     "gtopk dense": partial(sparcel.scheme, "gtopk", density=0.9),
     "oktopk": partial(sparcel.scheme, "oktopk", density=0.1),
-    "oktopk held": lambda: HeldOkTopK(0.1),
-    "oktopk held dense": lambda: HeldOkTopK(0.7),
+    "oktopk by regions": lambda: OkTopKByRegions(0.1),
+    "oktopk by regions dense": lambda: OkTopKByRegions(0.7),
     "gtopk 8 bits": partial(sparcel.scheme, "gtopk", density=0.1, format="packed:8"),
-    "oktopk held 2 bits": lambda: HeldOkTopK(0.2, format="packed:2"),
+    "oktopk by regions 2 bits": lambda: OkTopKByRegions(0.2, format="packed:2"),
     "oktopk 4 bits": partial(sparcel.scheme, "oktopk", density=0.1, format="packed:4"),
     "oktopk dense": partial(sparcel.scheme, "oktopk", density=0.7),
     "oktopk reuse": partial(

@@ -44,7 +44,7 @@ MOST_READS = {
     # of the leader, of the tree's root, and with regions: see docs/how-to/gpu.md
     "scalecom": 9,
     "gtopk": 10,
-    "oktopk held": 14,
+    "oktopk by regions": 12,
 }
 """How often the host waits in a step of these schemes, at most, on up to four ranks."""
 

@@ -86,8 +86,7 @@ def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
     """Compare the bytes of gathering all streams with the least that regions take.
 
     All ranks know both. Regions take 4k(P−1)/P words if nothing is balanced, the headers of the
-    split and two gathers, and counts of full length for the boundaries and two histograms. Those of
-    `oktopk_held` take up to 2k/P words more.
+    split and two gathers, and counts of full length for the boundaries and two histograms.
     """
     ranks, size = problem.ranks, problem.size
     header = problem.sparse_message(0)
@@ -119,7 +118,7 @@ def selectable(stream: SparseStream) -> SparseStream:
 
 @dataclass(frozen=True)
 class Course:
-    """The data-dependent facts that decide the bytes of `topk_by_regions` and `oktopk_held`.
+    """The data-dependent facts that decide the bytes of `topk_by_regions`.
 
     Attributes
     ----------

@@ -28,7 +28,6 @@ from sparcel.kernels.dispatch import by_device
 
 # One line a kernel, one column a type of device; callers choose nothing.
 topk = by_device(select.topk, cpu.topk, "topk")
-topk_each = by_device(select.topk_each, cpu.topk_each, "topk_each")
 topk_chunked = by_device(select.topk_chunked, cpu.topk_chunked, "topk_chunked")
 accumulate_topk = by_device(select.accumulate_topk, cpu.accumulate_topk, "accumulate_topk")
 threshold_select = by_device(select.threshold_select, cpu.threshold_select, "threshold_select")

@@ -41,10 +41,6 @@ def accumulate_topk(
     )
 
 
-def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tuple[Tensor, Tensor]]:
-    return [topk(x[start:stop], k) for start, stop in ranges]
-
-
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     # torch rounds the threshold to the vector's dtype.
     limit = torch.tensor([threshold], dtype=x.dtype, device="cpu")

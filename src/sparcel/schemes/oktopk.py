@@ -8,20 +8,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from sparcel._checks import check_type, number, whole_number
-from sparcel.collectives.gtopk import gathered_topk, gathered_topk_stages
-from sparcel.collectives.oktopk import (
-    expected_course,
-    gathering_is_cheaper,
-    oktopk,
-    problem_of,
-)
-from sparcel.collectives.oktopk_held import SELECT_ONLY, oktopk_held
-from sparcel.collectives.oktopk_held import stages as held_stages
+from sparcel.collectives.oktopk import oktopk
+from sparcel.collectives.oktopk import stages as oktopk_stages
 from sparcel.collectives.oktopk_reuse import Estimates, oktopk_reuse
-from sparcel.collectives.regions import balanced_boundaries, boundaries_stages
-from sparcel.comm import Call
 from sparcel.errors import InputError, known
-from sparcel.schemes._elsewhere import select_elsewhere
 from sparcel.schemes._put_back import PUT_BACK, settled
 from sparcel.schemes._stages import apply_stages, select_stages
 from sparcel.schemes._state import STATE_HINT
@@ -29,48 +19,14 @@ from sparcel.schemes.exchange import Exchanged, Selection
 from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.sparsifier import Selecting
 from sparcel.selectors import selector
-from sparcel.stages import Problem, Stage, Work, scattered
+from sparcel.stages import Problem, Stage, scattered
 from sparcel.wire import Wire
 
 
 def exchange_oktopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
     """Find the k largest of the sums; see `OkTopK` for ``put_back``."""
-    sent, k, most = selection.stream, selection.k, selection.most
-    if put_back == "own":
-        return settled(oktopk(sent, wire, k, most), sent, wire, put_back)
-    if gathering_is_cheaper(problem_of(sent, wire), k, most):
-        return settled(gathered_topk(sent, wire, k, most), sent, wire, put_back)
-    return exchange_held(selection, wire)
-
-
-def exchange_held(selection: Selection, wire: Wire) -> Exchanged:
-    """Add all that is sent to what the owners hold, and take the k largest out of it.
-
-    Sums would fill up a rank's selection. So it puts back what it selected of its own region, and
-    takes others instead. The boundaries are balanced for the selections as they were before.
-    """
-    selected, most = selection.stream, selection.most
-    call = Call.of("exchange_held", {"k": selection.k, "most": most})
-    boundaries, finite = wire.comm.call(
-        call, lambda: balanced_boundaries(selected, wire.comm, most)
-    )
-    if not finite:
-        return Exchanged(selected.void_like(), selected)
-    start, stop = boundaries[wire.rank : wire.rank + 2]
-    choice = select_elsewhere(selection.rest, selected, selection.shares, boundaries, wire.rank)
-    held = selection.rest[start:stop]
-    found = oktopk_held(choice.sent, held, choice.unsent, boundaries, wire, selection.k, most)
-    if not found.total.finite:
-        return Exchanged(found.total, choice.sent)
-    return Exchanged(
-        found.total,
-        choice.sent,
-        complete=False,
-        unsent=(start, choice.unsent),
-        instead=choice.instead,
-        arrived=(start, found.arrived),
-        released=found.released,
-    )
+    sent = selection.stream
+    return settled(oktopk(sent, wire, selection.k, selection.most), sent, wire, put_back)
 
 
 @dataclass(eq=False)
@@ -89,10 +45,8 @@ class OkTopK(Selecting):
         The same for the boundaries of regions: the paper's τ, by default its 64.
     put_back
         ``"dropped"``: a sum that does not win stays in the memory of the rank that summed it, so
-        that its parts meet there, and are selected by what they are together. With exact
-        thresholds, and if gathering is not cheaper, that rank also adds all that it has of its
-        region, and sends coordinates of the other regions alone. ``"own"``: the paper's rule,
-        each rank takes back its own values.
+        that its parts meet there, and are selected by what they are together. ``"own"``: the
+        paper's rule, each rank takes back its own values.
 
     The others are those of `Selecting`.
     Source: Ok-Topk, Algorithms 1 and 2.
@@ -187,22 +141,8 @@ def _checked_steps(steps: int | None, name: str, reuses: bool, default: int) -> 
 
 
 def stages(problem: Problem) -> Iterator[Stage]:
-    """Yield the stages of a step of `OkTopK`.
-
-    A rank's k entries go to the other ranks alone.
-    """
-    size, k, ranks = problem.size, problem.k, problem.ranks
+    """Yield the stages of a step of `OkTopK`."""
     yield from select_stages(problem)
-    if gathering_is_cheaper(problem, k, k):
-        yield from gathered_topk_stages(problem)
-        yield scattered(k)
-    else:
-        course = expected_course(problem)
-        yield from boundaries_stages(problem, course.boundary_sums)
-        yield Work("select", size, times=SELECT_ONLY)
-        yield Work("merge", k)
-        k_of_all = min(size, k * ranks // (ranks - 1))
-        spread = None if problem.spread is None else max(k_of_all, problem.spread)
-        yield from held_stages(replace(problem, k=k_of_all, spread=spread), course)
-        yield scattered(k)
-    yield from apply_stages(problem, k)
+    yield from oktopk_stages(problem)
+    yield scattered(problem.k)
+    yield from apply_stages(problem, problem.k)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparcel import kernels
 from sparcel._checks import number, whole_number
 from sparcel.collectives.broadcast import broadcast, message_stages
 from sparcel.collectives.halving_doubling import halving_doubling
@@ -103,14 +104,16 @@ class ScaleCom(Selecting):
             nothing = mine.void_like()
             return Exchanged(nothing, nothing)
         assert chosen.indices is not None, "the leader selects"
-        leads = wire.rank == leader
-        values = mine.values if leads else selection.rest.index_select(0, chosen.indices)
+        if wire.rank == leader:
+            values = mine.values
+        else:
+            values = selection.rest.index_select(0, chosen.indices)
+            kernels.scatter(selection.rest, chosen.indices, torch.zeros_like(values))
         stream = SparseStream.unchecked(None, values, values.numel(), mine.finite)
         sums = halving_doubling(stream, wire)
         total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
         sent = SparseStream.unchecked(chosen.indices, values, chosen.size, mine.finite)
-        instead = None if leads else sent  # the leader alone has taken it out of memory
-        return Exchanged(total, sent, kept=_lost_of(chosen, wire, values), instead=instead)
+        return Exchanged(total, sent, kept=_lost_of(chosen, wire, values))
 
     def _leader(self, ranks: Communicator | Wire) -> int:
         return self.steps % ranks.size

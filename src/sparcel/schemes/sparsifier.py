@@ -307,15 +307,15 @@ class Selecting(Sparsifier):
             taken = self._take(gradient, comm, request, clear)
         wire = self._wire(comm, gradient.numel(), k)
         with meter.communicating():
-            selection = Selection(taken, k, most, self._shares, self._memory.kept)
+            selection = Selection(taken, k, most, self._memory.kept)
             outcome = self._exchange(selection, wire)
         meter.selected += outcome.sent.nnz
         lost = self._lost(wire, meter, outcome.total, outcome.magnitude)
-        self._memory.settle(outcome.enters, outcome.leaves, [*outcome.returns, *lost])
+        self._memory.settle(lost if outcome.kept is None else [(0, outcome.kept), *lost])
         if self.momentum:
-            for applied in outcome.applied:
-                assert applied.indices is not None, "what leaves memory is sparse"
-                self._memory.forget_velocity(applied.indices)
+            applied = outcome.applied.indices
+            assert applied is not None, "what leaves memory is sparse"
+            self._memory.forget_velocity(applied)
         return outcome
 
     def _lost(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -185,11 +183,6 @@ def in_bin(values: Tensor, lowest: int, width: int, most: int) -> tuple[int, int
     candidates = above[(above >= 0) & (above < width)]
     larger = int((above >= width).sum())
     return larger, candidates.numel(), candidates[:most].cpu()
-
-
-def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tuple[Tensor, Tensor]]:
-    """Return `topk` of each range ``[start, stop)`` of a vector; indices count from its start."""
-    return [topk(x[start:stop], k) for start, stop in ranges]
 
 
 def check_field(x: Tensor, shift: int, bins: int, prefix: int | None) -> None:

@@ -24,7 +24,6 @@ from sparcel.kernels.gpu.select import (
     threshold_select,
     topk,
     topk_chunked,
-    topk_each,
 )
 from sparcel.kernels.gpu.sets import within, without
 
@@ -46,7 +45,6 @@ __all__ = [
     "threshold_select",
     "topk",
     "topk_chunked",
-    "topk_each",
     "unpack_indices",
     "within",
     "without",

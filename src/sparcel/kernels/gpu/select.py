@@ -8,7 +8,6 @@ the radix select reads the whole vector. Sums are computed in the pass that mark
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,16 +104,12 @@ class _Begun(NamedTuple):
 
 
 def topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    return topk_each(x, [(0, x.numel())], k)[0]
-
-
-def topk_each(x: Tensor, ranges: Sequence[tuple[int, int]], k: int) -> list[tuple[Tensor, Tensor]]:
-    parts = [x[start:stop] for start, stop in ranges]
-    begun = [_begin(part, k) for part in parts]
-    found = []
-    for part, one, outcome in zip(parts, begun, _outcomes(begun), strict=True):
-        found.append(one.chosen(outcome) or _from_all(part, k))
-    return found
+    rules, plan, marks = _rules(x), _Plan.of(k, x.numel()), None
+    if plan:
+        sample(vector_alone(x), rules[0], SAMPLES, plan.rank)
+        marks = mark(x, rules[0], ties=False)
+    begun = _continue(x, k, rules, plan, marks)
+    return begun.chosen(_outcome(begun)) or _from_all(x, k)
 
 
 def topk_chunked(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +137,7 @@ def accumulate_topk(
         nothing = scratch.new_empty(0, dtype=index_dtype(scratch.numel()))
         return nothing, scratch[:0], rules[0, FAULT] == 0
     begun = _continue(scratch, k, rules, plan, marks, clear=True)
-    (outcome,) = _outcomes([begun])
+    outcome = _outcome(begun)
     found = begun.chosen(outcome)
     if found is None and outcome.finite:
         found = _from_all(scratch, k, clear=True)
@@ -184,15 +179,6 @@ def _rules(x: Tensor) -> Tensor:
     return x.new_zeros(2, RULE_LENGTH, dtype=torch.int64)
 
 
-def _begin(x: Tensor, k: int) -> _Begun:
-    """Queue the selection of the k largest of a vector."""
-    rules, plan, marks = _rules(x), _Plan.of(k, x.numel()), None
-    if plan:
-        sample(vector_alone(x), rules[0], SAMPLES, plan.rank)
-        marks = mark(x, rules[0], ties=False)
-    return _continue(x, k, rules, plan, marks)
-
-
 def _continue(
     x: Tensor, k: int, rules: Tensor, plan: _Plan | None, marks: Marks | None, clear: bool = False
 ) -> _Begun:
@@ -222,20 +208,15 @@ def _continue(
 def _from_all(x: Tensor, k: int, clear: bool = False) -> tuple[Tensor, Tensor]:
     """Return the k largest of a vector without a sample, which may have misled."""
     begun = _continue(x, k, _rules(x), None, None, clear)
-    found = begun.chosen(*_outcomes([begun]))
+    found = begun.chosen(_outcome(begun))
     assert found is not None, "without a threshold nothing misleads"
     return found
 
 
-def _outcomes(begun: Sequence[_Begun]) -> list[_Outcome]:
-    """Return what has become of selections, by one read."""
-    if not begun:
-        return []
-    read = device.read(torch.stack([one.rules for one in begun])).tolist()
-    return [
-        _Outcome(not first[FAULT], first[ABOVE], first[EMITTED], second[EMITTED])
-        for first, second in read
-    ]
+def _outcome(begun: _Begun) -> _Outcome:
+    """Return what has become of a selection, by one read."""
+    first, second = device.read(begun.rules).tolist()
+    return _Outcome(not first[FAULT], first[ABOVE], first[EMITTED], second[EMITTED])
 
 
 @triton.jit(do_not_specialize=["size", "shift", "prefix", "field"])
