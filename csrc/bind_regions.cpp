@@ -25,7 +25,7 @@ Coding coding_of(int bits, size_t block) {
 
 Regions regions_of(size_t size, size_t ranks, size_t block, size_t rank) {
     require(size <= INT32_MAX, "indices must fit in 32 bits");
-    require(block >= 64 && block <= kMostBlock && std::has_single_bit(block), "impossible block");
+    require(block >= 64 && std::has_single_bit(block), "impossible block");
     require(rank < ranks, "no such rank");
     return {size, ranks, block};
 }
@@ -118,7 +118,7 @@ nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch
             for (size_t owner = split_point(ranks, task, tasks);
                  owner < split_point(ranks, task + 1, tasks); ++owner) {
                 const auto take = [&](size_t begin, size_t count, size_t place) {
-                    alignas(64) float room[kMostBlock];
+                    alignas(64) float room[kMostPiece];
                     const float* const addend = source.addends(begin, count, room);
                     if (sent[owner]) {
                         return sent[owner]->take(source.memory + begin, addend, x + begin, count,

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -25,8 +26,8 @@
 
 namespace sparcel {
 
-constexpr size_t kMostBlock = 1024;  // coordinates, 64 at least: both are powers of two
-constexpr size_t kMostWords = kMostBlock / 64;
+constexpr size_t kMostPiece = 1024;  // coordinates that are in the first-level cache at a time
+constexpr size_t kMostWords = kMostPiece / 64;
 constexpr size_t kMostScaled = 64;  // values that share a scale
 constexpr uint32_t kNonFiniteBits = 0x7f800000;
 
@@ -42,13 +43,16 @@ struct Regions {
     }
     size_t length(size_t rank) const { return before(rank, size); }
 
-    // Calls run(begin, n, place): the coordinates from `begin` on are those from `place` on of the
-    // region. `from` and `to` are blocks of the region.
+    // Calls run(begin, n, place) with pieces of the region's blocks from `from` to `to`: n
+    // coordinates from `begin` on, which are the region's from `place` on.
     template <class Run>
     void each_block(size_t rank, size_t from, size_t to, const Run& run) const {
         for (size_t i = from; i < to; ++i) {
-            const size_t begin = (i * ranks + rank) * block;
-            run(begin, std::min(block, size - begin), i * block);
+            const size_t first = (i * ranks + rank) * block;
+            const size_t end = std::min(first + block, size);
+            for (size_t begin = first; begin < end; begin += kMostPiece) {
+                run(begin, std::min(kMostPiece, end - begin), i * block + begin - first);
+            }
         }
     }
     size_t blocks(size_t rank) const { return (length(rank) + block - 1) / block; }
@@ -118,16 +122,21 @@ class Selected {
     // x[0, n) are the coordinates from `begin` on, and the region's from `place` on.
     void take(const float* memory, const float* addend, float* x, size_t n, size_t begin,
               size_t place, std::span<const Limit> limits) {
-        if (n % 64 == 0) return take_whole(memory, addend, x, n, begin, place, limits);
-        alignas(64) float padded[3][kMostBlock] = {};
-        if (memory) std::copy_n(memory, n, padded[0]), std::copy_n(addend, n, padded[1]);
-        if (!memory) std::copy_n(x, n, padded[2]);
         const size_t words = (n + 63) / 64;
-        home_ = x;
-        take_whole(memory ? padded[0] : nullptr, padded[1], padded[2], 64 * words, begin, place,
-                   limits);
-        std::copy_n(padded[2], n, x);
-        home_ = nullptr;
+        const bool apart = memory || n % 64;
+        float* const work = apart ? rooms_[turn_ ^= 1] : x;
+        alignas(64) float padded[2][kMostPiece];
+        if (n % 64) {
+            const auto pad = [&](const float* from, float* to) {
+                std::fill(std::copy_n(from, n, to), to + 64 * words, 0.0f);
+                return to;
+            };
+            if (memory) memory = pad(memory, padded[0]), addend = pad(addend, padded[1]);
+            if (!memory) pad(x, work);
+        }
+        take_whole(memory, addend, work, 64 * words, begin, place, limits);
+        write_back();
+        if (apart) last_ = {work, x, n};
     }
 
     // Rounds what has waited for others to share a scale.
@@ -135,6 +144,8 @@ class Selected {
         if (held_) round(held_);
         for (size_t i = 0; i < held_; ++i) *waiting_[i] = errors_[i];
         held_ = 0;
+        write_back();
+        passes_.masked.fence();
     }
 
     // Returns the message, with a header that begins as `header` does.
@@ -234,22 +245,33 @@ class Selected {
             std::copy_n(values_ + whole, all - whole, values_);
         }
         const size_t rest = all - whole - held_;  // of this block
-        float* const home = home_ ? home_ : x;
         for (size_t word = words, left = rest; left;) {
             --word;
             for (uint64_t bits = mask[word]; bits && left;) {
                 const int bit = 63 - std::countl_zero(bits);
                 bits ^= uint64_t{1} << bit;
-                waiting_[held_ + --left] = home + 64 * word + bit;
+                waiting_[held_ + --left] = x + 64 * word + bit;
             }
         }
         held_ += rest;
     }
 
+    // Writes the last piece to its place, past the cache: what fits there is needed for the next.
+    void write_back() {
+        if (!last_.n) return;
+        for (size_t i = 0; i < held_; ++i) {
+            const bool inside = !std::less<>()(waiting_[i], last_.work) &&
+                                std::less<>()(waiting_[i], last_.work + last_.n);
+            if (inside) waiting_[i] = last_.home + (waiting_[i] - last_.work);
+        }
+        passes_.masked.move_out(last_.work, last_.n, last_.home);
+        last_ = {};
+    }
+
     // Rounds the first `n` values, and computes what that takes.
     void round(size_t n) {
-        alignas(64) uint8_t codes[kMostBlock + kMostScaled + 8];
-        alignas(64) float rounded[kMostBlock + kMostScaled];
+        alignas(64) uint8_t codes[kMostPiece + kMostScaled + 8];
+        alignas(64) float rounded[kMostPiece + kMostScaled];
         double sums[kMostScaled];
         passes_.codes.quantize(coding_, values_, n, 0, sums, codes,
                                scales_.data() + count_ / coding_.block * coding_.scales(), rounded);
@@ -283,10 +305,17 @@ class Selected {
     size_t held_ = 0;   // values that wait
     uint32_t largest_ = 0;
     double magnitude_ = 0;  // of the values, less what rounding takes
-    float* home_ = nullptr;
+    struct Piece {
+        const float* work;  // where it is
+        float* home;        // where it belongs
+        size_t n;
+    };
+    Piece last_ = {};  // the last piece, unless it is where it belongs
+    size_t turn_ = 0;
+    alignas(64) float rooms_[2][kMostPiece];
     float* waiting_[kMostScaled];  // where what rounding takes of the values that wait will go
-    alignas(64) float values_[kMostBlock + kMostScaled + kSlack];
-    alignas(64) float errors_[kMostBlock + kMostScaled + kSlack];
+    alignas(64) float values_[kMostPiece + kMostScaled + kSlack];
+    alignas(64) float errors_[kMostPiece + kMostScaled + kSlack];
 };
 
 // A message of a region, checked.
@@ -379,8 +408,8 @@ class Values {
 
   private:
     void decode(size_t n) {
-        alignas(64) uint8_t codes[kMostBlock + 2 * kMostScaled + 8];
-        float scales[2 * (kMostBlock / 8 + kMostScaled)];
+        alignas(64) uint8_t codes[kMostPiece + 2 * kMostScaled + 8];
+        float scales[2 * (kMostPiece / 8 + kMostScaled)];
         const size_t first = decoded_ / coding_.block * coding_.scales();
         for (size_t i = 0; i < coding_.scales_of(n); ++i) {
             Brain scale;
@@ -398,7 +427,7 @@ class Values {
     const Kernels& passes_;
     size_t decoded_ = 0;          // values of the message
     size_t used_ = 0, held_ = 0;  // values here that were returned, and those that were not
-    alignas(64) float values_[kMostBlock + 2 * kMostScaled + kSlack] = {};
+    alignas(64) float values_[kMostPiece + 2 * kMostScaled + kSlack] = {};
 };
 
 // Calls run(values, mask, count) with a block of a message: its selected values, and which
@@ -428,7 +457,7 @@ inline double add_packed(const Regions& regions, size_t rank, std::span<const Pa
         }
         const size_t to = split_point(blocks, task + 1, tasks);
         regions.each_block(rank, from, to, [&](size_t begin, size_t n, size_t place) {
-            alignas(64) float padded[kMostBlock];
+            alignas(64) float padded[kMostPiece];
             float* const sums = n % 64 ? padded : x + begin;
             if (n % 64) std::copy_n(x + begin, n, padded);
             const double before = passes.masked.magnitude(sums, n);
@@ -464,23 +493,23 @@ bool write_packed(const Regions& regions, size_t rank, const Packed& message, co
     Values values(message, coding);
     uint32_t largest = 0;
     regions.each_block(rank, 0, regions.blocks(rank), [&](size_t begin, size_t n, size_t place) {
-        alignas(64) float room[kMostBlock + kSlack];
-        float* block = room;
-        if constexpr (std::is_same_v<Out, float>) {
-            if (n % 64 == 0) block = out + begin;
-        }
+        alignas(64) float block[kMostPiece + kSlack];
         if (message.count == 0) std::fill_n(block, n, 0.0f);
         const auto write = [&](const float* found, const uint64_t* mask, size_t count) {
-            alignas(64) float quotients[kMostBlock + kSlack];
+            alignas(64) float quotients[kMostPiece + kSlack];
             float* const divided = mask ? quotients : block;
             std::copy_n(found, count, divided);
             largest = std::max(largest, passes.masked.divide(divided, count, divisor));
             if (mask) passes.masked.expand(mask, (n + 63) / 64, quotients, block);
         };
         with_block(message, values, n, place, write);
-        if (static_cast<const void*>(block) == out + begin) return;
-        for (size_t i = 0; i < n; ++i) out[begin + i] = narrow<Out>(block[i]);
+        if constexpr (std::is_same_v<Out, float>) {
+            passes.masked.move_out(block, n, out + begin);
+        } else {
+            for (size_t i = 0; i < n; ++i) out[begin + i] = narrow<Out>(block[i]);
+        }
     });
+    passes.masked.fence();
     return message.finite && largest < kOverflows<Out>;
 }
 

@@ -127,6 +127,9 @@ struct MaskPasses {
     double (*magnitude)(const float* x, size_t n);
     // Makes rest = x - less; `rest` may be x.
     void (*subtract)(const float* x, const float* less, size_t n, float* rest);
+    // Copies x[0, n), past the cache where `to` allows that. Other threads see it after a fence.
+    void (*move_out)(const float* x, size_t n, float* to);
+    void (*fence)();
 };
 
 // The passes that read a vector as it is stored.

@@ -93,6 +93,15 @@ struct MaskedPasses {
         for (size_t i = 0; i < n; ++i) rest[i] = x[i] - less[i];
     }
 
+    static void move_out(const float* x, size_t n, float* to) {
+        constexpr size_t bytes = lanes * sizeof(float);
+        size_t i = 0;
+        if (reinterpret_cast<uintptr_t>(to) % bytes == 0) {
+            for (; i + lanes <= n; i += lanes) Vector::load_float(x + i).stream(to + i);
+        }
+        for (; i < n; ++i) to[i] = x[i];
+    }
+
   private:
     template <bool kAdds>
     static size_t select_from(const float* memory, const float* addend, float* x, size_t words,
@@ -148,9 +157,9 @@ struct MaskedPasses {
 
 template <class Vector>
 constexpr MaskPasses masked_passes = {
-    MaskedPasses<Vector>::select,   MaskedPasses<Vector>::put,    MaskedPasses<Vector>::add,
-    MaskedPasses<Vector>::expand,   MaskedPasses<Vector>::divide, MaskedPasses<Vector>::magnitude,
-    MaskedPasses<Vector>::subtract,
+    MaskedPasses<Vector>::select,   MaskedPasses<Vector>::put,      MaskedPasses<Vector>::add,
+    MaskedPasses<Vector>::expand,   MaskedPasses<Vector>::divide,   MaskedPasses<Vector>::magnitude,
+    MaskedPasses<Vector>::subtract, MaskedPasses<Vector>::move_out, Vector::fence,
 };
 
 }  // namespace

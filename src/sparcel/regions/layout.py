@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparcel.formats import Format
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 1024, 64
+LARGEST_BLOCK, SMALLEST_BLOCK = 16384, 64
 """Coordinates of a block: as many as a pass keeps in the first-level cache, and a word of a bitmap.
 """
 
