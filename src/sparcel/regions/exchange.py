@@ -13,11 +13,14 @@ update = what all owners returned / P
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparcel.comm import Call
+from sparcel.formats import Format
 from sparcel.kernels import Addition
 from sparcel.patterns import rotation
 from sparcel.regions.by_streams import ByStreams
@@ -79,29 +82,21 @@ def exchange_regions(
     Rounds: two, in which all messages are outstanding at once. Words: those of up, and of down,
     each times (P−1)/P.
     """
-    facts = {
-        "size": addition.memory.numel(),
-        "dtype": addition.memory.dtype,
-        "format": wire.format,
-        "up": up.shares,
-        "down": down.shares,
-    }
 
     def job() -> Returned:
         fused = not applied and Fused.can(addition, wire.format, (up, down))
         passes: Fused | ByStreams = (Fused if fused else ByStreams)(addition, wire)
         rounds = rotation(wire.rank, wire.size)
-        value_bytes = addition.memory.dtype.itemsize
         messages = passes.enter(up)
         arrived = wire.comm.exchange_parts(
             {owner: messages[owner] for owner, *_ in rounds},
-            {source: up.bound(wire.format, wire.rank, value_bytes) for _, source, *_ in rounds},
+            {source: up.bounds[wire.rank] for _, source, *_ in rounds},
             wire.control,
         )
         mine = passes.collect(arrived, up, down)
         returned = wire.comm.exchange_parts(
             {rank: mine for rank, *_ in rounds},
-            {owner: down.bound(wire.format, owner, value_bytes) for _, owner, *_ in rounds},
+            {owner: down.bounds[owner] for _, owner, *_ in rounds},
             wire.control,
         )
         # A stream of the average is made of the messages' streams.
@@ -111,7 +106,14 @@ def exchange_regions(
             average, entries, passes.sent, passes.magnitude, passes.applied if applied else None
         )
 
-    return wire.comm.call(Call.of("exchange_regions", facts), job)
+    return wire.comm.call(_call(addition.memory.dtype, wire.format, up, down), job)
+
+
+@lru_cache(maxsize=1024)
+def _call(dtype: torch.dtype, format: Format, up: Phase, down: Phase) -> Call:
+    """Describe the exchanges by what all ranks must share."""
+    facts = {"size": up.regions.size, "dtype": dtype, "format": format}
+    return Call.of("exchange_regions", {**facts, "up": up.shares, "down": down.shares})
 
 
 def stages(problem: Problem, returned: float) -> Iterator[Stage]:

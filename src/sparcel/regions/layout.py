@@ -105,6 +105,8 @@ class Phase:
         The most entries of each region that a message holds, by rank.
     expected
         How many entries of each region the densities ask for, by rank.
+    bounds
+        The most bytes of a message of each region, by rank.
     """
 
     regions: Regions
@@ -112,11 +114,7 @@ class Phase:
     dense: bool
     most: tuple[int, ...]
     expected: tuple[int, ...]
-
-    def bound(self, format: Format, rank: int, value_bytes: int) -> int:
-        """Return the most bytes of a message of a rank's region."""
-        nnz = None if self.dense else self.most[rank]
-        return format.nbytes(nnz, self.regions.length(rank), value_bytes)
+    bounds: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -133,7 +131,12 @@ def phase(regions: Regions, shares: Shares, format: Format, value_bytes: int) ->
             first = last
         expected.append(asked)
         most.append(room)
+    lengths = [regions.length(rank) for rank in range(regions.ranks)]
     dense = sum(expected) >= format.dense_from(max(1, regions.size), value_bytes)
     if dense:
-        expected = most = [regions.length(rank) for rank in range(regions.ranks)]
-    return Phase(regions, shares, dense, tuple(most), tuple(expected))
+        expected = most = lengths
+    bounds = [
+        format.nbytes(None if dense else nnz, length, value_bytes)
+        for nnz, length in zip(most, lengths, strict=True)
+    ]
+    return Phase(regions, shares, dense, tuple(most), tuple(expected), tuple(bounds))
