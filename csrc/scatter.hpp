@@ -30,6 +30,10 @@ void scatter_reduce(Value* dense, const Index* indices, const Value* values, siz
 // dense[i] = v for each index and its row of `width` values.
 template <class Index, class Value>
 void scatter(Value* dense, const Index* indices, const Value* values, size_t count, size_t width) {
+    if (width == 1) {  // copying a length that is not known takes a call
+        for (size_t i = 0; i < count; ++i) dense[indices[i]] = values[i];
+        return;
+    }
     for (size_t i = 0; i < count; ++i) {
         std::copy_n(values + i * width, width, dense + size_t(indices[i]) * width);
     }
