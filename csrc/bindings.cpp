@@ -39,6 +39,7 @@ NB_MODULE(_cpu, module) {
     module.doc() = "CPU kernels of sparcel; sparcel.kernels documents them.";
     sparcel::bind_isa(module);
     sparcel::bind_blocks(module);
+    sparcel::bind_ahead(module);
     sparcel::bind_select(module);
     sparcel::bind_merge(module);
     sparcel::bind_message(module);

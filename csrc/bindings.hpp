@@ -4,6 +4,7 @@
 
 namespace sparcel {
 
+void bind_ahead(nb::module_& module);
 void bind_select(nb::module_& module);
 void bind_merge(nb::module_& module);
 void bind_message(nb::module_& module);

@@ -132,6 +132,21 @@ struct MaskPasses {
     void (*fence)();
 };
 
+// How Adam scales a gradient g: by 1 / (√((beta·v + rest·g²)·correction) + eps).
+struct AdamScale {
+    float beta, rest, correction, eps;
+};
+
+// The passes of step-ahead over n float32 values. The last takes no square below its `largest`,
+// which the one before has no use for.
+struct AheadPasses {
+    using Adam = void (*)(const float* values, const float* gradients, const float* squares,
+                          const float* largest, size_t n, const AdamScale& scale, float rate,
+                          float* moved);
+    void (*along)(const float* values, const float* directions, size_t n, float rate, float* moved);
+    Adam adam, amsgrad;
+};
+
 // The passes that read a vector as it is stored.
 template <class Storage>
 struct Readers {
@@ -151,6 +166,7 @@ struct Kernels {
     MaskPasses masked;
     NarrowPasses narrow;
     DeltaPasses delta;
+    AheadPasses ahead;
 
     template <class Storage>
     const Readers<Storage>& readers() const {

@@ -1,4 +1,5 @@
 #include "accumulate_pass.hpp"
+#include "ahead_pass.hpp"
 #include "delta_pass.hpp"
 #include "mask_pass.hpp"
 #include "narrow_pass.hpp"
@@ -20,6 +21,7 @@ const Kernels avx2_kernels = {
     masked_passes<Vector32>,
     narrow_passes,
     delta_passes<Sixty4>,
+    ahead_passes,
 };
 
 }  // namespace sparcel

@@ -44,6 +44,22 @@ def accumulate_topk(
 ) -> tuple[Tensor, Tensor, bool]: ...
 def threshold_select(x: Tensor, threshold: Tensor, threads: int) -> tuple[Tensor, Tensor]: ...
 def sums_of_squares(vectors: Sequence[Array], chunk: int, threads: int) -> Tensor: ...
+def moved(
+    tensors: Sequence[
+        tuple[
+            Array,
+            Array,
+            float,
+            tuple[Array, Array | None, float, float, float, float] | None,
+        ]
+    ],
+    threads: int,
+) -> list[Tensor]:
+    """Move values along a direction, at a rate, as Adam scales it if there is a scale.
+
+    A scale has squares and perhaps the largest ones, β₂, 1 − β₂, the correction and ε.
+    """
+
 def magnitude_histogram(
     x: Tensor, shift: int, bins: int, prefix: int | None, threads: int
 ) -> Tensor: ...

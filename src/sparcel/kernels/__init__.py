@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from sparcel import _cpu, device
-from sparcel.kernels import cpu, cpu_mstopk
+from sparcel.kernels import cpu, cpu_ahead, cpu_mstopk
 from sparcel.kernels.addition import Addition as Addition
-from sparcel.kernels.definitions import few_bits, packing, reduce, select, sets, squares
+from sparcel.kernels.definitions import ahead, few_bits, packing, reduce, select, sets, squares
 from sparcel.kernels.definitions import mstopk as sampled
+from sparcel.kernels.definitions.ahead import AdamScale as AdamScale
+from sparcel.kernels.definitions.ahead import Along as Along
+from sparcel.kernels.definitions.ahead import AsAdam as AsAdam
+from sparcel.kernels.definitions.ahead import scaled_as_adam as scaled_as_adam
 from sparcel.kernels.definitions.common import index_dtype as index_dtype
 from sparcel.kernels.definitions.common import magnitude_bits as magnitude_bits
 from sparcel.kernels.definitions.common import widen as widen
@@ -52,6 +56,7 @@ dequantize = by_device(few_bits.dequantize, cpu.dequantize, "dequantize")
 pack_indices = by_device(packing.pack_indices, cpu.pack_indices, "pack_indices")
 unpack_indices = by_device(packing.unpack_indices, cpu.unpack_indices, "unpack_indices")
 sums_of_squares = by_device(squares.sums_of_squares, cpu.sums_of_squares)
+moved = by_device(ahead.moved, cpu_ahead.moved)
 
 
 def average(total: Tensor, divisor: float, out: Tensor | None = None) -> Tensor:
