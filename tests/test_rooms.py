@@ -155,12 +155,16 @@ def ways_to(targets: dict[str, object], run: Callable[[], object]) -> dict[str, 
     return ways
 
 
+PASSES = ("enter", "collect", "deliver")
+"""The compiled passes of the default scheme."""
+
+
 def step_of_ddp(_: Communicator) -> dict[str, set[str]]:
     """Return the ways of a gradient in a step of DDP."""
     ddp = DistributedDataParallel(torch.nn.Linear(100, 50, bias=False))
-    handle = sparcel.attach(ddp, "gtopk", policy=lambda *_: False, frontload=False)
+    handle = sparcel.attach(ddp, policy=lambda *_: False, frontload=False)
     loss = ddp(torch.ones(2, 100)).sum()
-    ways = ways_to({"accumulate_topk": _cpu, "exchange": _cpu.Mesh}, loss.backward)
+    ways = ways_to(dict.fromkeys(PASSES, _cpu) | {"exchange": _cpu.Mesh}, loss.backward)
     handle.close()
     return ways
 
@@ -179,10 +183,12 @@ def test_the_way_of_a_gradient_is_as_drawn(run_on: Any) -> None:
     drawing = re.search(r"### The way of a gradient.*?```text\n(.*?)```", DESIGN, re.DOTALL)
     assert drawing is not None
     named = dict(line.split(maxsplit=1) for line in drawing.group(1).splitlines())
-    lines = {name: files.split(" > ") for name, files in named.items()}
-    assert " ".join(lines) == "queue run names begin select exchange sum send"
-    selecting = drawn(lines, "queue", "run", "names", "begin", "select")
-    exchanging = drawn(lines, "queue", "run", "names", "begin", "exchange", "sum", "send")
+    call = named.pop("call")
+    lines = {name: files.replace("call", call).split(" > ") for name, files in named.items()}
+    assert " ".join(lines) == "queue run step scheme passes send"
+    passing = drawn(lines, "queue", "run", "step", "scheme", "passes")
+    sending = drawn(lines, "queue", "run", "step", "scheme", "send")
     first, second = run_on(2, step_of_ddp)
-    assert first["accumulate_topk"] == second["accumulate_topk"] == {selecting}
-    assert exchanging in first["exchange"] & second["exchange"]
+    for name in PASSES:
+        assert first[name] == second[name] == {passing}
+    assert sending in first["exchange"] & second["exchange"]
