@@ -109,8 +109,7 @@ DEFAULT = "bidirectional"
 """The scheme where none is named."""
 
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
-"""What `DEFAULT` is set to where no scheme is named. In recorded trainings it ended where dense
-training does, for the fewest bytes: docs/explanation/experiments.md, "Loss for the bytes"."""
+"""What `DEFAULT` is set to where no scheme is named."""
 
 _STAGES_BY: dict[str, Callable[[Rates], Stages]] = {
     "topk": topk_stages_by,
@@ -138,15 +137,16 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     Parameters
     ----------
     name
-        ``"dense"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``, ``"scalecom"``,
-        ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
+        ``"dense"``, ``"bidirectional"``, ``"topk"``, ``"sparcml"``, ``"gtopk"``, ``"oktopk"``,
+        ``"scalecom"``, ``"hitopk"`` or ``"torus2d"``; ``"mstopk"`` or ``"dgc"`` for top-k with
         MSTopK's selector or DGC's rules; ``"auto"`` for the method that is the fastest here. None
-        for ``"oktopk"`` with ``density=0.1, format="packed:4"``, where ``settings`` do not differ;
+        for ``"bidirectional"`` with ``density=0.1, format="packed:4"``, where ``settings`` do not
+        differ;
         a scheme that is named has a density of 1 % (``"dgc"`` 0.1 %) and sends ``"raw"`` streams.
     settings
-        The scheme's parameters, some of `Settings`: see `Dense`, `TopK`, `SparCML`, `GTopK`,
-        `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`. `Hierarchical` runs any of them
-        on two levels.
+        The scheme's parameters, some of `Settings`: see `Dense`, `Bidirectional`, `TopK`,
+        `SparCML`, `GTopK`, `OkTopK`, `ScaleCom`, `Auto`, and `sparcel.schemes.presets`.
+        `Hierarchical` runs any of them on two levels.
 
     Raises
     ------
