@@ -147,7 +147,6 @@ def experiments() -> Faults:
         *report.recipes_table(rows["papers_recipes"]),
         *lab_report.trainings_table(lab_report.lab_rows()),
         *lab_report.seconds_table(lab_report.lab_rows()),
-        *lab_report.predicted_table(lab_report.lab_rows()),
         *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
         *signals_report.tables(rows["signals"]),
     ]

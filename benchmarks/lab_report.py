@@ -17,17 +17,11 @@ from convergence_report import beside
 from pages import DENSE, POWERSGD, ROUNDED, SPARCEL, save, subplots, table
 from record import RESULTS, Row, rows_of
 
-from sparcel.cost import stated_rates
-from sparcel.plan import PlannedStep, plan
-from sparcel.plan.recorded import UNNAMED
-from sparcel.units import bits_per_s
-
 TRAININGS = (
     *("task", "network", "method", "ms a step", "minutes", "accuracy", "over DDP", "loss"),
     *("over DDP", "fewer bytes"),
 )
 SECONDS = "task", "method", "steps", "seconds at 100 Mbit/s", "ms a step at 1 Gbit/s", "seconds"
-PREDICTED = "task", "method", "steps", "ms a step", "seconds", "ms a step", "seconds"
 SLOW, FAST = "100mbit", "1gbit"
 FRONT = "medium words"
 DRAWN = {
@@ -36,9 +30,6 @@ DRAWN = {
     "bf16": ("bfloat16", ROUNDED),
 }
 """Names and colours of the methods in figures."""
-LATENCY_S, GPU_MEMORY, GPU_S = 100e-6, 1e12, 0.02
-"""What `predicted_table` assumes: of a message, seconds; of a GPU, bytes a second, and the seconds
-that both passes of a step take."""
 
 
 def lab_rows() -> list[Row]:
@@ -83,46 +74,6 @@ def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
             f"{1e3 * step_s:.0f}",
             "" if step is None else f"{measured.get(step, step * step_s):.0f}",
         )
-
-
-def predicted_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of what the planner says that these steps take on nodes with a GPU each.
-
-    Times of a step are means over the steps to that perplexity, or over all where it is not
-    reached. The planner does not know PowerSGD, which is taken for a dense sum of as many bytes,
-    without its work.
-    """
-    return table(PREDICTED, _predicted(rows))
-
-
-def _predicted(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    for row, reached in _reached(rows):
-        steps = reached[0] if reached else row["steps"]
-        cells = [row["task"], row["method"], f"{steps}" if reached else "never"]
-        for network in (SLOW, FAST):
-            step_s = _planned(row, network, steps).step
-            cells += [f"{1e3 * step_s:.0f}", f"{steps * step_s:.0f}" if reached else ""]
-        yield cells
-
-
-def _planned(row: Row, network: str, steps: int) -> PlannedStep:
-    """Return the mean of the first ``steps`` of a row's method by the planner."""
-    rates = stated_rates(
-        bandwidth=bits_per_s(network) / 8,
-        latency_s=LATENCY_S,
-        ranks=row["ranks"],
-        memory_bandwidth=GPU_MEMORY,
-    )
-    names = {"bf16": "dense bf16", "sparcel": UNNAMED}
-    parameters = row["parameters"] if row["method"] in names else _as_dense(row)
-    planned = plan(parameters, compute_s=GPU_S, rates=rates, steps=steps).rows
-    method = names.get(row["method"], "dense fp32")
-    return next(step for step in planned if step.method == method)
-
-
-def _as_dense(row: Row) -> int:
-    """Return how many parameters a dense sum in float32 has that takes the row's bytes."""
-    return max(1, round(row["parameters"] / row["compression"]))
 
 
 def _reached(rows: Sequence[Row]) -> Iterator[tuple[Row, tuple[int, float] | None]]:
@@ -219,8 +170,7 @@ def draw_all() -> None:
 def main() -> None:
     rows = lab_rows()
     print("\n".join(trainings_table(rows)), end="\n\n")
-    print("\n".join(seconds_table(rows)), end="\n\n")
-    print("\n".join(predicted_table(rows)))
+    print("\n".join(seconds_table(rows)))
     draw_all()
 
 
