@@ -143,8 +143,6 @@ def test_the_default_s_row_is_that_of_its_method_density_and_format():
     default = row_of(given, UNNAMED)
     assert default == row_of(same, UNNAMED)
     assert (default.density, default.format) == (0.1, format_named("packed:4"))
-    beside = row_of(same, "oktopk")
-    assert (default.step, default.bytes) == (beside.step, beside.bytes)
 
 
 def test_front_loading_is_averaged_over_the_training():

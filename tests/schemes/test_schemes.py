@@ -282,7 +282,7 @@ BAD = [
     (
         "powersgd",
         {},
-        r"scheme cannot be 'powersgd'; it must be one of dense, bidirectional, topk, sparcml, gtopk, .*, auto$",
+        r"scheme cannot be 'powersgd'; it must be one of dense, bidirectional, topk, .*, auto$",
     ),
     ("topk", {"densty": 0.1}, r"a setting of scheme 'topk' .*did you mean 'density'\?"),
     (

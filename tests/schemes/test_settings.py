@@ -76,19 +76,19 @@ def test_other_densities_give_no_warning() -> None:
 
 def test_without_a_name_the_recommended_settings_hold_where_none_differ():
     assert repr(chosen_scheme(None, {})) == repr(
-        sparcel.scheme("oktopk", density=0.1, format="packed:4")
+        sparcel.scheme("bidirectional", density=0.1, format="packed:4")
     )
     assert repr(chosen_scheme(None, {"density": 0.05})) == repr(
-        sparcel.scheme("oktopk", density=0.05, format="packed:4")
+        sparcel.scheme("bidirectional", density=0.05, format="packed:4")
     )
-    with pytest.raises(InputError, match="a setting of scheme 'oktopk'"):
+    with pytest.raises(InputError, match="a setting of scheme 'bidirectional'"):
         chosen_scheme(None, {"bits": 4})
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (scheme(), "OkTopK(density=0.1, format='packed:4')"),
+        (scheme(), "Bidirectional(density=0.1, format='packed:4')"),
         (scheme("topk", selector="exact", clip=None), "TopK(density=0.01)"),
         (scheme("dense"), "Dense()"),
         (
