@@ -9,6 +9,7 @@ record has are not repeated. ``DATA`` is as for ``convergence.py``.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from record import RESULTS, Row, extend
 from task_training import Method, Run, evaluate
 from tasks import MOMENTUM, TASKS
-from torch import Tensor
 
 import sparcel
 from sparcel.training import ahead
@@ -40,9 +40,9 @@ def train(data: Path, task: str, method: str, factor: float, seed: int) -> Row:
     torch.set_num_threads(1)
     two_steps = ahead._two_steps
 
-    def multiplied(*arguments: Any) -> tuple[float, Tensor]:
-        rate, direction = two_steps(*arguments)
-        return rate * factor / (1 + MOMENTUM), direction
+    def multiplied(*arguments: Any) -> ahead.Move:
+        move = two_steps(*arguments)
+        return replace(move, rate=move.rate * factor / (1 + MOMENTUM))
 
     with patch.object(ahead, "_two_steps", multiplied):
         run = Run(data, TASKS[task], METHODS[method], seed)

@@ -151,8 +151,8 @@ class AheadCalls:
         """Compute what these parameters are in the pass that begins now."""
         for name in names:
             self._values.pop(name, None)
-        for name, value in self._ahead.moved(names).items():
-            self._values[name] = value.detach()
+        with torch.no_grad():
+            self._values.update(self._ahead.moved(names))
 
 
 class _Call:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from sparcel import kernels
 
 
 @runtime_checkable
@@ -29,7 +32,8 @@ class SaysTwoSteps(Protocol):
         gradient
             In the parameter's shape.
         group, state
-            The settings of the parameter's group, and its state, empty before its first step.
+            The settings of the parameter's group, and its state, empty before its first step. The
+            group's ``"shape"`` is the whole parameter's, of which FSDP gives shards.
         """
 
 
@@ -44,11 +48,47 @@ def adam_two_steps(
     gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
 ) -> tuple[float, Tensor]:
     """Return the rate and the direction of Adam, as `SaysTwoSteps` has them."""
+    move = adam_move(gradient, group, state)
+    if isinstance(move, kernels.Along):
+        return move.rate, move.direction
+    return move.rate, kernels.scaled_as_adam(gradient, move.scale)
+
+
+def adam_move(
+    gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> kernels.Along | kernels.AsAdam:
+    """Return how two steps of Adam move a parameter, in a way that takes one pass."""
     if "exp_avg_sq" not in state:  # before its first step
-        return 0.0, gradient
+        return kernels.Along(gradient, 0.0)
     (beta1, beta2), step = map(float, group["betas"]), float(state["step"]) + 1
-    squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
-    if "max_exp_avg_sq" in state:  # amsgrad
-        squares = torch.maximum(squares, state["max_exp_avg_sq"])
-    scale = squares.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-    return group["lr"] * (1 - beta1**2) / (1 - beta1**step), torch.div(gradient, scale, out=scale)
+    squares, largest = state["exp_avg_sq"], state.get("max_exp_avg_sq")  # the latter with amsgrad
+    scale = kernels.AdamScale(squares, beta2, 1 - beta2**step, float(group["eps"]), largest)
+    return kernels.AsAdam(gradient, scale, group["lr"] * (1 - beta1**2) / (1 - beta1**step))
+
+
+def muon_two_steps(
+    gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[float, Tensor]:
+    """Return a rate and a direction for Muon, as `SaysTwoSteps` has them.
+
+    Muon's update has singular values of about 1, whatever its momentum's length. So a gradient adds
+    to an update about as much as it adds to the momentum, in units of the momentum's length. It
+    goes along the gradient, as to orthogonalise it would take as long as Muon's own step.
+    """
+    if "momentum_buffer" not in state:  # before its first step
+        return 0.0, gradient
+    beta, (rows, columns) = group["momentum"], group["shape"]
+    momentum, own = (
+        torch.linalg.vector_norm(one, dtype=gradient.dtype) / math.sqrt(max(one.numel(), 1))
+        for one in (state["momentum_buffer"], gradient)
+    )
+    length = torch.hypot(beta * momentum, (1 - beta) * own).clamp_(min=group["eps"])
+    # The root mean square of an update's elements, where its singular values are 1.
+    unit = 1 / math.sqrt(max(rows, columns))
+    adjusted = (
+        0.2 / unit if group["adjust_lr_fn"] == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+    )
+    rate = group["lr"] * adjusted * (1 - beta**2) * unit
+    if gradient.device.type == "cpu":
+        return rate / float(length), gradient
+    return rate, gradient / length  # without waiting for the device

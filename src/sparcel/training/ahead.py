@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparcel import kernels
 from sparcel.errors import warn
-from sparcel.optim import SaysTwoSteps, adam_two_steps, sgd_two_steps
+from sparcel.optim import SaysTwoSteps
+from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps
 from sparcel.stages import Work
 from sparcel.training.residuals import Residuals
 
 Arrange = Callable[[Tensor, Tensor], Tensor]
 """``(memory, parameter) -> memory in the parameter's shape``."""
 
-TwoSteps = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], tuple[float, Tensor]]
-"""A rule as `SaysTwoSteps.two_steps` has it: ``(gradient, group, state) -> (rate, direction)``."""
+Move = kernels.Along | kernels.AsAdam
+"""How a parameter moves."""
 
-_KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+Rule = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], Move]
+"""``(gradient, group, state) -> move``, of arguments as `SaysTwoSteps.two_steps` has them."""
+
+_KNOWN = {torch.optim.SGD: sgd_two_steps, torch.optim.Muon: muon_two_steps}
 
 
 def in_order(memory: Tensor, parameter: Tensor) -> Tensor:
@@ -36,7 +42,8 @@ class Ahead:
     So compute gradients with the values that `moved` returns. These are where the optimiser would
     bring each parameter in two steps if the first one had the memory as its gradient, and no other
     gradient ever came: the parameter less ``(1 + momentum)·lr·memory`` for SGD, and for Adam less
-    ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections. Other
+    ``(1 − β₁²)·lr·memory / (√(β₂·v + (1−β₂)·memory²) + ε)``, with its bias corrections. For
+    Muon it is as much of an update's length as the memory would have of the momentum's. Other
     optimisers may have a method `two_steps`, as LARS and LAMB of `sparcel.optim` do, which go as
     far as SGD and Adam times the trust ratio of the layer's last step.
     Nothing is sent for it, and the memory stays as it is, so conservation holds unchanged.
@@ -68,7 +75,7 @@ class Ahead:
         self.parameters, self.names = parameters, frozenset(parameters)
         self._residuals, self._arrange = residuals, arrange
         self._owners = _Owners()
-        self._rules: dict[Optimizer, TwoSteps] = {}
+        self._rules: dict[Optimizer, Rule] = {}
         """The optimisers whose rule is known, each with its rule."""
         self._staying: set[str] = set()
         """The parameters of optimisers whose rule is not known."""
@@ -93,9 +100,7 @@ class Ahead:
         names = self._names_of(optimizer)
         if not names:
             return
-        rule: TwoSteps | None = _of_torch if isinstance(optimizer, _KNOWN) else None
-        if isinstance(optimizer, SaysTwoSteps):
-            rule = optimizer.two_steps
+        rule = _rule_of(optimizer)
         if rule is not None:
             self._rules[optimizer] = rule
             self._staying.difference_update(names)
@@ -120,10 +125,10 @@ class Ahead:
             return
         for kind, name in self._unknown.items():
             warn(
-                f"step-ahead knows how SGD, Adam, AdamW, LARS and LAMB move a parameter, and {kind}"
-                f" updates {name!r}; gradients are computed without it, which costs accuracy at"
-                " low densities; a method two_steps, as sparcel.optim.SaysTwoSteps has it,"
-                " would tell"
+                f"step-ahead knows how SGD, Adam, AdamW, Muon, LARS and LAMB move a parameter, and"
+                f" {kind} updates {name!r}; gradients are computed without it, which costs"
+                " accuracy at low densities; a method two_steps, as sparcel.optim.SaysTwoSteps has"
+                " it, would tell"
             )
         self._unknown.clear()
 
@@ -146,27 +151,36 @@ class Ahead:
             return {}
         owners = self._owners.of(self._rules)
         names = self.parameters if names is None else names
+        here: dict[str, Tensor] = {
+            name: _local(self.parameters[name]) for name in names if name not in self._staying
+        }
+        moves: dict[str, Move] = {}
+        for name, values in here.items():
+            move = self._move(name, values, owners.get(id(self.parameters[name])))
+            if move is not None:
+                moves[name] = move
+        moved = kernels.moved([here[name] for name in moves], list(moves.values()))
+        there = dict(zip(moves, moved, strict=True))
         return {
-            name: self._moved(name, owners.get(id(self.parameters[name])))
-            for name in names
-            if name not in self._staying
+            name: _like(values, there[name]) if name in there else values.clone()
+            for name, values in here.items()
         }
 
-    def _moved(self, name: str, updated_by: tuple[Optimizer, Mapping[str, Any]] | None) -> Tensor:
-        parameter, memory = self.parameters[name], self._residuals.of(name).get("memory")
-        values: Tensor = _local(parameter)
+    def _move(
+        self, name: str, values: Tensor, updated_by: tuple[Optimizer, Mapping[str, Any]] | None
+    ) -> Move | None:
+        memory = self._residuals.of(name).get("memory")
         if memory is None or updated_by is None:
-            return values.clone()
+            return None
         optimizer, group = updated_by
-        state = optimizer.state.get(parameter, {})
-        rate, direction = _two_steps(
+        state = optimizer.state.get(self.parameters[name], {})
+        return _two_steps(
             self._rules[optimizer],
             self._arrange(memory, values),
             self._residuals.momentum,
-            group,
+            {**group, "shape": self.parameters[name].shape},
             {key: _local(value) for key, value in state.items()},
         )
-        return torch.sub(values, direction.detach().to(values.dtype), alpha=rate)
 
 
 class _Owners:
@@ -213,14 +227,23 @@ def ahead_work(size: int) -> Work:
     return Work("add", size, times=10)
 
 
+def _like(values: Tensor, moved: Tensor) -> Tensor:
+    """Return what has moved, with gradients that reach the values."""
+    if not (values.requires_grad and torch.is_grad_enabled()):
+        return moved
+    standing: Tensor = torch.ops.aten._unsafe_view(values, values.shape)
+    standing.data = moved
+    return standing
+
+
 def _two_steps(
-    rule: TwoSteps,
+    rule: Rule,
     memory: Tensor,
     corrected: float,
     group: Mapping[str, Any],
     state: Mapping[str, Any],
-) -> tuple[float, Tensor]:
-    """Return how far two steps with this memory go, as a rate and a direction.
+) -> Move:
+    """Return how two steps with this memory move a parameter.
 
     ``corrected`` is the momentum that the scheme corrects, and the optimiser lacks: the memory is
     then a sum of velocities, 1/(1 − momentum) times as long as one of gradients.
@@ -233,8 +256,23 @@ def _two_steps(
     return rule(memory, settings, state)
 
 
-def _of_torch(
-    memory: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-) -> tuple[float, Tensor]:
-    """Return how far two steps of torch's SGD, Adam or AdamW go."""
-    return (adam_two_steps if "betas" in group else sgd_two_steps)(memory, group, state)
+def _rule_of(optimizer: Optimizer) -> Rule | None:
+    """Return how two steps of an optimiser move parameters, None if that is not known."""
+    if isinstance(optimizer, SaysTwoSteps):
+        return partial(_along, optimizer.two_steps)
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return adam_move
+    for kind, two_steps in _KNOWN.items():
+        if isinstance(optimizer, kind):
+            return partial(_along, two_steps)
+    return None
+
+
+def _along(
+    two_steps: Callable[..., tuple[float, Tensor]],
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+) -> Move:
+    rate, direction = two_steps(gradient, group, state)
+    return kernels.Along(direction, rate)
