@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from sparcel import auto
 from sparcel.comm import ring_bytes
 from sparcel.cost import Problem, count, default_rates
 from sparcel.memory import Range
+from sparcel.rates import Rates
 from sparcel.schemes import DEFAULT, RECOMMENDED, Settings, stages_of
 from sparcel.schemes.density import count_for
 from sparcel.stages import Stage, Stages
@@ -243,13 +245,21 @@ def predicted(vectors: Sequence[Vector], method: Method, mesh: DeviceMesh) -> tu
     stages, small = stages_of(method.scheme, rates), sum(vector.small for vector in vectors)
     selected = _sent(stages, problems)
     alike = _sent(stages, [replace(problem, spread=problem.k) for problem in problems])
-    whole = _sent(auto.stages_by(rates), [Problem(small, small, ranks, rank=rank)])
+    whole = _sent(partial(_whole, rates=rates), [Problem(small, small, ranks, rank=rank)])
     everyone = Problem(1, 1, dist.get_world_size(), rank=dist.get_rank())
     return round(selected + whole + _sent(_agreement, [everyone])), selected == alike
 
 
 def _sent(stages: Stages, problems: Sequence[Problem]) -> float:
     return sum(count(stages, problem).bytes_sent for problem in problems)
+
+
+def _whole(problem: Problem, rates: Rates) -> Iterable[Stage]:
+    """Return the stages of `sparcel.auto.sum_whole`."""
+    if problem.ranks > 2 and auto.fastest(problem, rates) != "allgather":
+        return auto.stages_by(rates)(problem)
+    block = problem.size * problem.itemsize
+    return gather_stages([block] * problem.ranks, problem.rank, block)
 
 
 def _agreement(problem: Problem) -> Iterator[Stage]:
