@@ -1,0 +1,141 @@
+"""The compiled passes compute what the passes with streams do, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+
+from tests.kernels.paths import ISAS, Case
+from tests.regions.made import Found, Steps, cases, run
+from tests.sampling import meeting
+from tests.strategies import same_bits
+
+
+def assert_same(found: list[Found], expected: list[Found], bytes_too: bool = True) -> None:
+    """Compare all that the ranks have; the messages, too, unless a step is void."""
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(same_bits, one.updates, other.updates))
+        assert all(map(same_bits, one.memories, other.memories))
+        if not bytes_too:
+            continue
+        assert one.traffic == other.traffic
+        for name in ("coordinates", "asked", "selected", "reduced"):
+            assert getattr(one.meter, name) == getattr(other.meter, name)
+        assert float(one.meter.magnitude) == pytest.approx(
+            float(other.meter.magnitude), rel=1e-3, abs=1e-3
+        )
+        for sent, beside in zip(one.messages, other.messages, strict=True):
+            assert all(map(same_bits, sent, beside))
+
+
+def is_void(found: list[Found]) -> bool:
+    return any(bool(update.isnan().any()) for update in found[0].updates)
+
+
+@given(cases())
+@example(Steps(1, 0))
+@example(Steps(3, 0))
+@example(Steps(3, 1))
+@example(Steps(2, 70_001, kind="all equal", density=0.001))
+@example(Steps(2, 70_001, kind="zeros"))
+@example(Steps(2, 300, density=0.999, format="packed:2", kind="signed zeros"))
+@example(Steps(3, 777, density=1, format="packed:8", layers=((0, 777, 1.0),)))
+def test_fused_steps_equal_those_with_streams(case: Steps) -> None:
+    found, expected = run(case), run(case.plain(), fused=False)
+    assert_same(found, expected, bytes_too=not is_void(expected))
+
+
+@given(cases())
+def test_streams_of_fused_steps_equal_their_updates(case: Steps) -> None:
+    found = run(case)
+    assert_same(run(case, stream=True), found, bytes_too=not is_void(found))
+
+
+@pytest.mark.parametrize(
+    ("isa", "case"),
+    meeting(
+        ISAS,
+        [
+            Steps(3, 1_600_003, threads=2, steps=1),
+            Steps(2, 1_100_000, torch.bfloat16, returned=1, format="packed:8", threads=2, steps=1),
+        ],
+        each=2,
+    ),
+    ids=str,
+)
+def test_several_threads_give_the_same_bits(isa: str, case: Steps) -> None:
+    """Vectors so long that all phases take two threads."""
+    found = run(replace(case, isa=isa))
+    assert_same(found, run(replace(case, threads=1)))
+    if isa == ISAS[0]:
+        assert_same(found, run(case.plain(), fused=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "poison", "dtype"),
+    [
+        ({}, math.nan, torch.float32),
+        ({}, -math.inf, torch.bfloat16),
+        ({"returned": 1}, math.inf, torch.float16),
+        ({"format": "packed:2"}, math.nan, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", [0, 64, 128, 699])  # of all owners, and in the last block
+def test_what_is_not_finite_makes_the_step_void_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    poison: float,
+    dtype: torch.dtype,
+    place: int,
+) -> None:
+    case = replace(Steps(3, 700, dtype), **settings)
+    gradient = Steps.gradient
+    clean = run(case)
+
+    def poisoned(self: Steps, rank: int, step: int) -> torch.Tensor:
+        made = gradient(self, rank, step)
+        if (rank, step) == (1, 1):
+            made[place] = poison
+        return made
+
+    monkeypatch.setattr(Steps, "gradient", poisoned)
+    for fused in (True, False):
+        for one, before in zip(run(case, fused), clean, strict=True):
+            assert same_bits(one.updates[0], before.updates[0])
+            assert bool(one.updates[1].isnan().all())
+            assert same_bits(one.memories[1], before.memories[0])
+            assert math.isfinite(one.meter.magnitude)
+
+
+@given(cases(["special"]))
+def test_any_values_make_steps_void_alike(case: Steps) -> None:
+    assert_same(run(case), run(case.plain(), fused=False), bytes_too=False)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [63, 700, 40_000])
+def test_ties_fill_a_message_and_no_more(isa: str, size: int) -> None:
+    """All coordinates reach the threshold; the first take the room that there is."""
+    case = Steps(3, size, kind="all equal", density=0.01, isa=isa)
+    found = run(case)
+    assert_same(found, run(case.plain(), fused=False))
+    for one in found:
+        assert one.meter.selected <= 2 * sum(2 * math.ceil(0.01 * size / 3) + 64 for _ in range(2))
+
+
+def test_sums_that_overflow_make_a_void_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gradient is finite, and so is all that ranks send; sums are not."""
+    largest = torch.finfo(torch.float32).max
+    signs = Case("normal", 900, torch.float32).vector().sign()
+    monkeypatch.setattr(Steps, "gradient", lambda self, rank, step: signs * largest)
+    for returned in (None, 1):
+        for fused in (True, False):
+            for one in run(Steps(4, 900, returned=returned), fused):
+                assert all(bool(update.isnan().all()) for update in one.updates)
+                assert one.memories == [None, None]
