@@ -84,7 +84,7 @@ def test_a_phase_asks_for_the_shares_of_each_region(
             assert wanted - 1e-6 <= made.expected[rank] <= wanted + len(shares)
             assert made.expected[rank] <= made.most[rank] <= mine.numel()
         longest = format.nbytes(made.most[rank], mine.numel(), 4)
-        assert made.bound(format, rank, 4) == longest or made.dense
+        assert made.bounds[rank] == longest or made.dense
     if made.dense:
         assert asked + ranks * len(shares) >= format.dense_from(max(1, size), 4)
     else:
