@@ -1,0 +1,83 @@
+"""The bytes of a step are those that its headers tell, within bounds, and near the prediction."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given
+
+from sparcel.cost import Problem, count, default_rates
+from sparcel.formats import Header, format_named
+from sparcel.regions import Regions, phase
+from sparcel.schemes import stages_of
+from tests.regions.made import Steps, cases, run
+
+FORMATS = ["raw", "packed", "packed:8", "packed:4", "packed:2", "raw:bfloat16"]
+
+
+@given(cases())
+def test_bytes_are_those_of_the_counts_in_headers(case: Steps) -> None:
+    """Two exchanges a step, in each of which a rank sends one message to every other rank."""
+    format, others = case.scheme().format, case.ranks - 1
+    regions = Regions.of(case.size, case.ranks)
+    for rank, one in enumerate(run(case)):
+        sent, selected = 0, 0
+        for number, messages in enumerate(one.messages):
+            owners = [owner for owner in range(case.ranks) if owner != rank]
+            assert len(messages) == (others if number < 2 * case.steps else 0)
+            for owner, message in zip(owners, messages, strict=True):
+                header = Header.parse(message)
+                about = owner if number % 2 == 0 else rank
+                assert header.size == regions.length(about)
+                assert message.numel() == header.length
+                assert header.length == format.nbytes(header.sparse_nnz, header.size, 4)
+                sent += header.length
+                selected += header.nnz if number % 2 == 0 else 0
+        assert one.traffic[0] == sent
+        assert one.traffic[2] == 2 * case.steps * others
+        assert one.meter.selected == selected
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", ["normal", "all equal", "bunched"])
+@pytest.mark.parametrize("returned", [None, 0.1, 1])
+def test_no_step_exceeds_the_bounds_of_its_phases(
+    format: str, kind: str, returned: float | None
+) -> None:
+    case = Steps(4, 5000, kind=kind, format=format, returned=returned)
+    regions, made = Regions.of(case.size, case.ranks), format_named(format)
+    up = phase(regions, ((case.size, 0.1),), made, 4)
+    down = phase(regions, ((case.size, 0.3 if returned is None else returned),), made, 4)
+    fused = format.startswith("packed:")
+    for rank, one in enumerate(run(case, fused)):
+        owners = [owner for owner in range(case.ranks) if owner != rank]
+        bound = sum(up.bound(made, owner, 4) for owner in owners)
+        bound += len(owners) * down.bound(made, rank, 4)
+        assert one.traffic[0] <= case.steps * bound
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("format", ["raw", "packed", "packed:4"])
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.4])
+def test_steps_send_about_what_is_predicted(ranks: int, format: str, density: float) -> None:
+    """The prediction knows the densities, and not how far the samples' thresholds are off."""
+    case = Steps(ranks, 200_000, format=format, density=density, steps=1)
+    fused = format == "packed:4"
+    problem = Problem(case.size, round(density * case.size), ranks, format=format_named(format))
+    told = count(stages_of("bidirectional", default_rates()), problem)
+    off = 0.02 + 3 * sqrt((1 - density) / (density * (case.size // 64)))
+    for one in run(case, fused):
+        assert one.traffic[0] == pytest.approx(told.bytes_sent, rel=off)
+        assert one.traffic[1] == pytest.approx(told.bytes_received, rel=off)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_dense_steps_send_what_is_predicted(ranks: int) -> None:
+    """Where regions are of one length."""
+    case = Steps(ranks, 64 * 16 * ranks, torch.float32, density=0.999, format="packed:4", steps=1)
+    problem = Problem(case.size, case.size, ranks, format=format_named("packed:4"))
+    told = count(stages_of("bidirectional", default_rates()), problem)
+    for one in run(case):
+        assert one.traffic[:2] == (told.bytes_sent, told.bytes_received)
