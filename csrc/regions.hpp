@@ -447,7 +447,8 @@ inline double add_packed(const Regions& regions, size_t rank, std::span<const Pa
                          const Coding& coding, float* x, int threads) {
     const Kernels& passes = kernels();
     const size_t blocks = regions.blocks(rank);
-    const size_t tasks = useful_threads(regions.length(rank) * (messages.size() + 1), threads);
+    const size_t useful = useful_threads(regions.length(rank) * (messages.size() + 1), threads);
+    const size_t tasks = std::clamp<size_t>(blocks, 1, useful);
     std::vector<double> magnitudes(tasks);
     parallel(tasks, [&](size_t task) {
         const size_t from = split_point(blocks, task, tasks);

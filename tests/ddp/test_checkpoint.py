@@ -112,6 +112,7 @@ WRAPS: dict[str, dict[str, Any]] = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     **{name: {"scheme_or_name": name} for name in ("topk", "gtopk", "sparcml", "oktopk")},
+    "bidirectional": {"scheme_or_name": "bidirectional", "format": "packed:4"},
     "scalecom": {"scheme_or_name": "scalecom", "beta": 0.3},
     "hitopk": {"scheme_or_name": "hitopk", "ranks_per_node": 2},
     "whole model": {"scheme_or_name": "gtopk", "scope": "model"},

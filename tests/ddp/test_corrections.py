@@ -68,7 +68,10 @@ def train_with_momentum(
 
 
 WITH_MOMENTUM: dict[str, dict[str, Any]] = {
-    **{name: {"scheme": name, "momentum": 0.5} for name in ("topk", "gtopk", "oktopk", "scalecom")},
+    **{
+        name: {"scheme": name, "momentum": 0.5}
+        for name in ("bidirectional", "topk", "gtopk", "oktopk", "scalecom")
+    },
     "dgc": {"scheme": "dgc", "momentum": 0.5, "density": 0.01},
     "oktopk between nodes": {"scheme": Hierarchical(OkTopK(momentum=0.5), 2)},
     "warm-up": {"scheme": "gtopk", "momentum": 0.5, "warmup": [1, 0.2], "warmup_steps": 2},
@@ -192,7 +195,7 @@ def test_each_parameter_sends_the_share_that_it_is_given(run_on: Any) -> None:
     assert counts == {"first": 6, "second": 1500, "third": 5}
 
 
-@pytest.mark.parametrize("scheme", ["gtopk", "oktopk", "scalecom", "hitopk"])
+@pytest.mark.parametrize("scheme", ["bidirectional", "gtopk", "oktopk", "scalecom", "hitopk"])
 def test_densities_with_every_collective_lose_nothing(run_on: Any, scheme: str) -> None:
     settings: dict[str, Any] = {"ranks_per_node": 2} if scheme == "hitopk" else {}
     densities = {"second": 0.3, "third": 0.001}

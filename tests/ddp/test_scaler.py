@@ -68,7 +68,16 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 METHODS: dict[str, dict[str, Any]] = {
     **{
         name: {"scheme_or_name": name}
-        for name in ("topk", "sparcml", "gtopk", "oktopk", "scalecom", "hitopk", "dense")
+        for name in (
+            "bidirectional",
+            "topk",
+            "sparcml",
+            "gtopk",
+            "oktopk",
+            "scalecom",
+            "hitopk",
+            "dense",
+        )
     },
     "momentum": {"scheme_or_name": "topk", "momentum": 0.5},
     "momentum between nodes": {"scheme_or_name": Hierarchical(GTopK(momentum=0.5), 2)},

@@ -121,7 +121,7 @@ def test_every_optimiser_skips_a_void_step(
         assert any(mine["residuals"][name].any() for name in LARGE)
 
 
-@pytest.mark.parametrize("scheme", ["dense", "oktopk", "hitopk"])
+@pytest.mark.parametrize("scheme", ["dense", "bidirectional", "oktopk", "hitopk"])
 @pytest.mark.parametrize("wrap", ["copies", "static graph"])
 def test_the_first_step_can_be_void(run_on: Any, scheme: str, wrap: str) -> None:
     """DDP calls the hooks of a static graph's first step after the backward pass."""

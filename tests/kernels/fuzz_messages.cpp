@@ -15,6 +15,7 @@
 #include "message.hpp"
 #include "pack.hpp"
 #include "quantize.hpp"
+#include "regions.hpp"
 
 namespace sparcel {
 namespace {
@@ -133,12 +134,68 @@ void read_few_bits() {
     dequantize(coding, codes.data(), scales.data(), n, 1, values.data());
 }
 
+// Returns the fields of a message of a region that do not depend on a step.
+Header region_header(size_t length, bool dense) {
+    return {{'S', 'P', 'C', 'L'}, 3, uint8_t(!dense), kFloat32, uint8_t(dense), 0, 0, length, 0, 0};
+}
+
+// Makes messages of a region of a vector, and adds one that is mutated or cut off to another
+// vector, and writes it. Returns whether it was read.
+bool read_region() {
+    Coding coding{.bits = 2 << below(3),
+                  .block = size_t{8} << below(4),
+                  .two_means = false,
+                  .narrow = true,
+                  .stochastic = false,
+                  .seed = 0};
+    coding.two_means = coding.bits == 2;
+    const Regions regions{below(one_in(8) ? 20000 : 1000), 1 + below(5), size_t{64} << below(5)};
+    const size_t rank = below(regions.ranks), length = regions.length(rank);
+    const bool dense = one_in(4);
+    std::vector<float> x(regions.size), sums(regions.size), zeros(regions.size);
+    for (float& each : x) each = float(int64_t(engine())) * 0x1p-60f;
+    const size_t inner = below(regions.size + 1);
+    const Limit limits[] = {{inner, uint32_t(below(0x42000000) + 1)},
+                            {regions.size, uint32_t(0x40000000 + below(0x2000000))}};
+    const size_t most = dense ? length : below(length + 1);
+    Selected selected(coding, length, most, dense);
+    const bool adds = one_in(2);
+    regions.each_block(rank, 0, regions.blocks(rank), [&](size_t begin, size_t n, size_t place) {
+        const float* const memory = adds ? x.data() + begin : nullptr;
+        const float* const addend = adds ? zeros.data() + begin : nullptr;
+        float* const to = (adds ? sums : x).data() + begin;
+        selected.take(memory, addend, to, n, begin, place, limits);
+    });
+    selected.finish();
+    const Header header = region_header(length, dense);
+    size_t bytes;
+    const Buffer<uint8_t> made = selected.message(header, bytes);
+    std::vector<uint8_t> message(made.data(), made.data() + bytes);
+    const auto whole = read_packed(message.data(), message.size(), header, coding);
+    expect(whole.has_value() && whole->count == selected.count(), "a valid message was refused");
+    mutate(one_in(4) ? bytes_of(message) : bytes_of(message).subspan(sizeof(Header)));
+    if (one_in(4)) {
+        message.resize(below(message.size() + 1));
+        message.shrink_to_fit();
+    }
+    auto read = read_packed(message.data(), message.size(), header, coding);
+    if (!read) return false;
+    expect(read->length == length && read->count <= length, "impossible counts were accepted");
+    std::vector<Packed> messages;
+    messages.push_back(std::move(*read));
+    std::vector<float> out(regions.size);
+    add_packed(regions, rank, messages, coding, sums.data(), 1 + int(below(2)));
+    write_packed(regions, rank, messages[0], coding, 3, out.data());
+    return true;
+}
+
 }  // namespace
 }  // namespace sparcel
 
 int main(int argc, char** argv) {
     using namespace sparcel;
     return fuzz(argc, argv, "messages", [] {
+        if (one_in(3)) return read_region();
         if (one_in(2)) return read_plain();
         const bool accepted = one_in(2) ? read_packed<int32_t>() : read_packed<int64_t>();
         read_few_bits();

@@ -103,7 +103,7 @@ def test_messages_hold_the_streams_of_the_region(
             assert message.numel() == owner.format.nbytes(
                 None if owner.up.dense else stream.nnz, regions.length(ME), 4
             )
-            assert message.numel() <= owner.up.bound(owner.format, ME, 4)
+            assert message.numel() <= owner.up.bounds[ME]
 
 
 def refused(call: Any, *arguments: Any) -> bool:

@@ -53,8 +53,8 @@ def test_no_step_exceeds_the_bounds_of_its_phases(
     fused = format.startswith("packed:")
     for rank, one in enumerate(run(case, fused)):
         owners = [owner for owner in range(case.ranks) if owner != rank]
-        bound = sum(up.bound(made, owner, 4) for owner in owners)
-        bound += len(owners) * down.bound(made, rank, 4)
+        bound = sum(up.bounds[owner] for owner in owners)
+        bound += len(owners) * down.bounds[rank]
         assert one.traffic[0] <= case.steps * bound
 
 

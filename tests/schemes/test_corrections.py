@@ -25,7 +25,7 @@ from tests.strategies import same_bits
 
 WITH_MOMENTUM = {
     name: partial(sparcel.scheme, name, density=0.1, momentum=0.5)
-    for name in ("topk", "gtopk", "oktopk", "scalecom", "dgc")
+    for name in ("bidirectional", "topk", "gtopk", "oktopk", "scalecom", "dgc")
 }
 
 

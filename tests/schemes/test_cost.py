@@ -108,6 +108,7 @@ class Allocations(TorchDispatchMode):
 
 SPARSE_WORK = {
     **{name: SETTINGS[name] for name in SETTINGS if "bits" not in name},
+    "bidirectional": ("bidirectional", {"format": "packed:4"}),
     "oktopk": ("oktopk", {}),
     "oktopk reuse": ("oktopk", {"threshold": "reuse", "threshold_steps": 2}),
     "scalecom": ("scalecom", {"beta": 0.5}),

@@ -13,6 +13,7 @@ from sparcel.errors import MismatchError, SparcelError
 from sparcel.schemes import (
     Auto,
     Begun,
+    Bidirectional,
     Dense,
     GTopK,
     Hierarchical,
@@ -44,6 +45,7 @@ DIFFERENT: dict[str, tuple[Make, Make]] = {
     "put_back": (GTopK, partial(GTopK, put_back="own")),
     "put_back of regions": (OkTopK, partial(OkTopK, put_back="own")),
     "threshold": (OkTopK, partial(OkTopK, threshold="reuse")),
+    "returned": (partial(Bidirectional, 0.1), partial(Bidirectional, 0.1, returned=0.5)),
     "bits": (partial(SparCML, 0.4), partial(SparCML, 0.4, bits=4)),
     "seed": (partial(SparCML, 0.4, bits=4), partial(SparCML, 0.4, bits=4, seed=1)),
     "beta": (ScaleCom, partial(ScaleCom, beta=0.5)),

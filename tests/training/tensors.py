@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparcel.memory import Range
-from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.schemes import (
+    Auto,
+    Bidirectional,
+    Dense,
+    GTopK,
+    Hierarchical,
+    OkTopK,
+    ScaleCom,
+    Scheme,
+    TopK,
+)
 from sparcel.training import Averager, Scope
 
 Named = dict[str, Tensor]
@@ -67,6 +77,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": Dense,
+    "bidirectional": lambda: Bidirectional(0.05),
     "topk": lambda: TopK(0.05),
     "oktopk": lambda: OkTopK(0.05),
     "filtered": lambda: ScaleCom(0.05, beta=0.5),

@@ -22,6 +22,7 @@ VOID = 1
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "dense": lambda: sparcel.scheme("dense"),
+    "bidirectional": lambda: sparcel.scheme(),
     "oktopk": lambda: sparcel.scheme("oktopk", density=0.1, format="packed:4"),
     "corrected": lambda: sparcel.scheme("topk", density=0.05, momentum=0.9, clip=1.0),
 }
@@ -48,7 +49,13 @@ def train(comm: Communicator, name: str, scope: Scope, gpu: bool) -> tuple[list[
 
 @pytest.mark.parametrize(
     ("name", "scope"),
-    [("dense", "bucket"), ("oktopk", "model"), ("oktopk", "bucket"), ("corrected", "bucket")],
+    [
+        ("dense", "bucket"),
+        ("bidirectional", "model"),
+        ("oktopk", "model"),
+        ("oktopk", "bucket"),
+        ("corrected", "bucket"),
+    ],
 )
 def test_updates_are_those_of_the_cpu(name: str, scope: Scope) -> None:
     expected = simulate(2, lambda comm: train(comm, name, scope, gpu=False), ranks_per_node=1)

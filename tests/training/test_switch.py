@@ -16,7 +16,17 @@ from torch import Tensor
 from sparcel import simulate
 from sparcel.comm import Communicator
 from sparcel.errors import CommunicationError, InputError, MismatchError
-from sparcel.schemes import Auto, Dense, GTopK, Hierarchical, OkTopK, ScaleCom, Scheme, TopK
+from sparcel.schemes import (
+    Auto,
+    Bidirectional,
+    Dense,
+    GTopK,
+    Hierarchical,
+    OkTopK,
+    ScaleCom,
+    Scheme,
+    TopK,
+)
 from sparcel.training import Averager, Scope
 from sparcel.training.flush import FLUSH_STEPS
 from tests.evenly import even_averager
@@ -28,6 +38,7 @@ DENSE: dict[str, Callable[[], Scheme]] = {
     "torus2d": lambda: Hierarchical(Dense()),
 }
 SPARSE: dict[str, Callable[[], Scheme]] = {
+    "bidirectional": lambda: Bidirectional(0.05),
     "topk": lambda: TopK(0.05),
     "gtopk": lambda: GTopK(0.02),
     "oktopk": lambda: OkTopK(0.05),
@@ -38,7 +49,7 @@ SPARSE: dict[str, Callable[[], Scheme]] = {
     "filtered between nodes": lambda: Hierarchical(ScaleCom(0.05, beta=0.5)),
 }
 SCHEMES = DENSE | SPARSE
-KEEP_OTHERS = ("gtopk", "oktopk")
+KEEP_OTHERS = ("bidirectional", "gtopk", "oktopk")
 """Under these a rank may keep more than it sent, and the age of its memory is not known."""
 WORLDS = [(1, 1), (2, 1), (3, 1), (4, 2)]
 """Numbers of ranks, of all and of a node."""

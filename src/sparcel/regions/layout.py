@@ -12,8 +12,8 @@ from torch import Tensor
 from sparcel.formats import Format
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 16384, 64
-"""Coordinates of a block: as many as a pass keeps in the first-level cache, and a word of a bitmap.
-"""
+"""Coordinates of a block: the most keep a pass in the same pages of memory for a while, the fewest
+are a word of a bitmap."""
 
 _BLOCKS_EACH = 16
 """How many blocks a rank owns, at least, before blocks are made longer."""
