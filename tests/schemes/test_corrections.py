@@ -28,6 +28,9 @@ WITH_MOMENTUM = {
     for name in ("bidirectional", "topk", "gtopk", "oktopk", "scalecom", "dgc")
 }
 
+# An owner returns sums of which this rank may have sent nothing, and keeps what others have sent.
+RULED = {name: make for name, make in WITH_MOMENTUM.items() if name != "bidirectional"}
+
 
 @given(size=st.integers(1, 200), steps=st.integers(1, 5), gradient=st.sampled_from(INTEGERS))
 def test_momentum_correction_equals_dgcs_rule(size, steps, gradient):
@@ -65,7 +68,7 @@ def test_corrected_gradients_are_conserved(name, world, size, gradient):
     assert torch.equal(came_out, total(entered for entered, _, _ in results))
 
 
-@pytest.mark.parametrize("name", WITH_MOMENTUM)
+@pytest.mark.parametrize("name", RULED)
 def test_velocity_is_cleared_only_at_updated_coordinates(name):
     def on_rank(comm):
         scheme = WITH_MOMENTUM[name]()
