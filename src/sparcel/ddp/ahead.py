@@ -151,8 +151,7 @@ class AheadCalls:
         """Compute what these parameters are in the pass that begins now."""
         for name in names:
             self._values.pop(name, None)
-        with torch.no_grad():
-            self._values.update(self._ahead.moved(names))
+        self._values.update(self._ahead.values(names))
 
 
 class _Call:

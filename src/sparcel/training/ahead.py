@@ -147,6 +147,13 @@ class Ahead:
             one class in each step. Parameters of an optimiser that `follow` does not know are left
             out, and all if the scheme has no memory.
         """
+        found = self.values(names)
+        if not torch.is_grad_enabled():
+            return found
+        return {name: _like(_local(self.parameters[name]), one) for name, one in found.items()}
+
+    def values(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return what `moved` returns, but tensors that no gradients flow through."""
         if not self._residuals.owed_kinds:
             return {}
         owners = self._owners.of(self._rules)
@@ -162,7 +169,7 @@ class Ahead:
         moved = kernels.moved([here[name] for name in moves], list(moves.values()))
         there = dict(zip(moves, moved, strict=True))
         return {
-            name: _like(values, there[name]) if name in there else values.clone()
+            name: there[name] if name in there else values.detach().clone()
             for name, values in here.items()
         }
 
@@ -229,7 +236,7 @@ def ahead_work(size: int) -> Work:
 
 def _like(values: Tensor, moved: Tensor) -> Tensor:
     """Return what has moved, with gradients that reach the values."""
-    if not (values.requires_grad and torch.is_grad_enabled()):
+    if not values.requires_grad:
         return moved
     standing: Tensor = torch.ops.aten._unsafe_view(values, values.shape)
     standing.data = moved
