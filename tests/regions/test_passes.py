@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from tests.kernels.paths import ISAS, Case
 from tests.regions.made import Found, Steps, cases, run
 from tests.sampling import meeting
 from tests.strategies import same_bits
+
+# Each of them does the steps of up to 17 ranks twice.
+few_examples = settings(max_examples=settings.default.max_examples // 3)
 
 
 def assert_same(found: list[Found], expected: list[Found], bytes_too: bool = True) -> None:
@@ -52,25 +55,22 @@ def test_fused_steps_equal_those_with_streams(case: Steps) -> None:
 
 
 @given(cases())
+@few_examples
 def test_streams_of_fused_steps_equal_their_updates(case: Steps) -> None:
     found = run(case)
     assert_same(run(case, stream=True), found, bytes_too=not is_void(found))
 
 
-@pytest.mark.parametrize(
-    ("isa", "case"),
-    meeting(
-        ISAS,
-        [
-            Steps(3, 1_600_003, threads=2, steps=1),
-            Steps(2, 1_100_000, torch.bfloat16, returned=1, format="packed:8", threads=2, steps=1),
-        ],
-        each=2,
-    ),
-    ids=str,
-)
-def test_several_threads_give_the_same_bits(isa: str, case: Steps) -> None:
-    """Vectors so long that all phases take two threads."""
+LONG = {
+    "float32": Steps(3, 1_600_003, threads=2, steps=1),
+    "bfloat16": Steps(2, 1_100_000, torch.bfloat16, returned=1, format="packed:8", threads=2),
+}
+"""Vectors so long that all phases take two threads."""
+
+
+@pytest.mark.parametrize(("isa", "name"), meeting(ISAS, LONG, each=1))
+def test_several_threads_give_the_same_bits(isa: str, name: str) -> None:
+    case = LONG[name]
     found = run(replace(case, isa=isa))
     assert_same(found, run(replace(case, threads=1)))
     if isa == ISAS[0]:
@@ -115,6 +115,7 @@ def test_what_is_not_finite_makes_the_step_void_on_all_ranks(
 
 
 @given(cases(["special"]))
+@few_examples
 def test_any_values_make_steps_void_alike(case: Steps) -> None:
     assert_same(run(case), run(case.plain(), fused=False), bytes_too=False)
 
