@@ -24,7 +24,7 @@ from typer.cli import get_docs_for_click
 import sparcel
 from sparcel.cli import app as commands
 from sparcel.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
-from sparcel.schemes.sparsifier import Sparsifier
+from sparcel.schemes.sparsifier import Selecting, Sparsifier
 from sparcel.training import Averager
 
 Row = tuple[str, str, str]
@@ -58,7 +58,7 @@ def meanings(*documented: Callable[..., Any]) -> dict[str, str]:
 
 def settings_of_methods() -> Iterator[Row]:
     """Yield each setting of a method, its defaults by method, and what it means."""
-    said = meanings(Sparsifier, *SCHEMES.values(), Hierarchical)
+    said = meanings(Sparsifier, Selecting, *SCHEMES.values(), Hierarchical)
     defaults = {name: inspect.signature(method).parameters for name, method in SCHEMES.items()}
     for setting in sorted(Settings.__annotations__):
         methods = defaultdict(list)
