@@ -114,7 +114,7 @@ def draw(rows: Sequence[Row], task: str) -> None:
     shown = [row for row in rows if _setting(row) == (task, 8, 2000)]
     figure, axes = subplots()
     hooks: dict[str, tuple[float, float]] = {}
-    markers = iter("o^vD")
+    markers = iter("o^vDP")
     for run in dict.fromkeys(row["run"] for row in sorted(shown, key=_order)):
         found = [row for row in shown if row["run"] == run]
         place = 100 * mean(row["share"] for row in found), mean(row["loss"] for row in found)
@@ -135,7 +135,7 @@ def draw(rows: Sequence[Row], task: str) -> None:
     for rank, place in hooks.items():
         axes.annotate(rank, place, (6, 3), textcoords="offset points", color=POWERSGD)
     axes.set(xscale="log", xlabel="bytes, % of dense float32", ylabel="loss at the end")
-    axes.set(xlim=(2.5, 150), title=f"{task}; oktopk and scalecom with values of 4 bits")
+    axes.set(xlim=(2.5, 150), title=f"{task}; sparse schemes with values of 4 bits")
     plain(axes.xaxis)
     axes.legend(**BESIDE)
     save(figure, f"frontier_{task}")
