@@ -51,7 +51,7 @@ POWERSGD_START = 10
 LEGEND = (
     "",
     "Compute is a step without its exchange; exchange is the rest of the step.",
-    "Sent: by the busiest node. ×: speed-up over DDP. sparcel: bidirectional, 10 %, packed:4.",
+    "Sent: by the busiest node. ×: speed-up over DDP. sparcel: bidirectional, 10 %.",
 )
 
 Model, Optimizer = DistributedDataParallel, torch.optim.Optimizer
