@@ -28,7 +28,7 @@ namespace sparcel {
 
 constexpr size_t kMostPiece = 1024;  // coordinates that are in the first-level cache at a time
 constexpr size_t kMostWords = kMostPiece / 64;
-constexpr size_t kMostScaled = 64;  // values that share a scale
+constexpr size_t kMostScaled = kMostResidual;  // values that share a scale
 constexpr uint32_t kNonFiniteBits = 0x7f800000;
 
 // Block b of a vector belongs to rank b mod `ranks`, whose region is its blocks one after another.
@@ -141,7 +141,7 @@ class Selected {
 
     // Rounds what has waited for others to share a scale.
     void finish() {
-        if (held_) round(held_);
+        if (held_) round(values_, held_, errors_);
         for (size_t i = 0; i < held_; ++i) *waiting_[i] = errors_[i];
         held_ = 0;
         write_back();
@@ -183,13 +183,10 @@ class Selected {
         const size_t words = n / 64;
         if (dense_) {
             uint64_t none[kMostWords];
-            passes_.masked.select(memory, addend, x, words, ~uint32_t{0} >> 1, none, values_,
+            float* const sums = memory ? values_ : x;
+            passes_.masked.select(memory, addend, sums, words, ~uint32_t{0} >> 1, none, errors_,
                                   &largest_);
-            const size_t left = std::min(n, length_ - place);
-            std::copy_n(x, left, values_);
-            round(left);
-            std::copy_n(errors_, left, x);
-            return;
+            return round(sums, std::min(n, length_ - place), x);
         }
         uint64_t* const mask = mask_.data() + place / 64;
         size_t found = 0;
@@ -238,7 +235,7 @@ class Selected {
     void settle(float* x, const uint64_t* mask, size_t words, size_t found) {
         const size_t all = held_ + found, whole = all / coding_.block * coding_.block;
         if (whole) {
-            round(whole);
+            round(values_, whole, errors_);
             for (size_t i = 0; i < held_; ++i) *waiting_[i] = errors_[i];
             passes_.masked.put(mask, words, errors_ + held_, x);  // garbage for those that wait
             held_ = 0;
@@ -268,16 +265,14 @@ class Selected {
         last_ = {};
     }
 
-    // Rounds the first `n` values, and computes what that takes.
-    void round(size_t n) {
+    // Rounds n values, and writes what that takes.
+    void round(const float* values, size_t n, float* errors) {
         alignas(64) uint8_t codes[kMostPiece + kMostScaled + 8];
-        alignas(64) float rounded[kMostPiece + kMostScaled];
         double sums[kMostScaled];
-        passes_.codes.quantize(coding_, values_, n, 0, sums, codes,
-                               scales_.data() + count_ / coding_.block * coding_.scales(), rounded);
+        magnitude_ += passes_.codes.residual(
+            coding_, values, n, sums, codes,
+            scales_.data() + count_ / coding_.block * coding_.scales(), errors);
         passes_.codes.pack(coding_.bits, codes, n, codes_.data() + count_ / coding_.per_byte());
-        passes_.masked.subtract(values_, rounded, n, errors_);
-        magnitude_ += passes_.masked.magnitude(values_, n) - passes_.masked.magnitude(errors_, n);
         count_ += n;
     }
 

@@ -91,12 +91,18 @@ struct Coding {
     size_t scales_of(size_t n) const { return (n + block - 1) / block * scales(); }
 };
 
+constexpr size_t kMostResidual = 64;
+
 // The passes over several blocks; `codes` has a byte for each value, with 8 bytes of room after
 // them, and `sums` has room for as many numbers as a block has. Random number i is number
 // `offset + i` of the sequence.
 struct CodePasses {
     void (*quantize)(const Coding& coding, const float* x, size_t n, uint64_t offset, double* sums,
                      uint8_t* codes, float* scales, float* values);
+    // Rounds to nearest, in blocks of at most kMostResidual, and writes what that takes from x, if
+    // asked to x itself. Returns by how much this reduces the sum of the magnitudes.
+    double (*residual)(const Coding& coding, const float* x, size_t n, double* sums, uint8_t* codes,
+                       float* scales, float* residual);
     void (*dequantize)(const Coding& coding, const uint8_t* codes, size_t n, const float* scales,
                        float* values);
     void (*pack)(int bits, uint8_t* codes, size_t n, uint8_t* packed);
@@ -125,8 +131,6 @@ struct MaskPasses {
     uint32_t (*divide)(float* x, size_t n, float divisor);
     // Returns the sum of the magnitudes of x[0, n).
     double (*magnitude)(const float* x, size_t n);
-    // Makes rest = x - less; `rest` may be x.
-    void (*subtract)(const float* x, const float* less, size_t n, float* rest);
     // Copies x[0, n), past the cache where `to` allows that. Other threads see it after a fence.
     void (*move_out)(const float* x, size_t n, float* to);
     void (*fence)();

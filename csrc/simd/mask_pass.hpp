@@ -89,10 +89,6 @@ struct MaskedPasses {
         return total;
     }
 
-    static void subtract(const float* x, const float* less, size_t n, float* rest) {
-        for (size_t i = 0; i < n; ++i) rest[i] = x[i] - less[i];
-    }
-
     static void move_out(const float* x, size_t n, float* to) {
         constexpr size_t bytes = lanes * sizeof(float);
         size_t i = 0;
@@ -157,9 +153,10 @@ struct MaskedPasses {
 
 template <class Vector>
 constexpr MaskPasses masked_passes = {
-    MaskedPasses<Vector>::select,   MaskedPasses<Vector>::put,      MaskedPasses<Vector>::add,
-    MaskedPasses<Vector>::expand,   MaskedPasses<Vector>::divide,   MaskedPasses<Vector>::magnitude,
-    MaskedPasses<Vector>::subtract, MaskedPasses<Vector>::move_out, Vector::fence,
+    MaskedPasses<Vector>::select,   MaskedPasses<Vector>::put,
+    MaskedPasses<Vector>::add,      MaskedPasses<Vector>::expand,
+    MaskedPasses<Vector>::divide,   MaskedPasses<Vector>::magnitude,
+    MaskedPasses<Vector>::move_out, Vector::fence,
 };
 
 }  // namespace

@@ -207,6 +207,27 @@ inline void quantize_blocks(const Coding& coding, const float* x, size_t n, uint
     }
 }
 
+inline double residual_blocks(const Coding& coding, const float* x, size_t n, double* sums,
+                              uint8_t* codes, float* scales, float* residual) {
+    Window random{coding.seed};
+    float fell[kMostResidual] = {};
+    for (size_t at = 0; at < n; at += coding.block, scales += coding.scales()) {
+        const auto round = [&](auto count) {
+            float values[kMostResidual];
+            quantize_block(coding, x + at, count, 0, sums, random, codes + at, scales, values);
+            for (size_t i = 0; i < count; ++i) {
+                const float value = x[at + i], rest = value - values[i];
+                fell[i] += __builtin_fabsf(value) - __builtin_fabsf(rest);
+                residual[at + i] = rest;
+            }
+        };
+        with_usual_length(std::min(coding.block, n - at), round);
+    }
+    double total = 0;
+    for (const float one : fell) total += double(one);
+    return total;
+}
+
 [[gnu::always_inline]] inline void dequantize_block(const Coding& coding, const uint8_t* codes,
                                                     size_t n, const float* scales, float* values) {
     const int levels = coding.levels();
@@ -274,7 +295,8 @@ inline void unpack_codes(int bits, const uint8_t* packed, size_t n, uint8_t* cod
     }
 }
 
-constexpr CodePasses code_passes = {quantize_blocks, dequantize_blocks, pack_codes, unpack_codes};
+constexpr CodePasses code_passes = {quantize_blocks, residual_blocks, dequantize_blocks, pack_codes,
+                                    unpack_codes};
 
 }  // namespace
 }  // namespace sparcel
