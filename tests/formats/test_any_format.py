@@ -135,9 +135,7 @@ WITH_FORMAT = [name for name in SCHEMES if name not in SEND_ALL]
 def test_every_scheme_has_the_same_updates_as_with_the_plain_format(name, kind) -> None:
     format, ranks = kind
     here = next(count for count in (2, 3, 1) if ranks % count == 0)
-    settings = {"corrected": False} if name == "auto" else {}
-    if name in ON_NODES:
-        settings = {"ranks_per_node": here}
+    settings = {"ranks_per_node": here} if name in ON_NODES else {}
     draw = torch.Generator().manual_seed(ranks)
     gradients = torch.randint(-8, 9, (ranks, 2, 2500), generator=draw).float()
 

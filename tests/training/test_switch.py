@@ -44,7 +44,7 @@ SPARSE: dict[str, Callable[[], Scheme]] = {
     "oktopk": lambda: OkTopK(0.05),
     "filtered": lambda: ScaleCom(0.05, beta=0.25, beta_steps=4),
     "filtered from now": lambda: ScaleCom(0.05, beta=0.5, beta_steps=10, beta_switch="memory"),
-    "auto": lambda: Auto(0.05, corrected=False),
+    "auto": lambda: Auto(0.05),
     "hitopk": lambda: Hierarchical(TopK(0.05)),
     "filtered between nodes": lambda: Hierarchical(ScaleCom(0.05, beta=0.5)),
 }

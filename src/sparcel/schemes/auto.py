@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
 from sparcel import cost, device
-from sparcel._checks import flag
 from sparcel.collectives.dense import check_agreement
 from sparcel.comm import Communicator, digest
 from sparcel.errors import InputError, MismatchError, known
 from sparcel.memory import wide_dtype
 from sparcel.rates import Rates
-from sparcel.schemes._contest import Contest
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import count_for
@@ -58,7 +55,7 @@ def stages_by(rates: Rates) -> Stages:
 
 @dataclass(eq=False)
 class Auto(Selecting):
-    """The fastest of several methods, by prediction at first and then by measurement.
+    """The method that is predicted to be the fastest, of several.
 
     The methods share the memory, so nothing is lost when the choice changes. The first dense step
     also sends what was kept back; later dense steps cost as much as without a scheme. Dense steps
@@ -68,28 +65,21 @@ class Auto(Selecting):
     ----------
     candidates
         Which methods to choose among: some of ``"dense"``, ``"topk"``, ``"gtopk"``, ``"oktopk"``.
-    corrected
-        Time the steps, try methods that may be faster, and choose by the measurements. Choices
-        then depend on the clock, so a rerun may differ. False chooses by the prediction alone.
 
     The others are those of `Selecting`. Predictions rest on the communicator's ``rates``, or on
-    assumed rates if it has none. Choices and the times behind them belong to a communicator and
-    are not part of the state.
+    assumed rates if it has none. A choice belongs to a communicator and is not part of the state.
     """
 
     candidates: Sequence[str] = CANDIDATES
-    corrected: bool = True
-    _contest: Contest | None = field(default=None, init=False, repr=False)
+    _predicted: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _terms: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    """The problem that the contest was made for; if it changes, a new contest begins."""
+    """The problem that was predicted; if it changes, the ranks choose again."""
     _owing: bool = field(default=False, init=False, repr=False)
     """Whether some rank may have kept something back, which a dense step must send along."""
     _plain: Dense = field(default_factory=Dense, init=False, repr=False)
-    _clock: Callable[[], float] = field(default=perf_counter, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.corrected = flag(self.corrected, "corrected")
         named = isinstance(self.candidates, Sequence) and not isinstance(self.candidates, str)
         if not (named and self.candidates):
             raise InputError(
@@ -101,17 +91,12 @@ class Auto(Selecting):
     @property
     def chosen(self) -> str | None:
         """See `Scheme.chosen`; None before the first step."""
-        return self._contest.chosen if self._contest else None
+        return min(self._predicted, key=self._predicted.__getitem__, default=None)
 
     @property
     def predicted(self) -> dict[str, float]:
         """The predicted seconds of a step, by method; empty before the first step."""
-        return dict(self._contest.predicted) if self._contest else {}
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """The measured seconds of a step that all ranks agreed on, by method timed so far."""
-        return dict(self._contest.measured) if self._contest else {}
+        return dict(self._predicted)
 
     def reduce(
         self,
@@ -122,15 +107,11 @@ class Auto(Selecting):
         in_place: bool = False,
     ) -> Reduced:
         """See `Scheme.reduce`."""
-        contest = self._choose(gradient, comm, request)
+        self._choose(gradient, comm, request)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
-        sends_whole = contest.chosen == "dense" and not (self._owing or self._alters)
-        started = self._clock()
+        sends_whole = self.chosen == "dense" and not (self._owing or self._alters)
         reduce = self._plain.reduce if sends_whole else super().reduce
-        reduced = reduce(gradient, comm, request, scratch, in_place)
-        finite = device.truth(reduced.total.finite)  # a GPU may have to end the step first
-        contest.record(self._clock() - started, finite)
-        return reduced
+        return reduce(gradient, comm, request, scratch, in_place)
 
     def _take_effect(self, reduced: Reduced) -> None:
         if reduced.sent_whole:
@@ -142,7 +123,7 @@ class Auto(Selecting):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`; all ranks of the next step have loaded, or none."""
         super().restore(state)
-        self._contest, self._terms = None, ()
+        self._predicted, self._terms = {}, ()
 
     def _check(self, gradient: Tensor) -> None:
         super()._check(gradient)
@@ -153,20 +134,18 @@ class Auto(Selecting):
                 f" of {gradient.numel()} of {gradient.dtype}; make one scheme for each vector"
             )
 
-    def _choose(self, gradient: Tensor, comm: Communicator, request: Request) -> Contest:
-        """Return the contest, whose choice for this step is the same on all ranks."""
+    def _choose(self, gradient: Tensor, comm: Communicator, request: Request) -> None:
+        """Choose for this step; all ranks choose the same."""
         size = gradient.numel()
         layers = self._densities(size, request)
         k = sum(count_for(density, stop - start) for start, stop, density in layers)
         terms = (size, gradient.dtype, k, comm, comm.rates)
-        contest = self._contest
-        if contest is None or terms != self._terms:
-            contest = Contest(self._predict(gradient, comm, request, k))
-            self._owing = self._meet(gradient, comm, contest)
-            self._contest, self._terms = contest, terms
-        elif contest.left == 0:
-            self._owing = self._account(comm, contest)
-        return contest
+        if terms != self._terms:
+            predicted = self._predict(gradient, comm, request, k)
+            self._owing = self._meet(gradient, comm, predicted)
+            self._predicted, self._terms = predicted, terms
+        elif self.chosen == "dense" and self._owing:
+            self._owing = any(comm.gather_numbers(int(self._keeps_something())))
 
     def _predict(
         self, gradient: Tensor, comm: Communicator, request: Request, k: int
@@ -188,28 +167,17 @@ class Auto(Selecting):
             predicted[name] = cost.predict(_stages_of(name, rates), problem, rates).seconds
         return predicted
 
-    def _meet(self, gradient: Tensor, comm: Communicator, contest: Contest) -> bool:
+    def _meet(self, gradient: Tensor, comm: Communicator, predicted: dict[str, float]) -> bool:
         """Compare the ranks' predictions; return whether some rank keeps something back."""
         check_agreement(SparseStream.unchecked(None, gradient, gradient.numel()), Wire(comm))
-        own = digest(repr(contest.predicted), 56)
+        own = digest(repr(predicted), 56)
         gathered = comm.gather_numbers(own << 1 | self._keeps_something())
         others = [rank for rank, number in enumerate(gathered) if number >> 1 != own]
         if others:
             raise MismatchError(
                 f"ranks {others} predict other times than rank {comm.rank}, which has"
-                f" {contest.predicted}; give the scheme the same settings and rates on all ranks"
+                f" {predicted}; give the scheme the same settings and rates on all ranks"
             )
-        return any(number & 1 for number in gathered)
-
-    def _account(self, comm: Communicator, contest: Contest) -> bool:
-        """Agree on the time of the last steps and on the next choice; return as `_meet` does.
-
-        A step ends at about the same time on all ranks. The rank with the shortest time came last;
-        the times of the others include waiting for it.
-        """
-        nanoseconds = round(contest.report() * 1e9) if self.corrected else 0
-        gathered = comm.gather_numbers(nanoseconds << 1 | self._keeps_something())
-        contest.decide(min(number >> 1 for number in gathered) / 1e9)
         return any(number & 1 for number in gathered)
 
     def _keeps_something(self) -> bool:

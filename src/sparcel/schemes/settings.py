@@ -23,7 +23,6 @@ class Settings(TypedDict, total=False):
     boundary_steps: int | None
     candidates: Sequence[str]
     clip: float | None
-    corrected: bool
     density: float
     format: str | Format
     momentum: float
