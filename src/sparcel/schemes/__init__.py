@@ -8,6 +8,7 @@ from typing import Unpack
 
 from sparcel._checks import check_type
 from sparcel.errors import InputError, known, warn
+from sparcel.formats import Format
 from sparcel.rates import Rates
 from sparcel.schemes.auto import Auto
 from sparcel.schemes.auto import stages_by as auto_stages_by
@@ -156,7 +157,7 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     Warns
     -----
     SparcelWarning
-        For ``density=1``, which sends everything and may be meant as 1 %.
+        For ``density=1`` in a format that rounds nothing: it may be meant as 1 %.
     """
     if name is None:
         name, settings = DEFAULT, RECOMMENDED | settings
@@ -165,7 +166,9 @@ def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
     for setting in settings:
         known(setting, accepted, f"a setting of scheme {name!r}")
     made = kind(**settings)
-    if settings.get("density") == 1:
+    format = getattr(made, "format", None)
+    rounds = isinstance(format, Format) and format.loses
+    if settings.get("density") == 1 and not rounds:
         warn(
             "density=1 sends the whole gradient; for 1 % pass density=0.01, and for the whole"
             ' gradient the scheme "dense"'

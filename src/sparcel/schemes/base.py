@@ -115,8 +115,7 @@ class Scheme(ABC):
         request
             Settings of this step.
         in_place
-            Write the update to ``gradient``, without ``out``. The step clears it as it reads it, so
-            after an error it may hold anything.
+            Write the update to ``gradient``, without ``out``. After an error it may hold anything.
 
         Returns
         -------

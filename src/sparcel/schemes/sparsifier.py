@@ -186,7 +186,7 @@ class Sparsifier(Scheme):
         regions = Regions.of(gradient.numel(), wire.size)
         sending = phase(regions, up, wire.format, value_bytes)
         returning = phase(regions, down, wire.format, value_bytes)
-        meter.asked += sum(sending.expected) - sending.expected[wire.rank]
+        meter.asked += sum(sending.expected)
         entered = self._memory.entered(
             gradient, request.divisor(comm), request.withheld, scale=request.scale
         )
