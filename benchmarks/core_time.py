@@ -6,7 +6,8 @@ Ranks are processes of this machine, joined by loopback, with one thread each. T
 a direction, as those of real training do: g = shared + 0.5·own, new in each step. All rows take
 turns, several times. A figure is the mean over the ranks of `process_time` from the beginning of
 some steps to their end, and the median of the turns. This counts what the engine's threads and the
-kernel do for a rank. The *share* is the time in proportion to Gloo's float32 in the same turn.
+kernel do for a rank. With ``--rate 1gbit`` the ranks are nodes that such links join, and the time
+that passes is that of a step on this network. The *share* is the time in proportion to Gloo's float32 in the same turn.
 
 The *calls* are Python's, of one bucket and step under training's driver, on all threads of a rank:
 a vector of ten matrices and six vectors is queued, and the step finished.
@@ -34,7 +35,7 @@ from record import Row, write
 import sparcel
 from sparcel import scheme, units
 from sparcel.bench.engines import BenchEngine, connected
-from sparcel.lab import Loopback, Workers
+from sparcel.lab import Link, Workers, open_network, parse_rate
 from sparcel.schemes import Scheme
 from sparcel.training import Averager
 
@@ -159,11 +160,12 @@ def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row
     ]
 
 
-def on_processes(ranks: int) -> list[Row]:
+def on_processes(ranks: int, link: Link | None) -> list[Row]:
     """Run this command on so many processes, and return the rows of rank 0."""
     rows: list[Row] = []
     argv = [sys.executable, *sys.argv]
-    with Workers(Loopback(ranks), argv, {"OMP_NUM_THREADS": "1", RANK_OF: "1"}) as workers:
+    environment = {"OMP_NUM_THREADS": "1", RANK_OF: "1"}
+    with open_network(ranks, link) as network, Workers(network, argv, environment) as workers:
         for rank, line in workers.lines():
             if rank == 0 and line.startswith("{"):
                 rows.append(json.loads(line))
@@ -187,6 +189,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="of a turn")
+    parser.add_argument("--rate", type=parse_rate, help="of the nodes' links; default: loopback")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -202,7 +205,8 @@ def main() -> None:
             print(*map(json.dumps, rows), sep="\n", flush=True)
         return
     origin = {**machine(), "load": os.getloadavg()}
-    rows = [row for ranks in arguments.ranks for row in on_processes(ranks)]
+    link = arguments.rate and Link(arguments.rate)
+    rows = [row for ranks in arguments.ranks for row in on_processes(ranks, link)]
     if arguments.output is not None:
         write(arguments.output, origin, rows)
 
