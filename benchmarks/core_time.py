@@ -7,7 +7,8 @@ a direction, as those of real training do: g = shared + 0.5·own, new in each st
 turns, several times. A figure is the mean over the ranks of `process_time` from the beginning of
 some steps to their end, and the median of the turns. This counts what the engine's threads and the
 kernel do for a rank. With ``--rate 1gbit`` the ranks are nodes that such links join, and the time
-that passes is that of a step on this network. The *share* is the time in proportion to Gloo's float32 in the same turn.
+that passes is that of a step on this network. The *share* is the time in proportion to Gloo's
+float32 in the same turn.
 
 The *calls* are Python's, of one bucket and step under training's driver, on all threads of a rank:
 a vector of ten matrices and six vectors is queued, and the step finished.

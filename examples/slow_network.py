@@ -70,11 +70,14 @@ def bf16(model: Model, optimizer: Optimizer) -> None:
     )
 
 
-def powersgd(model: Model, optimizer: Optimizer) -> None:
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=4, start_powerSGD_iter=POWERSGD_START
-    )
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+def powersgd(rank: int) -> Attach:
+    def attach(model: Model, optimizer: Optimizer) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    return attach
 
 
 def default(model: Model, optimizer: Optimizer) -> sparcel.Handle:
@@ -89,7 +92,8 @@ def named(scheme: str, density: float) -> Attach:
     return attach
 
 
-TORCH: dict[str, Attach] = {"DDP": alone, "DDP bf16": bf16, "PowerSGD 4": powersgd}
+POWERSGD: dict[str, Attach] = {f"PowerSGD {rank}": powersgd(rank) for rank in (4, 16)}
+TORCH: dict[str, Attach] = {"DDP": alone, "DDP bf16": bf16, **POWERSGD}
 
 
 def parsed() -> argparse.Namespace:
@@ -136,8 +140,9 @@ class Training:
         # With views, every method writes the update to .grad without a further copy. PowerSGD over
         # Gloo needs one bucket: with several, its collectives come in another order on each rank.
         model = nn.Sequential(*hidden, layers[-1])
+        in_one = 1000 if attach in POWERSGD.values() else None
         self.model = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, bucket_cap_mb=1000 if attach is powersgd else None
+            model, gradient_as_bucket_view=True, bucket_cap_mb=in_one
         )
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         self.attach, self.handle = attach, attach(self.model, self.optimizer)
@@ -213,7 +218,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a table; speed-ups are over the first two, the dense methods."""
     lines = [
         "",
-        "method        step  compute  exchange  sent a step  × fp32  × bf16  accuracy    loss",
+        "method         step  compute  exchange  sent a step  × fp32  × bf16  accuracy    loss",
     ]
     for row in rows:
         times = (1e3 * row[f"{part}_s"] for part in ("step", "compute", "exposed"))
@@ -222,7 +227,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         sent = "not counted" if sent_bytes is None else f"{sent_bytes / 1e6:.2f} MB"
         fp32, bf16 = (f"{dense['step_s'] / row['step_s']:.1f}" for dense in rows[:2])
         lines.append(
-            f"{row['method']:<10}{step:>8}{compute:>9}{exchange:>10}{sent:>13}{fp32:>8}{bf16:>8}"
+            f"{row['method']:<11}{step:>8}{compute:>9}{exchange:>10}{sent:>13}{fp32:>8}{bf16:>8}"
             f"{row['accuracy']:>10.1%}{row['loss']:>8.3f}"
         )
     return "\n".join([*lines, *LEGEND])

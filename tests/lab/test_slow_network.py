@@ -39,7 +39,7 @@ def _accuracies(rate: str, tmp_path: Path) -> list[float]:
     assert ("[0] Network: 2 processes on loopback" in ended.stdout) == (rate == "none")
     results = json.loads(file.read_text())
     rows = {row["method"]: row for row in results["methods"]}
-    assert list(rows) == ["DDP", "DDP bf16", "PowerSGD 4", "sparcel", "gtopk"]
+    assert list(rows) == [*("DDP", "DDP bf16", "PowerSGD 4", "PowerSGD 16", "sparcel", "gtopk")]
     n = results["parameters"]
     assert n >= 5_000_000
     assert rows["DDP"]["payload_bytes"] == 4 * n  # 2n(P - 1)/P values

@@ -139,5 +139,5 @@ def stages(problem: Problem, returned: float) -> Iterator[Stage]:
 _SMALL = 50
 """Small operations of a step, besides those on its vectors."""
 
-_ENTERING, _DELIVERING = 3.0, 2.0
+_ENTERING, _DELIVERING = 2.5, 1.0
 """How many times as long as adding to a vector making messages of one takes, and the reverse."""
