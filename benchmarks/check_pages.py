@@ -155,6 +155,7 @@ def experiments() -> Faults:
     frontier = frontier_report.all_rows()
     for task in frontier_report.tasks_of(frontier):
         lines += frontier_report.frontier_table(frontier, task)
+    lines += frontier_report.search_table([*frontier, *recorded("search")["rows"]])
     lines += frontier_report.adam_table(recorded("adam")["rows"])
     balancing = recorded("balancing")["rows"]
     lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]

@@ -27,6 +27,7 @@ from pages import (
     table,
 )
 from record import RESULTS, Row, rows_of
+from tasks import TASKS
 
 COLUMNS = (
     *("method", "ranks", "steps", "seeds", "bytes", "accuracy", "over dense"),
@@ -34,6 +35,14 @@ COLUMNS = (
 )
 
 ADAM = "task", "method", "changed", "seeds", "accuracy", "loss", "perplexity over as it is"
+
+CHOSEN = {
+    "bf16": ("torch's `bf16` hook", "gloo bfloat16"),
+    "powersgd,4": ("torch's PowerSGD, rank 4", ""),
+    "bidirectional,0.1,packed:4,front": ("`attach`'s default", "default"),
+    "topk,0.01,packed:4,front": ("`topk`, 1 %, `packed:4`", ""),
+}
+"""What users choose among: labels, and names in the record of processor time."""
 
 Setting = tuple[str, int, int]
 
@@ -109,12 +118,61 @@ def _adam_cells(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
         yield task, run, way, str(len(runs)), f"{accuracy:.2%}", f"{loss:.4f}", beside
 
 
+def search_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what other settings of the default ended at, and of its own."""
+    found = sorted(row["run"] for row in rows if row["run"].startswith("bidirectional"))
+    ends = _Ends(rows, ("words", "characters", "images", "speech"))
+    columns = ("method", "bytes of words", *ends.tasks)
+    return table(columns, ([run, *ends.cells(run)] for run in dict.fromkeys(found)))
+
+
+def chosen_table(rows: Sequence[Row], times: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what users choose among: bytes, losses and processor time."""
+    took = {row["name"]: f"{row['core_ns']:.1f}" for row in times if row["ranks"] == 4}
+    ends = _Ends(rows, ("words", "characters", "articles", "reviews", "news", "images"))
+    columns = ("method", "bytes of words", *ends.tasks, "ns a parameter")
+    named = {run: (label, took.get(name, "")) for run, (label, name) in CHOSEN.items()}
+    return table(columns, ([to, *ends.cells(run), ns] for run, (to, ns) in named.items()))
+
+
+class _Ends:
+    """Cells of what runs ended at beside dense training, on some tasks, in the usual setting."""
+
+    def __init__(self, rows: Sequence[Row], tasks: Sequence[str]) -> None:
+        usual = [
+            row for row in rows if row["ranks"] == 8 and row["steps"] == TASKS[row["task"]].steps
+        ]
+        self._rows = {(row["run"], row["task"], row["seed"]): row for row in usual}
+        self.tasks = tasks
+
+    def cells(self, run: str) -> Iterator[str]:
+        """Yield the share of the bytes, and points of accuracy or % of perplexity over dense."""
+        shares = [
+            row["share"]
+            for (of, task, _), row in self._rows.items()
+            if (of, task) == (run, "words")
+        ]
+        yield f"{mean(shares):.1%}"
+        for task in self.tasks:
+            ends = [
+                (row, self._rows["dense", task, seed])
+                for (of, on, seed), row in sorted(self._rows.items())
+                if (of, on) == (run, task)
+            ]
+            if task in ("images", "speech"):
+                more = [100 * (row["accuracy"] - base["accuracy"]) for row, base in ends]
+            else:
+                more = [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in ends]
+            unit = "" if task in ("images", "speech") else " %"
+            yield over_seeds(more, 1) + unit if more else ""
+
+
 def draw(rows: Sequence[Row], task: str) -> None:
     """Draw the loss at the end against the share of the bytes, the mean over the seeds."""
     shown = [row for row in rows if _setting(row) == (task, 8, 2000)]
     figure, axes = subplots()
     hooks: dict[str, tuple[float, float]] = {}
-    markers = iter("o^vDP")
+    markers = iter("o^vDP*Xph<>d8")
     for run in dict.fromkeys(row["run"] for row in sorted(shown, key=_order)):
         found = [row for row in shown if row["run"] == run]
         place = 100 * mean(row["share"] for row in found), mean(row["loss"] for row in found)
@@ -154,6 +212,8 @@ def main() -> None:
     for task in tasks_of(rows):
         print(f"### {task}\n")
         print("\n".join(frontier_table(rows, task)), end="\n\n")
+    print("\n".join(search_table([*rows, *rows_of(RESULTS / "search.json")])), end="\n\n")
+    print("\n".join(chosen_table(rows, rows_of(RESULTS / "core_time.json"))), end="\n\n")
     print("\n".join(adam_table(rows_of(RESULTS / "adam.json"))))
     draw_all()
 
