@@ -39,8 +39,9 @@ ADAM = "task", "method", "changed", "seeds", "accuracy", "loss", "perplexity ove
 CHOSEN = {
     "bf16": ("torch's `bf16` hook", "gloo bfloat16"),
     "powersgd,4": ("torch's PowerSGD, rank 4", ""),
+    "powersgd,8": ("torch's PowerSGD, rank 8", ""),
     "bidirectional,0.1,packed:4,front": ("`attach`'s default", "default"),
-    "topk,0.01,packed:4,front": ("`topk`, 1 %, `packed:4`", ""),
+    "scalecom,0.1,packed:4,front": ("`scalecom`, 10 %, `packed:4`", "scalecom 10 %, packed:4"),
 }
 """What users choose among: labels, and names in the record of processor time."""
 
@@ -120,10 +121,11 @@ def _adam_cells(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 
 def search_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what other settings of the default ended at, and of its own."""
-    found = sorted(row["run"] for row in rows if row["run"].startswith("bidirectional"))
+    of_words = {row["run"] for row in rows if row["task"] == "words"}
+    found = sorted(run for run in of_words if run.startswith("bidirectional"))
     ends = _Ends(rows, ("words", "characters", "images", "speech"))
     columns = ("method", "bytes of words", *ends.tasks)
-    return table(columns, ([run, *ends.cells(run)] for run in dict.fromkeys(found)))
+    return table(columns, ([run, *ends.cells(run)] for run in found))
 
 
 def chosen_table(rows: Sequence[Row], times: Sequence[Row]) -> Iterator[str]:

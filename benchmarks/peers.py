@@ -41,7 +41,8 @@ def train_with_hook(data: Path, task: str, hook: str, seed: int, steps: int) -> 
     run = Run(data, usual, Method(hook, "dense"), seed)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = DistributedDataParallel(run.model)
+        # PowerSGD hangs over Gloo with several buckets.
+        model = DistributedDataParallel(run.model, bucket_cap_mb=1000)
         share = register(model, hook, steps)
         run.alone(model)
         return {
