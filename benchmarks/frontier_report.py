@@ -45,6 +45,9 @@ CHOSEN = {
 }
 """What users choose among: labels, and names in the record of processor time."""
 
+IN_POINTS = "images", "speech"
+"""The tasks of which these tables show accuracy; of the others they show perplexity."""
+
 Setting = tuple[str, int, int]
 
 
@@ -64,10 +67,24 @@ def tasks_of(rows: Sequence[Row]) -> list[str]:
     return sorted({row["task"] for row in rows if row["run"] != "dense"})
 
 
+def _dense(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:
+    """Return dense training's rows by setting and seed."""
+    return {(*_setting(row), row["seed"]): row for row in rows if row["run"] == "dense"}
+
+
+def _over_dense(
+    found: Sequence[Row], dense: Mapping[tuple[object, ...], Row]
+) -> tuple[list[float], list[float]]:
+    """Return points of accuracy and % of perplexity over dense training with the same seeds."""
+    pairs = [(row, dense[*_setting(row), row["seed"]]) for row in found]
+    points = [100 * (row["accuracy"] - base["accuracy"]) for row, base in pairs]
+    return points, [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]
+
+
 def frontier_table(rows: Sequence[Row], task: str) -> Iterator[str]:
     """Return the lines of a task's table, each method beside dense training with the same seeds."""
     of_task = [row for row in rows if row["task"] == task]
-    dense = {(*_setting(row), row["seed"]): row for row in of_task if row["run"] == "dense"}
+    dense = _dense(of_task)
     runs: dict[tuple[Setting, str], list[Row]] = {}
     for row in sorted(of_task, key=_order):
         runs.setdefault((_setting(row), row["run"]), []).append(row)
@@ -84,9 +101,7 @@ def _setting(row: Row) -> Setting:
 
 
 def _cells(run: str, found: Sequence[Row], dense: Mapping[tuple[object, ...], Row]) -> list[str]:
-    pairs = [(row, dense[*_setting(row), row["seed"]]) for row in found]
-    points = [100 * (row["accuracy"] - base["accuracy"]) for row, base in pairs]
-    more = [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]
+    points, more = _over_dense(found, dense)
     beside = over_seeds(points, 2), over_seeds(more, 2) + " %"
     if run == "dense":
         beside = apart([100 * row["accuracy"] for row in found], 2), ""
@@ -123,50 +138,35 @@ def search_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what other settings of the default ended at, and of its own."""
     of_words = {row["run"] for row in rows if row["task"] == "words"}
     found = sorted(run for run in of_words if run.startswith("bidirectional"))
-    ends = _Ends(rows, ("words", "characters", "images", "speech"))
-    columns = ("method", "bytes of words", *ends.tasks)
-    return table(columns, ([run, *ends.cells(run)] for run in found))
+    tasks = "words", "characters", "images", "speech"
+    columns = "method", "bytes of words", *tasks
+    return table(columns, ([run, *_ends(rows, run, tasks)] for run in found))
 
 
 def chosen_table(rows: Sequence[Row], times: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what users choose among: bytes, losses and processor time."""
     took = {row["name"]: f"{row['core_ns']:.1f}" for row in times if row["ranks"] == 4}
-    ends = _Ends(rows, ("words", "characters", "articles", "reviews", "news", "images"))
-    columns = ("method", "bytes of words", *ends.tasks, "ns a parameter")
-    named = {run: (label, took.get(name, "")) for run, (label, name) in CHOSEN.items()}
-    return table(columns, ([to, *ends.cells(run), ns] for run, (to, ns) in named.items()))
+    tasks = "words", "characters", "articles", "reviews", "news", "images"
+    columns = "method", "bytes of words", *tasks, "ns a parameter"
+    cells = (
+        [label, *_ends(rows, run, tasks), took.get(name, "")]
+        for run, (label, name) in CHOSEN.items()
+    )
+    return table(columns, cells)
 
 
-class _Ends:
-    """Cells of what runs ended at beside dense training, on some tasks, in the usual setting."""
-
-    def __init__(self, rows: Sequence[Row], tasks: Sequence[str]) -> None:
-        usual = [
-            row for row in rows if row["ranks"] == 8 and row["steps"] == TASKS[row["task"]].steps
-        ]
-        self._rows = {(row["run"], row["task"], row["seed"]): row for row in usual}
-        self.tasks = tasks
-
-    def cells(self, run: str) -> Iterator[str]:
-        """Yield the share of the bytes, and points of accuracy or % of perplexity over dense."""
-        shares = [
-            row["share"]
-            for (of, task, _), row in self._rows.items()
-            if (of, task) == (run, "words")
-        ]
-        yield f"{mean(shares):.1%}"
-        for task in self.tasks:
-            ends = [
-                (row, self._rows["dense", task, seed])
-                for (of, on, seed), row in sorted(self._rows.items())
-                if (of, on) == (run, task)
-            ]
-            if task in ("images", "speech"):
-                more = [100 * (row["accuracy"] - base["accuracy"]) for row, base in ends]
-            else:
-                more = [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in ends]
-            unit = "" if task in ("images", "speech") else " %"
-            yield over_seeds(more, 1) + unit if more else ""
+def _ends(rows: Sequence[Row], run: str, tasks: Sequence[str]) -> Iterator[str]:
+    """Yield a run's share of the bytes of words, and what it ended at over dense, by task."""
+    dense, found = _dense(rows), {task: list[Row]() for task in ("words", *tasks)}
+    for row in sorted(rows, key=_order):
+        usual = row["task"], 8, TASKS[row["task"]].steps
+        if row["run"] == run and row["task"] in found and _setting(row) == usual:
+            found[row["task"]].append(row)
+    yield f"{mean(row['share'] for row in found['words']):.1%}"
+    for task in tasks:
+        points, more = _over_dense(found[task], dense)
+        shown, unit = (points, "") if task in IN_POINTS else (more, " %")
+        yield over_seeds(shown, 1) + unit if shown else ""
 
 
 def draw(rows: Sequence[Row], task: str) -> None:
