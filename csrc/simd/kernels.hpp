@@ -99,8 +99,8 @@ constexpr size_t kMostResidual = 64;
 struct CodePasses {
     void (*quantize)(const Coding& coding, const float* x, size_t n, uint64_t offset, double* sums,
                      uint8_t* codes, float* scales, float* values);
-    // Rounds to nearest, in blocks of at most kMostResidual, and writes what that takes from x, if
-    // asked to x itself. Returns by how much this reduces the sum of the magnitudes.
+    // Rounds x to nearest, in blocks of at most kMostResidual, and writes x less what it became;
+    // `residual` may be x. Returns by how much the sum of the magnitudes falls.
     double (*residual)(const Coding& coding, const float* x, size_t n, double* sums, uint8_t* codes,
                        float* scales, float* residual);
     void (*dequantize)(const Coding& coding, const uint8_t* codes, size_t n, const float* scales,
