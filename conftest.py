@@ -13,8 +13,10 @@ TESTS = ROOT / "tests"
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
-    """Collect the blocks of a page of the root or of the site."""
-    if file_path.suffix == ".md" and (file_path.parent == ROOT or DOCS in file_path.parents):
+    """Collect the blocks of a page of the root or of the site; `tests.printed` needs sybil."""
+    asked = any(one in (file_path, *file_path.parents) for one in _asked(parent.config))
+    page = file_path.parent == ROOT or DOCS in file_path.parents
+    if asked and page and file_path.suffix == ".md":
         from tests.printed import collect
 
         return collect(file_path, parent)
@@ -24,9 +26,13 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Any:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run the blocks of a page in one process, in their order."""
-    paths = [Path(one.partition("::")[0]).resolve() for one in config.args]
-    if all(TESTS in (path, *path.parents) for path in paths):
+    if all(TESTS in (path, *path.parents) for path in _asked(config)):
         return None
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
+
+
+def _asked(config: pytest.Config) -> list[Path]:
+    """Return the files and folders that pytest is given."""
+    return [Path(one.partition("::")[0]).resolve() for one in config.args]

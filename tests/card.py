@@ -60,6 +60,12 @@ class OnCard(Tensor):
         made.inner = inner
         return made
 
+    def __setitem__(self, place: Any, value: Any) -> None:
+        # torch copies the number to a GPU from memory that is not pinned; a slice is filled.
+        if not isinstance(value, Tensor) and self[place].ndim == 0:
+            raise HostReadError("setting one entry to a number waits for the GPU")
+        super().__setitem__(place, value)
+
     def __repr__(self) -> str:
         return f"OnCard({tuple(self.shape)}, {self.dtype})"
 

@@ -16,7 +16,7 @@ from sparcel.comm import Communicator
 from sparcel.schemes import Hierarchical, Scheme
 from tests.ddp.models import SHAPES, Linear, known_gradient, observe, residuals_of
 from tests.evenly import attach_evenly
-from tests.schemes.steps import SCHEMES
+from tests.schemes.test_on_card import ALL
 
 SAMPLED = {
     "first": (700, 600),
@@ -87,8 +87,8 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def scheme_named(name: str, ranks: int) -> Scheme:
-    """Return one of `SCHEMES`; nodes have half of the ranks if there are more than two."""
-    scheme = SCHEMES[name]()
+    """Return one of `ALL`; nodes have half of the ranks if there are more than two."""
+    scheme = ALL[name]()
     if isinstance(scheme, Hierarchical) and ranks > 2:
         return replace(scheme, ranks_per_node=ranks // 2)
     return scheme

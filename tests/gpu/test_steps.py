@@ -18,8 +18,7 @@ from sparcel.schemes import Scheme
 from tests.gpu.cuda import GPU, needs_gpu, no_waits
 from tests.gpu.models import scheme_named
 from tests.sampling import meeting
-from tests.schemes.steps import SCHEMES
-from tests.schemes.test_on_card import MOST_READS
+from tests.schemes.test_on_card import ALL, MOST_READS
 from tests.strategies import FLOATS, same_bits
 
 pytestmark = [*needs_gpu, pytest.mark.processes]
@@ -97,7 +96,7 @@ def assert_same(ranks: list[list[Seen]]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size", "size"),
-    [(name, *rest) for name, rest in meeting(SCHEMES, product([2, 3, 4], SIZES), each=2)],
+    [(name, *rest) for name, rest in meeting(ALL, product([2, 3, 4], SIZES), each=2)],
 )
 def test_steps_have_the_bits_of_the_cpu_in_each_run(
     run_on: Any, name: str, world_size: int, size: int
@@ -106,7 +105,7 @@ def test_steps_have_the_bits_of_the_cpu_in_each_run(
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ["dense", "topk packed 4 bits", "oktopk held"])
+@pytest.mark.parametrize("name", ["dense", "topk packed 4 bits", "oktopk by regions"])
 def test_gradients_of_every_dtype_have_the_bits_of_the_cpu(
     run_on: Any, name: str, dtype: torch.dtype
 ) -> None:

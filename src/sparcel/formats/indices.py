@@ -108,7 +108,7 @@ class ChunkedIndices(RawIndices):
         )
         # However wrong the counts are, they now add up to what there is memory for.
         ends.clamp_(max=count)
-        ends[-1] = count
+        ends[-1].fill_(count)
         counts = ends.diff(prepend=ends.new_zeros(1))
         three_bytes = content[2 * _chunks(size) :].view(-1, 3)
         pairs = torch.nn.functional.pad(three_bytes, (0, 1)).view(torch.int32)

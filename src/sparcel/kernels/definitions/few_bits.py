@@ -189,8 +189,7 @@ def _two_means(magnitudes: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """
     rows, block = magnitudes.shape
     lengths = torch.full((rows,), block, dtype=torch.float64, device=magnitudes.device)
-    if rows:
-        lengths[-1] = size - (rows - 1) * block
+    lengths[-1:].fill_(size - (rows - 1) * block)
     wide = magnitudes.double()
     total = _sum_by_halves(wide)
     above = wide > (total / lengths)[:, None]

@@ -39,9 +39,9 @@ def mstopk(x: Tensor, k: int, samplings: int, place: Callable[[int], int]) -> tu
     counts = x.new_zeros(samplings, dtype=torch.int64)
     norm = torch.linalg.vector_norm
     peak = norm(x, torch.inf, dtype=torch.float64)
-    states[0, 1] = 1
+    states[0, 1].fill_(1)
     states[0, 3] = norm(x, 0, dtype=torch.float64).nan_to_num(0)  # of void vectors
-    states[0, 4] = torch.inf
+    states[0, 4].fill_(torch.inf)
     states[0, 6] = torch.minimum(norm(x, 1, dtype=torch.float64) / x.numel(), peak)
     states[0, 7] = peak
     for sampling in range(samplings):
@@ -57,8 +57,8 @@ def mstopk(x: Tensor, k: int, samplings: int, place: Callable[[int], int]) -> tu
     reached, above = device.read(states[-1, 3:6:2].contiguous()).long().tolist()
     between = reached - above
     needed = min(k - above, between)
-    rule[FIRST] = place(between - needed + 1)
-    rule[ROOM] = needed
+    rule[FIRST].fill_(place(between - needed + 1))
+    rule[ROOM].fill_(needed)
     return emit(x, mark(x, rule), rule, above + needed, index_dtype(x.numel()))
 
 

@@ -146,7 +146,7 @@ def accumulate_topk(
 
 def threshold_select(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     rule = _rules(x)[0]
-    rule[ABOVE] = max(bits_of(threshold, x.dtype) - 1, 0)
+    rule[ABOVE].fill_(max(bits_of(threshold, x.dtype) - 1, 0))
     marks = mark(x, rule, ties=False)
     # How many pass decides how much memory they take.
     passed = int(device.read(marks.above_before[-1:].sum()))
