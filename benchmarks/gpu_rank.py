@@ -210,7 +210,7 @@ def synchronisations(training: Training) -> dict[str, Any] | None:
         if on_card:
             torch.cuda.set_sync_debug_mode("default")
     total = device.reads() + on_thread() - before
-    waits = [one for one in caught if "synchroniz" in str(one.message)]
+    waits = [one for one in caught if "called a synchronizing" in str(one.message)]
     places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
     return {
         "reads": total,

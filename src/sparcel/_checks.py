@@ -166,8 +166,8 @@ def finite_flag(values: Tensor) -> bool | Tensor:
         return True
     if values.is_cpu and isfinite(values.sum().item()):
         return True
-    low, high = torch.aminmax(values)  # finite values may have a sum that is not
-    flag = torch.isfinite(low) & torch.isfinite(high)
+    # Finite values may have a sum that is not.
+    flag = torch.linalg.vector_norm(values, torch.inf) < torch.inf
     return bool(flag) if flag.is_cpu else flag
 
 

@@ -161,7 +161,7 @@ _SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 
 def _magnitude(values: Tensor) -> float | Tensor:
     """Return the sum of the magnitudes, on a GPU as a tensor."""
-    magnitude = values.abs().sum(dtype=torch.float64)
+    magnitude = torch.linalg.vector_norm(values, 1, dtype=torch.float64)
     return float(magnitude) if magnitude.is_cpu else magnitude
 
 
