@@ -160,7 +160,7 @@ def test_a_plan_without_a_length_says_what_it_does_not_count():
     for settings in ({"density": 1}, {"steps": 100}):
         made = plan(1000, compute_s=0.1, rates=SLOW, **settings)
         assert "--steps" not in not_counted(made)
-        assert "Not measured: any time on a GPU" in not_counted(made)
+        assert "Not predicted: any time on a GPU" in not_counted(made)
 
 
 def test_step_ahead_takes_about_what_was_measured_with_adam():

@@ -118,7 +118,7 @@ def not_counted(plan: Plan) -> str:
     times = "of one core of a CPU, scaled by the memory's bandwidth"
     if plan.rates.measured:
         times = "of CPUs"
-    gpu = f"Not measured: any time on a GPU. Times of work are those {times}."
+    gpu = f"Not predicted: any time on a GPU. Times of work are those {times}."
     density = plan.workload.density
     if plan.workload.steps is not None or front_loaded(density, 0) == density:
         return gpu

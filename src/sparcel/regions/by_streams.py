@@ -12,6 +12,7 @@ from sparcel._checks import finite_flag
 from sparcel.formats import Expected, Message
 from sparcel.kernels import Addition
 from sparcel.ops import SUM
+from sparcel.profiling import timed
 from sparcel.regions.layout import Phase
 from sparcel.stream import SparseStream, all_of
 from sparcel.wire import Wire
@@ -114,6 +115,7 @@ class ByStreams:
             first = last
         return limits
 
+    @timed("select")
     def _take_out(
         self,
         region: Tensor,
