@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.optim import SGD, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop
 
 from sparcel import simulate
 from sparcel.comm import Communicator
@@ -153,6 +153,21 @@ def test_an_optimiser_of_another_kind_is_told_and_its_parameters_stay(
         assert not training.ahead.moved()
 
     simulate(1, on_rank)  # one rank, because a warning is the process's
+
+
+def test_muon_is_warned_of_selections_alone() -> None:
+    def on_rank(comm: Communicator) -> None:
+        whole, selecting = (trained(comm, OPTIMIZERS["SGD"], TopK(share)) for share in (1, 0.05))
+        matrices = [one for one in selecting.parameters.values() if one.ndim == 2]
+        with pytest.warns(SparcelWarning, match="Muon .* pass density=1"):
+            selecting.ahead.follow(Muon(matrices))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            whole.ahead.follow(Muon([one for one in whole.parameters.values() if one.ndim == 2]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SparcelWarning)  # of the density
+        simulate(1, on_rank)
 
 
 def test_settings_and_state_are_those_that_the_optimiser_has_at_that_moment() -> None:

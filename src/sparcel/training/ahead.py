@@ -14,6 +14,8 @@ from sparcel import kernels
 from sparcel.errors import warn
 from sparcel.optim import SaysTwoSteps
 from sparcel.optim.two_steps import adam_move, muon_two_steps, sgd_two_steps
+from sparcel.schemes import Scheme
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.stages import Work
 from sparcel.training.residuals import Residuals
 
@@ -94,7 +96,7 @@ class Ahead:
         -----
         SparcelWarning
             When the rule is none of those above, and the optimiser does not say `two_steps`; its
-            parameters are then not moved.
+            parameters are then not moved. For Muon, if the scheme selects.
         """
         optimizer = getattr(optimizer, "optimizer", optimizer)  # what frameworks wrap
         names = self._names_of(optimizer)
@@ -104,6 +106,12 @@ class Ahead:
         if rule is not None:
             self._rules[optimizer] = rule
             self._staying.difference_update(names)
+            if isinstance(optimizer, torch.optim.Muon) and _selects(self._residuals.template):
+                warn(
+                    f"Muon updates {names[0]!r}, and it misses what a selection leaves for later:"
+                    " a recorded training ended with 5 % more perplexity, and with 1 % more where"
+                    " all was sent in 4 bits; pass density=1"
+                )
             return
         self._staying.update(names)
         for name in names:
@@ -219,6 +227,10 @@ class _Owners:
                 for parameter in group["params"]
             }
         return self._found
+
+
+def _selects(scheme: Scheme) -> bool:
+    return isinstance(scheme, Sparsifier) and scheme.density < 1
 
 
 def _local(value: Any) -> Any:
