@@ -23,7 +23,7 @@ class ByStreams:
 
     Attributes
     ----------
-    sent, magnitude, applied
+    sent, magnitude
         See `Returned`.
     """
 
@@ -31,7 +31,15 @@ class ByStreams:
         self._addition, self._wire = addition, wire
         self.sent = 0
         self.magnitude: float | Tensor = 0.0
-        self.applied: list[Tensor] = []
+        self._taken: list[tuple[Phase, int, SparseStream]] = []
+
+    @property
+    def applied(self) -> list[Tensor]:
+        """See `Returned`."""
+        return [
+            phase.regions.coordinates(owner, _places(stream))
+            for phase, owner, stream in self._taken
+        ]
 
     def enter(self, up: Phase) -> dict[int, Message]:
         """Add the gradient to memory, and take out what the other owners get, by owner."""
@@ -80,24 +88,20 @@ class ByStreams:
         for owner in range(regions.ranks):
             expected = Expected(regions.length(owner), self._addition.memory.dtype, None)
             stream = self._wire.decode(owner, returned[owner], expected)
-            average = kernels.average(stream.values, divisor).to(dtype)
             indices.append(regions.coordinates(owner, _places(stream)))
-            values.append(average)
-            flags += [stream.finite, finite_flag(average)]
-        entries = sum(part.numel() for part in values)
+            values.append(stream.values)
+            flags.append(stream.finite)
+        places, average = torch.cat(indices), kernels.average(torch.cat(values), divisor).to(dtype)
+        finite = all_of([*flags, finite_flag(average)])
         if out is None and down.dense:
             out = self._addition.gradient.new_empty(regions.size)
         if out is not None:
-            out.zero_()
-            for places, average in zip(indices, values, strict=True):
-                out[places] = average
-            return SparseStream.unchecked(None, out, regions.size, all_of(flags)), entries
-        places, order = torch.cat(indices).sort()
+            out.zero_()[places] = average
+            return SparseStream.unchecked(None, out, regions.size, finite), average.numel()
+        places, order = places.sort()
         places = places.to(kernels.index_dtype(regions.size))
-        stream = SparseStream.unchecked(
-            places, torch.cat(values)[order], regions.size, all_of(flags)
-        )
-        return stream, entries
+        stream = SparseStream.unchecked(places, average[order], regions.size, finite)
+        return stream, average.numel()
 
     def _limits(self, phase: Phase, others: bool) -> list[tuple[int, Tensor]]:
         """Return where ranges stop, and the bits of the magnitude from which entries travel."""
@@ -141,7 +145,7 @@ class ByStreams:
             indices, values = indices[:most], values[:most]
             kernels.scatter(region, indices, torch.zeros_like(values))
             stream = SparseStream.unchecked(indices, values, region.numel(), finite)
-        self.applied.append(phase.regions.coordinates(owner, _places(stream)))
+        self._taken.append((phase, owner, stream))
         return stream
 
     def _pack(self, region: Tensor, stream: SparseStream) -> Message:

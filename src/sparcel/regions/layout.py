@@ -67,16 +67,15 @@ class Regions:
         """Return the coordinates (int64) of places in a rank's region."""
         numbers = places.long()
         turns = numbers.div(self.block, rounding_mode="floor")
-        return (turns * self.ranks + rank) * self.block + numbers % self.block
+        others = turns * (self.ranks - 1) + rank  # the blocks before it that others own
+        return numbers.add(others, alpha=self.block)
 
     def elsewhere(self, rank: int, places: Tensor) -> Tensor:
         """Return the coordinates of places among those that other ranks own."""
-        numbers = places.long()
-        blocks = numbers.div(self.block, rounding_mode="floor")
-        turns = blocks.div(self.ranks - 1, rounding_mode="floor")
-        owners = blocks % (self.ranks - 1)
-        owners = owners + (owners >= rank)
-        return (turns * self.ranks + owners) * self.block + numbers % self.block
+        numbers, others = places.long(), self.ranks - 1
+        ahead = numbers + (others - rank) * self.block
+        own = ahead.div(others * self.block, rounding_mode="floor")  # the rank's blocks before it
+        return numbers.add(own, alpha=self.block)
 
     def _parts(self, vector: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Return views of a region: of whole turns ``[turns, block]``, and of the rest."""
