@@ -14,7 +14,8 @@ using Shares = std::vector<std::pair<size_t, double>>;  // where a range stops, 
 
 Coding coding_of(int bits, size_t block) {
     require(bits == 8 || bits == 4 || bits == 2, "bits must be 8, 4 or 2");
-    require(block % 8 == 0 && block > 0 && kMostScaled % block == 0, "block must divide 64");
+    require(block % 8 == 0 && block > 0 && kMostResidual % block == 0,
+            "a scale must serve 8, 16, 32 or 64 values");
     return {.bits = bits,
             .block = block,
             .two_means = bits == 2,
@@ -48,11 +49,10 @@ class Domain {
         return others_ ? end - owned : owned;
     }
     size_t coordinate(size_t place) const {
-        const size_t number = place / regions_.block, ranks = regions_.ranks;
-        const size_t in_turn = others_ ? number % (ranks - 1) : 0;
-        const size_t turn = others_ ? number / (ranks - 1) : number;
-        const size_t owner = others_ ? in_turn + (in_turn >= rank_) : rank_;
-        return (turn * ranks + owner) * regions_.block + place % regions_.block;
+        const size_t number = place / regions_.block, others = regions_.ranks - 1;
+        const size_t skipped =  // blocks before it that are not of this domain
+            others_ ? (number + others - rank_) / others : number * others + rank_;
+        return place + skipped * regions_.block;
     }
 
   private:
@@ -75,10 +75,26 @@ std::vector<Limit> limits_of(const Shares& shares, const Domain& domain, uint64_
     return limits;
 }
 
-nb::object given(Selected& selected, nb::bytes header) {
-    size_t length;
-    Buffer<uint8_t> message = selected.message(header_of(header), length);
-    return nb::cast(give(std::move(message), length, dtype_of<uint8_t>()));
+struct Message {
+    size_t length = 0;
+    Buffer<uint8_t> bytes = {};
+};
+
+Message finished(Selected& selected, const Header& header) {
+    selected.finish();
+    Message message;
+    message.bytes = selected.message(header, message.length);
+    return message;
+}
+
+nb::object given(Message& message) {
+    return nb::cast(give(std::move(message.bytes), message.length, dtype_of<uint8_t>()));
+}
+
+std::vector<Header> headers_of(const std::vector<nb::bytes>& given) {
+    std::vector<Header> headers;
+    for (const nb::bytes& one : given) headers.push_back(header_of(one));
+    return headers;
 }
 
 // Computes scratch = memory + what enters, and takes out of it what this rank sends of the other
@@ -86,7 +102,7 @@ nb::object given(Selected& selected, nb::bytes header) {
 nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch, double scale,
                 size_t rank, size_t ranks, size_t block, const Shares& shares,
                 const std::vector<size_t>& most, bool dense, int bits, size_t scaled, uint64_t step,
-                const std::vector<nb::bytes>& headers, int threads) {
+                const std::vector<nb::bytes>& leaving, int threads) {
     const size_t n = gradient.size();
     const auto fits = [&](const InOut& vector) {
         return vector.size() == n && vector.dtype() == dtype_of<float>();
@@ -95,10 +111,12 @@ nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch
             "all vectors must have one length, and all but the gradient be float32");
     const Regions regions = regions_of(n, ranks, block, rank);
     const Coding coding = coding_of(bits, scaled);
+    const std::vector<Header> headers = headers_of(leaving);
     require(most.size() == ranks && headers.size() == ranks && !shares.empty() &&
                 shares.back().first == n,
             "there must be a bound and a header for each rank, and shares of all coordinates");
     std::deque<std::optional<Selected>> sent(ranks);
+    std::vector<Message> made(ranks);
     with_type<Half, Brain, float>(gradient.dtype(), [&]<class Gradient>(Type<Gradient>) {
         const Entering<Gradient> source{data<float>(memory), data<Gradient>(gradient),
                                         float(scale)};
@@ -129,7 +147,7 @@ nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch
                     }
                 };
                 regions.each_block(owner, 0, regions.blocks(owner), take);
-                if (sent[owner]) sent[owner]->finish();
+                if (sent[owner]) made[owner] = finished(*sent[owner], headers[owner]);
             }
         });
     });
@@ -143,7 +161,7 @@ nb::tuple enter(const InOut& memory, const InOut& gradient, const InOut& scratch
         }
         count += sent[owner]->count();
         magnitude += sent[owner]->magnitude();
-        messages.append(given(*sent[owner], headers[owner]));
+        messages.append(given(made[owner]));
     }
     return nb::make_tuple(messages, count, magnitude);
 }
@@ -162,8 +180,8 @@ std::pair<std::vector<Packed>, ptrdiff_t> read_all(const std::vector<Bytes>& mes
 }
 
 // Adds messages to this rank's region of x, and takes out of it what it returns. Gives the
-// message, its entries, by how much the region's magnitude fell, and the number of a
-// message that is something else (-1 for none; nothing has changed then).
+// message, by how much the region's magnitude fell, and the number of a message that is something
+// else (-1 for none; nothing has changed then).
 nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes expected,
                   size_t rank, size_t ranks, size_t block, const Shares& shares, size_t most,
                   bool dense, int bits, size_t scaled, uint64_t step, nb::bytes header,
@@ -173,18 +191,19 @@ nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes 
     const Coding coding = coding_of(bits, scaled);
     require(!shares.empty() && shares.back().first == x.size(), "shares are of all coordinates");
     const std::vector<Header> headers(messages.size(), header_of(expected));
+    Header leaving = header_of(header);
     float* const sums = data<float>(x);
     std::optional<Selected> returned;
     double arrived = 0;
     ptrdiff_t wrong = -1;
-    bool finite = true;
+    Message made;
     {
         nb::gil_scoped_release release;
         auto [packed, bad] = read_all(messages, headers, coding);
         wrong = bad;
         for (const Packed& one : packed) {
             require(one.length == regions.length(rank), "a message is of another region");
-            finite = finite && one.finite;
+            if (!one.finite) leaving.flags = uint8_t(leaving.flags | kNonFinite);
         }
         if (wrong < 0) {
             arrived = add_packed(regions, rank, packed, coding, sums, threads);
@@ -198,15 +217,11 @@ nb::tuple collect(const InOut& x, const std::vector<Bytes>& messages, nb::bytes 
                 rank, 0, regions.blocks(rank), [&](size_t begin, size_t n, size_t place) {
                     returned->take(nullptr, nullptr, sums + begin, n, begin, place, limits);
                 });
-            returned->finish();
+            made = finished(*returned, leaving);
         }
     }
-    if (wrong >= 0) return nb::make_tuple(nb::none(), 0, 0.0, wrong);
-    Header fields = header_of(header);
-    if (!finite) fields.flags = uint8_t(fields.flags | kNonFinite);
-    const nb::bytes flagged(reinterpret_cast<const char*>(&fields), sizeof fields);
-    return nb::make_tuple(given(*returned, flagged), returned->count(),
-                          returned->magnitude() - arrived, wrong);
+    if (wrong >= 0) return nb::make_tuple(nb::none(), 0.0, wrong);
+    return nb::make_tuple(given(made), returned->magnitude() - arrived, wrong);
 }
 
 // Writes what all owners returned, over the divisor, to `out`. Gives the entries, whether all that
@@ -218,27 +233,30 @@ nb::tuple deliver(const std::vector<Bytes>& messages, const std::vector<nb::byte
     const Regions regions = regions_of(out.size(), ranks, block, 0);
     const Coding coding = coding_of(bits, scaled);
     require(expected.size() == ranks, "there must be a header for each rank");
-    std::vector<Header> headers;
-    for (const nb::bytes& one : expected) headers.push_back(header_of(one));
-    auto [packed, wrong] = read_all(messages, headers, coding);
+    const std::vector<Header> headers = headers_of(expected);
     size_t count = 0;
-    for (size_t rank = 0; rank < packed.size(); ++rank) {
-        require(packed[rank].length == regions.length(rank), "a message is of another region");
-        count += packed[rank].count;
-    }
+    ptrdiff_t wrong = -1;
     std::vector<uint8_t> finite(ranks, true);
-    if (wrong < 0) {
-        with_type<Half, Brain, float>(out.dtype(), [&]<class Out>(Type<Out>) {
-            nb::gil_scoped_release release;
-            const size_t tasks = std::min(useful_threads(out.size(), threads), ranks);
-            parallel(tasks, [&](size_t task) {
-                for (size_t rank = split_point(ranks, task, tasks);
-                     rank < split_point(ranks, task + 1, tasks); ++rank) {
-                    finite[rank] = write_packed(regions, rank, packed[rank], coding, float(divisor),
-                                                data<Out>(out));
-                }
+    {
+        nb::gil_scoped_release release;
+        auto [packed, bad] = read_all(messages, headers, coding);
+        wrong = bad;
+        for (size_t rank = 0; rank < packed.size(); ++rank) {
+            require(packed[rank].length == regions.length(rank), "a message is of another region");
+            count += packed[rank].count;
+        }
+        if (wrong < 0) {
+            with_type<Half, Brain, float>(out.dtype(), [&]<class Out>(Type<Out>) {
+                const size_t tasks = std::min(useful_threads(out.size(), threads), ranks);
+                parallel(tasks, [&](size_t task) {
+                    for (size_t rank = split_point(ranks, task, tasks);
+                         rank < split_point(ranks, task + 1, tasks); ++rank) {
+                        finite[rank] = write_packed(regions, rank, packed[rank], coding,
+                                                    float(divisor), data<Out>(out));
+                    }
+                });
             });
-        });
+        }
     }
     const bool all = std::ranges::all_of(finite, [](uint8_t one) { return one != 0; });
     return nb::make_tuple(count, all, wrong);
@@ -248,14 +266,14 @@ nb::tuple deliver(const std::vector<Bytes>& messages, const std::vector<nb::byte
 
 void bind_regions(nb::module_& module) {
     using namespace nb::literals;
-    module.def("enter", enter, "memory"_a, "gradient"_a, "scratch"_a, "scale"_a, "rank"_a,
+    module.def("enter", enter, "memory"_a.noconvert(), "gradient"_a.noconvert(),
+               "scratch"_a.noconvert(), "scale"_a, "rank"_a, "ranks"_a, "block"_a, "shares"_a,
+               "most"_a, "dense"_a, "bits"_a, "scaled"_a, "step"_a, "leaving"_a, "threads"_a);
+    module.def("collect", collect, "x"_a.noconvert(), "messages"_a, "expected"_a, "rank"_a,
                "ranks"_a, "block"_a, "shares"_a, "most"_a, "dense"_a, "bits"_a, "scaled"_a,
-               "step"_a, "headers"_a, "threads"_a);
-    module.def("collect", collect, "x"_a, "messages"_a, "expected"_a, "rank"_a, "ranks"_a,
-               "block"_a, "shares"_a, "most"_a, "dense"_a, "bits"_a, "scaled"_a, "step"_a,
-               "header"_a, "threads"_a);
+               "step"_a, "header"_a, "threads"_a);
     module.def("deliver", deliver, "messages"_a, "expected"_a, "block"_a, "bits"_a, "scaled"_a,
-               "divisor"_a, "out"_a, "threads"_a);
+               "divisor"_a, "out"_a.noconvert(), "threads"_a);
 }
 
 }  // namespace sparcel

@@ -27,8 +27,6 @@
 namespace sparcel {
 
 constexpr size_t kMostPiece = 1024;  // coordinates that are in the first-level cache at a time
-constexpr size_t kMostWords = kMostPiece / 64;
-constexpr size_t kMostScaled = kMostResidual;  // values that share a scale
 constexpr uint32_t kNonFiniteBits = 0x7f800000;
 
 // Block b of a vector belongs to rank b mod `ranks`, whose region is its blocks one after another.
@@ -131,8 +129,11 @@ class Selected {
                 std::fill(std::copy_n(from, n, to), to + 64 * words, 0.0f);
                 return to;
             };
-            if (memory) memory = pad(memory, padded[0]), addend = pad(addend, padded[1]);
-            if (!memory) pad(x, work);
+            if (memory) {
+                memory = pad(memory, padded[0]), addend = pad(addend, padded[1]);
+            } else {
+                pad(x, work);
+            }
         }
         take_whole(memory, addend, work, 64 * words, begin, place, limits);
         write_back();
@@ -182,7 +183,7 @@ class Selected {
                     size_t place, std::span<const Limit> limits) {
         const size_t words = n / 64;
         if (dense_) {
-            uint64_t none[kMostWords];
+            uint64_t none[kMostPiece / 64];
             float* const sums = memory ? values_ : x;
             passes_.masked.select(memory, addend, sums, words, ~uint32_t{0} >> 1, none, errors_,
                                   &largest_);
@@ -267,8 +268,8 @@ class Selected {
 
     // Rounds n values, and writes what that takes.
     void round(const float* values, size_t n, float* errors) {
-        alignas(64) uint8_t codes[kMostPiece + kMostScaled + 8];
-        double sums[kMostScaled];
+        alignas(64) uint8_t codes[kMostPiece + kMostResidual + 8];
+        double sums[kMostResidual];
         magnitude_ += passes_.codes.residual(
             coding_, values, n, sums, codes,
             scales_.data() + count_ / coding_.block * coding_.scales(), errors);
@@ -308,9 +309,9 @@ class Selected {
     Piece last_ = {};  // the last piece, unless it is where it belongs
     size_t turn_ = 0;
     alignas(64) float rooms_[2][kMostPiece];
-    float* waiting_[kMostScaled];  // where what rounding takes of the values that wait will go
-    alignas(64) float values_[kMostPiece + kMostScaled + kSlack];
-    alignas(64) float errors_[kMostPiece + kMostScaled + kSlack];
+    float* waiting_[kMostResidual];  // where what rounding takes of the values that wait will go
+    alignas(64) float values_[kMostPiece + kMostResidual + kSlack];
+    alignas(64) float errors_[kMostPiece + kMostResidual + kSlack];
 };
 
 // A message of a region, checked.
@@ -319,7 +320,9 @@ struct Packed {
     bool dense = false, finite = true;
     const uint8_t* scales = nullptr;
     const uint8_t* codes = nullptr;
-    Buffer<uint64_t> mask = {};  // empty if the message is dense, or empty
+    Buffer<uint64_t> mask = {};  // null without has_mask()
+
+    bool has_mask() const { return !dense && count; }
 };
 
 // Reads a message of a region of `length` coordinates whose header begins as `expected` does;
@@ -335,9 +338,7 @@ inline std::optional<Packed> read_packed(const uint8_t* bytes, size_t size, cons
     Header like = header;
     like.flags = uint8_t(header.flags & ~kNonFinite);
     like.nnz = like.length = 0;
-    Header blank = expected;
-    blank.nnz = blank.length = 0;
-    if (std::memcmp(&like, &blank, sizeof like) != 0 || header.nnz > header.size ||
+    if (std::memcmp(&like, &expected, sizeof like) != 0 || header.nnz > header.size ||
         (packed.dense && header.nnz != header.size)) {
         return {};
     }
@@ -378,10 +379,9 @@ class Values {
   public:
     Values(const Packed& packed, const Coding& coding, size_t first_word = 0)
         : packed_(packed), coding_(coding), passes_(kernels()) {
-        size_t before = 64 * first_word;
-        if (!packed.dense) {
-            before = 0;
-            for (size_t i = 0; i < first_word; ++i) before += size_t(std::popcount(packed.mask[i]));
+        size_t before = packed.dense ? 64 * first_word : 0;
+        for (size_t i = 0; i < first_word && packed.has_mask(); ++i) {
+            before += size_t(std::popcount(packed.mask[i]));
         }
         decoded_ = before / coding.block * coding.block;
         const size_t skipped = before - decoded_;
@@ -390,7 +390,7 @@ class Values {
 
     // Returns the next `count` values, with room for kSlack more.
     const float* next(size_t count) {
-        std::copy_n(values_ + used_, held_, values_);
+        if (used_) std::copy_n(values_ + used_, held_, values_);
         used_ = 0;
         while (held_ < count) {
             const size_t wanted = (count - held_ + coding_.block - 1) / coding_.block;
@@ -403,8 +403,8 @@ class Values {
 
   private:
     void decode(size_t n) {
-        alignas(64) uint8_t codes[kMostPiece + 2 * kMostScaled + 8];
-        float scales[2 * (kMostPiece / 8 + kMostScaled)];
+        alignas(64) uint8_t codes[kMostPiece + 2 * kMostResidual + 8];
+        float scales[2 * (kMostPiece / 8 + kMostResidual)];
         const size_t first = decoded_ / coding_.block * coding_.scales();
         for (size_t i = 0; i < coding_.scales_of(n); ++i) {
             Brain scale;
@@ -422,7 +422,7 @@ class Values {
     const Kernels& passes_;
     size_t decoded_ = 0;          // values of the message
     size_t used_ = 0, held_ = 0;  // values here that were returned, and those that were not
-    alignas(64) float values_[kMostPiece + 2 * kMostScaled + kSlack] = {};
+    alignas(64) float values_[kMostPiece + 2 * kMostResidual + kSlack] = {};
 };
 
 // Calls run(values, mask, count) with a block of a message: its selected values, and which
@@ -448,6 +448,7 @@ inline double add_packed(const Regions& regions, size_t rank, std::span<const Pa
     parallel(tasks, [&](size_t task) {
         const size_t from = split_point(blocks, task, tasks);
         std::vector<Values> values;
+        values.reserve(messages.size());
         for (const Packed& message : messages) {
             values.emplace_back(message, coding, from * regions.block / 64);
         }

@@ -265,7 +265,7 @@ def enter(
     bits: int,
     scaled: int,
     step: int,
-    headers: Sequence[bytes],
+    leaving: Sequence[bytes],
     threads: int,
 ) -> tuple[list[Tensor | None], int, float]: ...
 def collect(
@@ -283,7 +283,7 @@ def collect(
     step: int,
     header: bytes,
     threads: int,
-) -> tuple[Tensor | None, int, float, int]: ...
+) -> tuple[Tensor | None, float, int]: ...
 def deliver(
     messages: Sequence[Tensor],
     expected: Sequence[bytes],

@@ -37,7 +37,7 @@ def attach(
     policy: Policy = stays_dense,
     densities: Mapping[str, float] | None = None,
     rates: Rates | str | PathLike[str] | None = None,
-    carrier: Carrier = "auto",
+    carrier: Carrier = "host",
     scope: Scope = "bucket",
     ahead: bool = True,
     frontload: bool = True,
@@ -71,10 +71,9 @@ def attach(
         As for `sparcel.training.Averager`, by the names of the parameters in the model before it
         was compiled or wrapped, here as in checkpoints.
     carrier
-        What carries gradients on a GPU: ``"nccl"``; ``"host"``, which goes by way of pinned memory
-        over any group, also of processes that share a GPU; or ``"auto"``, NCCL if the process group
-        has it, unless ``rates`` (not ``"measure"``) say that nodes are joined by up to 25 Gbit/s.
-        DDP and FSDP themselves stay on their process groups. Leave it out for a model on the CPU.
+        What carries gradients on a GPU: ``"host"``, which goes by way of pinned memory over any
+        group, also of processes that share a GPU; or ``"nccl"``, which has never run. DDP and FSDP
+        themselves stay on their process groups.
     optimizer
         The optimiser in use. Pass it to resume bit by bit with ``ahead``: otherwise the first pass
         after a checkpoint is not ahead. If the scheme corrects momentum (``momentum=``, and
@@ -117,10 +116,10 @@ def attach(
     Warns
     -----
     SparcelWarning
-        For a scheme with momentum if ``optimizer`` is not given; for ``density=1``; for
-        ``densities`` with a scheme that sends all, which wait for `Handle.switch`; with ``ahead``,
-        for an optimiser whose steps are not known (see `sparcel.training.Ahead`), now or at its
-        first step.
+        For a scheme with momentum if ``optimizer`` is not given; for ``density=1`` in a format
+        that rounds nothing; for ``densities`` with a scheme that sends all, which wait for
+        `Handle.switch`; with ``ahead``, for Muon if the scheme selects, and for an optimiser whose
+        steps are not known (see `sparcel.training.Ahead`), now or at its first step.
 
     Notes
     -----

@@ -108,6 +108,7 @@ def run(case: Steps, fused: bool = True, stream: bool = False) -> list[Found]:
     """Do the steps; every rank's are fused, or none."""
 
     def on_rank(comm: SimulatedCommunicator) -> Found:
+        torch.set_num_threads(case.threads)  # simulated ranks have one unless told
         scheme, request = case.scheme(), case.request(comm.rank)
         updates, memories = [], []
         for step in range(case.steps):
@@ -132,7 +133,7 @@ def run(case: Steps, fused: bool = True, stream: bool = False) -> list[Found]:
         return exchange(self, sends, *rest)
 
     with (
-        using(case.isa, case.threads),
+        using(case.isa),
         passes(fused),
         patch.object(SimulatedCommunicator, "exchange_parts", recording),
     ):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
+from torch import Tensor
 
+import sparcel
+from sparcel import simulate
+from sparcel.comm import Communicator
+from sparcel.schemes import Request
 from tests.kernels.paths import ISAS, Case
 from tests.regions.made import Found, Steps, cases, run
 from tests.sampling import meeting
@@ -64,6 +70,7 @@ def test_streams_of_fused_steps_equal_their_updates(case: Steps) -> None:
 LONG = {
     "float32": Steps(3, 1_600_003, threads=2, steps=1),
     "bfloat16": Steps(2, 1_100_000, torch.bfloat16, returned=1, format="packed:8", threads=2),
+    "nothing": Steps(2, 1_100_000, kind="zeros", threads=2, steps=1),
 }
 """Vectors so long that all phases take two threads."""
 
@@ -141,3 +148,37 @@ def test_sums_that_overflow_make_a_void_step(monkeypatch: pytest.MonkeyPatch) ->
             for one in run(Steps(4, 900, returned=returned), fused):
                 assert all(bool(update.isnan().all()) for update in one.updates)
                 assert one.memories == [None, None]
+
+
+@pytest.mark.parametrize("format", ["packed:4", "raw"])
+def test_the_gradient_may_become_the_update(format: str) -> None:
+    """What travels apart is 0 in the update, wherever that is written."""
+    request = Request(apart=((0, 100),))
+
+    def on_rank(comm: Communicator) -> None:
+        gradient = Case("normal", 1000, torch.float32, comm.rank).vector()
+        expected, found = (
+            sparcel.scheme("bidirectional", density=0.1, format=format).step(
+                own, comm, out=out, request=request
+            )
+            for own, out in ((gradient, None), [gradient.clone()] * 2)
+        )
+        assert same_bits(found, expected)
+        assert not found[:100].any()
+
+    simulate(2, on_rank)
+
+
+def test_momentum_stays_where_all_travels() -> None:
+    def on_rank(comm: Communicator, **settings: float) -> Tensor:
+        scheme = sparcel.scheme("bidirectional", momentum=0.9, format="packed:4", **settings)
+        for _ in range(9):
+            update = scheme.step(torch.ones(4096), comm)
+        return update
+
+    returned, whole = (
+        simulate(1, partial(on_rank, **chosen)).results[0]
+        for chosen in ({"density": 0.1, "returned": 1.0}, {"density": 1.0})
+    )
+    assert same_bits(returned, whole)
+    assert whole.mean() > 5

@@ -1,9 +1,8 @@
-"""Tensors on a GPU are averaged over any group; what carries them is chosen, or as told."""
+"""Tensors on a GPU are averaged over any group; the host carries them, or NCCL."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from sparcel import simulate
 from sparcel.comm import Communicator, TorchCommunicator, carry
 from sparcel.comm.torch import rendezvous
-from sparcel.cost import stated_rates
 from sparcel.errors import InputError, MismatchError
 from sparcel.schemes import TopK
 from sparcel.training.carrier import Carrier, check_carrier, connected
@@ -24,11 +22,6 @@ from tests.evenly import even_averager
 from tests.training.tensors import SCHEMES, SCOPES, TENSORS, Named, gradients_of
 
 pytest.importorskip("triton")
-
-GIGABIT = 1e9 / 8
-SLOW = stated_rates(bandwidth=25 * GIGABIT, latency_s=1e-5, ranks=4)
-FAST = stated_rates(bandwidth=26 * GIGABIT, latency_s=1e-5, ranks=4)
-ONE_NODE = stated_rates(bandwidth=GIGABIT, latency_s=1e-5, ranks=4, ranks_per_node=4)
 
 
 def train(comm: Communicator | None, scheme: str, gpu: bool, **settings: Any) -> list[Named]:
@@ -59,16 +52,15 @@ def test_updates_on_the_card_are_those_of_the_cpu(scheme: str, scope: str) -> No
         assert simulate(3, lambda comm: train(comm, scheme, True, **settings)).results == expected
 
 
-def train_in_process(comm: Communicator, carrier: Carrier) -> list[Named]:
+def train_in_process(comm: Communicator) -> list[Named]:
     with on_card():
-        return train(None, "topk", True, carrier=carrier)
+        return train(None, "topk", True)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("carrier", ["auto", "host"])
-def test_a_group_of_the_host_carries_tensors_of_the_card(run_on: Any, carrier: Carrier) -> None:
+def test_a_group_of_the_host_carries_tensors_of_the_card(run_on: Any) -> None:
     expected = simulate(2, lambda comm: train(comm, "topk", False)).results
-    assert run_on(2, train_in_process, carrier) == expected
+    assert run_on(2, train_in_process) == expected
 
 
 def refusal(carrier: Any, gpu: bool) -> str:
@@ -83,37 +75,31 @@ def refusal(carrier: Any, gpu: bool) -> str:
 
 
 def test_carriers_that_do_not_fit_are_refused() -> None:
-    assert (
-        "carrier cannot be 'hots'; did you mean 'host'? It must be one of auto, nccl, host"
-        in refusal("hots", True)
+    assert "carrier cannot be 'hots'; did you mean 'host'? It must be one of host, nccl" in refusal(
+        "hots", True
     )
-    assert "carrier='host' is for tensors on a GPU of CUDA, and these are on cpu" in refusal(
-        "host", False
+    assert "carrier='nccl' is for tensors on a GPU of CUDA, and these are on cpu" in refusal(
+        "nccl", False
     )
     said = "needs a process group with NCCL, and the ranks are connected by a simulated cluster by"
     assert said in refusal("nccl", True)
     over_nccl: Any = SimpleNamespace(carrier="NCCL")
     check_carrier("nccl", over_nccl)
-    with pytest.raises(InputError, match="give its process group as group="):
+    with pytest.raises(InputError, match="or its process group as group="):
         check_carrier("host", over_nccl)
 
 
 def test_ranks_that_were_told_different_carriers_are_refused() -> None:
     def on_rank(comm: Communicator) -> None:
-        told: Carrier = "host" if comm.rank else "auto"
+        told: Carrier = "host" if comm.rank else "nccl"
         even_averager({"weight": moved(torch.zeros(40, 30))}, TopK(), group=comm, carrier=told)
 
     with on_card(), pytest.raises(MismatchError, match="scope, carrier and tensors"):
         simulate(2, on_rank)
 
 
-def asked(comm: Communicator, path: Path) -> list[str | None]:
+def asked(comm: Communicator) -> list[str | None]:
     """Return the type of device that each case asks the group to communicate from."""
-    path.write_text(SLOW.to_json())
-    cases: list[tuple[Carrier, Any]] = [
-        *(("auto", rates) for rates in (None, FAST, "measure", "no file", ONE_NODE)),
-        *(("nccl", SLOW), ("auto", SLOW), ("auto", path), ("host", FAST)),
-    ]
     places = []
     own = TorchCommunicator.of
 
@@ -122,18 +108,18 @@ def asked(comm: Communicator, path: Path) -> list[str | None]:
         return own(group)
 
     with on_card() as card, patch.object(TorchCommunicator, "of", of):
-        for carrier, rates in cases:
-            _, owned = connected(None, card, carrier, rates)
+        cases: list[tuple[torch.device, Carrier]]
+        cases = [(card, "host"), (card, "nccl"), (torch.device("cpu"), "host")]
+        for device, carrier in cases:
+            _, owned = connected(None, device, carrier)
             assert owned is not None
             owned.close()
-        _, owned = connected(None, torch.device("cpu"), "auto", SLOW)
-        owned.close()
     return places
 
 
 @pytest.mark.processes
-def test_rates_choose_the_carrier_unless_it_is_told(run_on: Any, tmp_path: Path) -> None:
-    assert run_on(1, asked, tmp_path / "rates.json") == [["card"] * 6 + ["cpu"] * 3 + [None]]
+def test_tensors_of_a_gpu_leave_by_the_host_unless_nccl_is_asked_for(run_on: Any) -> None:
+    assert run_on(1, asked) == [["cpu", "card", None]]
 
 
 def over_the_mesh(comm: Communicator) -> list[tuple[str, str, list[int]]]:

@@ -35,10 +35,11 @@ class ByStreams:
 
     @property
     def applied(self) -> list[Tensor]:
-        """See `Returned`."""
+        """See `Returned`. What travels whole is not selected."""
         return [
-            phase.regions.coordinates(owner, _places(stream))
+            phase.regions.coordinates(owner, stream.indices)
             for phase, owner, stream in self._taken
+            if self._addition.entering is not None and stream.indices is not None
         ]
 
     def enter(self, up: Phase) -> dict[int, Message]:

@@ -46,14 +46,14 @@ class Returned(NamedTuple):
     magnitude
         By how much the magnitude of memory and gradient fell.
     applied
-        The coordinates that this rank sent or returned; None where nobody asked for them.
+        The coordinates that this rank selected, in parts, if the memory has momentum.
     """
 
     average: SparseStream
     entries: int
     sent: int
     magnitude: float | Tensor
-    applied: Sequence[Tensor] | None
+    applied: Sequence[Tensor]
 
 
 def exchange_regions(
@@ -63,7 +63,6 @@ def exchange_regions(
     down: Phase,
     divisor: float,
     out: Tensor | None = None,
-    applied: bool = False,
 ) -> Returned:
     """Do both exchanges; leave in ``addition.scratch`` what this rank keeps.
 
@@ -76,15 +75,13 @@ def exchange_regions(
         What the sums are divided by for the average.
     out
         Where the average is written; it may be the gradient.
-    applied
-        Whether to return the coordinates that this rank sent or returned.
 
     Rounds: two, in which all messages are outstanding at once. Words: those of up, and of down,
     each times (P−1)/P.
     """
 
     def job() -> Returned:
-        fused = not applied and Fused.can(addition, wire.format, (up, down))
+        fused = Fused.can(addition, wire.format, (up, down))
         passes: Fused | ByStreams = (Fused if fused else ByStreams)(addition, wire)
         rounds = rotation(wire.rank, wire.size)
         messages = passes.enter(up)
@@ -102,9 +99,7 @@ def exchange_regions(
         # A stream of the average is made of the messages' streams.
         reader = ByStreams(addition, wire) if out is None else passes
         average, entries = reader.deliver({**returned, wire.rank: mine}, down, divisor, out)
-        return Returned(
-            average, entries, passes.sent, passes.magnitude, passes.applied if applied else None
-        )
+        return Returned(average, entries, passes.sent, passes.magnitude, passes.applied)
 
     return wire.comm.call(_call(addition.memory.dtype, wire.format, up, down), job)
 

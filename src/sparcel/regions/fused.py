@@ -33,7 +33,7 @@ class Fused:
         See `Returned`.
     """
 
-    applied = None
+    applied: Sequence[Tensor] = ()
 
     def __init__(self, addition: Addition, wire: Wire) -> None:
         self._addition, self._wire = addition, wire
@@ -52,6 +52,7 @@ class Fused:
             and addition.gradient.dtype in _GRADIENTS
             and memory.numel() <= _MOST
             and addition.entering is None
+            and not addition.clear
             and isinstance(code, FewBits)
             and not code.stochastic
             and code.scale == "bfloat16"
@@ -84,7 +85,7 @@ class Fused:
     def collect(self, arrived: Mapping[int, Message], up: Phase, down: Phase) -> Message:
         """See `ByStreams.collect`."""
         wire, sources = self._wire, sorted(arrived)
-        message, _, magnitude, wrong = _cpu.collect(
+        message, magnitude, wrong = _cpu.collect(
             self._addition.scratch,
             [arrived[source][0] for source in sources],
             _headers(wire.format, up)[wire.rank],

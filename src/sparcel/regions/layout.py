@@ -73,8 +73,8 @@ class Regions:
     def elsewhere(self, rank: int, places: Tensor) -> Tensor:
         """Return the coordinates of places among those that other ranks own."""
         numbers, others = places.long(), self.ranks - 1
-        ahead = numbers + (others - rank) * self.block
-        own = ahead.div(others * self.block, rounding_mode="floor")  # the rank's blocks before it
+        shifted = numbers + (others - rank) * self.block
+        own = shifted.div(others * self.block, rounding_mode="floor")  # the rank's blocks before it
         return numbers.add(own, alpha=self.block)
 
     def _parts(self, vector: Tensor, rank: int) -> tuple[Tensor, Tensor]:

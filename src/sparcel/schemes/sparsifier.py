@@ -186,7 +186,7 @@ class Sparsifier(Scheme):
         regions = Regions.of(gradient.numel(), wire.size)
         sending = phase(regions, up, wire.format, value_bytes)
         returning = phase(regions, down, wire.format, value_bytes)
-        meter.asked += sum(sending.expected)
+        meter.asked += min(sum(sending.expected), request.count(gradient.numel()))
         entered = self._memory.entered(
             gradient, request.divisor(comm), request.withheld, scale=request.scale
         )
@@ -198,11 +198,10 @@ class Sparsifier(Scheme):
                 returning,
                 request.update_divisor(comm),
                 out,
-                applied=self.momentum > 0 and not sending.dense,
             )
         meter.selected += returned.sent
         meter.magnitude += _unless_void(returned.magnitude, returned.average.finite)
-        for coordinates in returned.applied or ():
+        for coordinates in returned.applied:
             self._memory.forget_velocity(coordinates)
         return Reduced(returned.average, None, entries=returned.entries)
 
@@ -327,9 +326,7 @@ class Selecting(Sparsifier):
         """
         lost = wire.take_lost()
         left = leaving - sum(magnitude_of(stream) for _, stream in lost)
-        if isinstance(total.finite, Tensor):
-            left = torch.where(total.finite, left, 0.0)
-        meter.magnitude += left if total.finite is not False else 0.0
+        meter.magnitude += _unless_void(left, total.finite)
         return lost
 
     def _take(

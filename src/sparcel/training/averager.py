@@ -74,11 +74,9 @@ class Averager:
         None leaves those of ``group``; if it has none, 1 Gbit/s and 100 µs are assumed. Rates that
         are given become those of ``group``. `stats` says what the choices rest on.
     carrier
-        What carries tensors on a GPU. ``"nccl"``: NCCL, which the process group must have, each
-        rank with a GPU of its own. ``"host"``: the host, by way of pinned memory, for any group.
-        ``"auto"``: NCCL if the process group has it, and otherwise the host; and the host if
-        ``rates`` are given, by a file or as `Rates`, and say that nodes are joined by up to
-        25 Gbit/s. DDP's own exchanges stay where they are. For tensors on the CPU leave it out.
+        What carries tensors on a GPU. ``"host"``: the host, by way of pinned memory, for any group.
+        ``"nccl"``: NCCL, which the process group must have, each rank with a GPU of its own. DDP's
+        own exchanges stay where they are.
     scope
         Over what one selection is made, with one k: ``"bucket"``, each queued vector, exchanged
         while others are computed; ``"model"``, all vectors of a step, exchanged as one in `finish`.
@@ -127,7 +125,7 @@ class Averager:
         densities: Mapping[str, float] | None = None,
         rows: Collection[str] = (),
         rates: Rates | str | PathLike[str] | None = None,
-        carrier: Carrier = "auto",
+        carrier: Carrier = "host",
         scope: Scope = "bucket",
         frontload: bool = True,
         withhold_zeros: bool = False,
@@ -139,7 +137,7 @@ class Averager:
         template = scheme.fresh()
         copied = () if shard is None else shard.copied
         treatment = treat(tensors, template, policy, densities or {}, rows, scope, copied)
-        everyone, owned = connected(group, device_of(tensors), carrier, rates)
+        everyone, owned = connected(group, device_of(tensors), carrier)
         try:
             comm = everyone if shard is None else everyone.split(shard.number)
             device = check_device(tensors, comm)
