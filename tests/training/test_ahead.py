@@ -159,7 +159,7 @@ def test_muon_is_warned_of_selections_alone() -> None:
     def on_rank(comm: Communicator) -> None:
         whole, selecting = (trained(comm, OPTIMIZERS["SGD"], TopK(share)) for share in (1, 0.05))
         matrices = [one for one in selecting.parameters.values() if one.ndim == 2]
-        with pytest.warns(SparcelWarning, match="Muon .* pass density=1"):
+        with pytest.warns(SparcelWarning, match=r"Muon .* attach\(model, density=1\)"):
             selecting.ahead.follow(Muon(matrices))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
