@@ -36,7 +36,11 @@ def plan(
         str | None, typer.Option(help="Number of parameters, instead of --model: 25.6M, 7B.")
     ] = None,
     density: Annotated[
-        float, typer.Option(help="Share of the gradient that a rank sends: 0.01 is 1 %.")
+        float,
+        typer.Option(
+            help="Share of the gradient that a rank sends: 0.01 is 1 %. attach's default has its"
+            " own, and its own format."
+        ),
     ] = 0.01,
     format: Annotated[
         str,
