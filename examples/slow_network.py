@@ -41,12 +41,11 @@ from sparcel.lab import link_bytes
 HIDDEN, BATCH = 1600, 16
 LR = 0.4
 """At the start; it falls linearly to 0. The value suits dense training on the digits."""
-WARM_UP_STEPS = 5
-"""First steps, which are not measured: they allocate memory, and DDP rebuilds its buckets."""
+WARM_UP_STEPS = 10
+"""First steps, which are not measured: they allocate memory, DDP rebuilds its buckets, and PowerSGD
+is dense; torch's default for that, 1000 steps, is longer than this training."""
 COMPUTE_STEPS = 20
 """Steps without an exchange, after training, to time the computation alone."""
-POWERSGD_START = 10
-"""Dense steps before PowerSGD begins; torch's default, 1000, is longer than this training."""
 
 LEGEND = (
     "",
@@ -73,7 +72,7 @@ def bf16(model: Model, optimizer: Optimizer) -> None:
 def powersgd(rank: int) -> Attach:
     def attach(model: Model, optimizer: Optimizer) -> None:
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=WARM_UP_STEPS
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
