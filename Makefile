@@ -35,7 +35,7 @@ quick: $(VENV)/built ## the tests without the slow ones
 gpu: ## on a machine with a GPU, where sparcel is installed (PYTHON=): its tests, then its times
 	$(PYTHON) -c "import torch; torch.zeros(1, device='cuda')"
 	$(PYTHON) -m pytest tests/gpu tests/kernels/gpu
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) -m benchmarks.gpu.measure
 
 check: lint types records docs pages ## what CI checks besides the tests: style, types, the site, the code of its pages
 
@@ -48,7 +48,7 @@ types: $(VENV)/built
 	$(BIN)/mypy
 
 records: $(VENV)/built
-	$(BIN)/python benchmarks/check_pages.py
+	$(BIN)/python -m benchmarks.pages.check
 
 pages: $(VENV)/built
 	$(BIN)/python -m pytest $(IN_PARALLEL) README.md CONTRIBUTING.md docs

@@ -24,6 +24,6 @@ def machine() -> dict[str, Any]:
     return {
         **results.machine(),
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

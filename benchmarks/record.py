@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from machine import machine
+from benchmarks.machine import machine
 
 Row = dict[str, Any]
 

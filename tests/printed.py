@@ -169,8 +169,9 @@ def faults(words: list[str]) -> Iterator[str]:
             end = rest.index("--") if "--" in rest else len(rest)
             yield from faults_of_sparcel(rest[:end])
             yield from faults(rest[end + 1 :])
-        elif word.endswith(".py") and "/" in word:
-            source = (ROOT / word).read_text() if (ROOT / word).exists() else ""
+        elif (word.endswith(".py") and "/" in word) or word.startswith("benchmarks."):
+            script = ROOT / (word if "/" in word else f"{word.replace('.', '/')}.py")
+            source = script.read_text() if script.exists() else ""
             options = {one.partition("=")[0] for one in rest if re.match("--?[a-z]", one)}
             known = {"--help", *re.findall(r'"(--?[a-z][\w-]*)"', source)}
             yield from (f"{word} has no {one}" for one in options - known)

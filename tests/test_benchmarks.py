@@ -1,8 +1,6 @@
 """Scripts of benchmarks/ measure what they say; `make check` compares their records and pages."""
 
-import importlib
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +9,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.network import scale, tree
+from benchmarks.network import two_tiers_bytes as counted
+from benchmarks.training import frontier
+from benchmarks.training import fsdp_model as fsdp
 from sparcel import simulate
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 @given(st.integers(1, 17), st.integers(0, 60), st.sampled_from([1, 8, 20, 1000]))
 @example(16, 37, 4)
 @example(17, 37, 8)
 def test_the_tree_sums_on_all_ranks(ranks: int, size: int, chunk: int) -> None:
-    tree: Any = importlib.import_module("tree")
 
     def on_rank(comm: Any) -> torch.Tensor:
         vector = torch.arange(size).float() * (comm.rank + 1)
@@ -40,13 +34,11 @@ def test_the_tree_sums_on_all_ranks(ranks: int, size: int, chunk: int) -> None:
 
 
 def test_two_tiers_count_every_method() -> None:
-    counted: Any = importlib.import_module("two_tiers_bytes")
     for name in counted.METHODS:
         assert counted.count(name, 2, 2)["bytes"] > 0
 
 
 def test_scale_measures_every_collective() -> None:
-    scale: Any = importlib.import_module("scale")
     for name in scale.NAMES:
         assert scale.measure(name, 4, 1000, 10)["ranks"] == 4
 
@@ -60,9 +52,6 @@ def test_bytes_of_sharded_models_are_predicted_exactly(run_on: Any, label: str) 
 
 def train_sharded(comm: Any, label: str) -> Any:
     """Return what a rank was to send in a step, and what it sent."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "benchmarks")
-        fsdp: Any = importlib.import_module("fsdp_model")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replica = fsdp.Replica(fsdp.METHODS[label], mesh, (32, 2))
     for batch in islice(fsdp.random_batches(1), 2):
@@ -79,7 +68,6 @@ def train_sharded(comm: Any, label: str) -> Any:
     st.lists(st.sampled_from(["front", "still"]), unique=True),
 )
 def test_a_run_names_its_settings(density: float, returned: float | None, words: Any) -> None:
-    frontier: Any = importlib.import_module("frontier")
     densities = str(density) if returned is None else f"{density}/{returned}"
     method = frontier.method_of(",".join(["bidirectional", densities, "mask:4", *words]))
     assert method.settings.pop("returned", None) == returned

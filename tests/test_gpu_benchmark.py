@@ -1,9 +1,8 @@
-"""`benchmarks/gpu.py` measures, checks and counts what it says, here at tiny sizes."""
+"""`benchmarks/gpu/measure.py` measures, checks and counts what it says, here at tiny sizes."""
 
 import importlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,11 @@ from tests.card import interpreted
 
 pytest.importorskip("triton")
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmarks.gpu import checks, rank, report, steps
+from benchmarks.gpu import kernels as gpu_kernels
+
 CPU = torch.device("cpu")
 CARD = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 @pytest.fixture
@@ -37,7 +33,6 @@ def card_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_every_kernel_is_measured_and_checked(
     card_kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu_kernels, report = map(importlib.import_module, ("gpu_kernels", "gpu_report"))
     monkeypatch.setattr(gpu_kernels, "SAMPLINGS", 3)
     rows = gpu_kernels.measure(card_kernels, CARD, "clustered", 3000, 0.02, repeats=1, seconds=0.1)
     assert {row.get("checked") for row in rows} == {2}
@@ -61,15 +56,12 @@ def test_every_kernel_is_measured_and_checked(
     ],
 )
 def test_a_wrong_result_is_named(fault: Any, check: str) -> None:
-    gpu_kernels, checks = map(importlib.import_module, ("gpu_kernels", "gpu_checks"))
     wrong = SimpleNamespace(**{**vars(kernels), "topk": fault})
     with pytest.raises(checks.WrongResultError, match=check):
         gpu_kernels.measure(wrong, CPU, "gaussian", 1000, 0.1, repeats=1, seconds=0.1)
 
 
 def test_what_fails_is_noted_and_others_are_measured() -> None:
-    gpu_kernels: Any = importlib.import_module("gpu_kernels")
-
     def fails(x: torch.Tensor, k: int) -> None:
         raise RuntimeError("no such kernel")
 
@@ -80,15 +72,14 @@ def test_what_fails_is_noted_and_others_are_measured() -> None:
 
 
 def test_limits_tell_what_was_reached() -> None:
-    report: Any = importlib.import_module("gpu_report")
     times = {"topk": 1.0, "torch.topk of |x|": 12.0, "MSTopK, 30 samplings": 0.9}
     times |= {"accumulate_topk": 3.0, "memory.add_(gradient)": 2.0}
     about = {"input": "gaussian", "size": report.TARGET, "density": report.SPARSE}
     rows = [about | {"method": name, "ms": ms} for name, ms in times.items()]
     rows.append(about | {"size": report.LARGE, "method": "topk", "ms": 1.0, "of_copy": 0.6})
     waits = {"most_reads_in_a_part": 2, "warnings": 0}
-    steps = [{"method": "sparcel", "synchronisations": waits}]
-    found = report.Limits(rows, steps).all()
+    waiting = [{"method": "sparcel", "synchronisations": waits}]
+    found = report.Limits(rows, waiting).all()
     by_method = {one["what"].rpartition(" than ")[2]: one["reached"] for one in found}
     assert by_method["torch.topk of |x|"] is True
     assert by_method["torch.topk, sorted=False"] is None
@@ -102,15 +93,11 @@ def test_limits_tell_what_was_reached() -> None:
 
 
 def steps_of(comm: Any) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        rank: Any = importlib.import_module("gpu_rank")
-        return list(rank.rows(rank.Job("cpu", width=32, layers=3, batch=4, seconds=0.0)))
+    return list(rank.rows(rank.Job("cpu", width=32, layers=3, batch=4, seconds=0.0)))
 
 
 @pytest.mark.processes
 def test_every_method_trains_and_counts(run_on: Any) -> None:
-    steps, report = map(importlib.import_module, ("gpu_steps", "gpu_report"))
     rows, _ = run_on(2, steps_of)
     assert [row["method"] for row in rows] == list(steps.METHODS)
     counted = {row["method"]: row["payload_bytes"] for row in rows}

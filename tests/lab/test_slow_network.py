@@ -31,7 +31,7 @@ def _accuracies(rate: str, tmp_path: Path) -> list[float]:
     """Run the example, check what it prints and writes, and return the methods' accuracies."""
     file = tmp_path / "results.json"
     lab = [sys.executable, "-m", "sparcel", "lab", "run", "--nodes", "2", "--rate", rate, "--"]
-    options = ["--steps", "6", "--schemes", "gtopk", "--seed", "3", "--json", str(file)]
+    options = ["--steps", "12", "--schemes", "gtopk", "--seed", "3", "--json", str(file)]
     ended = subprocess.run(
         [*lab, sys.executable, EXAMPLE, *options], capture_output=True, text=True
     )

@@ -18,6 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.network import commlib_report as report
+from benchmarks.training import norms
 from sparcel import kernels, simulate
 from sparcel.comm import Communicator
 from sparcel.cost import Rates, stated_rates
@@ -139,11 +141,7 @@ def test_work_is_shared_where_the_cost_model_says_so(
     assert divided.pays == pays
 
 
-def test_ranks_share_in_all_recorded_settings_that_gain_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    norms: Any = importlib.import_module("norms")
+def test_ranks_share_in_all_recorded_settings_that_gain_by_it() -> None:
     rows = [
         row for name in norms.RECORDS for row in norms.rows_of(norms.RESULTS / f"norms_{name}.json")
     ]
@@ -162,9 +160,7 @@ def test_ranks_share_in_all_recorded_settings_that_gain_by_it(
 def test_ranks_do_not_share_in_the_recorded_training_that_lost_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for folder in ("benchmarks", "examples"):
-        monkeypatch.syspath_prepend(ROOT / folder)
-    report: Any = importlib.import_module("commlib_report")
+    monkeypatch.syspath_prepend(ROOT / "examples")
     example: Any = importlib.import_module("growing_images")
     rows = report.recorded()["rows"]
     alone, shared = (

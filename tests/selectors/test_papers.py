@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparcel
-from benchmarks.paper_selectors import DoubleSampling, GaussianK
+from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
 from sparcel.comm import Communicator
 from sparcel.errors import MismatchError
 from sparcel.selectors import overlap, topk

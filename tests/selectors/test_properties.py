@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from benchmarks.paper_selectors import DoubleSampling, GaussianK
+from benchmarks.streams.paper_selectors import DoubleSampling, GaussianK
 from sparcel import kernels
 from sparcel.kernels import Addition
 from sparcel.kernels.definitions import select as reference

@@ -1,0 +1,108 @@
+"""Train an image task on parts of the set, as `sparcel.data.PartSampler` makes them.
+
+    python -m benchmarks.data.parts DATA --output benchmarks/results/data_parts.json
+
+``DATA`` holds the folders of the tasks. Eight ranks on four nodes take eight samples each a step.
+All of a node's samples are of its part; ``full`` shuffles the whole set over all ranks instead, as
+DistributedSampler does. The ranks' gradients are averaged, so one process that adds them up trains
+the same. With ``batchnorm`` each rank's samples are normalised by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.record import Row, extend
+from benchmarks.training.task_training import evaluate
+from benchmarks.training.tasks import TASKS, loss_of
+from sparcel import simulate
+from sparcel.data import PartSampler
+
+NODES, SHARING = 4, 2
+RANKS = NODES * SHARING
+SAMPLES = 12_800
+"""Of the set's 50,000, so that a training has ten epochs."""
+
+PARTS: dict[str, dict[str, int | None]] = {
+    "full": {},
+    "kept": {"exchange_every": None},
+    "exchanged every 4 epochs": {"exchange_every": 4},
+    "exchanged every epoch": {"exchange_every": 1},
+}
+
+
+def orders(parts: str, epochs: int, seed: int) -> Tensor:
+    """Return what each rank reads in the epochs, ``[samples, RANKS]``."""
+
+    def on_rank(comm: object) -> list[int]:
+        sampler = PartSampler(SAMPLES, comm, seed=seed, **PARTS[parts])  # type: ignore[arg-type]
+        read = []
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            read += sampler
+        return read
+
+    if parts == "full":
+        draw = np.random.default_rng(seed)
+        read = np.concatenate([draw.permutation(SAMPLES) for _ in range(epochs)])
+        return torch.from_numpy(read.reshape(-1, RANKS))
+    results = simulate(RANKS, on_rank, ranks_per_node=SHARING).results
+    return torch.tensor(results).T
+
+
+def train(data: Path, task: str, parts: str, seed: int, steps: int) -> Row:
+    """Train once and return the row of results."""
+    torch.set_num_threads(1)
+    settings = replace(TASKS[task], steps=steps)
+    split = settings.read(data / settings.folder, seed)
+    chosen = torch.from_numpy(np.random.default_rng(0).permutation(len(split.y_train))[:SAMPLES])
+    x, y = split.x_train[chosen], split.y_train[chosen]
+    torch.manual_seed(seed)
+    model = settings.model(split)
+    (optimizer,) = settings.optimizers(model)
+    each = settings.batch // RANKS
+    read = orders(parts, -(-steps * settings.batch // SAMPLES), seed)
+    for step in range(steps):
+        batch = read[step * each :][:each].T.reshape(-1)
+        optimizer.zero_grad()
+        shares = batch.split(each) if task == "batchnorm" else [batch]
+        for share in shares:
+            (loss_of(model, x[share], y[share]) / len(shares)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr_at(step)
+        optimizer.step()
+    return {
+        "task": task,
+        "parts": parts,
+        "seed": seed,
+        "steps": steps,
+        **evaluate(model, split),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--tasks", nargs="+", default=["images", "batchnorm"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--processes", type=int, help="runs at a time; default: one on each core")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    wanted = [
+        {"task": task, "parts": parts, "seed": seed, "steps": arguments.steps}
+        for seed, task, parts in product(range(arguments.seeds), arguments.tasks, PARTS)
+    ]
+    for row in extend(arguments.output, train, arguments.data, wanted, arguments.processes):
+        print(f"{row['task']}, {row['parts']}, seed {row['seed']}: {row['accuracy']:.2%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""How short changes of weights are, and how fast they are told and applied, way beside way.
+
+    python -m benchmarks.deltas.measure FOLDER
+
+``FOLDER`` has pairs of weights of real fine-tuning, or gets them from `pairs.py`, which takes
+minutes. Everything runs in one thread. Ways take turns, each turn with another pair; times are
+medians of all turns. What is applied is compared with the new weights once for each pair.
+
+``bits`` are those of whole messages, headers included, for each element that changes. Speeds are
+elements of the model, changed or not, for each nanosecond, and in brackets for each nanosecond of
+processor time: ``encode`` finds the changes too, ``known`` is given them, in ways that have such a
+stage, and ``apply`` also checks, where sparcel is concerned; the others check nothing. ``compare``
+is torch's search for the changes alone, as used by the ways that list them, and numpy's.
+
+The entropies are those of places, and of steps in units in the last place, in bits for each change:
+of one model for all elements, of one for each tensor, and of one for each tensor and exponent of
+the old weight. They come from counts of the very pair, which a decoder does not have, so that those
+with many conditions flatter: no code has to pay for the counts here.
+
+``peak_bytes`` are the largest resident set of a process less what was resident before, the weights
+included: see `memory.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter, process_time
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.deltas.memory import remembered
+from benchmarks.deltas.pairs import LEARNING_RATES, distances, pairs
+from benchmarks.deltas.ways import WAYS, Way, Weights, bits_of, found, same
+from benchmarks.machine import machine
+from benchmarks.record import RESULTS, Row, write
+
+VERSIONS = 4
+LARGE = 500_000_000
+MEMORY_LR = 1e-6
+STAGES = ("compare", "encode", "known", "apply")
+
+Pair = tuple[Weights, Weights]
+Took = tuple[float, float]
+"""Seconds, and processor seconds."""
+Times = dict[str, list[Took]]
+
+
+def compared(lr: float, versions: Sequence[Weights], repeats: int) -> Iterator[Row]:
+    """Yield the rows of a learning rate."""
+    both = list(pairwise(versions))
+    elements = sum(tensor.numel() for tensor in versions[0].values())
+    steps = [_steps(*pair) for pair in both]
+    every = torch.cat(steps)
+    changed = int((every != 0).sum())
+    yield {
+        "what": "weights",
+        "lr": lr,
+        "elements": elements,
+        "pairs": len(both),
+        "changed": changed / len(every),
+        "by_one": int((every.abs() == 1).sum()) / changed,
+        **_means([entropies(old, moved) for (old, _), moved in zip(both, steps, strict=True)]),
+    }
+    comparisons, times = _in_turns(both, repeats)
+    for label, took in comparisons.items():
+        yield {"what": "compare", "lr": lr, "way": label, **_speed("compare", elements, took)}
+    for way in WAYS:
+        lengths = [sum(map(len, way.encode(now, old))) for old, now in both]
+        row = {"what": "way", "lr": lr, "way": way.label, "bits": 8 * sum(lengths) / changed}
+        for stage, took in times[way.label].items():
+            row |= _speed(stage, elements, took)
+        yield row
+
+
+def _steps(old: Weights, now: Weights) -> Tensor:
+    return torch.cat([distances(old[name], now[name]).flatten() for name in old])
+
+
+def entropies(old: Weights, moved: Tensor) -> Row:
+    """Return the entropies of places and of steps, by what is known of an element."""
+    sizes = torch.tensor([tensor.numel() for tensor in old.values()])
+    tensors = torch.arange(len(sizes)).repeat_interleave(sizes)
+    exponents = torch.cat([bits_of(tensor).int() >> 7 & 0xFF for tensor in old.values()])
+    conditions = {
+        "alone": torch.zeros_like(tensors),
+        "by_tensor": tensors,
+        "by_tensor_and_exponent": tensors << 8 | exponents,
+    }
+    there = moved != 0
+    steps = moved[there].unique(return_inverse=True)[1]
+    return {
+        f"{what}_entropy_{name}": _entropy(given, outcome) / len(steps)
+        for name, cells in conditions.items()
+        for what, given, outcome in (
+            ("places", cells, there.long()),
+            ("steps", cells[there], steps),
+        )
+    }
+
+
+def _entropy(given: Tensor, outcome: Tensor) -> float:
+    """Return the bits that outcomes take, by the shares that they have in each cell."""
+    kinds = int(outcome.max()) + 1
+    cells = torch.bincount(given, minlength=int(given.max()) + 1).double()
+    joint = torch.bincount(given * kinds + outcome, minlength=kinds * len(cells)).double()
+    shares = joint.view(-1, kinds) / cells[:, None].clamp(min=1)
+    return -float((joint * shares.clamp(min=1e-300).log2().flatten()).sum())
+
+
+def _means(rows: Sequence[Row]) -> Row:
+    return {name: mean(row[name] for row in rows) for name in rows[0]}
+
+
+def _in_turns(both: Sequence[Pair], repeats: int) -> tuple[Times, dict[str, Times]]:
+    """Return what comparisons and the stages of each way take, in turns."""
+    comparisons: Times = {"torch": [], "numpy": []}
+    times: dict[str, Times] = {way.label: {} for way in WAYS}
+    known = {(way.label, i): way.known(*pair[::-1]) for way in WAYS for i, pair in enumerate(both)}
+    for turn in range(-len(both), repeats):
+        old, now = both[turn % len(both)]
+        found_by = {"torch": _timed(partial(found, now, old)), "numpy": _by_numpy(now, old)}
+        for label, took in found_by.items():
+            comparisons[label] += [took] if turn >= 0 else []
+        for way in WAYS:
+            message: list[bytes] = []
+            stages = {"encode": _timed(partial(_encode, way, now, old, message))}
+            job = known[way.label, turn % len(both)]
+            if job is not None:
+                stages["known"] = _timed(job)
+            stages["apply"] = _applied(way, old, now, message, check=turn < 0)
+            for stage, took in stages.items():
+                times[way.label].setdefault(stage, []).extend([took] if turn >= 0 else [])
+    return comparisons, times
+
+
+def _encode(way: Way, now: Weights, old: Weights, message: list[bytes]) -> None:
+    message += way.encode(now, old)
+
+
+def _by_numpy(now: Weights, old: Weights) -> Took:
+    both = [[bits_of(of[name]).numpy() for name in old] for of in (now, old)]
+    return _timed(lambda: [np.flatnonzero(a != b) for a, b in zip(*both, strict=True)])
+
+
+def _applied(way: Way, old: Weights, now: Weights, message: Sequence[bytes], check: bool) -> Took:
+    target = {name: tensor.clone() for name, tensor in old.items()}
+    took = _timed(lambda: way.apply(target, message))
+    if check and not same(target, now):
+        raise SystemExit(f"{way.label} does not make the new weights")
+    return took
+
+
+def _timed(job: Callable[[], object]) -> Took:
+    start, busy = perf_counter(), process_time()
+    job()
+    return perf_counter() - start, process_time() - busy
+
+
+def _speed(stage: str, elements: int, took: Sequence[Took]) -> Row:
+    seconds, busy = zip(*took, strict=True)
+    return {
+        f"{stage}_g": elements / median(seconds) / 1e9,
+        f"{stage}_cpu_g": elements / median(busy) / 1e9,
+        f"{stage}_ms": [1e3 * one for one in seconds],
+    }
+
+
+def tables(rows: Iterable[Row]) -> Iterator[Table]:
+    """Yield a table of each learning rate, and of memory."""
+    every = list(rows)
+    for told in (row for row in every if row["what"] == "weights"):
+        places, steps = (
+            told[f"{what}_entropy_by_tensor_and_exponent"] for what in ("places", "steps")
+        )
+        title = (
+            f"lr {told['lr']:g}: {told['changed']:.3%} change, {told['by_one']:.1%} of these by 1"
+            f" ULP; entropy {places:.2f} + {steps:.2f} bits"
+        )
+        shown = Table("way", "bits", *STAGES, title=title)
+        for row in every:
+            if row["lr"] == told["lr"] and row["what"] in ("way", "compare"):
+                bits = f"{row['bits']:.2f}" if "bits" in row else ""
+                shown.add_row(row["way"], bits, *(_text(row, stage) for stage in STAGES))
+        yield shown
+    shown = Table("way", "encode MiB", "apply MiB", title="peaks beside the weights")
+    for row in every:
+        if row["what"] == "memory":
+            peaks = (row[f"{stage}_peak_bytes"] / (1 << 20) for stage in ("encode", "apply"))
+            shown.add_row(row["way"], *(f"{peak:.0f}" for peak in peaks))
+    yield shown
+
+
+def _text(row: Row, stage: str) -> str:
+    if f"{stage}_g" not in row:
+        return ""
+    return f"{row[f'{stage}_g']:.2f} ({row[f'{stage}_cpu_g']:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--lr", type=float, nargs="+", default=LEARNING_RATES)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--elements", type=int, default=LARGE, help="for peaks; 0 for none")
+    parser.add_argument("--output", type=Path, default=RESULTS / "deltas.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    origin = machine()
+    command = ["python", "-m", "benchmarks.deltas.measure", "FOLDER", *sys.argv[2:]]
+    origin["command"] = shlex.join(command)
+    files, rows = pairs(given.folder, given.lr, VERSIONS), list[Row]()
+    for lr, versions in files.items():
+        rows += compared(lr, [load_file(file) for file in versions], given.repeats)
+        write(given.output, origin, rows)
+    if given.elements:
+        lr = min(given.lr, key=lambda one: abs(one - MEMORY_LR))
+        rows += (
+            {**row, "lr": lr} for row in remembered(files[lr][0], files[lr][1], given.elements)
+        )
+        write(given.output, origin, rows)
+    Console(highlight=False, width=120).print(*tables(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What sending changes takes of memory beside the weights, for `measure.py`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.deltas.ways import WAYS, Weights
+from benchmarks.record import Row
+
+LENGTH = 8
+"""Bytes that tell the length of a buffer in a file."""
+
+
+def remembered(before: Path, after: Path, elements: int) -> Iterator[Row]:
+    """Yield what each way takes at most, for a pair of weights put side by side till it is large.
+
+    Each measurement has a process of its own, whose resident set has nothing but modules, weights
+    and what is measured. Buffers are written to a file as they come, and read as they are asked
+    for.
+    """
+    with (
+        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        for place in range(len(WAYS)):
+            file = Path(folder) / str(place)
+            encoded = pool.submit(_encoded, place, before, after, elements, file).result()
+            applied = pool.submit(_applied, place, before, elements, file).result()
+            yield {
+                "what": "memory",
+                "way": WAYS[place].label,
+                **encoded,
+                "message_bytes": file.stat().st_size,
+                "apply_peak_bytes": applied,
+            }
+            file.unlink()
+
+
+def _encoded(place: int, before: Path, after: Path, elements: int, file: Path) -> Row:
+    torch.set_num_threads(1)
+    old, now = tiled(before, elements), tiled(after, elements)
+    resident = _resident()
+    with file.open("wb") as out:
+        for buffer in WAYS[place].encode(now, old):
+            out.write(len(buffer).to_bytes(LENGTH, "little"))
+            out.write(buffer)
+    return {
+        "elements": sum(tensor.numel() for tensor in old.values()),
+        "model_bytes": sum(tensor.nbytes for tensor in old.values()),
+        "encode_peak_bytes": _process_bytes("VmHWM") - resident,
+    }
+
+
+def _applied(place: int, before: Path, elements: int, file: Path) -> int:
+    torch.set_num_threads(1)
+    target = tiled(before, elements)
+    resident = _resident()
+    WAYS[place].apply(target, _buffers(file))
+    return _process_bytes("VmHWM") - resident
+
+
+def _buffers(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as there:
+        while length := there.read(LENGTH):
+            yield there.read(int.from_bytes(length, "little"))
+
+
+def tiled(file: Path, elements: int) -> Weights:
+    """Return copies of weights side by side, in tensors as large as they are in the file."""
+    weights, every = load_file(file), Weights()
+    copies = -(-elements // sum(tensor.numel() for tensor in weights.values()))
+    for copy in range(copies):
+        every |= {f"{copy}.{name}": tensor.clone() for name, tensor in weights.items()}
+    return every
+
+
+def _resident() -> int:
+    """Return the bytes that are resident, which the peak begins from."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _process_bytes("VmRSS")
+
+
+def _process_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return 1024 * int(found)

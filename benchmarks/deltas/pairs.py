@@ -1,0 +1,237 @@
+"""bfloat16 weights before and after one optimiser step of real fine-tuning, for deltas of weights.
+
+    python -m benchmarks.deltas.pairs --folder F [--data WIKITEXT] [--lr 1e-6 3e-6] [--versions 4]
+
+A transformer of 17 M parameters is pretrained for 150 steps, once a folder. For each learning rate
+it is then fine-tuned: by policy gradients on continuations that it samples, or by the loss of the
+next token. After 200 steps its weights are written, and again after each further step, to
+``F/OBJECTIVE-SEED/LR/v0000.safetensors``, ``v0001.safetensors`` and so on. AdamW updates float32
+masters, with which both passes compute; what is written are the masters, rounded to bfloat16.
+
+``WIKITEXT`` is the folder of ``train.txt.xz``; where there is none the tokens are random. The
+reward of a continuation is the share of lower-case letters in its words; random tokens have random
+scores. Files that are there are not made again, so each text, and each size of the model, needs a
+folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.deltas.model import Config, Model
+
+Objective = Literal["policy", "plain"]
+Weights = dict[str, Tensor]
+
+WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext-2"
+LEARNING_RATES = (3e-7, 1e-6, 3e-6, 1e-5)
+PRETRAINING, PRETRAINING_LR, RAMP = 150, 3e-4, 15
+WARM_IN = 200
+BATCH, LENGTH = 12, 64
+PROMPTS, GROUP, PROMPT, SAMPLED = 8, 8, 16, 32
+UPDATES = 4
+"""The optimiser steps that share the continuations of one round, a quarter of them each."""
+CLIP = 0.2
+EXTREMES = 3
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a model learns from: token numbers, and a score in [0, 1] of each word."""
+
+    tokens: Tensor
+    scores: Tensor
+
+
+def read(data: Path | None, words: int, seed: int = 0) -> Text:
+    """Return WikiText in its most frequent words, or random tokens as unevenly distributed."""
+    if data is None:
+        print("no text: the tokens are random", flush=True)
+        own = torch.Generator().manual_seed(seed)
+        chances = 1 / torch.arange(1.0, words + 1)
+        tokens = torch.multinomial(chances, 200_000, replacement=True, generator=own)
+        return Text(tokens, torch.rand(words, generator=own))
+    with lzma.open(data / "train.txt.xz", "rt", encoding="utf8") as lines:
+        text = [word for line in lines for word in (*line.split(), "<eos>")]
+    known = ["<unk>", *(word for word, _ in Counter(text).most_common(words) if word != "<unk>")]
+    number = {word: place for place, word in enumerate(known[:words])}
+    scores = [sum(map(str.islower, word)) / len(word) for word in known[:words]]
+    return Text(torch.tensor([number.get(word, 0) for word in text]), torch.tensor(scores))
+
+
+def _windows(text: Text, count: int, length: int, own: torch.Generator) -> Tensor:
+    starts = torch.randint(len(text.tokens) - length, (count, 1), generator=own)
+    return text.tokens[starts + torch.arange(length)]
+
+
+def plain_losses(model: Model, text: Text, own: torch.Generator) -> Iterator[Tensor]:
+    """Yield the loss of the next token, of a batch of the text for each."""
+    while True:
+        tokens = _windows(text, BATCH, LENGTH + 1, own)
+        yield cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def policy_losses(model: Model, text: Text, own: torch.Generator) -> Iterator[Tensor]:
+    """Yield losses of GRPO without a reference model.
+
+    Each prompt is continued several times. The advantage of a continuation is its reward, less the
+    mean of its group, over the group's standard deviation.
+    """
+    while True:
+        prompts = _windows(text, PROMPTS, PROMPT, own).repeat_interleave(GROUP, 0)
+        tokens = model.sample(prompts, SAMPLED, own)
+        rewards = text.scores[tokens[:, PROMPT:]].mean(1).view(PROMPTS, GROUP)
+        centred = rewards - rewards.mean(1, keepdim=True)
+        advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+        with torch.no_grad():
+            old = _log_chances(model, tokens)
+        for part in torch.randperm(len(tokens), generator=own).chunk(UPDATES):
+            ratio = (_log_chances(model, tokens[part]) - old[part]).exp()
+            gains = advantages[part, None] * torch.stack((ratio, ratio.clamp(1 - CLIP, 1 + CLIP)))
+            yield -gains.amin(0).mean()
+
+
+def _log_chances(model: Model, tokens: Tensor) -> Tensor:
+    """Return the logarithm of the chance of each sampled token."""
+    logits = model(tokens[:, :-1])[:, PROMPT - 1 :]
+    return -cross_entropy(logits.transpose(1, 2), tokens[:, PROMPT:], reduction="none")
+
+
+Losses = Callable[[Model, Text, torch.Generator], Iterator[Tensor]]
+LOSSES: dict[Objective, Losses] = {"policy": policy_losses, "plain": plain_losses}
+
+
+def train(
+    model: Model, losses: Iterator[Tensor], lr_at: Callable[[int], float], steps: int
+) -> Iterator[Tensor]:
+    """Train with AdamW, and yield the loss after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step)
+        loss = next(losses)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def pretrained(folder: Path, text: Text, seed: int) -> Model:
+    """Return a model that has been pretrained for a little, from the folder if it is there."""
+    torch.manual_seed(seed)
+    model, file = Model(Config()), folder / f"pretrained-{seed}.safetensors"
+    if file.exists():
+        model.load_state_dict(load_file(file))
+        return model
+    losses = plain_losses(model, text, torch.Generator().manual_seed(seed))
+    ramp = [min(1, (step + 1) / RAMP) * PRETRAINING_LR for step in range(PRETRAINING)]
+    for step, loss in enumerate(train(model, losses, ramp.__getitem__, PRETRAINING), 1):
+        if step % 50 == 0 or step == 1:
+            print(f"pretraining, step {step}: loss {loss:.3f}", flush=True)
+    _save(model.state_dict(), file)
+    return model
+
+
+def _save(weights: Weights, file: Path) -> None:
+    """Write weights; a file that is there is whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".part")
+    save_file(weights, unfinished)
+    unfinished.replace(file)
+
+
+def pairs(
+    folder: Path,
+    learning_rates: Sequence[float] = LEARNING_RATES,
+    versions: int = 2,
+    objective: Objective = "policy",
+    seed: int = 0,
+    data: Path | None = None,
+) -> dict[float, list[Path]]:
+    """Return files of consecutive versions by learning rate; those that are missing are made.
+
+    ``data`` is the folder of the text; None for `WIKITEXT` if it is there, else random tokens.
+    """
+    parent = folder / f"{objective}-{seed}"
+    found = {
+        lr: [parent / f"{lr:g}" / f"v{version:04}.safetensors" for version in range(versions)]
+        for lr in learning_rates
+    }
+    missing = [lr for lr in found if not all(file.exists() for file in found[lr])]
+    if missing:
+        text = read(data or (WIKITEXT if WIKITEXT.exists() else None), Config().words)
+    for lr in missing:
+        _tune(pretrained(folder, text, seed), LOSSES[objective], text, lr, found[lr], seed)
+    return found
+
+
+def _tune(
+    model: Model, losses_of: Losses, text: Text, lr: float, files: Sequence[Path], seed: int
+) -> None:
+    """Fine-tune a model, and write its last versions, one a file."""
+    steps, started = WARM_IN + len(files) - 1, perf_counter()
+    losses = losses_of(model, text, torch.Generator().manual_seed(seed))
+    for step, _ in enumerate(train(model, losses, lambda _: lr, steps), 1):
+        if step >= WARM_IN:
+            rounded = {name: one.bfloat16() for name, one in model.state_dict().items()}
+            _save(rounded, files[step - WARM_IN])
+    seconds = (perf_counter() - started) / steps
+    print(f"lr {lr:g}: {steps} steps of {seconds:.2f} s", flush=True)
+
+
+def distances(before: Tensor, after: Tensor) -> Tensor:
+    """Return how many bfloat16 numbers each weight has passed, with its sign."""
+    first, second = (one.view(torch.int16).int() for one in (before, after))
+    return _ordered(second) - _ordered(first)
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    return torch.where(bits < 0, ~(bits & 0x7FFF), bits)
+
+
+def figures(before: Weights, after: Weights) -> str:
+    """Say what share of the weights differ, what share of these by 1 ULP, and where."""
+    moved = {name: distances(before[name], after[name]) for name in before}
+    everything = torch.cat([one.flatten() for one in moved.values()])
+    changed = everything[everything != 0]
+    shares = sorted((float((one != 0).double().mean()), name) for name, one in moved.items())
+    ends = [f"{share:.3%} {name}" for share, name in shares[:EXTREMES] + shares[-EXTREMES:]]
+    near = float((changed.abs() == 1).double().mean())
+    return (
+        f"changed {len(changed) / len(everything):.3%}, {near:.1%} of these by 1 ULP; "
+        f"least and most: {', '.join(ends)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where the files are kept")
+    parser.add_argument("--data", type=Path, help=f"default: {WIKITEXT}, if it is there")
+    parser.add_argument("--lr", type=float, nargs="+", default=LEARNING_RATES)
+    parser.add_argument("--versions", type=int, default=2)
+    parser.add_argument("--objective", choices=LOSSES, default="policy")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    for lr in given.lr:
+        files = pairs(given.folder, [lr], given.versions, given.objective, given.seed, given.data)
+        weights = [load_file(file) for file in files[lr]]
+        for version, (before, after) in enumerate(pairwise(weights)):
+            print(f"lr {lr:g}, v{version:04}: {figures(before, after)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Train logistic regression to its optimum, by scikit-learn and by both solvers of sparcel.
+
+    python -m benchmarks.linear.optimum WORK --output benchmarks/results/linear_optimum.json
+    sparcel lab run --nodes 8 --rate 1gbit -- python -m benchmarks.linear.optimum WORK \\
+        --output benchmarks/results/linear_optimum.json
+
+``WORK`` is the folder that `models.py` made of the URLs. What is minimised is the mean loss
++ 1e-6 / 2 · |w|², without an intercept, which liblinear would regularise. liblinear minimises
+C · (the sum of the losses) + 1 / 2 · |w|², the same for C = 1 / (1e-6 · rows). One process runs
+first: it lets liblinear find the optimum. Every arm of sparcel, alone or on many ranks, trains
+until its objective is within ``--gap`` of that, or until its epochs are over. Objectives are
+computed by one function, in float64; the time that takes is not counted, nor is the arranging of
+the rows, which ``before_s`` tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from benchmarks.linear.data import SETS, rows_of
+from benchmarks.machine import machine
+from benchmarks.record import Row, write
+from benchmarks.record import rows_of as recorded
+from sparcel.comm import Communicator, world
+from sparcel.linear.ranks import gathered
+from sparcel.linear.settings import Settings
+from sparcel.linear.training import make_trainer
+from sparcel.rows import Rows, shard
+
+L2 = 1e-6
+
+ETA0 = 0.5
+"""AdaGrad's first step, chosen among 0.2 to 2 for this objective; coordinate descent has no such
+setting."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train, and the most epochs."""
+
+    label: str
+    epochs: int
+    settings: dict[str, Any]
+
+
+def arms(ranks: int) -> list[Arm]:
+    """Return what is compared; a step takes as many rows or coordinates of all ranks together."""
+    scd, sgd = {"solver": "scd", "block": 8000 // ranks}, {"batch_size": 8000 // ranks}
+    found = [
+        Arm("scd", 150, scd),
+        Arm("sgd, adagrad", 200, {**sgd, "step": "adagrad", "eta0": ETA0}),
+    ]
+    if ranks == 1:
+        return [*found, Arm("sgd, constant", 50, {**sgd, "step": "constant", "eta0": 10.0})]
+    return [
+        Arm(f"{arm.label}{', asynchronous' * late}", arm.epochs, {**arm.settings, **more})
+        for arm in found
+        for late, more in ((False, {}), (True, {"asynchronous": True}))
+    ]
+
+
+def matrix_of(rows: Rows) -> sp.csr_matrix:
+    """Return rows as scipy has them, in float64."""
+    shape = (len(rows), rows.dimensions)
+    return sp.csr_matrix((rows.values, rows.columns, rows.offsets), shape).astype(np.float64)
+
+
+def targets_of(rows: Rows) -> np.ndarray:
+    return np.where(rows.labels == "1", 1, -1).astype(np.float32)
+
+
+def objective(
+    coordinates: np.ndarray, matrix: sp.csr_matrix, targets: np.ndarray, comm: Communicator | None
+) -> float:
+    """Return what is minimised, over the rows of all ranks; all ranks call."""
+    losses = np.logaddexp(0, -(matrix @ coordinates) * targets)
+    total, count = np.sum(gathered(comm, [float(losses.sum()), len(losses)], "losses"), axis=0)
+    return float(total / count + L2 / 2 * (coordinates**2).sum())
+
+
+def liblinear(rows: Rows, tolerance: float) -> Row:
+    """Return the optimum as scikit-learn finds it."""
+    matrix, targets = matrix_of(rows), targets_of(rows)
+    start, cpu = time.perf_counter(), time.process_time()
+    model = LogisticRegression(
+        C=1 / (L2 * len(rows)),
+        solver="liblinear",
+        fit_intercept=False,
+        tol=tolerance,
+        max_iter=1000,
+    ).fit(matrix, targets)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    found = objective(model.coef_[0], matrix, targets, None)
+    return {"tolerance": tolerance, "seconds": seconds, "cpu_seconds": cpu, "objective": found}
+
+
+def trained(arm: Arm, rows: Rows, target: float, comm: Communicator | None) -> Row:
+    """Train until the objective is at most ``target``; all ranks call, and return the worst."""
+    start = time.perf_counter()
+    settings = Settings(**{"l2": L2, "tol": None, "fit_intercept": False, **arm.settings})
+    targets = targets_of(rows)
+    trainer = make_trainer(rows, targets, None, 1, settings, comm)
+    before, matrix = time.perf_counter() - start, matrix_of(rows)
+    epochs: list[tuple[float, float, float, float]] = []
+    objectives: list[float] = []
+    while len(epochs) < arm.epochs and not (objectives and objectives[-1] <= target):
+        cpu = time.process_time()
+        one = trainer.epoch()
+        cpu = time.process_time() - cpu
+        epochs.append((one.seconds, one.communication_seconds, cpu, one.volume))
+        coordinates = trainer.read()[0][:, 0].astype(np.float64)
+        objectives.append(objective(coordinates, matrix, targets, comm))
+    worst = np.max(gathered(comm, np.sum(epochs, axis=0).tolist(), "times"), axis=0).tolist()
+    names = ("seconds", "communication_seconds", "cpu_seconds", "bytes")
+    return {
+        **dict(zip(names, worst, strict=True)),
+        "before_s": before,
+        "epochs": len(epochs),
+        "reached": objectives[-1] <= target,
+        "objective": objectives[-1],
+        "objectives": objectives,
+    }
+
+
+def main() -> None:
+    """Run what is not recorded yet: liblinear and sparcel alone, or sparcel on many ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--gap", type=float, default=1e-4, help="of the least objective")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of liblinear")
+    parser.add_argument("--arms", nargs="+", metavar="LABEL", help="default: all")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = world()
+    rank, ranks = (0, 1) if comm is None else (comm.rank, comm.size)
+    whole, rows = rows_of(SETS["urls"], arguments.work, "train-compact"), recorded(arguments.output)
+    gathered(comm, None, "start")  # all have read what rank 0 will write
+    known, origin = {(row["nodes"], row["arm"]): row for row in rows}, machine()
+
+    def run(label: str, measure: Any) -> None:
+        if (ranks, label) in known:
+            return
+        rows.append({"nodes": ranks, "arm": label, **measure()})
+        known[ranks, label] = rows[-1]
+        if rank == 0:
+            told = {name: value for name, value in rows[-1].items() if name != "objectives"}
+            print(told, flush=True)
+            write(arguments.output, origin, rows)
+
+    if ranks == 1:
+        run("liblinear", partial(liblinear, whole, arguments.tolerance))
+    target = known[1, "liblinear"]["objective"] + arguments.gap
+    own = shard(whole, rank, ranks)
+    for arm in arms(ranks):
+        if arguments.arms is None or arm.label in arguments.arms:
+            run(arm.label, partial(trained, arm, own, target, comm))
+
+
+if __name__ == "__main__":
+    main()

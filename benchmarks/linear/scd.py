@@ -1,0 +1,221 @@
+"""Time coordinate descent on an emulated network, with sparse and with dense all-gathers.
+
+    sparcel lab run --nodes 8 --rate 1gbit -- python -m benchmarks.linear.scd WORK \\
+        --output benchmarks/results/linear_scd.json
+
+``WORK`` is the folder that `models.py` made of the URLs. Every rank changes 100 coordinates
+in an iteration. Each arm takes as many iterations from the same start, in turns, ``--rounds``
+times; a first iteration is not counted. All arms that are not asynchronous end with the same bits.
+
+The arms differ in what ranks send once all have the sums of derivatives. ``nothing`` is sparcel's
+own: every rank computes all new values. In the others a rank computes those of its own coordinates
+alone. ``sparse`` sends those that changed with their indices, as SparCML does (section 8.2);
+``values`` sends all new values without indices, which follow from the seed; ``dense`` sends each
+rank's part of all 3,231,961 coordinates, as the paper's baseline does, and ``dense over columns
+that occur`` of those that are not always zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from benchmarks.linear.data import SETS, rows_of
+from benchmarks.machine import machine
+from benchmarks.record import Row, write
+from sparcel import collectives
+from sparcel.comm import Communicator, world
+from sparcel.kernels import index_dtype
+from sparcel.linear.ranks import gathered
+from sparcel.linear.scd.solver import Scd
+from sparcel.linear.scd.sums import summed
+from sparcel.linear.settings import Settings
+from sparcel.rows import shard
+from sparcel.rows.rows import Array
+from sparcel.stream import SparseStream
+from sparcel.wire import Wire
+
+
+@dataclass(frozen=True)
+class Step:
+    """Who owns which of a step's coordinates, and this rank's new values of its own.
+
+    Attributes
+    ----------
+    scd
+        The model before this step.
+    chosen
+        The coordinates of all ranks, increasing; rank r owns those from ``bounds[r]`` on.
+    new
+        ``[own]``, this rank's.
+    """
+
+    scd: Scd
+    chosen: Array
+    bounds: Array
+    new: Array
+    rank: int
+
+    def own(self) -> Array:
+        """Return this rank's own of the chosen coordinates."""
+        return self.chosen[self.bounds[self.rank] : self.bounds[self.rank + 1]]
+
+
+Gather: TypeAlias = Callable[[Step, Wire], Array]
+"""From each rank's new values of its own coordinates to those of all chosen ones."""
+
+
+def sparse(step: Step, wire: Wire) -> Array:
+    """Gather the values that changed, with their indices."""
+    values, own = step.scd.values[:, 0], step.own()
+    changed = step.new != values[own]
+    stream = SparseStream.unchecked(
+        torch.from_numpy(own[changed]).to(index_dtype(len(values))),
+        torch.from_numpy(step.new[changed]),
+        len(values),
+    )
+    found = values[step.chosen]
+    for part in collectives.all_gather(stream, wire, max_nnz=int(np.diff(step.bounds).max())):
+        assert part.indices is not None
+        found[np.searchsorted(step.chosen, part.indices.numpy())] = part.values.numpy()
+    return found
+
+
+def values_alone(step: Step, wire: Wire) -> Array:
+    """Gather the new values of all chosen coordinates, without indices."""
+    counts = np.diff(step.bounds)
+    padded = np.zeros(counts.max(), step.new.dtype)
+    padded[: len(step.new)] = step.new
+    parts = collectives.all_gather(dense_stream(padded), wire)
+    return np.concatenate([part.values[:n] for part, n in zip(parts, counts, strict=True)])
+
+
+def dense(scd: Scd, places: Array, length: int) -> Gather:
+    """Return what gathers each rank's part of a model; coordinate i is at ``places[i]`` of it."""
+    starts = np.array([0, *places[scd.slices[1:-1]], length])
+    own_part = np.zeros(np.diff(starts).max(), np.float32)
+
+    def gather(step: Step, wire: Wire) -> Array:
+        own_part[places[step.own()] - starts[step.rank]] = step.new
+        parts = collectives.all_gather(dense_stream(own_part), wire)
+        owner = np.repeat(np.arange(wire.size), np.diff(step.bounds))
+        found = np.stack([part.values.numpy() for part in parts])
+        return found[owner, places[step.chosen] - starts[owner]]
+
+    return gather
+
+
+def dense_stream(values: Array) -> SparseStream:
+    """Return a vector as collectives take it."""
+    return SparseStream.unchecked(None, torch.from_numpy(values), len(values))
+
+
+def gather_of(arm: str, scd: Scd, dimensions: int) -> Gather:
+    """Return how an arm gathers new values."""
+    name = arm.removesuffix(", asynchronous")
+    if name == "dense":  # the intercept comes last
+        return dense(scd, np.append(scd.columns, dimensions), dimensions + 1)
+    if name == "dense over columns that occur":
+        return dense(scd, np.arange(len(scd.values)), len(scd.values))
+    return {"sparse": sparse, "values": values_alone}[name]
+
+
+def gathering(arm: str, scd: Scd, dimensions: int) -> Callable[..., Array]:
+    """Return what takes the place of `Scd._exchange`."""
+    gather = gather_of(arm, scd, dimensions)
+
+    def exchange(chosen: Array, sums: Array, comm: Communicator) -> Array:
+        bounds, total = np.searchsorted(chosen, scd.slices), summed(sums, comm)
+        own = slice(bounds[comm.rank], bounds[comm.rank + 1])
+        new = scd._step(chosen[own], total[own])[:, 0]
+        return gather(Step(scd, chosen, bounds, new, comm.rank), Wire(comm))[:, None]
+
+    return exchange
+
+
+ARMS = (
+    *("dense", "dense over columns that occur", "sparse", "values", "nothing"),
+    *("sparse, asynchronous", "nothing, asynchronous"),
+)
+
+
+class _EnoughError(Exception):
+    """The iterations that are timed are over; all ranks raise it after the same step."""
+
+
+def trainers(work: Path, comm: Communicator) -> tuple[dict[bool, Scd], int]:
+    """Return what trains with and without delay, and the number of dimensions; all ranks call."""
+    rows = shard(rows_of(SETS["urls"], work, "train"), comm.rank, comm.size)
+    targets = np.where(rows.labels == "1", 1, -1).astype(np.float32)
+    both = {
+        late: Scd(rows, targets, None, 1, Settings(solver="scd", asynchronous=late), comm)
+        for late in (False, True)
+    }
+    return both, rows.dimensions
+
+
+def timed(arm: str, scd: Scd, dimensions: int, iterations: int, comm: Communicator) -> Row:
+    """Return the seconds and bytes of an iteration, the most of any rank; all ranks call."""
+    scd.restore({"values": np.zeros_like(scd.values), "losses": np.zeros(0)})
+    vars(scd).pop("_exchange", None)
+    if not arm.startswith("nothing"):
+        scd._exchange = gathering(arm, scd, dimensions)
+    begun = [0.0, 0.0, 0]
+
+    def after_step(step: int) -> None:
+        if step == 0:
+            begun[:] = [time.perf_counter(), scd.waited, comm.traffic.volume]
+        if step == iterations:
+            raise _EnoughError
+
+    try:
+        scd.epoch(after_step)
+    except _EnoughError:
+        now = [time.perf_counter(), scd.waited, comm.traffic.volume]
+    took = (np.array(now) - begun) / iterations
+    seconds, waited, volume = np.max(gathered(comm, took.tolist(), "times"), axis=0).tolist()
+    return {"gather": arm, "iterations": iterations, "steps_an_epoch": scd.steps} | {
+        "seconds": seconds,
+        "communication_seconds": waited,
+        "bytes": volume,
+        "coordinates": len(scd.values),
+        "bits": f"{zlib.crc32((scd.values + 0).tobytes()):08x}",
+    }
+
+
+def main() -> None:
+    """Time each gather, and write the rows from rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = world()
+    assert comm is not None, "start it with several ranks"
+    rows: list[Row] = []
+    both, dimensions = trainers(arguments.work, comm)
+    for turn in range(arguments.rounds):
+        for arm in arguments.arms:
+            scd = both[arm.endswith("asynchronous")]
+            row = timed(arm, scd, dimensions, arguments.iterations, comm)
+            rows.append({"round": turn, "nodes": comm.size, **row})
+            if comm.rank == 0:
+                print(rows[-1], flush=True)
+                write(arguments.output, machine(), rows)
+    bits = {row["bits"] for row in rows if not row["gather"].endswith("asynchronous")}
+    assert len(bits) <= 1, f"all arms should end with the same bits, got {bits}"
+
+
+if __name__ == "__main__":
+    main()

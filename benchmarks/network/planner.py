@@ -1,0 +1,256 @@
+"""How well the planner predicts clusters and vectors that its model was not fitted to.
+
+    python -m benchmarks.network.planner draw SETTINGS.json --set test --seed 1
+    python -m benchmarks.network.planner measure SETTINGS.json RESULTS.json
+    python -m benchmarks.network.planner judge RESULTS.json
+
+``draw`` draws settings at random: 12 emulated networks, and 5 vectors on each. ``measure`` runs
+`sparcel lab run` for each network, which must be alone on the machine: all ranks measure the
+network's rates, as `sparcel plan --measure` does, and then every row of every setting. It skips the
+networks that RESULTS.json holds already. ``judge`` compares the measured times with predictions:
+see `planner_judge`, which also takes what ``sparcel bench --rates --json`` saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.machine import machine
+from benchmarks.network.planner_judge import judge
+from sparcel.bench.baselines import Contender
+from sparcel.bench.contenders import contender, names
+from sparcel.bench.engines import BenchEngine, connected
+from sparcel.bench.inputs import Case
+from sparcel.bench.predicted import predicted, problem_of
+from sparcel.comm import Communicator
+from sparcel.cost import Rates, measure
+from sparcel.ops import MAX
+
+GRIDS: dict[str, dict[str, list[Any]]] = {
+    "fit": {
+        "layouts": [[4, 1], [6, 1], [7, 1], [2, 3]],
+        "rates": ["250mbit", "1gbit", "5gbit"],
+        "sizes": [2_000_000, 10_000_000],
+        "densities": [0.001, 0.01],
+        "distributions": ["uniform", "clustered", "real"],
+    },
+    "test": {
+        "layouts": [[3, 1], [5, 1], [8, 1], [2, 4]],
+        "rates": ["100mbit", "1gbit", "10gbit"],
+        "sizes": [1_000_000, 4_000_000, 25_000_000],
+        "densities": [0.0005, 0.003, 0.03],
+        "distributions": ["uniform", "clustered", "real"],
+    },
+}
+"""What the settings are drawn from; the test set shares no vector and no layout with the fit set.
+A layout is nodes and ranks per node."""
+
+EACH = 5
+"""Vectors drawn for each network."""
+
+BUDGET_SECONDS, LONG_SECONDS, ENOUGH_SECONDS, MOST = 1.5, 1.0, 2.0, 7
+"""Seconds to time a row, above which its first run counts too, above which one run is enough, and
+the most runs."""
+
+Row = dict[str, Any]
+
+
+def draw(which: str, seed: int) -> dict[str, Any]:
+    """Draw settings for every network of a set."""
+    grid, generator = GRIDS[which], random.Random(seed)
+    vectors = list(
+        itertools.product(grid["sizes"], grid["densities"], grid["distributions"], ["gloo", "mpi"])
+    )
+    networks = []
+    for (nodes, here), rate in itertools.product(grid["layouts"], grid["rates"]):
+        cases = [
+            dict(zip(("size", "density", "distribution", "engine"), drawn, strict=True))
+            for drawn in generator.sample(vectors, EACH)
+        ]
+        networks.append({"nodes": nodes, "ranks_per_node": here, "rate": rate, "cases": cases})
+    return {"set": which, "seed": seed, "networks": networks}
+
+
+def measure_all(settings: dict[str, Any], results: Path) -> None:
+    """Measure the networks that ``results`` does not hold yet, one after the other."""
+    found = json.loads(results.read_text()) if results.exists() else {**machine(), "networks": []}
+    found |= {"set": settings["set"], "seed": settings["seed"]}
+    for network in settings["networks"][len(found["networks"]) :]:
+        with tempfile.TemporaryDirectory() as folder:
+            job, output = Path(folder) / "job.json", Path(folder) / "rows.json"
+            job.write_text(json.dumps(network))
+            for size in {case["size"] for case in network["cases"]}:
+                np.save(_file(Path(folder), size), _gradients(size, _ranks(network)))
+            here = ["--nodes", network["nodes"], "--ranks-per-node", network["ranks_per_node"]]
+            run = [sys.executable, "-m", "benchmarks.network.planner", "rank", job, output]
+            lab = ["lab", "run", "--mpi", *here, "--rate", network["rate"], "--", *run]
+            begun = perf_counter()
+            subprocess.run([sys.executable, "-m", "sparcel", *map(str, lab)], check=True)
+            print(f"{network['nodes']} nodes: {perf_counter() - begun:.0f} s", flush=True)
+            found["networks"].append({**network, **json.loads(output.read_text())})
+        results.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _ranks(network: dict[str, Any]) -> int:
+    return network["nodes"] * network["ranks_per_node"]
+
+
+def _file(folder: Path, size: int) -> Path:
+    return folder / f"{size}.npy"
+
+
+def _gradients(size: int, ranks: int) -> np.ndarray:
+    """Return each rank's gradient of a network with about ``size`` parameters, ``[ranks, size]``.
+
+    The network has learned handwritten digits for ten steps.
+    """
+    from sklearn.datasets import load_digits
+
+    generator = torch.Generator().manual_seed(size)
+    torch.manual_seed(size)
+    data = load_digits()
+    images = torch.from_numpy(data.data).float() / 16
+    labels = torch.from_numpy(data.target)
+    hidden = int(((74 + 2) ** 2 + 4 * size) ** 0.5 - 76) // 2 + 1
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(hidden, hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(hidden, 10),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward() -> None:
+        batch = torch.randint(len(images), (32,), generator=generator)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+
+    for _ in range(10):
+        backward()
+        optimizer.step()
+    rows = np.empty((ranks, size), dtype=np.float32)
+    for row in rows:
+        backward()
+        flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        row[:] = flat[:size].numpy()
+    return rows
+
+
+def rank(job: Path, output: Path) -> None:
+    """Measure one network, in every rank of the lab."""
+    network = json.loads(job.read_text())
+    torch.set_num_threads(1)
+    with connected(("gloo", "mpi")) as engines:
+        by_name = {engine.name: engine for engine in engines}
+        for engine in engines:
+            engine.comm.rates = measure(engine.comm, engine.name)
+        rows = [
+            row
+            for case in network["cases"]
+            for row in _rows(case, by_name[case["engine"]], network, job.parent)
+        ]
+        if engines[0].comm.rank == 0:
+            rates = {name: _rates(engine).to_json() for name, engine in by_name.items()}
+            rates = {name: json.loads(text) for name, text in rates.items()}
+            output.write_text(json.dumps({"rates": rates, "rows": rows}))
+
+
+def _rates(engine: BenchEngine) -> Rates:
+    assert engine.comm.rates is not None, "rank() measured them"
+    return engine.comm.rates
+
+
+def _rows(
+    drawn: dict[str, Any], engine: BenchEngine, network: dict[str, Any], folder: Path
+) -> list[Row]:
+    """Measure every row of a setting."""
+    comm, here = engine.comm, network["ranks_per_node"]
+    gradients = None
+    if drawn["distribution"] == "real":
+        shared = np.load(_file(folder, drawn["size"]), mmap_mode="c")
+        gradients = torch.from_numpy(shared)
+    kind = "file" if gradients is not None else drawn["distribution"]
+    case = Case(drawn["size"], drawn["density"], kind, comm.size, gradients)
+    rows = []
+    for name in names("all", True, here):
+        if predicted(name, case, here, _rates(engine)) is None:
+            continue
+        made = contender(name, case, engine, here)
+        if made is None:
+            continue
+        seconds, wrong = _timed(made, comm)
+        problem = problem_of(name, case, here)
+        asked = {"size": problem.size, "k": problem.k, "ranks": problem.ranks}
+        asked |= {"ranks_per_node": here, "spread": problem.spread}
+        rows.append({**drawn, "row": name, "seconds": seconds, "wrong": wrong, "problem": asked})
+    return rows
+
+
+def _timed(made: Contender, comm: Communicator) -> tuple[list[float], int]:
+    """Return the slowest rank's seconds in each run, and the number of wrong coordinates."""
+
+    def once() -> float:
+        made.reset()
+        comm.run(lambda: comm.gather_numbers(0))
+        start = perf_counter()
+        result = made.run()
+        taken = torch.tensor([perf_counter() - start], dtype=torch.float64)
+        held[:] = [result]
+        comm.run(lambda: comm.all_reduce(taken, MAX))
+        return float(taken)
+
+    held: list[Any] = []
+    first = once()
+    wrong = torch.tensor([made.wrong(held.pop())])
+    comm.run(lambda: comm.all_reduce(wrong, MAX))
+    seconds = [first] if first > LONG_SECONDS else [once()]
+    fewest = 1 if seconds[0] > ENOUGH_SECONDS else 2
+    runs = max(fewest, min(MOST, round(BUDGET_SECONDS / max(seconds[0], 1e-6))))
+    while len(seconds) < runs:
+        seconds.append(once())
+    return seconds, int(wrong)
+
+
+def main() -> None:
+    """Run a subcommand."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("settings", type=Path)
+    drawing.add_argument("--set", choices=GRIDS, required=True)
+    drawing.add_argument("--seed", type=int, required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("settings", type=Path)
+    measuring.add_argument("results", type=Path)
+    ranking = commands.add_parser("rank")
+    ranking.add_argument("job", type=Path)
+    ranking.add_argument("output", type=Path)
+    judging = commands.add_parser("judge")
+    judging.add_argument("results", type=Path)
+    judging.add_argument("--rows", action="store_true", help="print every row")
+    told = parser.parse_args()
+    if told.command == "draw":
+        told.settings.write_text(json.dumps(draw(told.set, told.seed), indent=1) + "\n")
+    elif told.command == "measure":
+        measure_all(json.loads(told.settings.read_text()), told.results)
+    elif told.command == "rank":
+        rank(told.job, told.output)
+    else:
+        print(json.dumps(judge(json.loads(told.results.read_text()), told.rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Cost of each collective on simulated clusters of a thousand ranks and more.
+
+Every run has its own process, so that its peak of memory is measured alone. Each rank's stream has
+k random coordinates. Run it as
+
+    python -m benchmarks.network.scale --output benchmarks/results/scale.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import machine
+from sparcel import SparseStream, simulate
+from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
+from sparcel.collectives.halving_doubling import halving_doubling
+from sparcel.comm import Communicator, Network
+from sparcel.formats import Expected
+from sparcel.ops import SUM
+from sparcel.schemes import Dense, Hierarchical, Request, Scheme, TopK
+from sparcel.wire import Wire
+
+# With a second of latency and unlimited bandwidth, the seconds are the rounds.
+ROUNDS = Network(latency_s=1)
+ETHERNET = Network(latency_s=50e-6, bandwidth=125e6)
+NODES = Network(
+    latency_s=5e-6, bandwidth=12.5e9, ranks_per_node=8, node_latency_s=1e-6, node_bandwidth=100e9
+)
+
+
+def scalecom(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
+    """Exchange as a step of ScaleCom does: rank 0's indices, then all ranks' values there."""
+    wire, rows = Wire(comm), stream.values.new_empty(stream.nnz, 0)
+    indices = SparseStream.unchecked(stream.indices, rows, stream.size)
+    chosen = broadcast(
+        indices, wire, 0, Expected(stream.size, stream.dtype, 0, k, stays_sparse=True)
+    )
+    ones = SparseStream(None, torch.ones(chosen.nnz), chosen.nnz)
+    sums = halving_doubling(ones, wire)
+    return SparseStream.unchecked(chosen.indices, sums.values, stream.size)
+
+
+def two_levels(inner: Callable[[float], Scheme]) -> Callable[..., SparseStream]:
+    """Return a step of a scheme between nodes of 8 ranks, or of half of the ranks if fewer."""
+
+    def step(stream: SparseStream, comm: Communicator, k: int) -> SparseStream:
+        scheme = Hierarchical(inner(k / stream.size), min(8, max(1, comm.size // 2)))
+        return scheme.reduce(stream.to_dense(), comm, Request()).total
+
+    return step
+
+
+SELECTING = {
+    "gtopk": lambda stream, comm, k: gtopk(stream, Wire(comm), k).total,
+    "oktopk": lambda stream, comm, k: oktopk(stream, Wire(comm), k, k).total,
+    "scalecom": scalecom,
+    "hitopk": two_levels(lambda density: TopK(density, algorithm="allgather")),
+    "torus2d": two_levels(lambda density: Dense()),
+}
+NAMES = (*ALGORITHMS, *SELECTING)
+
+
+def draw(rank: int, size: int, count: int) -> SparseStream:
+    """Return a rank's stream of small integers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randint(size, (count + count // 20 + 8,), generator=generator)
+    while (indices := indices.unique()).numel() < count:
+        indices = torch.cat((indices, torch.randint(size, (count,), generator=generator)))
+    chosen = indices[torch.randperm(indices.numel(), generator=generator)[:count]].sort().values
+    values = torch.randint(1, 9, (count,), generator=generator).float()
+    return SparseStream(chosen, values, size)
+
+
+def measure(name: str, ranks: int, size: int, count: int) -> dict[str, Any]:
+    """Run one collective once, in this process."""
+
+    def on_rank(comm: Communicator) -> tuple[int, float]:
+        stream = draw(comm.rank, size, count)
+        if name in SELECTING:
+            total = SELECTING[name](stream, comm, count)
+        else:
+            total = ALGORITHMS[name].reduce(stream, Wire(comm), SUM, count)
+        return total.nnz, float(total.values.double().sum())
+
+    start = time.perf_counter()
+    report = simulate(ranks, on_rank, **vars(NODES))
+    wall_s = time.perf_counter() - start
+    if len(set(report.results)) > 1:
+        raise SystemExit(f"{name}: ranks disagree: {set(report.results)}")
+    expected = sum(float(draw(rank, size, count).values.sum()) for rank in range(ranks))
+    if name not in SELECTING and report.results[0][1] != expected:
+        raise SystemExit(f"{name}: the sum is {report.results[0][1]}, not {expected}")
+    return {
+        "algorithm": name,
+        "ranks": ranks,
+        "wall_s": round(wall_s, 2),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "rounds": report.seconds_on(ROUNDS),
+        "messages": max(traffic.messages_sent for traffic in report.traffic),
+        "bytes": max(traffic.volume for traffic in report.traffic),
+        "bytes_between_nodes": sum(traffic.bytes_sent for traffic in report.between_nodes),
+        "nnz": report.results[0][0],
+        "ethernet_s": round(report.seconds_on(ETHERNET), 6),
+        "nodes_s": round(report.seconds, 6),
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
+    parser.add_argument("--size", type=int, default=1_000_000, help="coordinates of the vector")
+    parser.add_argument("--count", type=int, default=10_000, help="coordinates of a rank's stream")
+    parser.add_argument("--algorithms", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument("--alone", action="store_true", help="one run in this process, as JSON")
+    arguments = parser.parse_args()
+    size, count = arguments.size, arguments.count
+    if arguments.alone:
+        print(json.dumps(measure(arguments.algorithms[0], arguments.ranks[0], size, count)))
+        return
+    print(f"# {json.dumps(machine())}")
+    print(f"# n = {size}, k = {count}; time and memory are the simulation's own")
+    print(
+        f"# {'algorithm':20}{'ranks':>6}{'wall s':>9}{'RSS MB':>8}{'rounds':>8}{'bytes':>12}"
+        f"{'1 Gbit/s':>11}{'8 a node':>11}"
+    )
+    rows = []
+    for ranks in arguments.ranks:
+        for name in arguments.algorithms:
+            if name == "ring" and ranks > 256:  # two million messages
+                continue
+            this = [sys.executable, "-m", "benchmarks.network.scale"]
+            command = [*this, "--alone", "--algorithms", name]
+            command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+            row = json.loads(answer.stdout)
+            rows.append(row)
+            print(
+                f"  {name:20}{ranks:6}{row['wall_s']:9.2f}{row['peak_rss_mb']:8}"
+                f"{row['rounds']:8.0f}{row['bytes']:12}"
+                f"{row['ethernet_s']:9.4f} s{row['nodes_s']:9.4f} s",
+                flush=True,
+            )
+    if arguments.output:
+        networks = {"ethernet": vars(ETHERNET), "nodes": vars(NODES)}
+        content = {"machine": machine(), "size": size, "count": count, "networks": networks}
+        content["rows"] = rows
+        arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""CommLib's figures 7 and 8: HiTopKComm and its rivals on nodes of several ranks.
+
+Run it in each rank of an emulated cluster, for figure 7 and for figure 8:
+
+    sparcel lab run --nodes 2 --ranks-per-node 4 --rate 1gbit -- \
+        python -m benchmarks.network.two_tiers --output benchmarks/results/two_tiers.json
+    sparcel lab run --nodes 2 --ranks-per-node 4 --rate 1gbit -- \
+        python -m benchmarks.network.two_tiers --breakdown \
+        --output benchmarks/results/two_tiers_steps.json
+
+The page also has figure 7 at 100 Mbit/s (`--rate 100mbit`, two_tiers_100mbit.json).
+
+Figure 7 has gradients in float16. `NaiveAG` is `mstopk`: every rank's selection, gathered by all.
+`TreeAR` sums and sends float16 along a tree (`tree.py`), `engine` is the engine's own all-reduce of
+float16, and `2DTAR` is `torus2d` with float16 between nodes. `HiTopKComm` is `hitopk` with MSTopK.
+Inside a node these two send float16. Values of selections travel as float32, the precision of the
+memory. A time is that of a whole step, from the gradient to the average in float16: the slowest
+rank's after a barrier, the median over interleaved rounds.
+
+Figure 8 has gradients in float32. In both, the parts of a step are times of an average rank,
+waiting for others included: of HiTopKComm its four steps and the rest. What crosses between the
+nodes is counted at their interfaces, headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.machine import machine
+from benchmarks.network.tree import tree_all_reduce
+from sparcel import scheme, units
+from sparcel.bench.engines import BenchEngine, connected
+from sparcel.lab import link_bytes
+from sparcel.ops import MAX
+from sparcel.schemes import Meter, Request, Scheme
+
+METHODS = ("NaiveAG", "TreeAR", "engine", "2DTAR", "HiTopKComm")
+SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000]
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Stopwatch(Meter):
+    """A meter that also keeps the times of a step's parts, in order."""
+
+    parts: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def selecting(self) -> Iterator[None]:
+        """See `Meter.selecting`."""
+        with super().selecting(), self._kept():
+            yield
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """See `Meter.communicating`."""
+        with super().communicating(), self._kept():
+            yield
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        start = perf_counter()
+        yield
+        self.parts.append(perf_counter() - start)
+
+
+class Ranks:
+    """This rank's vectors, and the clock that all ranks share."""
+
+    def __init__(self, engine: BenchEngine, size: int, dtype: torch.dtype, here: int) -> None:
+        self.engine, self.comm, self.here = engine, engine.comm, here
+        own = torch.Generator().manual_seed(engine.comm.rank)
+        self.gradient = torch.randn(size, generator=own).to(dtype)
+        self.update = torch.empty_like(self.gradient)
+
+    def method(self, name: str, density: float) -> Callable[[], Stopwatch]:
+        """Return a step of a method, which writes the average to ``update``."""
+        if name == "NaiveAG":
+            return self._step(scheme("mstopk", density=density))
+        if name == "2DTAR":
+            wire = None if self.gradient.dtype == torch.float32 else "float16"
+            return self._step(scheme("torus2d", wire=wire, ranks_per_node=self.here))
+        if name == "HiTopKComm":
+            made = scheme("hitopk", density=density, selector="mstopk", ranks_per_node=self.here)
+            return self._step(made)
+        comm = self.comm
+        total: dict[str, Callable[[Tensor], object]] = {
+            "TreeAR": lambda update: comm.run(lambda: tree_all_reduce(update, comm)),
+            "engine": self.engine.all_reduce,
+        }
+
+        def run() -> Stopwatch:
+            torch.div(self.gradient, comm.size, out=self.update)
+            total[name](self.update)
+            return Stopwatch()
+
+        return run
+
+    def _step(self, made: Scheme) -> Callable[[], Stopwatch]:
+        def run() -> Stopwatch:
+            watch = Stopwatch()
+            made.step(self.gradient, self.comm, self.update, Request(meter=watch))
+            return watch
+
+        return run
+
+    def timed(self, name: str, density: float, repeats: int) -> Iterator[Row]:
+        """Time steps of a method, after one that warms up."""
+        run = self.method(name, density)
+        for repeat in range(-1, repeats):
+            self.comm.run(lambda: self.comm.gather_numbers(0))
+            before, start, busy = crossed(), perf_counter(), process_time()
+            watch = run()
+            seconds, busy = perf_counter() - start, process_time() - busy
+            # On the link nothing is under way before a step, and after it on no rank.
+            self.comm.run(lambda: self.comm.gather_numbers(0))
+            most = torch.tensor([seconds, crossed() - before], dtype=torch.float64)
+            parts = [*watch.parts, seconds - sum(watch.parts), busy]
+            sums = torch.tensor(parts, dtype=torch.float64)
+            self.comm.all_reduce(most, MAX)
+            self.comm.all_reduce(sums)
+            if repeat >= 0:
+                slowest, nbytes = most.tolist()
+                *mean, busy = (1e3 * part / self.comm.size for part in sums.tolist())
+                yield {
+                    "ms": 1e3 * slowest,
+                    "parts_ms": mean,
+                    "cpu_ms": busy,
+                    "crossed_bytes": nbytes,
+                }
+
+
+def crossed() -> int:
+    """Return the bytes that this node's link has sent or received so far: the larger."""
+    carried = link_bytes()
+    assert carried is not None, "run it in the lab"
+    return max(carried)
+
+
+def merged(steps: list[Row]) -> Row:
+    """Return the medians of a row's steps."""
+    parts = [median(part) for part in zip(*(step["parts_ms"] for step in steps), strict=True)]
+    times = [step["ms"] for step in steps]
+    return {
+        "ms": median(times),
+        "all_ms": times,
+        "parts_ms": parts,
+        "cpu_ms": median(step["cpu_ms"] for step in steps),
+        "crossed_bytes": median(step["crossed_bytes"] for step in steps),
+    }
+
+
+def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: int) -> list[Row]:
+    """Return a row for each method and density, measured in rounds."""
+    found: dict[tuple[str, float], list[Row]] = {job: [] for job in jobs}
+    for _ in range(rounds):
+        for job in jobs:
+            found[job] += ranks.timed(*job, repeats)
+    size, dtype = ranks.gradient.numel(), str(ranks.gradient.dtype).removeprefix("torch.")
+    return [
+        {"method": name, "density": density, "size": size, "dtype": dtype, **merged(steps)}
+        for (name, density), steps in found.items()
+    ]
+
+
+def table(rows: list[Row]) -> Table:
+    """Return the rows as a table to print."""
+    shown = Table("", "coordinates", "density", "ms", "parts, ms", "CPU, ms", "MB between nodes")
+    for row in rows:
+        shown.add_row(
+            row["method"],
+            f"{row['size'] / 1e6:g} M",
+            f"{row['density']:.1%}",
+            f"{row['ms']:.1f}",
+            " + ".join(f"{part:.1f}" for part in row["parts_ms"]),
+            f"{row['cpu_ms']:.1f}",
+            f"{row['crossed_bytes'] / 1e6:.1f}",
+        )
+    return shown
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--breakdown", action="store_true", help="figure 8 instead of figure 7")
+    parser.add_argument("--sizes", type=units.whole, nargs="+", metavar="N")
+    parser.add_argument("--densities", type=float, nargs="+", metavar="SHARE")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="steps of a method in a round")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    torch.set_num_threads(1)  # the ranks share the cores
+    breakdown = arguments.breakdown
+    sizes = arguments.sizes or ([25_000_000, 110_000_000] if breakdown else SIZES)
+    densities = arguments.densities or ([0.001, 0.01] if breakdown else [0.01])
+    methods = arguments.methods or (METHODS[-1:] if breakdown else METHODS)
+    dtype = torch.float32 if breakdown else torch.float16
+    rows = []
+    with connected(("gloo",)) as (engine,):
+        for size in sizes:
+            ranks = Ranks(engine, size, dtype, int(os.environ["LOCAL_WORLD_SIZE"]))
+            jobs = [(name, density) for density in densities for name in methods]
+            rows += measure(ranks, jobs, arguments.rounds, arguments.repeats)
+            if not engine.comm.rank:
+                Console(highlight=False, width=120).print(table(rows[-len(jobs) :]))
+            del ranks
+        if engine.comm.rank == 0 and arguments.output is not None:
+            lab = {
+                name.removeprefix("SPARCEL_LAB_").lower(): value
+                for name, value in os.environ.items()
+                if name.startswith("SPARCEL_LAB_")
+            }
+            document = {**machine(), "network": lab, "rows": rows}
+            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

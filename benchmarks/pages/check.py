@@ -1,0 +1,293 @@
+"""Compare the pages with the records that their figures come from: a part of ``make check``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parents[1] / "results"
+PROSE = ("| stage |", "| what | then |")
+"""How the tables of docs/how-to/data.md begin that have no numbers."""
+
+DRAWING = (
+    *("deltas.report", "linear.report"),
+    *("network.algorithms_table", "network.appendix_f", "network.bench_report"),
+    *("network.commlib_report", "network.two_tiers_report"),
+    *("training.convergence_report", "training.frontier_report", "training.lab_report"),
+    "training.signals_report",
+)
+"""The scripts whose ``draw_all`` draws figures."""
+NO_RECORD = "fill_in.svg"
+"""Made by examples/fill_in.py, whose training rounds differently on other processors."""
+
+Faults = Iterator[str]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def recorded(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def absent(page: str, lines: Iterable[str], at_least: int = 1) -> Faults:
+    """Yield the lines that a page should have and has not."""
+    lines, found = list(lines), set(text_of(page).splitlines())
+    if len(lines) < at_least:
+        yield f"{page}: only {len(lines)} lines are compared, at least {at_least} expected"
+    yield from (f"{page} does not have: {line}" for line in lines if line not in found)
+
+
+def different(page: str, found: object, expected: object) -> Faults:
+    """Yield a fault if what a page shows is not what is expected."""
+    if found != expected:
+        yield f"{page} shows\n{found}\nwhere this is expected:\n{expected}"
+
+
+def algorithms() -> Faults:
+    report: Any = importlib.import_module("benchmarks.network.algorithms_table")
+    page = "docs/explanation/algorithms.md"
+    shown = text_of(page).split(report.BEGIN)[1].split(report.END)[0].strip()
+    yield from different(
+        page, shown, report.page_table(json.loads(report.RESULTS.read_text())).strip()
+    )
+
+
+def benchmark() -> Faults:
+    page, cells = "docs/how-to/benchmark.md", recorded("bench_8_nodes_1gbit")["cells"]
+    seconds = {(c["algorithm"], c["density"], c["engine"]): c["seconds"]["median"] for c in cells}
+    gloo, mpi = (seconds["dense fp32", 1.0, engine] for engine in ("gloo", "mpi"))
+    lines = []
+    for what, row in (
+        ("`recursive_doubling`, lossless sum", "recursive_doubling"),
+        ("`oktopk`, streams in, stream out", "oktopk"),
+        ("whole step of `oktopk`", "step:oktopk"),
+    ):
+        times = [seconds[row, d, engine] for d in (1 / 128, 0.001) for engine in ("gloo", "mpi")]
+        figures = [f"{1000 * s:#.3g} ms, {min(gloo, mpi) / s:#.3g}×" for s in times]
+        lines.append(f"| {what} | {' | '.join(figures).replace('. ', ' ')} |")
+    sentence = f"{1000 * gloo:.0f} ms; MPICH's took {1000 * mpi:.0f} ms"
+    if sentence not in text_of(page):
+        yield f"{page} does not have: {sentence}"
+    (normal,) = [row for row in recorded("selection")["rows"] if row["distribution"] == "normal"]
+    for what, record in (
+        ("copying the vector", "copy"),
+        ("`sparcel.topk(x, k)`", "avx512 topk {}"),
+        ("the same with the memory's addition fused in", "avx512 accumulate {}"),
+        ("`torch.topk(x.abs(), k)`", "torch.topk {}"),
+    ):
+        times = [f"{normal['median_ms'][record.format(k)]:.1f} ms" for k in ("0.001", "0.01")]
+        lines.append(f"| {what} | {' | '.join(times)} |")
+    yield from absent(page, lines)
+
+
+def commlib() -> Faults:
+    report: Any = importlib.import_module("benchmarks.network.commlib_report")
+    page = "docs/explanation/commlib.md"
+    expected = report.page(text_of(page), report.recorded())
+    if text_of(page) != expected:
+        yield from absent(page, expected.splitlines())
+        yield f"{page} is not what benchmarks/network/commlib_report.py makes of it"
+
+
+def data() -> Faults:
+    report: Any = importlib.import_module("benchmarks.data.report")
+    made, shown = (
+        re.findall(r"(?:^\|.*\n?)+", f"{text}\n", re.MULTILINE)
+        for text in ("\n".join(report.all_tables()), text_of("docs/how-to/data.md"))
+    )
+    yield from different(
+        "docs/how-to/data.md", [one for one in shown if not one.startswith(PROSE)], made
+    )
+
+
+def demo() -> Faults:
+    steps = recorded("demo_digits")["methods"]
+    by_seed = recorded("demo_accuracy_digits")["by_seed"]
+    seconds = {step["method"]: step["step_s"] for step in steps}
+    lines = []
+    for step in steps:
+        method = step["method"]
+        speedups = [f"{seconds[one] / seconds[method]:.1f}×" for one in ("DDP", "DDP bf16")]
+        time = f"{1000 * seconds[method]:.0f} ms"
+        sent = f"{step['wire_bytes'] / 1e6:.1f} MB"
+        exchange = f"{1000 * step['exposed_s']:.0f} ms"
+        accuracy, loss = (mean(by_seed[method][one]) for one in ("accuracy", "loss"))
+        cells = [method, time, exchange, sent, *speedups, f"{100 * accuracy:.1f} %", f"{loss:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    yield from absent("README.md", lines)
+    fast = recorded("demo_digits_10gbit")["methods"]
+    sentence = ", ".join(f"{step['method']} {1000 * step['step_s']:.0f} ms" for step in fast)
+    if sentence not in " ".join(text_of("README.md").split()):
+        yield f"README.md does not have: {sentence}"
+
+
+def experiments() -> Faults:
+    report: Any = importlib.import_module("benchmarks.training.convergence_report")
+    frontier_report: Any = importlib.import_module("benchmarks.training.frontier_report")
+    lab_report: Any = importlib.import_module("benchmarks.training.lab_report")
+    gtopk_paper: Any = importlib.import_module("benchmarks.network.gtopk_paper")
+    signals_report: Any = importlib.import_module("benchmarks.training.signals_report")
+    rows = {
+        name: report.rows_of(report.RESULTS / f"{name}.json")
+        for name in (
+            *("causes", "convergence", "convergence_sweeps"),
+            *("papers_recipes", "signals"),
+        )
+    }
+    suite = rows["convergence"]
+    lines = [
+        *report.causes_table(rows["causes"]),
+        *report.put_back_table(suite),
+        *report.sweeps_table(rows["convergence_sweeps"], suite),
+        *report.recipes_table(rows["papers_recipes"]),
+        *lab_report.trainings_table(lab_report.lab_rows()),
+        *lab_report.seconds_table(lab_report.lab_rows()),
+        *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
+        *signals_report.tables(rows["signals"]),
+    ]
+    for task in sorted({row["task"] for row in suite if row["method"] != "dense"}):
+        lines += report.suite_table(suite, task)
+    frontier = frontier_report.all_rows()
+    for task in frontier_report.tasks_of(frontier):
+        lines += frontier_report.frontier_table(frontier, task)
+    lines += frontier_report.search_table([*frontier, *recorded("search")["rows"]])
+    lines += frontier_report.adam_table(recorded("adam")["rows"])
+    balancing = recorded("balancing")["rows"]
+    lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
+    yield from absent("docs/explanation/experiments.md", lines)
+
+
+def figures() -> Faults:
+    """Draw all figures anew, and compare them with those of docs/ and with the gallery."""
+    pages: Any = importlib.import_module("benchmarks.pages.tables")
+    folder: Path = pages.FIGURES
+    script: dict[str, str] = {}
+    with TemporaryDirectory() as name:
+        pages.FIGURES = Path(name)
+        for one in DRAWING:
+            importlib.import_module(f"benchmarks.{one}").draw_all()
+            script |= {path.name: one for path in Path(name).iterdir() if path.name not in script}
+        pages.FIGURES = folder
+        for figure, one in script.items():
+            kept = folder / figure
+            if not kept.exists() or kept.read_bytes() != (Path(name) / figure).read_bytes():
+                yield f"docs/figures/{figure} is not what benchmarks.{one} draws"
+    yield from different(
+        "docs/figures", {path.name for path in folder.iterdir()}, {NO_RECORD, *script}
+    )
+    for entry in text_of("docs/gallery.md").split("\n## ")[1:]:
+        for figure in re.findall(r"\]\(figures/(.*?)\)", entry):
+            command = f"`python -m benchmarks.{script.get(figure)}`"
+            if command not in entry:
+                yield f"docs/gallery.md does not say that {command} draws {figure}"
+    report: Any = importlib.import_module("benchmarks.training.lab_report")
+    sentence = report.front_sentence(report.lab_rows())
+    for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        text = " ".join(path.read_text().split())
+        if "figures/front.svg" in text and sentence not in text:
+            yield f"{path.relative_to(ROOT)} shows front.svg and does not say: {sentence}"
+
+
+def fsdp() -> Faults:
+    networks = {
+        "2×4 ranks, 1 Gbit/s": "fsdp_2x4",
+        "4×2 ranks, 1 Gbit/s": "fsdp_4x2",
+        "2×4 ranks, 100 Mbit/s": "fsdp_2x4_100mbit",
+    }
+    lines = []
+    for network, name in networks.items():
+        rows = [row for row in recorded(name)["rows"] if row["what"] == "exchange"]
+        for start in range(0, len(rows), 5):  # a model has five methods, two of them HSDP's
+            of_model = rows[start : start + 5]
+            cells = [f"{row['ms']:.0f} ms" for row in of_model]
+            for number, row in enumerate(of_model[2:], 2):
+                cells[number] += f", {row['speedup']:.{0 if row['speedup'] > 9.5 else 1}f}×"
+            size = f"{of_model[0]['parameters'] / 1e6:.1f} M"
+            lines.append(f"| {' | '.join(['' if start else network, size, *cells])} |")
+    yield from absent(
+        "docs/how-to/fsdp.md", [line.replace("|  |", "| |") for line in lines], at_least=6
+    )
+
+
+def linear() -> Faults:
+    report: Any = importlib.import_module("benchmarks.linear.report")
+    lines = (line for line in report.all_tables() if line.startswith("|"))
+    yield from absent("docs/explanation/linear-measured.md", lines, at_least=60)
+
+
+def optimizers() -> Faults:
+    norms: Any = importlib.import_module("benchmarks.training.norms")
+    page = "docs/how-to/optimizers.md"
+    yield from absent(page, norms.all_tables())
+    shapes = {name: list(model()) for name, model in norms.MODELS.items()}
+    sizes = {name: sum(map(math.prod, of)) for name, of in shapes.items()}
+    resnet = len(shapes["ResNet-50"]), sizes["ResNet-50"]
+    yield from different("the ResNet-50 of benchmarks/training/norms.py", resnet, (161, 25_557_032))
+    for words in (
+        f"{round(sizes['transformer'] / 1e6)} million parameters",
+        f"{sizes['small CNN'] // 1000} thousand",
+    ):
+        if words not in text_of(page):
+            yield f"{page} does not have: {words}"
+
+
+def plan() -> Faults:
+    page = "docs/how-to/choose.md"
+    advice = re.findall(r"^(Stay dense|Use)\b", text_of(page), re.MULTILINE)
+    if len(advice) != 5 or len({*advice}) != 2:
+        yield f"{page} has not five answers, some of them dense and some not: {advice}"
+    appendix: Any = importlib.import_module("benchmarks.network.appendix_f")
+    report: Any = importlib.import_module("benchmarks.training.frontier_report")
+    chosen = report.chosen_table(report.all_rows(), recorded("core_time")["rows"])
+    yield from absent(page, [*appendix.compare(), *chosen])
+
+
+def schedule() -> Faults:
+    report: Any = importlib.import_module("benchmarks.training.flush_report")
+    lines = report.lines(report.rows_of(report.RESULTS / "flush.json"))
+    yield from absent("docs/how-to/schedule.md", lines, at_least=10)
+
+
+def two_tiers() -> Faults:
+    report: Any = importlib.import_module("benchmarks.network.two_tiers_report")
+    yield from absent("docs/explanation/two-tiers.md", report.tables())
+
+
+CHECKS: tuple[Callable[[], Faults], ...] = (
+    algorithms,
+    benchmark,
+    commlib,
+    data,
+    demo,
+    experiments,
+    figures,
+    fsdp,
+    linear,
+    optimizers,
+    plan,
+    schedule,
+    two_tiers,
+)
+
+
+def main() -> None:
+    faults = [fault for check in CHECKS for fault in check()]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        sys.exit(f"{len(faults)} differences between the pages and their records")
+
+
+if __name__ == "__main__":
+    main()

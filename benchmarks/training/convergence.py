@@ -1,0 +1,144 @@
+"""What training with each scheme ends at, beside dense training, on real tasks.
+
+    python -m benchmarks.training.convergence DATA [--tasks words] [--methods topk] [--seeds 3]
+
+``DATA`` holds a folder for each task, see `tasks.TASKS`. Eight ranks of a simulated cluster train:
+the collectives and the bytes are real, the network is not. Runs that the record has already are not
+repeated, so the suite can be stopped and started again. ``--tune`` trains densely with several
+learning rates instead, by which those in `tasks.TASKS` were chosen; ``--causes`` switches off one
+protection at a time. ``--density``, ``--batch`` and ``--ranks`` replace what the suite has; they,
+and tasks that are not judged, write to a record of their own. With another batch as many samples
+are seen, in other numbers of steps, and the learning rate grows with the root of the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, Row, extend
+from benchmarks.streams.paper_selectors import GaussianK
+from benchmarks.training.task_training import Method, train
+from benchmarks.training.tasks import TASKS
+
+NODES = {"ranks_per_node": 4}
+RANKS, DENSITY = 8, 0.01
+
+SUITE = ("images", "words", "characters", "speech", "intents")
+"""The tasks that are judged."""
+
+METHODS = (
+    Method("dense", "dense"),
+    Method("topk", "topk"),
+    Method("gtopk", "gtopk"),
+    Method("oktopk", "oktopk"),
+    Method("scalecom", "scalecom"),
+    Method("hitopk 2×4", "hitopk", NODES),
+    Method("mstopk", "mstopk"),
+    Method("gaussiank", "topk", {"selector": GaussianK(), "algorithm": "allgather"}),
+    Method("dgc", "dgc", {"density": 0.01}),
+    Method("gtopk put_back=own", "gtopk", {"put_back": "own"}),
+    Method("oktopk put_back=own", "oktopk", {"put_back": "own"}),
+    Method("oktopk reuse", "oktopk", {"threshold": "reuse"}),
+    Method("scalecom β=0.1", "scalecom", {"beta": 0.1}),
+    Method("sparcml 4 bits", "sparcml", {"bits": 4}),
+    Method("sparcml bucketed", "sparcml", {"selector": "bucketed"}),
+    Method("sparcml bucketed 4 bits", "sparcml", {"selector": "bucketed", "bits": 4}),
+    Method("topk 0.1 %", "topk", {"density": 0.001}),
+    Method("oktopk 0.1 %", "oktopk", {"density": 0.001}),
+)
+
+HALFWAY = (
+    Method("scalecom β=0.1, 250 steps", "scalecom", {"beta": 0.1, "beta_steps": 250}),
+    Method(
+        "scalecom β=0.1, 250 steps, the paper's switch",
+        "scalecom",
+        {"beta": 0.1, "beta_steps": 250, "beta_switch": "memory"},
+    ),
+)
+"""For batches of 256, which train for 500 steps."""
+
+JUDGED = ("topk", "gtopk", "oktopk", "scalecom")
+
+CAUSES = tuple(
+    replace(method, label=f"{method.label}, {label}", ahead=ahead, frontload=frontload)
+    for method in METHODS
+    if method.label in JUDGED
+    for label, ahead, frontload in (
+        ("constant density", True, False),
+        ("not ahead", False, True),
+        ("unprotected", False, False),
+    )
+)
+
+
+BY_LABEL = {method.label: method for method in (*METHODS, *HALFWAY, *CAUSES)}
+
+
+def trained(data: Path, method: str, density: float, **run: Any) -> Row:
+    """Train once with a method at a density, and return its row."""
+    chosen = BY_LABEL[method]
+    if chosen.scheme != "dense":
+        chosen = replace(chosen, settings={**chosen.settings, "density": density})
+    return {**train(data, method=chosen, **run), "density": density}
+
+
+def main() -> None:
+    arguments = _arguments()
+    usual = arguments.ranks == RANKS and set(arguments.tasks) <= set(SUITE)
+    sweep = arguments.density or arguments.batch or not usual
+    name = "convergence" + ("_tuning" if arguments.tune else "_sweeps" if sweep else "")
+    output = arguments.output or RESULTS / f"{name}.json"
+    for row in extend(output, trained, arguments.data, _jobs(arguments), arguments.processes):
+        loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        print(
+            f"{row['task']}, {row['method']}, lr {row['lr']:g}, seed {row['seed']}:"
+            f" {row['accuracy']:.2%}, {loss}, {row['minutes']} minutes",
+            flush=True,
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
+    parser.add_argument("--methods", nargs="+", choices=BY_LABEL, metavar="LABEL")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
+    parser.add_argument("--tune", nargs="+", type=float, metavar="LR", help="train densely")
+    parser.add_argument("--causes", action="store_true", help="one protection switched off")
+    parser.add_argument("--density", type=float, help="instead of 1 %%")
+    parser.add_argument("--batch", type=int, help="instead of the task's")
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def _jobs(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the runs, one seed of everything before the next."""
+    labels = [method.label for method in (CAUSES if arguments.causes else METHODS)]
+    labels = ["dense"] if arguments.tune else arguments.methods or labels
+    for seed, label, task in product(range(arguments.seeds), labels, arguments.tasks):
+        method, usual = BY_LABEL[label], TASKS[task]
+        batch = arguments.batch or usual.batch
+        for lr in arguments.tune or [usual.lr * math.sqrt(batch / usual.batch)]:
+            yield {
+                "task": task,
+                "method": label,
+                "seed": seed,
+                "ranks": arguments.ranks,
+                "batch": batch,
+                "lr": lr,
+                "density": 1.0
+                if method.scheme == "dense"
+                else arguments.density or method.settings.get("density", DENSITY),
+            }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Processor time of a step of each method, a parameter and rank, beside Gloo's own all-reduce.
+
+    python -m benchmarks.training.core_time --output benchmarks/results/core_time.json
+
+Ranks are processes of this machine, joined by loopback, with one thread each. Their gradients share
+a direction, as those of real training do: g = shared + 0.5·own, new in each step. All rows take
+turns, several times. A figure is the mean over the ranks of `process_time` from the beginning of
+some steps to their end, and the median of the turns. This counts what the engine's threads and the
+kernel do for a rank. With ``--rate 1gbit`` the ranks are nodes that such links join, and the time
+that passes is that of a step on this network. The *share* is the time in proportion to Gloo's
+float32 in the same turn.
+
+The *calls* are Python's, of one bucket and step under training's driver, on all threads of a rank:
+a vector of ten matrices and six vectors is queued, and the step finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from types import FrameType
+from typing import Any
+
+import torch
+
+import sparcel
+from benchmarks.machine import machine
+from benchmarks.record import Row, write
+from sparcel import scheme, units
+from sparcel.bench.engines import BenchEngine, connected
+from sparcel.lab import Link, Workers, open_network, parse_rate
+from sparcel.schemes import Scheme
+from sparcel.training import Averager
+
+WARM_UP, GRADIENTS = 12, 3
+"""Steps before the first turn, in which memories fill up; gradients that take turns."""
+
+SCHEMES: dict[str, Callable[[], Scheme]] = {
+    "default": lambda: sparcel.scheme(),
+    "oktopk 10 %, packed:4": partial(scheme, "oktopk", density=0.1, format="packed:4"),
+    "topk 10 %, packed:4": partial(scheme, "topk", density=0.1, format="packed:4"),
+    "gtopk 10 %, packed:4": partial(scheme, "gtopk", density=0.1, format="packed:4"),
+    "scalecom 10 %, packed:4": partial(scheme, "scalecom", density=0.1, format="packed:4"),
+    "topk 1 %": partial(scheme, "topk", density=0.01),
+    "gtopk 1 %": partial(scheme, "gtopk", density=0.01),
+    "all, 4 bits": partial(scheme, "topk", density=1, format="raw:4"),
+    "all, 2 bits": partial(scheme, "topk", density=1, format="raw:2"),
+}
+GLOO = ("gloo float32", "gloo bfloat16")
+RANK_OF = "SPARCEL_CORE_TIME"
+"""Set in the processes that are ranks."""
+
+
+class Ranks:
+    """This rank's gradients, and the method that is measured."""
+
+    def __init__(self, engine: BenchEngine, size: int) -> None:
+        self.engine, self.comm, self.size = engine, engine.comm, size
+        shared = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        own = torch.Generator().manual_seed(1 + self.comm.rank)
+        self.gradients = [shared + 0.5 * torch.randn(size, generator=own) for _ in range(GRADIENTS)]
+        self.vector = torch.empty(size)
+        self.steps = 0
+
+    def means(self, *values: float) -> list[float]:
+        """Return the means over ranks."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        self.comm.all_reduce(sums)
+        return (sums / self.comm.size).tolist()
+
+    def timed(self, run: Callable[[], object], steps: int) -> tuple[float, float]:
+        """Return the ranks' mean processor time, and the time that passes, in ns a parameter."""
+        processor = passed = 0.0
+        for _ in range(steps):
+            self.vector.copy_(self.gradients[self.steps % GRADIENTS])
+            self.steps += 1
+            self.means(0)
+            start, before = perf_counter(), process_time()
+            run()
+            processor += process_time() - before
+            passed += perf_counter() - start
+        each = 1e9 / steps / self.size
+        found = self.means(processor * each, passed * each)
+        return found[0], found[1]
+
+    def runs(self, names: list[str]) -> dict[str, Callable[[], object]]:
+        """Return what does a step, by name; the update comes where the gradient was."""
+        float32, bfloat16 = self.engine.all_reduce, torch.empty(self.size, dtype=torch.bfloat16)
+
+        def rounded() -> None:
+            bfloat16.copy_(self.vector)
+            float32(bfloat16)
+            self.vector.copy_(bfloat16)
+
+        runs: dict[str, Callable[[], object]] = dict(
+            zip(GLOO, (lambda: float32(self.vector), rounded), strict=True)
+        )
+        for name in names:
+            runs[name] = partial(SCHEMES[name]().step, self.vector, self.comm, in_place=True)
+        return runs
+
+
+def calls_of(made: Scheme) -> float:
+    """Return how many calls of Python a bucket takes in a step; all ranks call."""
+    tensors = {f"layers.{place}.weight": torch.zeros(1000, 100) for place in range(10)}
+    tensors |= {f"layers.{place}.bias": torch.zeros(100) for place in range(6)}
+    places, end = {}, 0
+    for name, tensor in tensors.items():
+        places[name] = (end, end + tensor.numel())
+        end += tensor.numel()
+    counted, counting = 0, False
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal counted
+        counted += counting and event == "call"
+
+    steps = 5
+    threading.setprofile(note)  # for the thread of the communicator, which begins now
+    averager, vector = Averager(tensors, made, frontload=False), torch.empty(end)
+    gradient = torch.randn(end, generator=torch.Generator().manual_seed(0))
+    sys.setprofile(note)
+    for step in range(WARM_UP + steps):
+        vector.copy_(gradient)
+        counting = step >= WARM_UP
+        averager.queue(vector, dict(places))
+        averager.finish()
+        counting = False
+    sys.setprofile(None)
+    threading.setprofile(None)
+    averager.handle.close()
+    return counted / steps
+
+
+def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row]:
+    """Measure all rows on these ranks; all of them call, and get the same."""
+    runs = ranks.runs(names)
+    for run in runs.values():
+        ranks.timed(run, WARM_UP)
+    times = [{name: ranks.timed(run, steps) for name, run in runs.items()} for _ in range(turns)]
+    calls = {name: max(ranks.means(calls_of(SCHEMES[name]()))) for name in names}
+    return [
+        {
+            "ranks": ranks.comm.size,
+            "size": ranks.size,
+            "name": name,
+            "core_ns": median(turn[name][0] for turn in times),
+            "wall_ns": median(turn[name][1] for turn in times),
+            "share": median(turn[name][0] / turn[GLOO[0]][0] for turn in times),
+            "calls": calls.get(name),
+            "all_core_ns": [turn[name][0] for turn in times],
+        }
+        for name in runs
+    ]
+
+
+def on_processes(ranks: int, link: Link | None) -> list[Row]:
+    """Run this command on so many processes, and return the rows of rank 0."""
+    rows: list[Row] = []
+    argv = [sys.executable, "-m", "benchmarks.training.core_time", *sys.argv[1:]]
+    environment = {"OMP_NUM_THREADS": "1", RANK_OF: "1"}
+    with open_network(ranks, link) as network, Workers(network, argv, environment) as workers:
+        for rank, line in workers.lines():
+            if rank == 0 and line.startswith("{"):
+                rows.append(json.loads(line))
+                shown(rows[-1])
+            elif rank == 0:
+                print(line)
+    return rows
+
+
+def shown(row: Row) -> None:
+    """Print a row."""
+    calls = "" if row["calls"] is None else f"{row['calls']:.0f} calls"
+    figures = f"{row['core_ns']:6.2f} ns, {row['wall_ns']:6.2f} passed, {row['share']:5.2f} of gloo"
+    print(f"{row['ranks']} ranks {row['name']:24} {figures} {calls}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--size", type=units.whole, default=5_000_000, help="parameters")
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="of a turn")
+    parser.add_argument("--rate", type=parse_rate, help="of the nodes' links; default: loopback")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    if RANK_OF in os.environ:
+        torch.set_num_threads(1)
+        with connected(("gloo",)) as (engine,):
+            ranks = Ranks(engine, arguments.size)
+            rows = measured(ranks, arguments.schemes, arguments.turns, arguments.steps)
+        if engine.comm.rank == 0:
+            print(*map(json.dumps, rows), sep="\n", flush=True)
+        return
+    origin = {**machine(), "load": os.getloadavg()}
+    link = arguments.rate and Link(arguments.rate)
+    rows = [row for ranks in arguments.ranks for row in on_processes(ranks, link)]
+    if arguments.output is not None:
+        write(arguments.output, origin, rows)
+
+
+if __name__ == "__main__":
+    main()

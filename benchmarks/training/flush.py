@@ -1,0 +1,119 @@
+"""In how many steps to flush memory: trainings that switch from sparse to dense in the middle.
+
+    python -m benchmarks.training.flush DATA --steps 1 16 64 --lars
+
+``DATA`` is as for ``convergence.py``. Each run trains sparsely for part of the steps, and densely
+for the rest. Runs that the record has are not repeated. 0 steps forget what memory owes, which
+`Handle.switch` never does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import sparcel
+from benchmarks.record import RESULTS, Row, extend
+from benchmarks.training.task_training import Method, Run, evaluate
+from benchmarks.training.tasks import TASKS
+from sparcel.comm import Communicator
+from sparcel.optim import LARS
+from sparcel.training import Averager, flush
+
+RANKS, STEPS = 4, 1000
+AFTER = 300
+"""Of how many steps after the switch the losses are recorded, in means of ten."""
+TRUST = 0.1
+"""That of LARS, whose learning rate is that of SGD."""
+
+
+class Switched(Run):
+    """A training whose scheme becomes dense after some steps."""
+
+    def __init__(
+        self, data: Path, task: str, method: Method, seed: int, lars: bool, switch: int
+    ) -> None:
+        super().__init__(data, replace(TASKS[task], steps=STEPS), method, seed)
+        if lars:
+            self.optimizers = [LARS(self.model.parameters(), self.task.lr, trust=TRUST)]
+        self.switch = switch
+        self.norms: list[float] = []
+        """The norms of the updates from the switch on."""
+        self.age = 0.0
+
+    def observe(
+        self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
+    ) -> None:
+        if step == self.switch:
+            self.age = averager.handle.memory_age()
+            averager.handle.switch("dense")
+            if not flush.FLUSH_STEPS:
+                averager._session.residuals.flush.owed.clear()
+
+    def update(self, step: int) -> None:
+        if step >= self.switch - 10:
+            norms = [torch.linalg.vector_norm(p.grad) for p in self.named.values()]
+            self.norms.append(float(torch.linalg.vector_norm(torch.stack(norms))))
+        super().update(step)
+
+
+def train(
+    data: Path, task: str, lars: bool, density: float, switch: float, steps: int, seed: int
+) -> Row:
+    """Train once, and return the row."""
+    torch.set_num_threads(1)
+    method = Method("topk", "topk", {"density": density})
+    at = round(switch * STEPS)
+    with patch.object(flush, "FLUSH_STEPS", steps):
+        run = Switched(data, task, method, seed, lars, at)
+        sparcel.simulate(RANKS, run.rank)
+    tens = torch.tensor(run.losses[at - 100 : at + AFTER]).view(-1, 10).mean(1)
+    return {
+        "task": task,
+        "lars": lars,
+        "density": density,
+        "switch": switch,
+        "steps": steps,
+        "seed": seed,
+        **evaluate(run.model, run.split),
+        "age": run.age,
+        "losses": [round(float(loss), 4) for loss in tens],
+        "norms": [round(norm, 4) for norm in run.norms[:40]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images"])
+    parser.add_argument("--lars", action="store_true", help="in place of the task's optimiser")
+    parser.add_argument("--densities", nargs="+", type=float, default=[0.01, 0.001])
+    parser.add_argument("--switches", nargs="+", type=float, default=[0.5])
+    parser.add_argument("--steps", nargs="+", type=int, default=[0, 1, 16, 64, 256])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
+    arguments = parser.parse_args()
+    every = (
+        arguments.tasks,
+        [arguments.lars],
+        arguments.densities,
+        arguments.switches,
+        arguments.steps,
+        arguments.seeds,
+    )
+    names = ("task", "lars", "density", "switch", "steps", "seed")
+    jobs = (dict(zip(names, job, strict=True)) for job in product(*every))
+    output = RESULTS / "flush.json"
+    for row in extend(output, train, arguments.data, jobs, arguments.processes):
+        print({key: row[key] for key in (*names, "loss", "accuracy", "age")}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What step-ahead takes of a step of a sharded model: with and without it, in turns.
+
+    sparcel lab run --nodes 2 --ranks-per-node 2 --rate 1gbit -- \
+        python -m benchmarks.training.fsdp_ahead --output benchmarks/results/fsdp_ahead.json
+
+The model, and the nodes that are its replicas, are those of `fsdp.py`. A step is both passes, the
+exchange and the optimiser: the slowest rank's after a barrier, and ``cpu_ms`` the processor time of
+an average rank. A figure is the median over `STEPS` steps, after `WARM_UP` steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.record import Row, write
+from benchmarks.training.fsdp import SHAPE, origin
+from benchmarks.training.fsdp_model import METHODS, TOPK, Replica, mesh_of_nodes, random_batches
+from benchmarks.training.fsdp_times import Clock
+from sparcel.comm import resolve
+
+STEPS, WARM_UP, BATCH = 40, 5, 8
+
+
+def rows_of_turns() -> list[Row]:
+    """Return a row for training with step-ahead and one for training without it; all call."""
+    mesh, clock, batches = mesh_of_nodes(), Clock(resolve(None)), random_batches(BATCH)
+    replicas = {
+        ahead: Replica(replace(METHODS[TOPK], ahead=ahead), mesh, SHAPE) for ahead in (True, False)
+    }
+    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for step in range(WARM_UP + STEPS):
+        for ahead in (step % 2 == 0, step % 2 == 1):
+            x, y = next(batches)
+            times[ahead].append(clock.timed(partial(replicas[ahead].step, x, y))[:2])
+    for replica in replicas.values():
+        replica.close()
+    return [
+        {
+            "ahead": ahead,
+            "parameters": replicas[ahead].parameters,
+            "ms": median(ms for ms, _ in found[WARM_UP:]),
+            "cpu_ms": median(cpu for _, cpu in found[WARM_UP:]),
+        }
+        for ahead, found in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the ranks share the cores
+    dist.init_process_group("gloo")
+    rows = rows_of_turns()
+    if os.environ["RANK"] == "0":
+        print(*rows, sep="\n")
+        if arguments.output is not None:
+            write(arguments.output, origin(), rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

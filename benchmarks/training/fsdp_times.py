@@ -1,0 +1,232 @@
+"""The times and the bytes of steps and of exchanges, for `fsdp.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import cycle, product
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import sparcel
+from benchmarks.network.two_tiers import crossed
+from benchmarks.record import Row
+from benchmarks.training.fsdp_model import (
+    ALONE,
+    ALONE_HALF,
+    HSDP,
+    HSDP_HALF,
+    METHODS,
+    PACKED,
+    RECOMMENDATION,
+    TOPK,
+    Method,
+    Replica,
+    Shape,
+    Vector,
+    averager_of,
+    mesh_of_nodes,
+    predicted,
+    random_batches,
+    vectors_of,
+)
+from sparcel.comm import Communicator, resolve
+from sparcel.ops import MAX
+
+EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, RECOMMENDATION)
+GRADIENTS = 3
+"""Of how many steps gradients are exchanged by themselves, over and over."""
+
+Run = Callable[[], object]
+Timed = tuple[float, float, float]
+"""Milliseconds of the slowest rank, processor time of an average one, bytes on the busiest link."""
+
+
+class Clock:
+    """Times what all ranks do at once, and counts what crosses the links meanwhile."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def timed(self, run: Run) -> Timed:
+        self._meet()
+        before, start, busy = crossed(), perf_counter(), process_time()
+        run()
+        seconds, busy = perf_counter() - start, process_time() - busy
+        self._meet()
+        most = torch.tensor([seconds, crossed() - before], dtype=torch.float64)
+        total = torch.tensor([busy], dtype=torch.float64)
+        self.comm.all_reduce(most, MAX)
+        self.comm.all_reduce(total)
+        slowest, nbytes = most.tolist()
+        return 1e3 * slowest, 1e3 * total.item() / self.comm.size, nbytes
+
+    def _meet(self) -> None:
+        self.comm.run(lambda: self.comm.gather_numbers(0))
+
+
+class DenseExchange:
+    """FSDP's all-reduces of a step: one for each of its modules, one after another."""
+
+    handle = None
+
+    def __init__(self, method: Method, mesh: DeviceMesh) -> None:
+        self._dtype, self._group = method.dtype or torch.float32, mesh["replicate"].get_group()
+        self._vectors: list[Tensor] = []
+
+    def prepare(self, gradients: Sequence[Tensor]) -> None:
+        self._vectors = [gradient.to(self._dtype, copy=True) for gradient in gradients]
+
+    def run(self) -> None:
+        for vector in self._vectors:
+            dist.all_reduce(vector, group=self._group)
+
+
+class SparseExchange:
+    """The averager's exchange of a step."""
+
+    def __init__(self, method: Method, mesh: DeviceMesh, vectors: Sequence[Vector]) -> None:
+        self._averager = averager_of(vectors, method, mesh)
+        self._places = [vector.places for vector in vectors]
+        self.handle = self._averager.handle
+        self._vectors: list[Tensor] = []
+
+    def prepare(self, gradients: Sequence[Tensor]) -> None:
+        self._vectors = [gradient.clone() for gradient in gradients]
+
+    def run(self) -> None:
+        for vector, places in zip(self._vectors, self._places, strict=True):
+            self._averager.queue(vector, places)
+        self._averager.finish()
+
+
+def all_rows(shape: Shape, shapes: Sequence[Shape], rounds: int, repeats: int) -> Iterator[Row]:
+    """Yield rows of steps of a model of ``shape``, and of exchanges of models of ``shapes``."""
+    dist.init_process_group("gloo")
+    mesh, clock = mesh_of_nodes(), Clock(resolve(None))
+    yield from _steps(clock, mesh, shape, rounds, repeats)
+    for one in shapes:
+        yield from _exchanges(clock, mesh, one, rounds, repeats)
+    clock.comm.close()
+    dist.destroy_process_group()
+
+
+def _steps(
+    clock: Clock, mesh: DeviceMesh, shape: Shape, rounds: int, repeats: int
+) -> Iterator[Row]:
+    replicas = {label: Replica(method, mesh, shape) for label, method in METHODS.items()}
+    batches = random_batches(1)
+    jobs = {label: partial(_next_step, replica, batches) for label, replica in replicas.items()}
+    found = _in_turns(clock, jobs, rounds, repeats)
+    vectors = vectors_of(replicas[ALONE].model)
+    floors = {METHODS[label].dtype: found[label]["all_ms"] for label in (ALONE, ALONE_HALF)}
+    for label, replica in replicas.items():
+        both = zip(found[label]["all_ms"], floors[replica.method.dtype], strict=True)
+        yield {
+            "what": "step",
+            "method": label,
+            "parameters": replica.parameters,
+            "added_ms": median(step - floor for step, floor in both),
+            **found[label],
+            **_bytes(vectors, replica.method, mesh, replica.handle),
+        }
+        replica.close()
+
+
+def _next_step(replica: Replica, batches: Iterator[tuple[Tensor, Tensor]]) -> Run:
+    return partial(replica.step, *next(batches))
+
+
+def _exchanges(
+    clock: Clock, mesh: DeviceMesh, shape: Shape, rounds: int, repeats: int
+) -> Iterator[Row]:
+    replica = Replica(METHODS[ALONE], mesh, shape)
+    vectors, batches, gradients = vectors_of(replica.model), random_batches(1), []
+    for _ in range(GRADIENTS):
+        replica.backward(*next(batches))
+        gradients.append([vector.gradient() for vector in vectors])
+        replica.optimizer.zero_grad()
+    exchanges = {
+        label: DenseExchange(METHODS[label], mesh)
+        if METHODS[label].is_hsdp
+        else SparseExchange(METHODS[label], mesh, vectors)
+        for label in EXCHANGED
+    }
+    jobs = {
+        label: partial(_next_exchange, one, cycle(gradients)) for label, one in exchanges.items()
+    }
+    found = _in_turns(clock, jobs, rounds, repeats)
+    for label, exchange in exchanges.items():
+        yield {
+            "what": "exchange",
+            "method": label,
+            "parameters": replica.parameters,
+            "speedup": found[HSDP_HALF]["ms"] / found[label]["ms"],
+            **found[label],
+            **_bytes(vectors, METHODS[label], mesh, exchange.handle),
+        }
+        if exchange.handle is not None:
+            exchange.handle.close()
+
+
+def _next_exchange(
+    exchange: DenseExchange | SparseExchange, gradients: Iterator[Sequence[Tensor]]
+) -> Run:
+    exchange.prepare(next(gradients))
+    return exchange.run
+
+
+def _in_turns(
+    clock: Clock, jobs: Mapping[str, Callable[[], Run]], rounds: int, repeats: int
+) -> dict[str, Row]:
+    """Time what each job returns, in turns, after one that warms up."""
+    found: dict[str, list[Timed]] = {label: [] for label in jobs}
+    for turn, (label, job) in product(range(-1, rounds), jobs.items()):
+        for _ in range(repeats):
+            timed = clock.timed(job())
+            found[label] += [timed] if turn >= 0 else []
+    return {label: _medians(timed) for label, timed in found.items()}
+
+
+def _medians(found: Sequence[Timed]) -> Row:
+    milliseconds, busy, nbytes = zip(*found, strict=True)
+    return {
+        "ms": median(milliseconds),
+        "cpu_ms": median(busy),
+        "link_bytes": median(nbytes),
+        "all_ms": list(milliseconds),
+    }
+
+
+def _bytes(
+    vectors: Sequence[Vector], method: Method, mesh: DeviceMesh, handle: sparcel.Handle | None
+) -> Row:
+    """Return what the busiest node sent in the last step, and what it was to send; all call."""
+    told, exact = predicted(vectors, method, mesh)
+    if handle is None:
+        return {"predicted_bytes": _of_busiest_node(told), "exact": exact}
+    sent = handle.stats().last.bytes_sent
+    return {
+        "predicted_bytes": _of_busiest_node(told),
+        "exact": exact,
+        "sent_bytes": _of_busiest_node(sent),
+        "as_predicted": all(_gathered(sent == told)),
+    }
+
+
+def _of_busiest_node(nbytes: int) -> int:
+    here, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), _gathered(nbytes)
+    return max(sum(ranks[start : start + here]) for start in range(0, len(ranks), here))
+
+
+def _gathered(figure: Any) -> list[Any]:
+    figures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(figures, figure)
+    return figures

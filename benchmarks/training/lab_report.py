@@ -1,0 +1,175 @@
+"""Tables and plots of docs/explanation/experiments.md about trainings over links.
+
+They are made from the record of `lab_training.py`.
+
+    python -m benchmarks.training.lab_report
+
+prints the tables as Markdown and draws ``docs/figures/lab_TASK.svg``, and ``front.svg``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from benchmarks.pages.tables import DENSE, POWERSGD, ROUNDED, SPARCEL, save, subplots, table
+from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.training.convergence_report import beside
+
+TRAININGS = (
+    *("task", "network", "method", "ms a step", "minutes", "accuracy", "over DDP", "loss"),
+    *("over DDP", "fewer bytes"),
+)
+SECONDS = "task", "method", "steps", "seconds at 100 Mbit/s", "ms a step at 1 Gbit/s", "seconds"
+SLOW, FAST = "100mbit", "1gbit"
+FRONT = "medium words"
+DRAWN = {
+    "PowerSGD 4": ("PowerSGD", POWERSGD),
+    "sparcel": ("sparcel", SPARCEL),
+    "bf16": ("bfloat16", ROUNDED),
+}
+"""Names and colours of the methods in figures."""
+
+
+def lab_rows() -> list[Row]:
+    """Return the record's rows."""
+    return rows_of(RESULTS / "lab_training.json")
+
+
+def trainings_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of all whole trainings, beside DDP alone, over any network."""
+    base = {_training(row): row for row in rows if row["method"] == "DDP"}
+    return table(TRAININGS, (_cells(row, base[_training(row)]) for row in whole(rows)))
+
+
+def _cells(row: Row, base: Row) -> Sequence[str]:
+    return (
+        *(row["task"], row["network"], row["method"], f"{1e3 * row['step_s']:.0f}"),
+        f"{row['train_seconds'][-1] / 60:.1f}",
+        *beside(row, base),
+        f"{row['compression']:.1f}×",
+    )
+
+
+def seconds_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of how long each method takes to DDP's perplexity at the end + 1 %.
+
+    Losses do not depend on the network. So steps are those at 100 Mbit/s, and at 1 Gbit/s seconds
+    are those of the same step; after a training that was not whole, of steps times a step's time.
+    """
+    return table(SECONDS, _seconds(rows))
+
+
+def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    fast = {(row["task"], row["method"]): row for row in rows if row["network"] == FAST}
+    for row, reached in _reached(rows):
+        there = fast[row["task"], row["method"]]
+        step_s = there["step_s"]
+        step, second = reached or (None, None)
+        measured = {at: after for at, after, _ in there["held_out"]}
+        yield (
+            *(row["task"], row["method"], "never" if step is None else f"{step}"),
+            "" if second is None else f"{second:.0f}",
+            f"{1e3 * step_s:.0f}",
+            "" if step is None else f"{measured.get(step, step * step_s):.0f}",
+        )
+
+
+def _reached(rows: Sequence[Row]) -> Iterator[tuple[Row, tuple[int, float] | None]]:
+    """Yield the trainings at 100 Mbit/s, and at which step and second they reach the perplexity."""
+    base = {_training(row): row for row in rows if row["method"] == "DDP"}
+    for row in whole(rows):
+        if row["network"] == SLOW:
+            *_, (_, _, final) = base[_training(row)]["held_out"]
+            wanted = final + math.log(1.01)
+            reached = [(step, second) for step, second, loss in row["held_out"] if loss <= wanted]
+            yield row, reached[0] if reached else None
+
+
+def whole(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of whole trainings; others were made to time steps."""
+    longest = {
+        row["task"]: max(one["steps"] for one in rows if one["task"] == row["task"]) for row in rows
+    }
+    return [row for row in rows if row["steps"] == longest[row["task"]]]
+
+
+def _training(row: Row) -> tuple[str, int, int]:
+    return row["task"], row["steps"], row["seed"]
+
+
+def draw(rows: Sequence[Row], task: str) -> None:
+    """Draw the training loss of each method against time."""
+    figure, axes = subplots()
+    for row in whole(rows):
+        if (row["task"], row["network"]) == (task, SLOW):
+            name, colour = DRAWN[row["method"]]
+            minutes = [second / 60 for second in row["train_seconds"]]
+            axes.plot(minutes, row["train_losses"], color=colour, label=name, linewidth=1.2)
+    axes.set(xlabel="minutes, over links of 100 Mbit/s", ylabel="training loss", title=task)
+    axes.set(xlim=(0, None), ylim=(4.1, 5.6))
+    axes.legend()
+    save(figure, f"lab_{task.replace(' ', '_')}")
+
+
+def _front(rows: Sequence[Row]) -> tuple[Row, list[tuple[Row, str]]]:
+    """Return DDP's row, and of each method on the slow links its row and how it fares."""
+    (base,) = (row for row in whole(rows) if (row["task"], row["method"]) == (FRONT, "DDP"))
+    told = []
+    for row, _ in _reached(rows):
+        if row["task"] == FRONT:
+            above = 100 * (math.exp(row["loss"] - base["loss"]) - 1)
+            minutes = row["train_seconds"][-1] / 60
+            told.append((row, f"ends {above:.1f} % above after {minutes:.1f} min"))
+    return base, told
+
+
+def front_sentence(rows: Sequence[Row]) -> str:
+    """Return what pages say that show the front page's picture."""
+    told = {DRAWN[row["method"]][0]: text for row, text in _front(rows)[1]}
+    return (
+        f"Beside plain DDP's perplexity, sparcel {told['sparcel']}, bfloat16 {told['bfloat16']},"
+        f" and PowerSGD {told['PowerSGD']}."
+    )
+
+
+def draw_front(rows: Sequence[Row]) -> None:
+    """Draw the front page's picture: when each method ends, and how far above DDP alone."""
+    base, told = _front(rows)
+    wanted = math.exp(base["held_out"][-1][-1])
+    figure, axes = subplots(size=(5.4, 4))
+    axes.axhline(wanted, color=DENSE, linewidth=1, linestyle=":")
+    axes.text(2, wanted - 0.3, "where plain DDP ends", va="top")
+    for row, text in told:
+        name, colour = DRAWN[row["method"]]
+        write = partial(axes.annotate, color=colour, textcoords="offset points")
+        points = [(second / 60, math.exp(loss)) for _, second, loss in row["held_out"]]
+        axes.plot(*zip(*points, strict=True), color=colour, lw=4.5 if name == "sparcel" else 2.5)
+        write(name, points[0], (4, 4), weight="bold")
+        axes.plot(*points[-1], "o", color=colour, markersize=9)
+        left = {"ha": "right", "xytext": (-9, -8)} if name == "sparcel" else {"xytext": (7, 6)}
+        write(text.removeprefix("ends ").replace(" after ", "\n"), points[-1], **left)
+    axes.set(xlabel="minutes of training", ylabel="perplexity (lower is better)")
+    axes.set(xlim=(0, 5.6), ylim=(73.5, 92.5))
+    axes.set_title("Training over a slow network: 8 nodes, 100 Mbit/s", loc="center")
+    save(figure, "front")
+
+
+def draw_all() -> None:
+    """Draw the figures."""
+    rows = lab_rows()
+    for task in {row["task"] for row in rows}:
+        draw(rows, task)
+    draw_front(rows)
+
+
+def main() -> None:
+    rows = lab_rows()
+    print("\n".join(trainings_table(rows)), end="\n\n")
+    print("\n".join(seconds_table(rows)))
+    draw_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Train over an emulated network, densely and with sparse methods, and record loss against time.
+
+Run it in each rank of an emulated cluster:
+
+    sparcel lab run --nodes 8 --rate 100mbit -- python -m benchmarks.training.lab_training DATA \
+        --task speech --output benchmarks/results/lab_training.json
+
+``DATA`` holds the folders of the tasks. The methods train one after the other, from the same start
+and on the same batches: DistributedDataParallel alone, with hooks of torch, and with sparcel as
+`sparcel.attach` does it if no method is named. The time of a step contains all that a user waits
+for: the batch, both passes, the exchange and the optimiser; ``step_s`` is the median of the second
+half of a training, after those steps that send more. In that half rank 0 evaluates the model every
+now and then, while the clock stands. Trainings that the output has are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+from benchmarks.machine import machine
+from benchmarks.record import Row, rows_of, write
+from benchmarks.training.peers import register
+from benchmarks.training.task_training import Method, Run, evaluate
+from benchmarks.training.tasks import TASKS, batches, loss_of
+
+POINTS = 50
+HELD_OUT = 20
+"""How often the model is evaluated in the second half of a training, on `WINDOWS` samples."""
+WINDOWS = 500
+
+HOOKS = {"DDP": None, "bf16": "bf16", "PowerSGD 4": "powersgd,4"}
+"""Hooks of torch, by the methods' labels."""
+
+ONE_BUCKET = {"bucket_cap_mb": 1000}
+"""For PowerSGD: with several buckets, its collectives over Gloo interleave differently on ranks."""
+
+METHODS = (*HOOKS, "sparcel")
+
+
+def trained(arguments: argparse.Namespace, label: str) -> Row:
+    """Train with one method and return its row, which is whole on rank 0; all ranks call."""
+    task = TASKS[arguments.task]
+    task = replace(task, steps=arguments.steps or task.steps)
+    run = Run(arguments.data, task, Method(label, "dense"), arguments.seed)
+    handle, hook = None, HOOKS.get(label)
+    buckets = ONE_BUCKET if label.startswith("PowerSGD") else {}
+    model = DistributedDataParallel(run.model, gradient_as_bucket_view=True, **buckets)
+    if label == "sparcel":
+        handle = sparcel.attach(model, optimizer=run.optimizers[0])
+    share = register(model, hook, task.steps) if hook else lambda: 1.0
+    rank, ranks, split = dist.get_rank(), dist.get_world_size(), run.split
+    windows = replace(split, x_test=split.x_test[:WINDOWS], y_test=split.y_test[:WINDOWS])
+    second_half = range(task.steps // 2, task.steps)
+    looked_at = {second_half[-1 - len(second_half) * n // HELD_OUT] for n in range(HELD_OUT)}
+    seconds: list[float] = []
+    held_out: list[tuple[int, float, float]] = []
+    dist.barrier()
+    start = perf_counter()
+    for step, batch in enumerate(
+        batches(len(split.y_train), task.batch, task.steps, arguments.seed)
+    ):
+        part = batch.chunk(ranks)[rank]
+        model.zero_grad()
+        loss = loss_of(model, split.x_train[part], split.y_train[part])
+        loss.backward()
+        run.update(step)
+        run.losses[step] = loss.item() / ranks
+        seconds.append(perf_counter() - start)
+        if step in looked_at:
+            if rank == 0:
+                loss_now = evaluate(run.model, windows)["loss"]
+                held_out.append((step + 1, seconds[-1], loss_now))
+                run.model.train()
+            dist.barrier()
+            start = perf_counter() - seconds[-1]
+    losses = torch.tensor(run.losses)
+    dist.all_reduce(losses)
+    run.losses = losses.tolist()
+    compression = 1 / share()
+    if handle is not None:
+        compression = handle.stats().compression
+        handle.close()
+    return {
+        "task": task.name,
+        "method": label,
+        "seed": arguments.seed,
+        "steps": task.steps,
+        "network": arguments.network,
+        "ranks": ranks,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        **(evaluate(run.model, split) if rank == 0 else {}),
+        "compression": compression,
+        "step_s": median(end - start for start, end in pairwise(seconds[task.steps // 2 :])),
+        "held_out": held_out,
+        "train_losses": run.smoothed(POINTS),
+        "train_seconds": [float(part[-1]) for part in torch.tensor(seconds).tensor_split(POINTS)],
+    }
+
+
+def main() -> None:
+    """Train with each method, and write the rows from rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--task", choices=TASKS, default="speech")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help=f"{POINTS} or more; default: the task's")
+    parser.add_argument("--network", default="100mbit", help="what the lab was told, to record it")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows, origin = rows_of(arguments.output), machine()
+    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
+    done = [(row["task"], row["network"], row["seed"], row["steps"], row["method"]) for row in rows]
+    steps = arguments.steps or TASKS[arguments.task].steps
+    training = arguments.task, arguments.network, arguments.seed, steps
+    dist.barrier()  # all have read what rank 0 will write
+    for label in arguments.methods:
+        if (*training, label) in done:
+            continue
+        row = trained(arguments, label)
+        rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
+        if dist.get_rank() == 0:
+            print(
+                f"{row['task']}, {row['method']}: {row['train_seconds'][-1]:.0f} s,"
+                f" {row['accuracy']:.2%}, loss {row['loss']:.4f}",
+                flush=True,
+            )
+            write(arguments.output, origin, rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The papers' own recipes, without what sparcel adds, beside dense training.
+
+    python -m benchmarks.training.papers_recipes DATA [--recipes oktopk] [--seeds 3]
+
+``DATA`` is as for ``convergence.py``. Eight ranks of a simulated cluster train on ``images``, as
+many samples with every batch. Nothing moves ahead and nothing is front-loaded. Each recipe is
+paired with dense training of the same batch, learning rate, steps and seed. Runs that the record
+has are not repeated. ``--steps 2000 --recipes scalecom`` trains longer; recipes such as
+``"oktopk, ahead"`` change one thing, with ``--methods recipe``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import sparcel
+from benchmarks.machine import machine
+from benchmarks.record import RESULTS, Row, extend
+from benchmarks.training.task_training import Method, Run, evaluate
+from benchmarks.training.tasks import TASKS
+from sparcel.comm import Communicator
+from sparcel.training import Averager
+
+RANKS, TASK = 8, "images"
+FIRST_LAYER = ("0.weight",)
+OUTPUT = RESULTS / "papers_recipes.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A paper's method for training with batches of ``batch`` samples.
+
+    The first ``dense_share`` of the steps are uncompressed. Of the tensors, only ``whole`` are
+    never compressed. ``ahead`` is not of the papers: it tells what a recipe lacks.
+    """
+
+    name: str
+    batch: int
+    lr: float
+    scheme: str
+    settings: dict[str, object]
+    dense_share: float
+    whole: Collection[str] = ()
+    ahead: bool = False
+
+    def method(self, steps: int) -> Method:
+        """Return the method for a training of so many steps."""
+        settings = {"warmup": [1], "warmup_steps": round(self.dense_share * steps)}
+        return Method(
+            self.name, self.scheme, self.settings | settings, ahead=self.ahead, frontload=False
+        )
+
+
+OKTOPK = Recipe(
+    "oktopk",
+    batch=64,
+    lr=0.05,
+    scheme="oktopk",
+    settings={"density": 0.02, "threshold": "reuse", "put_back": "own"},
+    dense_share=512 / (160 * 50_000 / 256),
+)
+SCALECOM = Recipe(
+    "scalecom",
+    batch=256,
+    lr=0.1,
+    scheme="scalecom",
+    settings={"density": 0.01, "selector": "chunkwise", "beta": 0.1},
+    dense_share=0.1,
+    whole=FIRST_LAYER,
+)
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        OKTOPK,
+        replace(
+            OKTOPK, name="oktopk, exact thresholds", settings={"density": 0.02, "put_back": "own"}
+        ),
+        replace(
+            OKTOPK,
+            name="oktopk, owners keep what loses",
+            settings={"density": 0.02, "threshold": "reuse"},
+        ),
+        replace(OKTOPK, name="oktopk, ahead", ahead=True),
+        SCALECOM,
+        replace(
+            SCALECOM,
+            name="scalecom without its filter",
+            settings={"density": 0.01, "selector": "chunkwise"},
+        ),
+        replace(SCALECOM, name="scalecom without chunks", settings={"density": 0.01, "beta": 0.1}),
+    )
+}
+"""Ok-Topk's for VGG-16 on CIFAR-10: a density of 2 %, τ′ = 32, τ = 64, and the 512 dense iterations
+of its published code, of 31,250. ScaleCom's for a large batch on ImageNet: 32 samples a rank,
+chunks of 100, β = 0.1, a tenth of the training dense (10 of ResNet-50's 100 epochs), its first
+layer too. The others change one thing, and are compared with the same dense training."""
+
+
+class RecipeRun(Run):
+    """A training that compresses all tensors but those of the recipe."""
+
+    def __init__(self, data: Path, recipe: Recipe, dense: bool, steps: int, seed: int) -> None:
+        task = replace(TASKS[TASK], batch=recipe.batch, lr=recipe.lr, steps=steps)
+        dense_method = Method("dense", "dense", ahead=False, frontload=False)
+        super().__init__(data, task, dense_method if dense else recipe.method(steps), seed)
+        self.whole = recipe.whole
+
+    def averager(self, comm: Communicator) -> Averager:
+        return Averager(
+            self.named,
+            self.scheme,
+            group=comm,
+            policy=lambda name, _: name in self.whole,
+            frontload=False,
+        )
+
+
+def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
+    """Train once by a recipe or densely, and return the row."""
+    torch.set_num_threads(1)
+    run = RecipeRun(data, RECIPES[recipe], method == "dense", steps, seed)
+    report = sparcel.simulate(RANKS, run.rank)
+    here = machine()
+    return {
+        "recipe": recipe,
+        "method": method,
+        "task": TASK,
+        "seed": seed,
+        "ranks": RANKS,
+        "batch": run.task.batch,
+        "steps": steps,
+        "lr": run.task.lr,
+        "scheme": run.method.scheme,
+        "settings": dict(run.method.settings),
+        "whole": list(run.whole),
+        **evaluate(run.model, run.split),
+        "train_losses": run.smoothed(),
+        "density_before": report.results[0].density_before,
+        "density_after": report.results[0].density_after,
+        "bytes_a_step": max(max(one.bytes_sent, one.bytes_received) for one in report.traffic)
+        / steps,
+        "processor": here["processor"],
+        "torch": here["torch"],
+        "command": command(recipe, method, seed, steps),
+        "times": "not measured",
+    }
+
+
+def command(recipe: str, method: str, seed: int, steps: int) -> str:
+    """Return a command that makes a row, after those of the seeds before."""
+    return (
+        f'python -m benchmarks.training.papers_recipes DATA --recipes "{recipe}" --methods {method}'
+        f" --seeds {seed + 1} --steps {steps}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["oktopk", "scalecom"])
+    parser.add_argument("--methods", nargs="+", choices=["dense", "recipe"])
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
+    parser.add_argument("--steps", type=int, help="default: as many samples as in convergence.py")
+    arguments = parser.parse_args()
+    for row in extend(OUTPUT, train, arguments.data, _jobs(arguments), 1):
+        print({key: row[key] for key in ("recipe", "method", "seed", "steps", "loss", "accuracy")})
+
+
+def _jobs(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the runs, one seed of everything before the next."""
+    methods = arguments.methods or ["dense", "recipe"]
+    for seed, name, method in product(range(arguments.seeds), arguments.recipes, methods):
+        usual = TASKS[TASK]
+        yield {
+            "recipe": name,
+            "method": method,
+            "seed": seed,
+            "steps": arguments.steps or usual.steps * usual.batch // RECIPES[name].batch,
+        }
+
+
+if __name__ == "__main__":
+    main()

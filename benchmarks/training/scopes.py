@@ -1,0 +1,146 @@
+"""Time that the exchange adds to a step, with one selection a bucket and with one over the model.
+
+Run it in each rank of an emulated cluster:
+
+    sparcel lab run --nodes 4 --rate 1gbit -- python -m benchmarks.training.scopes \
+        --output benchmarks/results/scopes.json
+
+A model of equal layers, one a bucket, is trained on random data. ``added_ms`` is what a step takes
+beyond the same step without an exchange. By bucket it can be less than selection and exchange take,
+because a bucket is sent while later ones are computed; over the model it can't. All rows take
+turns. A rank's figure is the median of its steps, a row's the mean over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparcel
+from benchmarks.machine import machine
+
+SCHEMES = ("topk", "gtopk", "oktopk")
+SCOPES = ("bucket", "model")
+WARM_UP = 3
+"""Steps of each row before the first turn; DDP rebuilds its buckets in them."""
+
+Figures = dict[str, float]
+
+
+class Training:
+    """One row: a model of its own, and what each of its steps took on this rank."""
+
+    def __init__(self, arguments: argparse.Namespace, scheme: str, scope: str) -> None:
+        torch.manual_seed(0)
+        width = arguments.width
+        layers = [nn.Linear(width, width, bias=False) for _ in range(arguments.layers)]
+        self.model = DistributedDataParallel(
+            nn.Sequential(*layers),
+            bucket_cap_mb=4 * width * width / 2**20,
+            gradient_as_bucket_view=True,
+        )
+        self.handle = sparcel.attach(
+            self.model, scheme, density=arguments.density, scope=scope, frontload=False
+        )
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.batch = torch.randn(arguments.batch, width, generator=generator)
+        self.steps: list[Figures] = []
+
+    def timed(self) -> float:
+        """Return the seconds of a forward and a backward pass, which all ranks begin together."""
+        self.model.zero_grad()
+        self.handle.meet()
+        start = perf_counter()
+        self.model(self.batch).square().mean().backward()
+        return perf_counter() - start
+
+    def step(self) -> None:
+        """Time a step with the exchange, and one without."""
+        step_s = self.timed()
+        last = self.handle.stats().last
+        with self.model.no_sync():
+            compute_s = self.timed()
+        self.steps.append(
+            {
+                "step_ms": 1e3 * step_s,
+                "added_ms": 1e3 * (step_s - compute_s),
+                "select_ms": 1e3 * last.select_seconds,
+                "communicate_ms": 1e3 * last.communicate_seconds,
+                "sent_kb": last.bytes_sent / 1e3,
+                "messages": last.messages_sent,
+            }
+        )
+
+    def row(self) -> Figures:
+        """Return the medians of the steps as means over ranks; all ranks call."""
+        mine = {name: median(step[name] for step in self.steps) for name in self.steps[0]}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        return {name: mean(rank[name] for rank in ranks) for name in mine}
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Figures]:
+    """Let all rows take turns, and return them by name."""
+    trainings = {
+        f"{scheme}, {scope}": Training(arguments, scheme, scope)
+        for scheme in SCHEMES
+        for scope in SCOPES
+    }
+    for training in trainings.values():
+        for _ in range(WARM_UP):
+            training.step()
+        training.steps.clear()
+    for _ in range(arguments.steps):
+        for training in trainings.values():
+            training.step()
+    rows = {name: training.row() for name, training in trainings.items()}
+    for training in trainings.values():
+        training.handle.close()
+    return rows
+
+
+def table(rows: dict[str, Figures]) -> Table:
+    """Return the rows as a table to print."""
+    columns = list(next(iter(rows.values())))
+    shown = Table("row", *columns)
+    for name, row in rows.items():
+        shown.add_row(name, *(f"{row[column]:.3g}" for column in columns))
+    return shown
+
+
+def main() -> None:
+    """Measure all rows, and write them from rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=64, help="samples a rank")
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--steps", type=int, default=40, help="timed steps of each row")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = measured(arguments)
+    if dist.get_rank() == 0:
+        Console(width=120).print(table(rows))
+        if arguments.output is not None:
+            settings = {"ranks": dist.get_world_size(), **vars(arguments)}
+            del settings["output"]
+            report = {**machine(), "settings": settings, "rows": rows}
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Training on a simulated cluster: one run of one method on one task, and its measurements.
+
+Every rank computes the gradients of its part of the batch and averages them as `sparcel.attach`
+does. The selections, the exchanges and the bytes are real, the network is not. The ranks share one
+model, because their updates are equal; that is checked in every step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import sparcel
+from benchmarks.training.tasks import TASKS, Split, Task, batches, loss_of
+from sparcel.comm import Communicator
+from sparcel.rates import Rates
+from sparcel.selectors import Selector
+from sparcel.training import Averager, stays_dense
+
+
+@dataclass(frozen=True)
+class Method:
+    """A scheme with settings, under a label; ``ahead`` and ``frontload`` as in `sparcel.attach`."""
+
+    label: str
+    scheme: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    ahead: bool = True
+    frontload: bool = True
+
+    def make(self) -> sparcel.Scheme:
+        return sparcel.scheme(self.scheme, **self.settings)
+
+
+def train(
+    data: Path,
+    task: str,
+    method: Method,
+    seed: int,
+    ranks: int,
+    batch: int,
+    lr: float,
+    steps: int | None = None,
+    rates: Rates | None = None,
+) -> dict[str, Any]:
+    """Train once and return the row of results.
+
+    By default on as many samples with any batch, and with `sparcel.attach`'s default rates.
+    """
+    torch.set_num_threads(1)
+    start, usual = time.perf_counter(), TASKS[task]
+    steps = steps or usual.steps * usual.batch // batch
+    run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed, rates)
+    report = sparcel.simulate(ranks, run.rank)
+    volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
+    return {
+        "task": task,
+        "method": method.label,
+        "scheme": method.scheme,
+        "settings": {
+            name: repr(value) if isinstance(value, Selector) else value
+            for name, value in method.settings.items()
+        },
+        "ahead": method.ahead,
+        "frontload": method.frontload,
+        "seed": seed,
+        "ranks": ranks,
+        "batch": batch,
+        "steps": steps,
+        "lr": lr,
+        **evaluate(run.model, run.split),
+        "train_losses": run.smoothed(),
+        "density_before": report.results[0].density_before,
+        "density_after": report.results[0].density_after,
+        "dense_steps": run.dense_steps,
+        "clipped_steps": run.clipped_steps,
+        "bytes_a_step": max(volumes) / steps,
+        "minutes": round((time.perf_counter() - start) / 60, 2),
+    }
+
+
+class Run:
+    """One training; `rank` is what each rank does."""
+
+    def __init__(
+        self, data: Path, task: Task, method: Method, seed: int, rates: Rates | None = None
+    ) -> None:
+        self.task, self.method, self.seed, self.rates = task, method, seed, rates
+        self.split = task.read(data / task.folder, seed)
+        torch.manual_seed(seed)
+        self.model = task.model(self.split)
+        if task.after is not None:
+            self.model.load_state_dict(trained_before(data, task.after, seed))
+        self.named = dict(self.model.named_parameters())
+        self.scheme = method.make()
+        adamw = task.adamw is not None
+        if adamw and self.scheme.momentum:  # there is no correction of Adam's momentum
+            self.scheme = replace(self.scheme, momentum=0.0)
+        corrected = [name for name, p in self.named.items() if not stays_dense(name, p)]
+        self.optimizers = task.optimizers(self.model, corrected if self.scheme.momentum else ())
+        self.losses = [0.0] * task.steps
+        self.dense_steps = self.clipped_steps = 0
+        self._updates: dict[str, Tensor] = {}
+
+    def rank(self, comm: Communicator) -> sparcel.training.Stats:
+        method = self.method
+        averager = self.averager(comm)
+        ahead = averager.ahead(self.named) if method.ahead else None
+        if ahead is not None:
+            for optimizer in self.optimizers:
+                ahead.follow(optimizer)
+        samples, task = len(self.split.y_train), self.task
+        for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
+            part = batch.chunk(comm.size)[comm.rank]
+            moved = {} if ahead is None else ahead.moved()
+            model = partial(functional_call, self.model, moved)
+            loss = loss_of(model, self.split.x_train[part], self.split.y_train[part])
+            found = torch.autograd.grad(loss, list(self.named.values()))
+            self.losses[step] += loss.item() / comm.size
+            gradients = dict(zip(self.named, found, strict=True))
+            self.observe(comm, step, gradients, averager)
+            updates = averager.average(gradients)
+            if comm.rank == 0:
+                self._updates = updates
+                self.dense_steps += averager.handle.stats().last.density_before > 0.99
+            comm.gather_numbers(0)  # rank 0's updates are there
+            for name, update in updates.items():
+                assert same_bits(update, self._updates[name]), "ranks parted"
+            comm.gather_numbers(0)  # all have compared
+            if comm.rank == 0:
+                self._apply(updates, step)
+            comm.gather_numbers(0)  # the model has changed
+        return averager.handle.stats()
+
+    def alone(self, model: nn.Module) -> None:
+        """Train in one process with whole batches; ``model`` is the run's, or what wraps it."""
+        samples, task = len(self.split.y_train), self.task
+        for step, batch in enumerate(batches(samples, task.batch, task.steps, self.seed)):
+            model.zero_grad()
+            loss = loss_of(model, self.split.x_train[batch], self.split.y_train[batch])
+            loss.backward()
+            self.losses[step] = loss.item()
+            self.update(step)
+
+    def averager(self, comm: Communicator) -> Averager:
+        """Return what averages a rank's gradients, as `sparcel.attach` makes it."""
+        return Averager(
+            self.named, self.scheme, group=comm, frontload=self.method.frontload, rates=self.rates
+        )
+
+    def observe(
+        self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
+    ) -> None:
+        """Look at a rank's gradients before they are averaged; for subclasses."""
+
+    def _apply(self, updates: Mapping[str, Tensor], step: int) -> None:
+        for name, parameter in self.named.items():
+            parameter.grad = updates[name]
+        self.update(step)
+
+    def update(self, step: int) -> None:
+        """Let the optimiser change the model by its ``.grad``, which are the averages."""
+        if self.task.clip is not None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+            self.clipped_steps += bool(norm > self.task.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.task.lr_at(step)
+            optimizer.step()
+
+    def smoothed(self, points: int = 50) -> list[float | None]:
+        """Return the training loss as the means of equal parts of the training; None for NaN."""
+        parts = torch.tensor(self.losses).tensor_split(points)
+        means = [float(part.mean()) for part in parts]
+        return [round(one, 4) if math.isfinite(one) else None for one in means]
+
+
+@cache
+def trained_before(data: Path, task: str, seed: int) -> Mapping[str, Any]:
+    """Return the state of a model that was trained densely in one process."""
+    run = Run(data, TASKS[task], Method("dense", "dense"), seed)
+    run.alone(run.model)
+    return run.model.state_dict()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare two float32 tensors, NaN included."""
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def evaluate(model: nn.Module, split: Split) -> dict[str, Any]:
+    """Return the loss (None if it is not finite) and the accuracy on what is held out.
+
+    The model is in evaluation mode afterwards.
+    """
+    loss, right, count = 0.0, 0, split.y_test.numel()
+    model.eval()
+    with torch.no_grad():
+        for x, y in zip(split.x_test.split(500), split.y_test.split(500), strict=True):
+            logits, targets = model(x).flatten(0, -2), y.flatten()
+            loss += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            right += int((logits.argmax(1) == targets).sum())
+    return {"loss": loss / count if math.isfinite(loss) else None, "accuracy": right / count}
