@@ -21,6 +21,7 @@ struct Header {
 };
 static_assert(sizeof(Header) == 40);
 
+constexpr uint8_t kDense = 1;
 constexpr uint8_t kNonFinite = 2;
 
 // Every part of a message takes a multiple of 8 bytes.

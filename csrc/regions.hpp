@@ -28,6 +28,7 @@ namespace sparcel {
 
 constexpr size_t kMostPiece = 1024;  // coordinates that are in the first-level cache at a time
 constexpr uint32_t kNonFiniteBits = 0x7f800000;
+constexpr uint32_t kNoLimit = 0x7fffffff;  // selects nothing of use: for the sums, and the largest
 
 // Block b of a vector belongs to rank b mod `ranks`, whose region is its blocks one after another.
 struct Regions {
@@ -79,7 +80,8 @@ struct Entering {
     }
 };
 
-// The coordinates up to `stop` from which those of at least a threshold's magnitude are taken.
+// Before coordinate `stop`, and from the limit before this one on, entries of at least the
+// threshold's magnitude are taken.
 struct Limit {
     size_t stop;
     uint32_t threshold;  // the bits of a magnitude, not 0
@@ -185,8 +187,7 @@ class Selected {
         if (dense_) {
             uint64_t none[kMostPiece / 64];
             float* const sums = memory ? values_ : x;
-            passes_.masked.select(memory, addend, sums, words, ~uint32_t{0} >> 1, none, errors_,
-                                  &largest_);
+            passes_.masked.select(memory, addend, sums, words, kNoLimit, none, errors_, &largest_);
             return round(sums, std::min(n, length_ - place), x);
         }
         uint64_t* const mask = mask_.data() + place / 64;
@@ -196,8 +197,8 @@ class Selected {
             found = passes_.masked.select(memory, addend, x, words, limit->threshold, mask,
                                           values_ + held_, &largest_);
         } else {
-            passes_.masked.select(memory, addend, x, words, ~uint32_t{0} >> 1, mask,
-                                  values_ + held_, &largest_);
+            passes_.masked.select(memory, addend, x, words, kNoLimit, mask, values_ + held_,
+                                  &largest_);
             found = take_each(x, n, begin, limit, limits.end(), mask);
         }
         if (count_ + held_ + found > most_) found = leave_out(mask, words, found);
@@ -333,7 +334,7 @@ inline std::optional<Packed> read_packed(const uint8_t* bytes, size_t size, cons
     if (size < sizeof header) return {};
     std::memcpy(&header, bytes, sizeof header);
     Packed packed{.count = header.nnz, .length = header.size};
-    packed.dense = expected.flags & 1;
+    packed.dense = expected.flags & kDense;
     packed.finite = !(header.flags & kNonFinite);
     Header like = header;
     like.flags = uint8_t(header.flags & ~kNonFinite);

@@ -141,8 +141,8 @@ struct AdamScale {
     float beta, rest, correction, eps;
 };
 
-// The passes of step-ahead over n float32 values. The last takes no square below its `largest`,
-// which the one before has no use for.
+// The passes of step-ahead over n float32 values. `amsgrad` takes the larger of a square and
+// `largest`; `adam` ignores `largest`.
 struct AheadPasses {
     using Adam = void (*)(const float* values, const float* gradients, const float* squares,
                           const float* largest, size_t n, const AdamScale& scale, float rate,

@@ -53,8 +53,8 @@ def _job(tensor: Tensor, move: ahead.Along | ahead.AsAdam) -> _Job | None:
         if not all(one.is_contiguous() for one in parts):
             return None
     values, direction, *squares = map(to_dlpack, parts)
-    numbers = scale and (
-        *(squares if len(squares) == 2 else (*squares, None)),
-        *(scale.beta, 1 - scale.beta, 1 / scale.bias, scale.eps),
-    )
-    return _Job((values, direction, move.rate, numbers), parts[0].shape, order)
+    scaled = None
+    if scale is not None:
+        largest = squares[1] if scale.largest is not None else None
+        scaled = squares[0], largest, scale.beta, 1 - scale.beta, 1 / scale.bias, scale.eps
+    return _Job((values, direction, move.rate, scaled), parts[0].shape, order)

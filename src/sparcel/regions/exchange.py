@@ -135,4 +135,4 @@ _SMALL = 50
 """Small operations of a step, besides those on its vectors."""
 
 _ENTERING, _DELIVERING = 2.5, 1.0
-"""How many times as long as adding to a vector making messages of one takes, and the reverse."""
+"""The time to make messages of a vector, and to read them, in additions to the vector."""

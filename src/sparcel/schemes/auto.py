@@ -43,8 +43,8 @@ CANDIDATES = ("dense", *EXCHANGES)
 
 def _stages_of(candidate: str, rates: Rates) -> Stages:
     """Return the stages of a candidate's training step."""
-    stages = {"topk": topk_stages_by(rates), "gtopk": gtopk_stages, "oktopk": oktopk_stages}
-    return stages.get(candidate, dense_stages)
+    stages = {"dense": dense_stages, "topk": topk_stages_by(rates), "gtopk": gtopk_stages}
+    return {**stages, "oktopk": oktopk_stages}[candidate]
 
 
 def stages_by(rates: Rates) -> Stages:

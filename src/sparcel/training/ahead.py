@@ -279,7 +279,7 @@ def _rule_of(optimizer: Optimizer) -> Rule | None:
     """Return how two steps of an optimiser move parameters, None if that is not known."""
     if isinstance(optimizer, SaysTwoSteps):
         return partial(_along, optimizer.two_steps)
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+    if isinstance(optimizer, torch.optim.Adam):
         return adam_move
     for kind, two_steps in _KNOWN.items():
         if isinstance(optimizer, kind):
