@@ -41,6 +41,7 @@ CHOSEN = {
     "powersgd,4": ("torch's PowerSGD, rank 4", ""),
     "powersgd,8": ("torch's PowerSGD, rank 8", ""),
     "bidirectional,0.1,packed:4,front": ("`attach`'s default", "default"),
+    "bidirectional,1,raw:4": ("`attach(model, density=1)`", "all, 4 bits"),
     "scalecom,0.1,packed:4,front": ("`scalecom`, 10 %, `packed:4`", "scalecom 10 %, packed:4"),
 }
 """What users choose among: labels, and names in the record of processor time."""
