@@ -225,8 +225,8 @@ def averager_of(vectors: Sequence[Vector], method: Method, mesh: DeviceMesh) -> 
 def predicted(vectors: Sequence[Vector], method: Method, mesh: DeviceMesh) -> tuple[int, bool]:
     """Return the bytes that this rank is to send in a step, and whether that is exact.
 
-    It is exact where it does not depend on which coordinates the ranks select. Of FSDP itself it is
-    what a ring sends, which Gloo need not take.
+    It is exact where it does not depend on which coordinates the ranks select, and how many. Of
+    FSDP itself it is what a ring sends, which Gloo need not take.
     """
     ranks, rank = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
     if method.is_hsdp:
@@ -247,7 +247,8 @@ def predicted(vectors: Sequence[Vector], method: Method, mesh: DeviceMesh) -> tu
     alike = _sent(stages, [replace(problem, spread=problem.k) for problem in problems])
     whole = _sent(partial(_whole, rates=rates), [Problem(small, small, ranks, rank=rank)])
     everyone = Problem(1, 1, dist.get_world_size(), rank=dist.get_rank())
-    return round(selected + whole + _sent(_agreement, [everyone])), selected == alike
+    exact = selected == alike and method.scheme != DEFAULT  # whose thresholds are of a sample
+    return round(selected + whole + _sent(_agreement, [everyone])), exact
 
 
 def _sent(stages: Stages, problems: Sequence[Problem]) -> float:
