@@ -16,7 +16,7 @@ RATE := 1gbit
 CPP_SOURCES := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 PACKAGES := $(shell find src/sparcel -name __init__.py)
 
-.PHONY: help demo test quick gpu check lint types records pages docs format sanitize wheels clean
+.PHONY: help demo test slow gpu check lint types records pages docs format sanitize wheels clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,11 +26,11 @@ demo: $(VENV)/built ## train on an emulated network, dense and sparse (NODES=4 R
 	$(BIN)/sparcel lab run --nodes $(NODES) --rate $(RATE) --or-loopback -- \
 		$(BIN)/python examples/slow_network.py $(ARGS)
 
-test: $(VENV)/built ## the whole test suite (ARGS= is passed on to pytest)
-	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
-
-quick: $(VENV)/built ## the tests without the slow ones
+test: $(VENV)/built ## the test suite, without the slow ones (ARGS= is passed on to pytest)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(ARGS)
+
+slow: $(VENV)/built ## tests of wheels, compilers, frameworks, examples, crashes and many ranks
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m slow $(ARGS)
 
 gpu: ## on a machine with a GPU, where sparcel is installed (PYTHON=): its tests, then its times
 	$(PYTHON) -c "import torch; torch.zeros(1, device='cuda')"
