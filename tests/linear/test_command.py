@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -229,7 +230,8 @@ def test_labels_are_texts_on_all_ranks_if_they_are_on_one(tmp_path):
 
 def started(ranks: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
     """Start the command as torchrun would."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    # Linux gives connections ports from 32768 on, and other tests connect meanwhile.
+    with socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))) as free:
         port = str(free.getsockname()[1])
     common = {
         **os.environ,
