@@ -24,6 +24,11 @@ def machine() -> dict[str, Any]:
     return {
         **results.machine(),
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "-m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
+        "command": " ".join(["python", *itself(), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def itself() -> list[str]:
+    """Return what Python is called with to run this program again, without its arguments."""
+    return ["-m", sys.modules["__main__"].__spec__.name]

@@ -28,7 +28,7 @@ namespace sparcel {
 
 constexpr size_t kMostPiece = 1024;  // coordinates that are in the first-level cache at a time
 constexpr uint32_t kNonFiniteBits = 0x7f800000;
-constexpr uint32_t kNoLimit = 0x7fffffff;  // selects nothing of use: for the sums, and the largest
+constexpr uint32_t kNoLimit = 0x7fffffff;  // where nobody uses what is selected
 
 // Block b of a vector belongs to rank b mod `ranks`, whose region is its blocks one after another.
 struct Regions {

@@ -43,7 +43,7 @@ from torch import Tensor
 from benchmarks.deltas.memory import remembered
 from benchmarks.deltas.pairs import LEARNING_RATES, distances, pairs
 from benchmarks.deltas.ways import WAYS, Way, Weights, bits_of, found, same
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from benchmarks.record import RESULTS, Row, write
 
 VERSIONS = 4
@@ -218,7 +218,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     origin = machine()
-    command = ["python", "-m", "benchmarks.deltas.measure", "FOLDER", *sys.argv[2:]]
+    command = ["python", *itself(), "FOLDER", *sys.argv[2:]]
     origin["command"] = shlex.join(command)
     files, rows = pairs(given.folder, given.lr, VERSIONS), list[Row]()
     for lr, versions in files.items():

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.linear.data import SETS, rows_of
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
 from sparcel.linear import SparseLogisticRegression
@@ -115,8 +115,7 @@ def run(command: list[str], ranks: int) -> dict[str, list[int]]:
 def command_of(arm: Arm, name: str, work: Path, file: Path, cache: Path, out: Path) -> list[str]:
     """Return the command that trains so with a file, or its cache."""
     if arm.estimator:
-        this = [sys.executable, "-m", "benchmarks.linear.memory"]
-        return [*this, "--work", str(work), "--estimator", name]
+        return [sys.executable, *itself(), "--work", str(work), "--estimator", name]
     ngrams = SETS[name].ngrams
     low, high = ngrams.ngram_range
     return [

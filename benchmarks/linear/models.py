@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.linear.data import SETS, make, rows_of
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
 from sparcel.comm import world
@@ -210,8 +210,7 @@ def main() -> None:
     for name in arguments.sets:
         tests = make(arguments.data, arguments.work, name)
         for nodes in arguments.nodes:
-            this = [sys.executable, "-m", "benchmarks.linear.models", *sys.argv[1:]]
-            command = [*this, "--set", name, "--tests", *tests]
+            command = [sys.executable, *itself(), *sys.argv[1:], "--set", name, "--tests", *tests]
             lab = [sys.executable, "-m", "sparcel", "lab", "run", "--nodes", str(nodes)]
             subprocess.run([*lab, "--rate", arguments.rate, "--", *command], check=True)
 

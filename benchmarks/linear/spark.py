@@ -36,7 +36,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.linear.data import SETS, rows_of
 from benchmarks.linear.single import matrix
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from benchmarks.record import rows_of as recorded
 from sparcel.comm import world
@@ -274,7 +274,7 @@ def main() -> None:
     svmlight(arguments.work, "train")
     for nodes in arguments.nodes:
         lab = [sys.executable, "-m", "sparcel", "lab", "run", "--nodes", str(nodes)]
-        command = [sys.executable, "-m", "benchmarks.linear.spark", *sys.argv[1:], "--in-lab"]
+        command = [sys.executable, *itself(), *sys.argv[1:], "--in-lab"]
         subprocess.run([*lab, "--rate", arguments.rate, "--", *command], check=True)
 
 

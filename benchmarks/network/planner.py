@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from benchmarks.network.planner_judge import judge
 from sparcel.bench.baselines import Contender
 from sparcel.bench.contenders import contender, names
@@ -94,7 +94,7 @@ def measure_all(settings: dict[str, Any], results: Path) -> None:
             for size in {case["size"] for case in network["cases"]}:
                 np.save(_file(Path(folder), size), _gradients(size, _ranks(network)))
             here = ["--nodes", network["nodes"], "--ranks-per-node", network["ranks_per_node"]]
-            run = [sys.executable, "-m", "benchmarks.network.planner", "rank", job, output]
+            run = [sys.executable, *itself(), "rank", job, output]
             lab = ["lab", "run", "--mpi", *here, "--rate", network["rate"], "--", *run]
             begun = perf_counter()
             subprocess.run([sys.executable, "-m", "sparcel", *map(str, lab)], check=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.collectives.halving_doubling import halving_doubling
@@ -140,8 +140,7 @@ def main() -> None:
         for name in arguments.algorithms:
             if name == "ring" and ranks > 256:  # two million messages
                 continue
-            this = [sys.executable, "-m", "benchmarks.network.scale"]
-            command = [*this, "--alone", "--algorithms", name]
+            command = [sys.executable, *itself(), "--alone", "--algorithms", name]
             command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]
             answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
             row = json.loads(answer.stdout)

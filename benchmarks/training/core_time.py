@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import sparcel
-from benchmarks.machine import machine
+from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from sparcel import scheme, units
 from sparcel.bench.engines import BenchEngine, connected
@@ -164,7 +164,7 @@ def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row
 def on_processes(ranks: int, link: Link | None) -> list[Row]:
     """Run this command on so many processes, and return the rows of rank 0."""
     rows: list[Row] = []
-    argv = [sys.executable, "-m", "benchmarks.training.core_time", *sys.argv[1:]]
+    argv = [sys.executable, *itself(), *sys.argv[1:]]
     environment = {"OMP_NUM_THREADS": "1", RANK_OF: "1"}
     with open_network(ranks, link) as network, Workers(network, argv, environment) as workers:
         for rank, line in workers.lines():

@@ -134,7 +134,7 @@ class Scheme(ABC):
             raise InputError("in_place=True writes the update to the gradient; leave out out=")
         own = gradient.detach()
         update = own if in_place else update_like(own, out)
-        self._transact(own, ranks, request, update, in_place=_are_one(own, update))
+        self._transact(own, ranks, request, update, in_place=own.is_set_to(update))
         return gradient if in_place else update
 
     def step_stream(
@@ -303,12 +303,6 @@ class Scheme(ABC):
 
     def _agree(self, gradient: Tensor, comm: Communicator) -> None:  # noqa: B027
         """Compare the ranks' gradients, in a scheme whose exchange does not."""
-
-
-def _are_one(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors of one shape are the same memory."""
-    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return same and one.storage_offset() == other.storage_offset()
 
 
 def update_like(gradient: Tensor, out: Tensor | None) -> Tensor:
