@@ -58,7 +58,7 @@ def templates() -> list[list[str]]:
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         found += texts_of(ast.parse(path.read_text()))
-    for path in (ROOT / "csrc").glob("*.hpp"):
+    for path in (ROOT / "csrc").rglob("*.hpp"):
         found += [[text] for text in re.findall(r'"([^"\n]*)"', path.read_text())]
     return [parts for parts in found if sum(map(len, parts)) >= FIXED]
 

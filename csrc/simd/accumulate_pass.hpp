@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels.hpp"
-#include "passes.hpp"
+#include "simd/kernels.hpp"
+#include "simd/passes.hpp"
 
 namespace sparcel {
 namespace {

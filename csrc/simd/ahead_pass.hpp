@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstddef>
 
-#include "kernels.hpp"
+#include "simd/kernels.hpp"
 
 namespace sparcel {
 namespace {

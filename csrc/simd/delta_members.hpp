@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "delta.hpp"
+#include "simd/delta.hpp"
 
 namespace sparcel {
 namespace {

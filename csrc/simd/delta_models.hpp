@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "delta.hpp"
-#include "rans.hpp"
+#include "simd/delta.hpp"
+#include "simd/rans.hpp"
 
 namespace sparcel {
 namespace {

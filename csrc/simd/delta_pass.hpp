@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "delta.hpp"
-#include "delta_members.hpp"
-#include "delta_models.hpp"
+#include "simd/delta.hpp"
+#include "simd/delta_members.hpp"
+#include "simd/delta_models.hpp"
 
 namespace sparcel {
 namespace {

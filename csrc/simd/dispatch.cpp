@@ -1,7 +1,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "kernels.hpp"
+#include "simd/kernels.hpp"
 
 namespace sparcel {
 namespace {

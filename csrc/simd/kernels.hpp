@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "bits.hpp"
-#include "delta.hpp"
+#include "simd/bits.hpp"
+#include "simd/delta.hpp"
 
 namespace sparcel {
 

@@ -1,12 +1,12 @@
-#include "accumulate_pass.hpp"
-#include "ahead_pass.hpp"
-#include "delta_pass.hpp"
-#include "mask_pass.hpp"
-#include "narrow_pass.hpp"
-#include "passes.hpp"
-#include "quantize_pass.hpp"
-#include "sixty4_portable.hpp"
-#include "vectors_portable.hpp"
+#include "simd/accumulate_pass.hpp"
+#include "simd/ahead_pass.hpp"
+#include "simd/delta_pass.hpp"
+#include "simd/mask_pass.hpp"
+#include "simd/narrow_pass.hpp"
+#include "simd/passes.hpp"
+#include "simd/quantize_pass.hpp"
+#include "simd/sixty4_portable.hpp"
+#include "simd/vectors_portable.hpp"
 
 namespace sparcel {
 

@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "bits.hpp"
-#include "kernels.hpp"
-#include "narrow_pass.hpp"
+#include "simd/bits.hpp"
+#include "simd/kernels.hpp"
+#include "simd/narrow_pass.hpp"
 
 namespace sparcel {
 namespace {

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "bits.hpp"
-#include "kernels.hpp"
+#include "simd/bits.hpp"
+#include "simd/kernels.hpp"
 
 namespace sparcel {
 namespace {

@@ -10,8 +10,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "bits.hpp"
-#include "kernels.hpp"
+#include "simd/bits.hpp"
+#include "simd/kernels.hpp"
 
 namespace sparcel {
 namespace {

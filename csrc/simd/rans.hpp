@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "delta.hpp"
+#include "simd/delta.hpp"
 
 namespace sparcel {
 namespace {

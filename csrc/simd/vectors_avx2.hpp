@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "bits.hpp"
+#include "simd/bits.hpp"
 
 namespace sparcel {
 namespace {

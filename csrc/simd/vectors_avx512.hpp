@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "bits.hpp"
+#include "simd/bits.hpp"
 
 namespace sparcel {
 namespace {

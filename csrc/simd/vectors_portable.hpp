@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "bits.hpp"
+#include "simd/bits.hpp"
 
 namespace sparcel {
 namespace {

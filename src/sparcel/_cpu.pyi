@@ -249,7 +249,7 @@ def transpose(
     threads: int,
 ) -> None: ...
 
-# Exchanges by regions: see csrc/bind_regions.cpp.
+# Exchanges by regions: see csrc/streams/bind_regions.cpp.
 
 def enter(
     memory: Tensor,
@@ -295,7 +295,7 @@ def deliver(
     threads: int,
 ) -> tuple[int, bool, int]: ...
 
-# Changes of weights: see csrc/bind_delta.cpp. A piece has its elements, or None if they are not
+# Changes of weights: see csrc/delta/bind_delta.cpp. A piece has its elements, or None if they are not
 # known, its count, key, first, row and stride.
 
 Piece: TypeAlias = tuple[Tensor | None, int, int, int, int, int]

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "delta.hpp"
+#include "delta/delta.hpp"
 #include "fuzzing.hpp"
 
 namespace sparcel {

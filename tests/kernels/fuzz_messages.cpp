@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "fuzzing.hpp"
-#include "merge.hpp"
-#include "message.hpp"
-#include "pack.hpp"
-#include "quantize.hpp"
-#include "regions.hpp"
+#include "streams/merge.hpp"
+#include "streams/message.hpp"
+#include "streams/pack.hpp"
+#include "streams/quantize.hpp"
+#include "streams/regions.hpp"
 
 namespace sparcel {
 namespace {

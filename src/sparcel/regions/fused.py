@@ -25,7 +25,7 @@ _MOST = 2**31 - 1
 
 
 class Fused:
-    """What `ByStreams` computes, in one pass a phase: see ``csrc/regions.hpp``.
+    """What `ByStreams` computes, in one pass a phase: see ``csrc/streams/regions.hpp``.
 
     Attributes
     ----------

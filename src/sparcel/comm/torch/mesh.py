@@ -114,4 +114,4 @@ class Mesh:
 
 
 _LOST, _LATE, _TOO_LONG, _OTHER_CALL = 1, 2, 3, 4
-"""The ways in which an exchange fails, numbered as in `csrc/mesh.hpp`."""
+"""The ways in which an exchange fails, numbered as in `csrc/mesh/mesh.hpp`."""

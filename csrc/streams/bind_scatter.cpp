@@ -1,0 +1,98 @@
+#include <nanobind/stl/string_view.h>
+
+#include "base/bindings.hpp"
+#include "base/operations.hpp"
+#include "streams/scatter.hpp"
+
+namespace sparcel {
+namespace {
+
+// Calls run(Index, Value types) once indices and values are known to fit `dense`.
+template <class Run>
+void with_entries(const InOut& dense, const Input& indices, const Input& values, size_t width,
+                  const Run& run) {
+    require(values.dtype() == dense.dtype(), "values must have the dtype of dense");
+    require(values.size() == indices.size() * width, "each index needs its value or row");
+    if (width == 0) return;
+    with_index(indices.dtype(), [&]<class Index>(Type<Index> index) {
+        const size_t limit = dense.size() / width;
+        bool outside = false;
+        {
+            nb::gil_scoped_release release;
+            const Index* places = data<Index>(indices);
+            for (size_t i = 0; i < indices.size(); ++i) outside |= size_t(places[i]) >= limit;
+        }
+        if (outside) throw nb::index_error("an index lies outside the dense vector");
+        with_value(dense.dtype(), [&]<class Value>(Type<Value> value) { run(index, value); });
+    });
+}
+
+void reduce_into(const InOut& dense, const Input& indices, const Input& values, size_t width,
+                 std::string_view op) {
+    with_entries(dense, indices, values, width,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     with_operation(op, [&]<class Op>(Type<Op>) {
+                         nb::gil_scoped_release release;
+                         scatter_reduce<Op>(data<Value>(dense), data<Index>(indices),
+                                            data<Value>(values), indices.size(), width);
+                     });
+                 });
+}
+
+void scatter_into(const InOut& dense, const Input& indices, const Input& values, size_t width) {
+    with_entries(dense, indices, values, width,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     nb::gil_scoped_release release;
+                     scatter(data<Value>(dense), data<Index>(indices), data<Value>(values),
+                             indices.size(), width);
+                 });
+}
+
+void expand_into(const InOut& dense, const Input& fill, const Input& indices, const Input& values,
+                 size_t width) {
+    require(fill.size() == 1 && fill.dtype() == dense.dtype(),
+            "fill must be one value of the dtype of dense");
+    with_entries(dense, indices, values, width,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     nb::gil_scoped_release release;
+                     expand(data<Value>(dense), dense.size() / width, *data<Value>(fill),
+                            data<Index>(indices), data<Value>(values), indices.size(), width);
+                 });
+}
+
+void add_saturated_into(const InOut& dense, const Input& indices, const Input& values) {
+    with_entries(dense, indices, values, 1,
+                 [&]<class Index, class Value>(Type<Index>, Type<Value>) {
+                     if constexpr (std::is_floating_point_v<Value>) {
+                         nb::gil_scoped_release release;
+                         add_saturated(data<Value>(dense), data<Index>(indices),
+                                       data<Value>(values), indices.size());
+                     } else {
+                         throw nb::type_error("memory is float32 or float64");
+                     }
+                 });
+}
+
+int64_t check(const Input& indices, int64_t size) {
+    return with_index(indices.dtype(), [&]<class Index>(Type<Index>) {
+        nb::gil_scoped_release release;
+        return check_indices(data<Index>(indices), indices.size(), size);
+    });
+}
+
+}  // namespace
+
+void bind_scatter(nb::module_& module) {
+    using namespace nb::literals;
+    module.def("scatter_reduce", reduce_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
+               "values"_a.noconvert(), "width"_a, "op"_a);
+    module.def("scatter", scatter_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
+               "values"_a.noconvert(), "width"_a);
+    module.def("expand", expand_into, "dense"_a.noconvert(), "fill"_a, "indices"_a.noconvert(),
+               "values"_a.noconvert(), "width"_a);
+    module.def("add_saturated", add_saturated_into, "dense"_a.noconvert(), "indices"_a.noconvert(),
+               "values"_a.noconvert());
+    module.def("check_indices", check, "indices"_a.noconvert(), "size"_a);
+}
+
+}  // namespace sparcel
