@@ -24,7 +24,8 @@ from typer.cli import get_docs_for_click
 import sparcel
 from sparcel.cli import app as commands
 from sparcel.schemes import DEFAULT, RECOMMENDED, SCHEMES, Hierarchical, Settings
-from sparcel.schemes.sparsifier import Selecting, Sparsifier
+from sparcel.schemes.selecting import Selecting
+from sparcel.schemes.sparsifier import Sparsifier
 from sparcel.training import Averager
 
 Row = tuple[str, str, str]

@@ -295,8 +295,8 @@ def deliver(
     threads: int,
 ) -> tuple[int, bool, int]: ...
 
-# Changes of weights: see csrc/delta/bind_delta.cpp. A piece has its elements, or None if they are not
-# known, its count, key, first, row and stride.
+# Changes of weights: see csrc/delta/bind_delta.cpp. A piece has its elements, or None if they are
+# not known, its count, key, first, row and stride.
 
 Piece: TypeAlias = tuple[Tensor | None, int, int, int, int, int]
 CODE_SLACK: int

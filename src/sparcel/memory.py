@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,6 @@ from sparcel.stream import SparseStream, all_of
 
 Range = tuple[int, int]
 """Consecutive coordinates ``[start, stop)`` of a vector."""
-
-Placed = tuple[int, SparseStream]
-"""A stream of consecutive coordinates of a vector, with the place of the first."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,12 @@ class Share:
 class Memory:
     """A residual and one scratch vector, which change places when a step commits.
 
-    A step computes ``scratch = residual + gradient − selected``, to which `settle` adds what an
-    exchange has returned, and leaves the residual as it was until `commit`. Both are float32, or
-    float64 for float64 gradients.
+    The residual is what the rank owes to later updates. A step computes ``scratch = residual +
+    gradient − selected``, to which `keep` adds what an exchange has returned, and leaves the
+    residual as it was until `commit`. Both are float32, or float64 for float64 gradients.
 
     Parameters
     ----------
-    beta
-        The low-pass filter: residual' = (1−β)·residual + β·scratch. What is owed is residual/β.
-        A change of β may rescale the residual: see `commit`. Source: ScaleCom, Algorithm 1.
     momentum
         Unless it is 0, the velocity ``momentum·velocity + gradient`` enters the memory instead of
         the gradient. It is reset to 0 at coordinates that were applied.
@@ -60,15 +54,23 @@ class Memory:
         of ``clip·√P`` before it enters the memory; the average then has the norm ``clip`` if the
         ranks' gradients are uncorrelated. Source: the same paper, local gradient clipping, which
         has clip/√P because its gradients are divided by P.
+
+    Attributes
+    ----------
+    filter
+        β of ScaleCom's low-pass filter: a step takes what it sends out of ``β·residual +
+        gradient``, and the rest of the residual waits. 1 is no filter. The paper's memory is
+        ``β·residual``. Source: ScaleCom, Algorithm 1.
     """
 
-    def __init__(self, beta: float = 1.0, momentum: float = 0.0, clip: float | None = None) -> None:
-        self.beta, self.momentum, self.clip = beta, momentum, clip
+    def __init__(self, momentum: float = 0.0, clip: float | None = None) -> None:
+        self.momentum, self.clip, self.filter = momentum, clip, 1.0
         self.residual: Tensor | None = None
         self.velocity: Tensor | None = None
         self._before: Tensor | None = None
         self._scratch: Tensor | None = None
         self._entering: Tensor | None = None
+        self._partial: Tensor | None = None
         self._withheld: Sequence[Range] = ()
 
     def select(
@@ -131,51 +133,45 @@ class Memory:
             *_, finite = kernels.accumulate_topk(addition, 0)
         return SparseStream.unchecked(None, addition.scratch, gradient.numel(), finite)
 
-    def take_all(self) -> None:
-        """Take everything out of scratch."""
-        self.kept.zero_()
-
     @property
     def kept(self) -> Tensor:
         """What the step keeps back, ``[size]``."""
         assert self._scratch is not None, "kept follows select"
         return self._scratch
 
-    def settle(self, returns: Iterable[Placed]) -> None:
-        """Add what an exchange has returned to what the step keeps back.
+    def take(self, indices: Tensor) -> Tensor:
+        """Take out what the step keeps back at ``indices`` (``[nnz]``, unique); return it."""
+        values = self.kept.index_select(0, indices)
+        kernels.scatter(self.kept, indices, torch.zeros_like(values))
+        return values
+
+    def keep(self, stream: SparseStream, start: int = 0) -> None:
+        """Add a stream of coordinates from ``start`` on to what the step keeps back.
 
         Sums are limited to the largest finite number, because Inf may not enter memory and the
         other ranks have finished the step already.
         """
-        for start, stream in returns:
-            part = self.kept[start : start + stream.size]
-            if stream.indices is None:
-                saturate(part.add_(stream.values))
-            else:
-                kernels.add_saturated(part, stream.indices, stream.values)
+        part = self.kept[start : start + stream.size]
+        if stream.indices is None:
+            saturate(part.add_(stream.values))
+        else:
+            kernels.add_saturated(part, stream.indices, stream.values)
 
     def forget_velocity(self, indices: Tensor) -> None:
         """Reset the velocity of these coordinates (``[nnz]``, unique) to 0."""
         assert self._entering is not None, "what enters under momentum is a velocity"
         kernels.scatter(self._entering, indices, self._entering.new_zeros(indices.numel()))
 
-    def commit(self, next_beta: float = 1.0, factor: float = 1.0) -> None:
-        """Make what the step keeps back, times ``factor``, the residual.
-
-        ``next_beta`` is the filter of the next step. What is owed stays the same where the factor
-        is ``next_beta / beta``.
-        """
+    def commit(self) -> None:
+        """Make what the step keeps back the residual."""
         scratch, before, entering = self._scratch, self._before, self._entering
         assert scratch is not None and before is not None, "commit follows select"
         for start, stop in self._withheld:
-            saturate(scratch[start:stop].add_(before[start:stop]))
+            saturate(scratch[start:stop].add_(before[start:stop], alpha=self.filter))
             if entering is not None and self.velocity is not None:
                 entering[start:stop] = self.velocity[start:stop]
-        if self.beta != 1:
-            scratch.mul_(self.beta).add_(before, alpha=1 - self.beta)
-        if factor != 1:
-            saturate(scratch.mul_(factor))
-        self.beta = next_beta
+        if self.filter != 1:
+            saturate(scratch.add_(before, alpha=1 - self.filter))
         self.residual, self._scratch = scratch, before
         if self.momentum:
             self.velocity, self._entering = entering, self.velocity
@@ -185,15 +181,10 @@ class Memory:
         parts = {"memory": self.residual, "velocity": self.velocity}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def load(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
-        """Take over copies of what `coordinates` returned; forget what is missing or None.
-
-        The residual is multiplied by ``factor``, which another filter than the saved one may need.
-        """
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over copies of what `coordinates` returned; forget what is missing or None."""
         memory, velocity = state.get("memory"), state.get("velocity")
         self.residual = None if memory is None else memory.clone()
-        if self.residual is not None and factor != 1:
-            saturate(self.residual.mul_(factor))
         self.velocity = velocity.clone() if self.momentum and velocity is not None else None
         self._scratch = self._before = self._entering = None
 
@@ -235,7 +226,7 @@ class Memory:
                 if part is not None:
                     emptied_ranges.enter_context(emptied(part, withheld))
             yield kernels.Addition(
-                before,
+                self._filtered(before),
                 gradient,
                 self._scratch,
                 scale=self._factor(gradient, ranks, scale),
@@ -244,6 +235,13 @@ class Memory:
                 entering=self._entering,
                 clear=clear,
             )
+
+    def _filtered(self, residual: Tensor) -> Tensor:
+        """Return what of the residual takes part in a step."""
+        if self.filter == 1:
+            return residual
+        self._partial = _like(residual, self._partial)
+        return torch.mul(residual, self.filter, out=self._partial)
 
     def _factor(self, gradient: Tensor, ranks: int, scale: float) -> float:
         """Return the factor that undoes the gradient's scale and clips it."""

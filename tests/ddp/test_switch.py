@@ -52,9 +52,7 @@ def follow(comm: Communicator) -> list[Trained]:
         optimizer.step()
         before = every[-1].updates if every else {}
         sums = {name: part + before.get(name, 0) for name, part in update.items()}
-        beta = 0.5 if "ScaleCom" in repr(handle.scheme) else 1.0
-        owed = {name: part / beta for name, part in residuals_of(handle, comm.rank).items()}
-        every.append(Trained(sums, owed, [update]))
+        every.append(Trained(sums, residuals_of(handle, comm.rank), [update]))
     handle.close()
     return every
 

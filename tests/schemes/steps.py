@@ -9,16 +9,15 @@ import sparcel
 from sparcel import simulate
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.schemes import Auto, GTopK, Hierarchical, OkTopK, ScaleCom
-from sparcel.schemes._put_back import settled
+from sparcel.schemes._put_back import put_back
 
 
 class OkTopKByRegions(OkTopK):
     """Sums regions, also where the vector is so small that gathering is cheaper."""
 
-    def _exchange(self, selection, wire):
-        sent = selection.stream
-        found = topk_by_regions(sent, wire, selection.k, selection.most)
-        return settled(found, sent, wire, self.put_back)
+    def _exchange(self, ledger, wire):
+        found = topk_by_regions(ledger.sent, wire, ledger.k, ledger.most)
+        return put_back(found, ledger, wire, self.put_back)
 
 
 SCHEMES = {
@@ -116,10 +115,6 @@ def normal(rank, step, size, dtype=torch.float32):
 
 def memory_of(scheme):
     return copy_of(scheme.memory)
-
-
-def owed_by(scheme):
-    return copy_of(scheme.owed)
 
 
 def run(make, world, steps, size, gradient=integers, dtype=torch.float32, kept=memory_of):

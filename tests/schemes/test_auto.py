@@ -41,7 +41,7 @@ def test_all_ranks_choose_the_same_method_and_lose_nothing(world, ways):
         for step in range(len(ways)):
             updates.append(stepped(scheme, normal(comm.rank, step, 60), comm))
             chosen.append(scheme.chosen)
-        return chosen, updates, scheme.owed
+        return chosen, updates, scheme.memory
 
     with pytest.MonkeyPatch.context() as patch:
         choosing(patch, ways)
@@ -112,7 +112,7 @@ def test_withheld_coordinates_are_owed_until_they_may_be_sent(monkeypatch):
                 gradient[:8] = 0
                 request = Request(withheld=[(0, 8)])
             updates.append(stepped(scheme, gradient, comm, request=request))
-        return updates, scheme.chosen, scheme.owed
+        return updates, scheme.chosen, scheme.memory
 
     results = simulate(4, on_rank).results
     went_in = total(integers(rank, step, 64) for rank in range(4) for step in range(12))

@@ -16,7 +16,6 @@ from tests.schemes.steps import (
     copy_of,
     integers,
     normal,
-    owed_by,
     run,
     simulate_nodes,
     total,
@@ -61,7 +60,7 @@ def test_corrected_gradients_are_conserved(name, world, size, gradient):
             velocity = scheme.coordinates().get("velocity", torch.zeros(size))
             entered += 0.5 * velocity + gradient(comm.rank, step, size)
             updates += scheme.step(gradient(comm.rank, step, size), comm)
-        return entered, updates, owed_by(scheme)
+        return entered, updates, copy_of(scheme.memory)
 
     results = simulate_nodes(world, on_rank).results
     came_out = world * results[0][1].double() + total(owed for _, _, owed in results)
@@ -178,7 +177,7 @@ def test_layers_lose_nothing(name):
         for step in range(3):
             gradient = integers(comm.rank, step, 400)
             updates += scheme.step(gradient, comm, request=Request(layers))
-        return updates, owed_by(scheme)
+        return updates, copy_of(scheme.memory)
 
     results = simulate_nodes(4, on_rank).results
     came_out = 4 * results[0][0].double() + total(owed for _, owed in results)
@@ -193,7 +192,7 @@ def test_layers_lose_nothing(name):
     st.sampled_from(["owed", "memory"]),
 )
 def test_filter_equals_scalecoms_rule(beta, size, steps, switch):
-    """m' = (1−β)·m + β·(m + g − sent), and a change of β leaves m/β or, as in the paper, m."""
+    """m' = (1−β)·m + β·(m + g − sent); memory is m/β, or m from the paper's switch on."""
     settings = {"density": 0.2, "beta": beta, "beta_steps": 3, "beta_switch": switch}
     updates, memories = run(
         lambda: sparcel.scheme("scalecom", **settings), *(1, steps, size, normal)
@@ -201,16 +200,16 @@ def test_filter_equals_scalecoms_rule(beta, size, steps, switch):
     m = torch.zeros(size)
     for step in range(steps):
         now = beta if step < 3 else 1.0
-        kept = m + normal(0, step, size) - updates[0][step]
-        m = (1 - now) * m + now * kept
+        m = (1 - now) * m + now * (m + normal(0, step, size) - updates[0][step])
         if step == 2 and switch == "owed":
             m = m / beta
-        torch.testing.assert_close(memories[0][step], m, rtol=1e-4, atol=1e-4)
+        owed = m / beta if step < 2 else m
+        torch.testing.assert_close(memories[0][step], owed, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("nodes", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_papers_switch_leaves_the_memory_and_multiplies_what_is_owed(world, nodes):
+def test_the_papers_switch_multiplies_what_is_owed(world, nodes):
     """Over the steps at and after the switch, Σ owed + P·update = Σ β·owed(before) + gradients."""
 
     def after(steps, **settings):
@@ -219,20 +218,17 @@ def test_the_papers_switch_leaves_the_memory_and_multiplies_what_is_owed(world, 
             return Hierarchical(scheme, 1) if nodes else scheme
 
         updates, memories = run(make, world, steps, 300)
-        owed = run(make, world, steps, 300, kept=owed_by)[1]
-        return total(updates[0]), [m[-1] for m in memories], total(o[-1] for o in owed)
+        return total(updates[0]), total(m[-1] for m in memories)
 
-    unswitched, before, owed_before = after(2)
-    switched, at_switch, owed_at_switch = after(2, beta_steps=2, beta_switch="memory")
+    unswitched, owed_before = after(2)
+    switched, owed_at_switch = after(2, beta_steps=2, beta_switch="memory")
     assert torch.equal(switched, unswitched)
-    assert all(map(same_bits, at_switch, before))
     assert torch.equal(owed_at_switch, 0.5 * owed_before)
 
-    came_out, _, owed = after(4, beta_steps=2, beta_switch="memory")
+    came_out, owed = after(4, beta_steps=2, beta_switch="memory")
     went_in = total(integers(rank, step, 300) for rank in range(world) for step in (2, 3))
     assert torch.equal(owed + world * (came_out - switched), owed_at_switch + went_in)
-    lossless = after(2, beta_steps=2)
-    assert torch.equal(lossless[2], owed_before)
+    assert torch.equal(after(2, beta_steps=2)[1], owed_before)
 
 
 RESUMED = {
@@ -268,7 +264,7 @@ def test_state_holds_everything_that_the_next_steps_need(make, world):
 
 
 @pytest.mark.parametrize("nodes", [False, True])
-def test_loading_a_state_with_another_filter_follows_the_loading_schemes_rule(nodes):
+def test_a_state_of_another_filter_owes_the_same(nodes):
     def make(**settings):
         scheme = sparcel.scheme("scalecom", density=0.05, **settings)
         return Hierarchical(scheme, 1) if nodes else scheme
@@ -277,18 +273,16 @@ def test_loading_a_state_with_another_filter_follows_the_loading_schemes_rule(no
         scheme = make(beta=0.25)
         for step in range(2):
             scheme.step(integers(comm.rank, step, 400), comm)
+        state, owed = scheme.state_dict(), copy_of(scheme.memory)
+        of_0_1_0 = state | {"memory": state["memory"] / 4, "beta": 0.25}  # it saved β times that
         outcomes = []
-        for settings, owed in (
-            ({}, scheme.owed),
-            ({"beta": 0.5, "beta_steps": 1}, scheme.owed),
-            ({"beta": 0.5, "beta_steps": 1, "beta_switch": "memory"}, scheme.memory),
-        ):
-            other = make(**settings)
-            other.load_state_dict(scheme.state_dict())
-            assert torch.equal(other.owed, owed)
-            update = other.step(torch.zeros(400), comm)
-            assert torch.equal(other.memory, other.owed)
-            outcomes.append((owed, update, other.owed))
+        for settings in ({}, {"beta": 0.5, "beta_steps": 1}, {"beta": 0.5}):
+            for held in (state, of_0_1_0):
+                other = make(**settings)
+                other.load_state_dict(held)
+                assert torch.equal(other.memory, owed)
+                update = other.step(torch.zeros(400), comm)
+                outcomes.append((owed, update, copy_of(other.memory)))
         return outcomes
 
     for ranks in zip(*simulate_nodes(4, on_rank).results, strict=True):

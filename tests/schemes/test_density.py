@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import sparcel
 from sparcel.schemes import Hierarchical, Meter, Request, TopK, front_loaded, front_loaded_shares
 from sparcel.schemes.density import count_for
-from tests.schemes.steps import integers, normal, owed_by, simulate_nodes, total
+from tests.schemes.steps import integers, memory_of, normal, simulate_nodes, total
 
 densities = st.floats(1e-5, 1)
 SIZE = 1000
@@ -85,7 +85,7 @@ def test_the_front_holds_between_nodes_and_nothing_is_lost():
             request = Request(front_loaded=True)
             updates.append(scheme.step(integers(comm.rank, step, SIZE), comm, request=request))
         fresh = Hierarchical(TopK(0.01))
-        return updates, owed_by(scheme), asked_in(fresh, comm, 4)
+        return updates, memory_of(scheme), asked_in(fresh, comm, 4)
 
     results = simulate_nodes(4, on_rank).results
     came_out = 4 * total(results[0][0]) + total(owed for _, owed, _ in results)

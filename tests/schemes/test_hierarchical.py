@@ -16,7 +16,7 @@ from sparcel.errors import InputError
 from sparcel.schemes import Dense, GTopK, Hierarchical, OkTopK, Request, ScaleCom, SparCML, TopK
 from sparcel.stages import Problem
 from sparcel.wire import Wire
-from tests.schemes.steps import INTEGERS, copy_of, few_examples, integers, normal, owed_by, total
+from tests.schemes.steps import INTEGERS, copy_of, few_examples, integers, memory_of, normal, total
 from tests.strategies import same_bits
 
 # The package has the function of this name.
@@ -51,7 +51,7 @@ def test_any_scheme_between_nodes_loses_nothing(make, grid, size, gradient):
     def on_rank(comm):
         scheme = Hierarchical(make(), per_node)
         updates = [scheme.step(gradient(comm.rank, step, size), comm) for step in range(3)]
-        return updates, owed_by(scheme)
+        return updates, memory_of(scheme)
 
     results = simulate(nodes * per_node, on_rank).results
     for updates, _ in results:
@@ -182,14 +182,14 @@ def test_loaded_memory_reaches_its_shard_on_any_node(name, moved):
         first = Hierarchical(INNER[name](), 4)
         for step in range(2):
             first.step(integers(comm.rank, step, 203), comm)
-        owed, state = owed_by(first), first.state_dict()
+        owed, state = copy_of(first.memory), first.state_dict()
         state["memory"] = state["memory"].roll(moved)
         second = first.fresh()
         second.load_state_dict(state)
         assert same_bits(second.memory, state["memory"])
-        assert same_bits(second.owed, owed.roll(moved))
+        assert same_bits(second.memory, owed.roll(moved))
         update = second.step(torch.zeros(203), comm)
-        return owed.roll(moved), update, owed_by(second)
+        return owed.roll(moved), update, copy_of(second.memory)
 
     results = simulate(8, on_rank).results
     came_out = 8 * results[0][1].double() + total(after for *_, after in results)

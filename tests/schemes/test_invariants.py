@@ -19,8 +19,8 @@ from tests.schemes.steps import (
     copy_of,
     few_examples,
     integers,
+    memory_of,
     normal,
-    owed_by,
     run,
     simulate_nodes,
     total,
@@ -78,7 +78,7 @@ def test_all_ranks_hold_the_same_bits_and_reruns_repeat_them(make, world, size, 
 )
 @few_examples
 def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
-    updates, memories = run(SCHEMES[name], world, steps, size, gradient, dtype, owed_by)
+    updates, memories = run(SCHEMES[name], world, steps, size, gradient, dtype, memory_of)
     went_in = total(gradient(rank, step, size) for rank in range(world) for step in range(steps))
     came_out = world * total(updates[0])
     assert torch.equal(came_out + total(memory[-1] for memory in memories), went_in)
@@ -88,7 +88,7 @@ def test_nothing_is_lost_exactly(name, world, size, dtype, steps, gradient):
 @given(world=SOME_RANKS, size=PLACES, dtype=st.sampled_from([torch.float32, torch.float64]))
 @few_examples
 def test_nothing_is_lost_except_by_rounding(make, world, size, dtype):
-    updates, memories = run(make, world, 3, size, normal, dtype, owed_by)
+    updates, memories = run(make, world, 3, size, normal, dtype, memory_of)
     went_in = total(normal(rank, step, size, dtype) for rank in range(world) for step in range(3))
     kept = total(memory[-1] for memory in memories)
     torch.testing.assert_close(world * total(updates[0]) + kept, went_in, rtol=0, atol=1e-4)

@@ -23,8 +23,8 @@ from tests.schemes.steps import (
     SCHEMES,
     copy_of,
     integers,
+    memory_of,
     normal,
-    owed_by,
     ranks_per_node,
     simulate_nodes,
     total,
@@ -56,7 +56,7 @@ def several_steps(comm, name, gradient):
         if step == 1 and comm.rank == comm.size - 1:
             vector[99] = float("nan")
         with launched(comm):
-            outcomes += [scheme.step(vector, comm), owed_by(scheme)]
+            outcomes += [scheme.step(vector, comm), memory_of(scheme)]
     return outcomes
 
 

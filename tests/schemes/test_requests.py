@@ -18,8 +18,8 @@ from tests.schemes.steps import (
     copy_of,
     few_examples,
     integers,
+    memory_of,
     normal,
-    owed_by,
     simulate_nodes,
     total,
 )
@@ -57,7 +57,7 @@ def test_streams_lose_nothing(name):
         scheme, updates = SCHEMES[name](), []
         for step in range(3):
             updates.append(scheme.step_stream(integers(comm.rank, step, 300), comm).to_dense())
-        return updates, owed_by(scheme)
+        return updates, memory_of(scheme)
 
     results = simulate_nodes(4, on_rank).results
     came_out = 4 * total(results[0][0]) + total(owed for _, owed in results)
@@ -109,10 +109,10 @@ def test_ranges_set_apart_are_left_out_and_keep_their_memory(name):
             in_place.commit(begun)
             assert same_bits(gradient, update)
             assert same_bits(in_place.memory, scheme.memory)
-            if not begun.reduced.sent_whole:
+            if not begun.sent_whole:
                 assert same_bits(update, reference.step(without, comm))
                 assert same_bits(scheme.memory, reference.memory)
-        return begun.reduced.sent_whole
+        return begun.sent_whole
 
     sent_whole = simulate_nodes(4, on_rank).results
     assert set(sent_whole) == {name == "auto dense"}

@@ -108,10 +108,9 @@ def rows_of(rank: int, step: int) -> Tensor:
 def owed_by(averager: Averager, rank: int) -> Named:
     """Return what a rank owes, by tensor, flat, in float64."""
     state = averager.handle.state_dict()
-    beta = float(state.get("filter", torch.tensor(1.0)))
     prefix = f"rank{rank}."
     return {
-        key.removeprefix(prefix): part.double() / beta
+        key.removeprefix(prefix): part.double()
         for key, part in state.items()
         if key.startswith(prefix)
     }

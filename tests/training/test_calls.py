@@ -36,10 +36,9 @@ class Least(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None = None,
-        in_place: bool = False,
+        out: Tensor | None = None,
     ) -> Reduced:
-        assert in_place
+        assert out is gradient
         with request.meter.communicating():
             comm.gather(gradient[:2].view(torch.uint8), 8, ALL_CONTROL)
         total = SparseStream.unchecked(torch.tensor([3]), torch.ones(1), gradient.numel())

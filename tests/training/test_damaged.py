@@ -78,7 +78,7 @@ def damaged(draw: st.DrawFn, state: Named) -> tuple[Named, bool]:
 
     The second result tells whether the state is then one that may be loaded in part.
     """
-    key = draw(st.sampled_from(sorted(state)))
+    key = draw(st.sampled_from(sorted({*state, "filter"})))  # a state of 0.1.0 has it, too
     if key.startswith(("rank", "velocity")):
         part = state[key]
         poison = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -124,7 +124,7 @@ def test_a_damaged_entry_is_named_and_changes_nothing(name: str, data: st.DataOb
     whole = STATES.setdefault(name, saved_by(MAKES[name]))
     state, in_part = data.draw(damaged(whole))
     strict = in_part or data.draw(st.booleans())
-    (key,) = (key for key in whole if state[key] is not whole[key])
+    (key,) = (key for key in state if state[key] is not whole.get(key, state))
 
     def on_rank(comm: Communicator) -> None:
         averager = even_averager(TENSORS, MAKES[name](), group=comm)
@@ -142,8 +142,7 @@ def test_a_damaged_entry_is_named_and_changes_nothing(name: str, data: st.DataOb
         assert averager.handle.stats().training_steps == 2
         for tensor in owed_by(averager, 0):
             parts = [whole[f"rank{rank}.{tensor}"] for rank in range(2)]
-            beta = float(whole["filter"])
-            expected = (parts[0] + parts[1]).double() / beta
+            expected = (parts[0] + parts[1]).double()
             assert torch.equal(owed_by(averager, 0)[tensor], expected)
 
     simulate(1, on_rank)

@@ -157,7 +157,7 @@ def _lost(made: Scheme, gradient: Tensor, update: Tensor, engine: BenchEngine) -
     Each rank checks its own update. All values are whole numbers.
     """
     balance = gradient.clone()
-    if (owed := made.owed) is not None:
-        balance -= owed
+    if made.memory is not None:
+        balance -= made.memory
     engine.all_reduce(balance)
     return int(((balance - update * engine.comm.size).abs() > _NEAR).sum())

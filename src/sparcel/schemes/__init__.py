@@ -25,6 +25,7 @@ from sparcel.schemes.meter import Meter
 from sparcel.schemes.oktopk import OkTopK
 from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Begun
+from sparcel.schemes.papers.sparcml import SparCML
 from sparcel.schemes.presets import (
     dgc,
     hitopk,
@@ -37,7 +38,6 @@ from sparcel.schemes.request import Layer, Request
 from sparcel.schemes.scalecom import ScaleCom
 from sparcel.schemes.scalecom import stages as scalecom_stages
 from sparcel.schemes.settings import Settings
-from sparcel.schemes.sparcml import SparCML
 from sparcel.schemes.topk import TopK
 from sparcel.schemes.topk import stages_by as topk_stages_by
 from sparcel.stages import Stages

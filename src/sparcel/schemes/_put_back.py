@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from sparcel.collectives.gtopk import GlobalTopk
-from sparcel.schemes.exchange import Exchanged
-from sparcel.stream import SparseStream, reduce
+from sparcel.schemes.ledger import Ledger
+from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 PUT_BACK = ("dropped", "own")
 
 
-def settled(outcome: GlobalTopk, sent: SparseStream, wire: Wire, put_back: str) -> Exchanged:
-    """Return the exchange after which each rank keeps what it dropped, or what it sent in vain.
+def put_back(outcome: GlobalTopk, ledger: Ledger, wire: Wire, rule: str) -> SparseStream:
+    """Keep what this rank dropped, or what it sent in vain; return what won.
 
-    Who takes back its own values takes them back unrounded.
+    A rank that takes back its own values takes them back unrounded.
     """
-    total, kept = outcome.total, outcome.dropped
-    if total.finite is False:
-        return Exchanged(total, sent)
-    if put_back == "own":
-        lost = [stream.placed(start, sent.size) for start, stream in wire.take_lost()]
-        kept = reduce([sent.without(total), *(stream.within(total) for stream in lost)])
-    return Exchanged(total, sent, complete=False, kept=kept)
+    total = outcome.total
+    if rule == "dropped":
+        ledger.keep(outcome.dropped)
+    else:
+        ledger.keep(ledger.sent.without(total))
+        for start, lost in wire.take_lost():
+            ledger.keep(lost.placed(start, total.size).within(total))
+    return total

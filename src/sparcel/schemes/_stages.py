@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from sparcel.stages import Problem, Stage, Work, chosen, scattered
 
-SMALL = 250
+STEP_OPERATIONS = 250
 """Small operations of a step, besides those on its vectors: checks, layers, the transaction."""
 
 
 def select_stages(problem: Problem) -> Iterator[Stage]:
     """Yield the stages that add the gradient to the memory and take the k largest out."""
-    yield Work("small", SMALL)
+    yield Work("small", STEP_OPERATIONS)
     yield Work("select", problem.size)
     yield chosen(problem.k)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sparcel._checks import all_finite, check_part, whole_number
+from sparcel._checks import all_finite, check_part, checked_filter, whole_number
 from sparcel.errors import InputError
-from sparcel.memory import wide_dtype
+from sparcel.memory import saturate, wide_dtype
 
 STATE_HINT = "give what state_dict() of such a scheme returned"
 """How an error about a state ends."""
@@ -20,6 +20,7 @@ def check_memory(state: Mapping[str, Any], scheme: str, remembers: Sequence[str]
 
     ``remembers`` are the names of what the scheme keeps.
     """
+    checked_filter(state.get("beta", 1.0), "the state's 'beta'", STATE_HINT)
     for key in ("steps", "memory"):
         if key not in state:
             raise InputError(f"the state has no {key!r}; {STATE_HINT}")
@@ -38,6 +39,12 @@ def check_memory(state: Mapping[str, Any], scheme: str, remembers: Sequence[str]
         raise InputError(
             f"the state's 'velocity' must be as long as its memory, got {sizes}; {STATE_HINT}"
         )
+
+
+def owed_in(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose memory is what is owed; in 0.1.0 it was that times ScaleCom's β."""
+    beta, memory = float(state.get("beta", 1.0)), state.get("memory")
+    return state if memory is None or beta == 1 else {**state, "memory": saturate(memory / beta)}
 
 
 def _check_part(part: object, name: str) -> None:

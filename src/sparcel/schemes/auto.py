@@ -17,21 +17,21 @@ from sparcel.rates import Rates
 from sparcel.schemes.dense import Dense
 from sparcel.schemes.dense import stages as dense_stages
 from sparcel.schemes.density import count_for
-from sparcel.schemes.exchange import Exchanged, Selection
 from sparcel.schemes.gtopk import exchange_gtopk
 from sparcel.schemes.gtopk import stages as gtopk_stages
+from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.oktopk import exchange_oktopk
 from sparcel.schemes.oktopk import stages as oktopk_stages
 from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Selecting
+from sparcel.schemes.selecting import Selecting
 from sparcel.schemes.topk import exchange_topk
 from sparcel.schemes.topk import stages_by as topk_stages_by
 from sparcel.stages import Problem, Stages
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
-EXCHANGES: dict[str, Callable[[Selection, Wire], Exchanged]] = {
+EXCHANGES: dict[str, Callable[[Ledger, Wire], SparseStream]] = {
     "topk": exchange_topk,
     "gtopk": exchange_gtopk,
     "oktopk": exchange_oktopk,
@@ -76,6 +76,8 @@ class Auto(Selecting):
     """The problem that was predicted; if it changes, the ranks choose again."""
     _owing: bool = field(default=False, init=False, repr=False)
     """Whether some rank may have kept something back, which a dense step must send along."""
+    _sent_whole: bool = field(default=False, init=False, repr=False)
+    """Whether the step that has begun is one of `Dense`, without a memory."""
     _plain: Dense = field(default_factory=Dense, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,22 +105,21 @@ class Auto(Selecting):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None = None,
-        in_place: bool = False,
+        out: Tensor | None = None,
     ) -> Reduced:
         """See `Scheme.reduce`."""
         self._choose(gradient, comm, request)
         # Such a step has no memory to send or keep, so it can use the engine's dense all-reduce.
-        sends_whole = self.chosen == "dense" and not (self._owing or self._alters)
-        reduce = self._plain.reduce if sends_whole else super().reduce
-        return reduce(gradient, comm, request, scratch, in_place)
+        self._sent_whole = self.chosen == "dense" and not (self._owing or self._alters)
+        reduce = self._plain.reduce if self._sent_whole else super().reduce
+        return reduce(gradient, comm, request, out)
 
-    def _take_effect(self, reduced: Reduced) -> None:
-        if reduced.sent_whole:
+    def _take_effect(self) -> None:
+        if self._sent_whole:
             self.steps += 1
             self._memory.load({})  # it is all zeros
         else:
-            super()._take_effect(reduced)
+            super()._take_effect()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`; all ranks of the next step have loaded, or none."""
@@ -196,6 +197,6 @@ class Auto(Selecting):
         wire = super()._wire(comm, size, k)
         return wire.exact if self.chosen == "dense" else wire
 
-    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
+    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         assert self.chosen is not None, "reduce chose"
-        return EXCHANGES[self.chosen](selection, wire)
+        return EXCHANGES[self.chosen](ledger, wire)

@@ -15,7 +15,7 @@ from sparcel.comm import Call, Communicator, Group, resolve
 from sparcel.errors import InputError
 from sparcel.formats import Format
 from sparcel.profiling import profiled
-from sparcel.schemes._state import STATE_HINT, check_memory
+from sparcel.schemes._state import STATE_HINT, check_memory, owed_in
 from sparcel.schemes.outcome import Begun, Reduced, averaged, write_update
 from sparcel.schemes.request import Request
 from sparcel.selectors import Selector, selector
@@ -50,17 +50,11 @@ class Scheme(ABC):
 
     @property
     def memory(self) -> Tensor | None:
-        """The residual, float32 or float64 ``[size]``; None if there is none.
+        """What this rank still owes to the updates, float32 or float64 ``[size]``; None if nothing.
 
         The step after next overwrites the tensor, so clone it to keep it.
         """
         return None
-
-    @property
-    def owed(self) -> Tensor | None:
-        """What this rank still owes to the updates: the memory, or memory/β under a filter."""
-        memory, beta = self.memory, self.filter_at(self.steps)
-        return memory if memory is None or beta == 1 else memory / beta
 
     @property
     def remembers(self) -> tuple[str, ...]:
@@ -76,14 +70,6 @@ class Scheme(ABC):
     def chosen(self) -> str | None:
         """The method that the scheme took last; None if it does not choose."""
         return None
-
-    def filter_at(self, step: int) -> float:
-        """Return the memory's low-pass filter β (ScaleCom) at a step; 1 is no filter."""
-        return 1.0
-
-    def factor_at_switch(self, before: float, after: float) -> float:
-        """Return what the memory is multiplied by when β changes: what is owed stays the same."""
-        return after / before
 
     def connect(self, comm: Communicator) -> None:  # noqa: B027
         """Make the connections of the first step now, in a job of ``comm``; all ranks call.
@@ -134,7 +120,7 @@ class Scheme(ABC):
             raise InputError("in_place=True writes the update to the gradient; leave out out=")
         own = gradient.detach()
         update = own if in_place else update_like(own, out)
-        self._transact(own, ranks, request, update, in_place=own.is_set_to(update))
+        self._transact(own, ranks, request, own if own.is_set_to(update) else update)
         return gradient if in_place else update
 
     def step_stream(
@@ -170,7 +156,7 @@ class Scheme(ABC):
         loaded a state, where an exchange alone would not.
         """
         out = gradient if in_place else None
-        begun = self._begin(gradient, comm, request or Request(), out, in_place, not self._agreed)
+        begun = self._begin(gradient, comm, request or Request(), out, not self._agreed)
         self._agreed = True
         return begun
 
@@ -180,15 +166,14 @@ class Scheme(ABC):
         comm: Communicator,
         request: Request,
         out: Tensor | None,
-        in_place: bool,
         agree: bool,
     ) -> Begun:
-        """Do the step except for `commit`; ``in_place`` tells that ``out`` is the gradient."""
+        """Do the step except for `commit`; the update is written to ``out``, if given."""
 
         def job() -> Begun:
             if agree:
                 self._agree(gradient, comm)
-            reduced = self.reduce(gradient, comm, request, out, in_place)
+            reduced = self.reduce(gradient, comm, request, out)
             size = reduced.total.size
             coordinates = size if reduced.sent_whole else request.count(size)
             request.meter.coordinates += coordinates
@@ -196,8 +181,8 @@ class Scheme(ABC):
             with profiled("update"):
                 average = averaged(reduced, gradient.dtype, out)
                 if out is not None:
-                    write_update(average, out, cleared=in_place)
-            return Begun(average, reduced)
+                    write_update(average, out, cleared=out is gradient)
+            return Begun(average, reduced.sent_whole)
 
         return comm.call(self._call(gradient, comm, request), job)
 
@@ -207,25 +192,23 @@ class Scheme(ABC):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None = None,
-        in_place: bool = False,
+        out: Tensor | None = None,
     ) -> Reduced:
         """Exchange, and return the sum over the ranks; `commit` follows as after `begin`.
 
         Parameters
         ----------
-        scratch
-            A tensor like ``gradient``, which the sum may use as its storage.
-        in_place
-            Whether ``scratch`` is the gradient. If the sum is sparse, it is zero afterwards.
+        out
+            A tensor like ``gradient``, which the sum may use as its storage. If it is the gradient
+            itself and the sum is sparse, it is zero afterwards.
         """
 
     def commit(self, begun: Begun) -> None:
         """Make a step take effect, unless a vector was not finite."""
         if begun.finite:
-            self._take_effect(begun.reduced)
+            self._take_effect()
 
-    def _take_effect(self, reduced: Reduced) -> None:
+    def _take_effect(self) -> None:
         """Remember what a finite step leaves."""
         self.steps += 1
 
@@ -258,7 +241,7 @@ class Scheme(ABC):
         """
         check_type(state, Mapping, "state", STATE_HINT)
         self._check_state(state)
-        self.restore(state)
+        self.restore(owed_in(state))
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise `InputError` unless the scheme can go on from a state."""
@@ -274,12 +257,11 @@ class Scheme(ABC):
         comm: Communicator,
         request: Request | None,
         out: Tensor | None,
-        in_place: bool = False,
     ) -> SparseStream:
         """Begin a step and commit it; return the average."""
         request = request or Request()
         check_type(request, Request, "request")
-        begun = self._begin(gradient, comm, request, out, in_place, agree=True)
+        begun = self._begin(gradient, comm, request, out, agree=True)
         self.commit(begun)
         return begun.average
 

@@ -59,8 +59,7 @@ class Bidirectional(Sparsifier):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None,
-        in_place: bool,
+        out: Tensor | None,
     ) -> Reduced:
         size = gradient.numel()
         ranges = self._densities(size, request)
@@ -68,7 +67,7 @@ class Bidirectional(Sparsifier):
         down = tuple((stop, min(1.0, density * self._times)) for stop, density in up)
         k = sum(count_for(density, stop - start) for start, stop, density in ranges)
         wire = self._wire(comm, size, k)
-        return self._by_regions(gradient, wire, request, up, down, scratch)
+        return self._by_regions(gradient, wire, request, up, down, out)
 
     @property
     def _times(self) -> float:

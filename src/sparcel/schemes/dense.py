@@ -46,14 +46,13 @@ class Dense(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None = None,
-        in_place: bool = False,
+        out: Tensor | None = None,
     ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already."""
         size, meter = gradient.numel(), request.meter
         with meter.communicating():
             # An average cannot overflow half precision, but a sum could.
-            average = kernels.average(gradient, request.divisor(comm), scratch)
+            average = kernels.average(gradient, request.divisor(comm), out)
             wired = average if self.wire is None else average.to(_WIRES[self.wire])
             comm.all_reduce(wired)
             average.copy_(wired)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from sparcel.collectives.gtopk import gtopk
 from sparcel.collectives.gtopk import stages as gtopk_stages
 from sparcel.errors import known
-from sparcel.schemes._put_back import PUT_BACK, settled
+from sparcel.schemes._put_back import PUT_BACK, put_back
 from sparcel.schemes._stages import apply_stages, select_stages
-from sparcel.schemes.exchange import Exchanged, Selection
-from sparcel.schemes.sparsifier import Selecting
+from sparcel.schemes.ledger import Ledger
+from sparcel.schemes.selecting import Selecting
 from sparcel.stages import Problem, Stage, scattered
+from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 
-def exchange_gtopk(selection: Selection, wire: Wire, put_back: str = "dropped") -> Exchanged:
-    """Find the tree's top-k of the ranks' selections; see `GTopK` for ``put_back``."""
-    sent = selection.stream
-    return settled(gtopk(sent, wire, selection.k), sent, wire, put_back)
+def exchange_gtopk(ledger: Ledger, wire: Wire, rule: str = "dropped") -> SparseStream:
+    """Return the tree's top-k of the ranks' selections; ``rule`` is `GTopK`'s ``put_back``."""
+    return put_back(gtopk(ledger.sent, wire, ledger.k), ledger, wire, rule)
 
 
 @dataclass(eq=False)
@@ -44,8 +44,8 @@ class GTopK(Selecting):
         super().__post_init__()
         known(self.put_back, PUT_BACK, "put_back")
 
-    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        return exchange_gtopk(selection, wire, self.put_back)
+    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+        return exchange_gtopk(ledger, wire, self.put_back)
 
 
 def stages(problem: Problem) -> Iterator[Stage]:

@@ -79,14 +79,6 @@ class Hierarchical(Scheme):
         return self.coordinates().get("memory")
 
     @property
-    def owed(self) -> Tensor | None:
-        """See `Scheme.owed`."""
-        memory, beta = self.memory, self.filter_at(self.steps)
-        if self._loaded is not None:  # the next step may rescale it
-            beta /= self.factor_at_switch(self._loaded.get("beta", beta), beta)
-        return memory if memory is None or beta == 1 else memory / beta
-
-    @property
     def remembers(self) -> tuple[str, ...]:
         """See `Scheme.remembers`."""
         return self.inner.remembers
@@ -95,14 +87,6 @@ class Hierarchical(Scheme):
     def momentum(self) -> float:
         """See `Scheme.momentum`."""
         return self.inner.momentum
-
-    def filter_at(self, step: int) -> float:
-        """See `Scheme.filter_at`."""
-        return self.inner.filter_at(step)
-
-    def factor_at_switch(self, before: float, after: float) -> float:
-        """See `Scheme.factor_at_switch`."""
-        return self.inner.factor_at_switch(before, after)
 
     def connect(self, comm: Communicator) -> None:
         """See `Scheme.connect`."""
@@ -113,8 +97,7 @@ class Hierarchical(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None = None,
-        in_place: bool = False,
+        out: Tensor | None = None,
     ) -> Reduced:
         """See `Scheme.reduce`; the sum is the average already, in the gradient's dtype."""
         here = comm.grid(self.ranks_per_node)
@@ -130,15 +113,14 @@ class Hierarchical(Scheme):
             inner = self.inner.reduce(shard, here.across, of_shard)
         with request.meter.communicating():
             average = averaged(inner, gradient.dtype)
-            whole = _gather_shards(average, node, boundaries, scratch)
-        if in_place and whole.indices is not None:
+            whole = _gather_shards(average, node, boundaries, out)
+        if out is gradient and whole.indices is not None:
             gradient.zero_()
-        return Reduced(whole, None, inner=inner)
+        return Reduced(whole, None)
 
-    def _take_effect(self, reduced: Reduced) -> None:
-        super()._take_effect(reduced)
-        assert reduced.inner is not None, "reduce gave it"
-        self.inner._take_effect(reduced.inner)
+    def _take_effect(self) -> None:
+        super()._take_effect()
+        self.inner._take_effect()
         self._loaded = None
 
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:

@@ -1,36 +1,30 @@
-"""What a step tells before it takes effect: the sum, its average, and what to remember of it."""
+"""What a step tells before it takes effect: the sum, and its average."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparcel import device, kernels
 from sparcel._checks import finite_flag
-from sparcel.collectives.oktopk_reuse import Estimates
 from sparcel.stream import SparseStream
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """The sum of a step, and what its scheme remembers of it if the step takes effect.
+class Reduced(NamedTuple):
+    """The sum of a step, the same on all ranks.
 
     Attributes
     ----------
     total
-        The sum, the same on all ranks.
+        The sum.
     divisor
         What ``total`` is divided by for the update: the number of ranks over the gradient's scale.
         None: ``total`` is the average already, in the gradient's dtype, not ``finite`` if it has
-        NaN or Inf; a dense one is in the scratch that `Scheme.reduce` got.
+        NaN or Inf; a dense one is in the ``out`` that `Scheme.reduce` got.
     sent_whole
         Whether the gradient was sent as it is, with what `Request.apart` names.
-    estimates
-        What a later step of `OkTopK` may reuse.
-    inner
-        What the scheme inside of `Hierarchical` has reduced.
     entries
         How many coordinates came back, where ``total`` was made dense of fewer.
     """
@@ -38,8 +32,6 @@ class Reduced:
     total: SparseStream
     divisor: float | None
     sent_whole: bool = False
-    estimates: Estimates | None = None
-    inner: Reduced | None = None
     entries: int | None = None
 
     @property
@@ -47,31 +39,25 @@ class Reduced:
         """How many coordinates came back."""
         return self.total.nnz if self.entries is None else self.entries
 
-    def without_sum(self) -> Reduced:
-        """Return what there is to remember; the sum can be freed."""
-        inner = None if self.inner is None else self.inner.without_sum()
-        return replace(self, total=self.total.empty_like(), inner=inner)
 
-
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """A step that has not taken effect; `Scheme.commit` makes it.
 
-    ``average`` is that of ``reduced``, in the gradient's dtype. It is empty and not ``finite`` if
-    the step is void, on all ranks alike.
+    ``average`` is in the gradient's dtype. It is empty and not ``finite`` if the step is void, on
+    all ranks alike. ``sent_whole`` is that of `Reduced`.
     """
 
     average: SparseStream
-    reduced: Reduced
+    sent_whole: bool
 
     @property
     def finite(self) -> bool:
         """Whether the vectors of all ranks, and their average, are finite."""
         return device.truth(self.average.finite)
 
-    def without_sums(self) -> Begun:
+    def without_average(self) -> Begun:
         """Return what `Scheme.commit` needs, for steps of several vectors that commit together."""
-        return Begun(self.average.empty_like(), self.reduced.without_sum())
+        return Begun(self.average.empty_like(), self.sent_whole)
 
 
 def averaged(reduced: Reduced, dtype: torch.dtype, out: Tensor | None = None) -> SparseStream:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparcel import kernels
 from sparcel._checks import number, whole_number
 from sparcel.collectives.broadcast import broadcast, message_stages
 from sparcel.collectives.halving_doubling import halving_doubling
@@ -16,10 +15,10 @@ from sparcel.collectives.halving_doubling import stages as halving_doubling_stag
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, known
 from sparcel.formats import Expected
-from sparcel.schemes._stages import SMALL, apply_stages
-from sparcel.schemes.exchange import Exchanged, Selection
+from sparcel.schemes._stages import STEP_OPERATIONS, apply_stages
+from sparcel.schemes.ledger import Ledger
 from sparcel.schemes.request import Request
-from sparcel.schemes.sparsifier import Selecting
+from sparcel.schemes.selecting import Selecting
 from sparcel.selectors import Selector
 from sparcel.stages import Problem, Stage, Work, chosen, copied, scattered
 from sparcel.stream import SparseStream
@@ -41,10 +40,9 @@ class ScaleCom(Selecting):
         The step from which β is 1, as in the late part of the paper's training; None: never.
         Refused if ``beta`` is 1.
     beta_switch
-        What stays the same when β changes. ``"owed"``, the default: memory/β is owed before and
-        after, and the memory is rescaled. ``"memory"``: the memory itself, as in the paper; what is
-        owed is multiplied by β. The same holds for memory loaded from a state with another β.
-        Refused without ``beta_steps``.
+        What stays the same when β becomes 1. ``"owed"``, the default: what is owed, which is the
+        memory here and the paper's memory over β. ``"memory"``: the paper's memory, so what is owed
+        is multiplied by β. Refused without ``beta_steps``.
 
     The others are those of `Selecting`.
     Source: ScaleCom, Algorithm 1 and section 4. Deviation: the leader selects the largest of the
@@ -76,61 +74,56 @@ class ScaleCom(Selecting):
                     " beta_switch"
                 )
         super().__post_init__()
+        self._set_filter()
 
-    def filter_at(self, step: int) -> float:
-        """See `Scheme.filter_at`."""
-        return self.beta if self.beta_steps is None or step < self.beta_steps else 1.0
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.restore`."""
+        super().restore(state)
+        self._set_filter()
 
-    def factor_at_switch(self, before: float, after: float) -> float:
-        """See `Scheme.factor_at_switch`."""
-        keeps_memory = self.beta_switch == "memory"
-        return 1.0 if keeps_memory else super().factor_at_switch(before, after)
+    def _take_effect(self) -> None:
+        before = self._memory.filter
+        super()._take_effect()
+        self._set_filter()
+        if self.beta_switch == "memory" and self._memory.filter != before:
+            assert self.memory is not None, "the step made it"
+            self.memory.mul_(before)
+
+    def _set_filter(self) -> None:
+        """Filter the memory by β until ``beta_steps``."""
+        ends = self.beta_steps is not None and self.steps >= self.beta_steps
+        self._memory.filter = 1.0 if ends else self.beta
 
     def _take(
         self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
     ) -> SparseStream:
-        """Select, on the leader; the others only learn in the exchange what to take."""
+        """Select, on the leader; the others learn in the exchange what to take."""
         if comm.rank == self._leader(comm):
             return super()._take(gradient, comm, request, clear)
         return self._memory.accumulate(
             gradient, request.divisor(comm), request.withheld, clear, request.scale
-        )
+        ).empty_like()
 
-    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        mine, leader = selection.stream, self._leader(wire)
-        indices = _indices_of(mine) if wire.rank == leader else None
-        chosen = broadcast(indices, wire.exact, leader, _expected_indices(mine, selection.most))
+    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+        own, leader = ledger.sent, self._leader(wire)
+        indices = _indices_of(own) if wire.rank == leader else None
+        chosen = broadcast(indices, wire.exact, leader, _expected_indices(own, ledger.most))
         if not chosen.finite:
-            nothing = mine.void_like()
-            return Exchanged(nothing, nothing)
+            return own.void_like()
         assert chosen.indices is not None, "the leader selects"
-        if wire.rank == leader:
-            values = mine.values
-        else:
-            values = selection.rest.index_select(0, chosen.indices)
-            kernels.scatter(selection.rest, chosen.indices, torch.zeros_like(values))
-        stream = SparseStream.unchecked(None, values, values.numel(), mine.finite)
-        sums = halving_doubling(stream, wire)
-        total = SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
-        sent = SparseStream.unchecked(chosen.indices, values, chosen.size, mine.finite)
-        return Exchanged(total, sent, kept=_lost_of(chosen, wire, values))
+        if wire.rank != leader:
+            ledger.take(chosen.indices)
+        values = ledger.sent.values
+        sums = halving_doubling(
+            SparseStream.unchecked(None, values, values.numel(), own.finite), wire
+        )
+        for start, lost in wire.take_lost():
+            places = chosen.indices[start : start + lost.size]
+            ledger.keep(SparseStream.unchecked(places, lost.values, chosen.size))
+        return SparseStream.unchecked(chosen.indices, sums.values, chosen.size, sums.finite)
 
     def _leader(self, ranks: Communicator | Wire) -> int:
         return self.steps % ranks.size
-
-
-def _lost_of(chosen: SparseStream, wire: Wire, like: Tensor) -> SparseStream | None:
-    """Return what rounding took from this rank, at the chosen coordinates; None for nothing.
-
-    ``like`` are the values that entered the sum.
-    """
-    pieces = wire.take_lost()
-    if not pieces:
-        return None
-    lost = torch.zeros_like(like)
-    for start, stream in pieces:
-        lost[start : start + stream.size] += stream.values
-    return SparseStream.unchecked(chosen.indices, lost, chosen.size)
 
 
 def _indices_of(stream: SparseStream) -> SparseStream:
@@ -150,7 +143,7 @@ def stages(problem: Problem) -> Iterator[Stage]:
     yield Work("add", problem.size, times=3)  # fitted to measured steps
     yield Work("select", problem.size, 1 / ranks)  # by the leader
     yield chosen(k, 1 / ranks)
-    yield Work("small", SMALL)
+    yield Work("small", STEP_OPERATIONS)
     indices = problem.format.exact.nbytes(k, problem.size, 0)
     yield Work("encode", indices, 1 / ranks)
     yield from message_stages(indices, rank, ranks, 0, indices)

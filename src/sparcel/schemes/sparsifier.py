@@ -1,31 +1,27 @@
-"""The bases of schemes that send a part and remember the rest."""
+"""The base of schemes that send a part and remember the rest."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparcel import auto
-from sparcel._checks import check_type, checked_filter, number
+from sparcel._checks import number
 from sparcel.comm import Communicator
 from sparcel.formats import Format, format_named
-from sparcel.memory import Memory, Placed, Share, emptied, wide_dtype
+from sparcel.memory import Memory, emptied, wide_dtype
 from sparcel.ops import SUM
 from sparcel.regions import Regions, Shares, exchange_regions, phase
-from sparcel.schemes._state import STATE_HINT
 from sparcel.schemes.base import Scheme
-from sparcel.schemes.density import checked_density, checked_schedule, count_for, front_loaded
-from sparcel.schemes.exchange import Exchanged, Selection, magnitude_of
-from sparcel.schemes.meter import Meter
+from sparcel.schemes.density import checked_density, checked_schedule, front_loaded
+from sparcel.schemes.ledger import magnitude_of
 from sparcel.schemes.outcome import Reduced
 from sparcel.schemes.request import Request
-from sparcel.selectors import Selector
-from sparcel.selectors import selector as make_selector
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
@@ -76,7 +72,7 @@ class Sparsifier(Scheme):
             self.clip = number(self.clip, "clip", above=0, hint="None clips nothing")
         if self.format != "auto":
             self.format = format_named(self.format)
-        self._memory = Memory(self.filter_at(0), self.momentum, self.clip)
+        self._memory = Memory(self.momentum, self.clip)
 
     @property
     def memory(self) -> Tensor | None:
@@ -93,22 +89,21 @@ class Sparsifier(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None = None,
-        in_place: bool = False,
+        out: Tensor | None = None,
     ) -> Reduced:
         """See `Scheme.reduce`."""
-        divisor = request.update_divisor(comm)
+        in_place = out is gradient
         if in_place:
             for start, stop in request.apart:
                 gradient[start:stop] = 0
         with emptied(gradient, () if in_place else request.apart):
             if not self._sends_all(request):
-                return self._reduce_part(gradient, comm, request, scratch, in_place)
+                return self._reduce_part(gradient, comm, request, out)
             wire = self._wire(comm, gradient.numel(), gradient.numel())
             if wire.format.loses:
                 everything = ((gradient.numel(), 1.0),)
-                return self._by_regions(gradient, wire, request, everything, everything, scratch)
-            return Reduced(self._sum_all(gradient, wire, request), divisor)
+                return self._by_regions(gradient, wire, request, everything, everything, out)
+            return Reduced(self._sum_all(gradient, wire, request), request.update_divisor(comm))
 
     @abstractmethod
     def _reduce_part(
@@ -116,34 +111,22 @@ class Sparsifier(Scheme):
         gradient: Tensor,
         comm: Communicator,
         request: Request,
-        scratch: Tensor | None,
-        in_place: bool,
+        out: Tensor | None,
     ) -> Reduced:
         """Do what `reduce` does in a step that does not send all."""
 
-    def _take_effect(self, reduced: Reduced) -> None:
-        super()._take_effect(reduced)
-        beta = self.filter_at(self.steps)
-        self._memory.commit(beta, self.factor_at_switch(self._memory.beta, beta))
+    def _take_effect(self) -> None:
+        super()._take_effect()
+        self._memory.commit()
 
     def coordinates(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """See `Scheme.coordinates`."""
         return {name: part[start:stop] for name, part in self._memory.coordinates().items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Scheme.state_dict`."""
-        return super().state_dict() | {"beta": self._memory.beta}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        if "beta" in state:
-            checked_filter(state["beta"], "the state's 'beta'", STATE_HINT)
-
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.restore`."""
         super().restore(state)
-        self._memory.beta = beta = self.filter_at(self.steps)
-        self._memory.load(state, self.factor_at_switch(float(state.get("beta", beta)), beta))
+        self._memory.load(state)
 
     def _check(self, gradient: Tensor) -> None:
         super()._check(gradient)
@@ -167,8 +150,8 @@ class Sparsifier(Scheme):
             total = auto.all_reduce(everything, wire, SUM, "dense", everything.size)
             if wire.size == 1:  # the sum is the scratch itself
                 total = SparseStream.unchecked(None, total.values.clone(), total.size, total.finite)
-        self._memory.take_all()
-        meter.magnitude += _unless_void(leaving, total.finite)
+        self._memory.kept.zero_()
+        meter.magnitude += unless_void(leaving, total.finite)
         return total
 
     def _by_regions(
@@ -200,7 +183,7 @@ class Sparsifier(Scheme):
                 out,
             )
         meter.selected += returned.sent
-        meter.magnitude += _unless_void(returned.magnitude, returned.average.finite)
+        meter.magnitude += unless_void(returned.magnitude, returned.average.finite)
         for coordinates in returned.applied:
             self._memory.forget_velocity(coordinates)
         return Reduced(returned.average, None, entries=returned.entries)
@@ -232,131 +215,8 @@ class Sparsifier(Scheme):
         return front_loaded(density, self.steps) if in_front else density
 
 
-def _unless_void(magnitude: float | Tensor, finite: bool | Tensor) -> float | Tensor:
+def unless_void(magnitude: float | Tensor, finite: bool | Tensor) -> float | Tensor:
     """Return what a meter counts of a step: nothing if it is void."""
     if isinstance(finite, Tensor):
         return torch.where(finite, magnitude, 0.0)
     return magnitude if finite else 0.0
-
-
-@dataclass(eq=False)
-class Selecting(Sparsifier):
-    """A scheme whose ranks select coordinates, which an exchange of streams sums.
-
-    Parameters
-    ----------
-    selector
-        A selector, or a name of `sparcel.selectors.SELECTORS`.
-
-    The others are those of `Sparsifier`.
-    """
-
-    selector: str | Selector = "exact"
-    _shares: list[Share] = field(default_factory=list, init=False, repr=False)
-    _loaded: list[dict[str, Any]] = field(default_factory=list, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.selector = make_selector(self.selector)
-
-    def fresh(self) -> Self:
-        """See `Scheme.fresh`."""
-        assert isinstance(self.selector, Selector), "__post_init__ made one"
-        return replace(self, selector=self.selector.fresh())
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Scheme.state_dict`."""
-        selectors = [share.selector.state_dict() for share in self._shares] or self._loaded
-        return super().state_dict() | {"selectors": selectors}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        selectors = state.get("selectors", [])
-        check_type(selectors, list, "the state's 'selectors'", STATE_HINT)
-        for one in selectors:
-            check_type(one, Mapping, "each of the state's 'selectors'", STATE_HINT)
-            assert isinstance(self.selector, Selector), "__post_init__ made one"
-            self.selector.fresh().load_state_dict(one)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.restore`."""
-        super().restore(state)
-        self._shares, self._loaded = [], state.get("selectors", [])
-
-    def _reduce_part(
-        self,
-        gradient: Tensor,
-        comm: Communicator,
-        request: Request,
-        scratch: Tensor | None,
-        in_place: bool,
-    ) -> Reduced:
-        outcome = self._sum_selected(gradient, comm, request, clear=in_place)
-        return Reduced(outcome.total, request.update_divisor(comm), estimates=outcome.estimates)
-
-    def _sum_selected(
-        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
-    ) -> Exchanged:
-        """Take a selection out of memory + gradient, exchange it, and settle with the memory."""
-        meter = request.meter
-        self._shares = self._divided(gradient.numel(), request)
-        k, most = sum(share.k for share in self._shares), sum(share.most for share in self._shares)
-        meter.asked += k
-        with meter.selecting():
-            taken = self._take(gradient, comm, request, clear)
-        wire = self._wire(comm, gradient.numel(), k)
-        with meter.communicating():
-            selection = Selection(taken, k, most, self._memory.kept)
-            outcome = self._exchange(selection, wire)
-        meter.selected += outcome.sent.nnz
-        lost = self._lost(wire, meter, outcome.total, outcome.magnitude)
-        self._memory.settle(lost if outcome.kept is None else [(0, outcome.kept), *lost])
-        if self.momentum:
-            applied = outcome.applied.indices
-            assert applied is not None, "what leaves memory is sparse"
-            self._memory.forget_velocity(applied)
-        return outcome
-
-    def _lost(
-        self, wire: Wire, meter: Meter, total: SparseStream, leaving: float | Tensor
-    ) -> Sequence[Placed]:
-        """Return what rounding took from this rank, which stays in memory.
-
-        Unless the step is void, the meter counts the magnitude ``leaving``, less what was lost.
-        """
-        lost = wire.take_lost()
-        left = leaving - sum(magnitude_of(stream) for _, stream in lost)
-        meter.magnitude += _unless_void(left, total.finite)
-        return lost
-
-    def _take(
-        self, gradient: Tensor, comm: Communicator, request: Request, clear: bool
-    ) -> SparseStream:
-        """Take this rank's selection out of memory + gradient; leave the rest in the scratch."""
-        return self._memory.select(
-            gradient,
-            self._shares,
-            self.steps,
-            request.divisor(comm),
-            request.withheld,
-            clear,
-            request.scale,
-        )
-
-    @abstractmethod
-    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        """Exchange the ranks' selections; this is where the methods differ."""
-
-    def _divided(self, size: int, request: Request) -> list[Share]:
-        """Return the ranges of this step, with the number of coordinates to select from each."""
-        ranges = self._densities(size, request)
-        selectors = [share.selector for share in self._shares]
-        if len(selectors) != len(ranges):
-            assert isinstance(self.selector, Selector), "__post_init__ made one"
-            selectors = [self.selector.fresh() for _ in ranges]
-            for selector, state in zip(selectors, self._loaded, strict=False):
-                selector.load_state_dict(state)
-        return [
-            Share(start, stop, selector, count_for(density, stop - start))
-            for (start, stop, density), selector in zip(ranges, selectors, strict=True)
-        ]

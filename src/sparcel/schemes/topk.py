@@ -10,16 +10,16 @@ from sparcel import auto
 from sparcel.collectives import check_algorithm
 from sparcel.rates import Rates
 from sparcel.schemes._stages import apply_stages, select_stages
-from sparcel.schemes.exchange import Exchanged, Selection
-from sparcel.schemes.sparsifier import Selecting
+from sparcel.schemes.ledger import Ledger
+from sparcel.schemes.selecting import Selecting
 from sparcel.stages import Problem, Stage, Stages
+from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 
-def exchange_topk(selection: Selection, wire: Wire, algorithm: str = "auto") -> Exchanged:
-    """Sum the ranks' selections; nothing goes back to memory."""
-    sent = selection.stream
-    return Exchanged(auto.all_reduce(sent, wire, algorithm=algorithm, max_nnz=selection.most), sent)
+def exchange_topk(ledger: Ledger, wire: Wire, algorithm: str = "auto") -> SparseStream:
+    """Return the sum of the ranks' selections."""
+    return auto.all_reduce(ledger.sent, wire, algorithm=algorithm, max_nnz=ledger.most)
 
 
 @dataclass(eq=False)
@@ -41,8 +41,8 @@ class TopK(Selecting):
         super().__post_init__()
         check_algorithm(self.algorithm)
 
-    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
-        return exchange_topk(selection, wire, self.algorithm)
+    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
+        return exchange_topk(ledger, wire, self.algorithm)
 
 
 def stages_by(rates: Rates) -> Stages:

@@ -54,13 +54,15 @@ class Saved:
     ----------
     faults
         What fits no tensor or is missing, in sentences.
+    filter
+        The memory is what was owed times this: ScaleCom's β in 0.1.0, 1 since.
     flush
-        None if the state does not say it; so is ``filter``.
+        None if the state does not say it.
     """
 
     steps: int
     ranks: int
-    filter: float | None
+    filter: float
     flush: int | None
     layout: Layout
     entries: list[Entry]
@@ -116,11 +118,9 @@ def _count(state: Mapping[str, Any], key: str, at_least: int, at_most: int) -> i
     return whole_number(state[key], f"the state's {key!r}", at_least, at_most, _WAY_OUT)
 
 
-def _filter(state: Mapping[str, Any]) -> float | None:
-    """Return the filter β of the state; None if it is not there."""
-    if "filter" not in state:
-        return None
-    return checked_filter(state["filter"], "the state's 'filter'", _WAY_OUT)
+def _filter(state: Mapping[str, Any]) -> float:
+    """Return `Saved.filter`."""
+    return checked_filter(state.get("filter", 1.0), "the state's 'filter'", _WAY_OUT)
 
 
 def _layout(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Layout:

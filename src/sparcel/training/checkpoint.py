@@ -11,6 +11,7 @@ from torch import Tensor
 from sparcel._checks import all_finite, whole_number
 from sparcel.comm import Communicator
 from sparcel.errors import InputError, warn
+from sparcel.memory import saturate
 from sparcel.training._saved import LAYOUT, Entry, key_of, read
 from sparcel.training.flush import FLUSH_STEPS
 from sparcel.training.layout import Position
@@ -100,6 +101,9 @@ def load(
     found = {(entry.rank, entry.name) for entry in entries if entry.kind == "memory"}
     owing = {name for _, name in found}
     loaded = _sums([entry for entry in entries if entry.name in owing], residuals, tensors)
+    if saved.filter != 1:
+        for parts in loaded.values():
+            parts["memory"] = saturate(parts["memory"] / saved.filter)
     if not residuals.kinds and any("velocity" in parts for parts in loaded.values()):
         faults.append(_SUMS_OF_VELOCITIES)
         loaded = {}
@@ -117,7 +121,7 @@ def load(
             f"the memory of {len(tensors) - len(loaded)} of {len(tensors)} tensors starts"
             f" empty on rank {rank}, or without a part: {'; '.join(faults[:_NAMED_FAULTS])}{more}"
         )
-    residuals.load(loaded, saved.steps, saved.filter, saved.layout, flush)
+    residuals.load(loaded, saved.steps, saved.layout, flush)
 
 
 def _sums(
@@ -155,8 +159,6 @@ def _common(
         "world_size": torch.tensor(saved_by),
         "flush": torch.tensor(residuals.flush.steps if owes else 0),
     }
-    if owes:
-        state["filter"] = torch.tensor(residuals.filter, dtype=torch.float64)
     layout = residuals.layout() if residuals.kinds else {}
     for name in tensors if owes else ():
         state[LAYOUT + name] = torch.tensor(layout.get(name, Position(-1, 0, 0)))

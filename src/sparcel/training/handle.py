@@ -95,15 +95,12 @@ class Handle:
         )
 
     def memory_norm(self) -> float:
-        """Return the Euclidean norm of what this rank keeps back; this reads all of its memory.
-
-        Under ScaleCom's filter β it is the norm of memory/β, which is what the rank still owes.
-        """
+        """Return the Euclidean norm of what this rank keeps back; this reads all of its memory."""
         squares = read(kernels.sums_of_squares(self._memories())).tolist()
         norm = math.sqrt(sum(squares))
         if math.isinf(norm):  # the squares of float64 may overflow
             norm = math.hypot(*map(kernels.norm, self._memories()))
-        return norm / self._session.residuals.filter
+        return norm
 
     def memory_age(self) -> float:
         """Return how many steps what this rank keeps back waits; this reads all of its memory.
@@ -127,7 +124,7 @@ class Handle:
         """Return the sum of ``|memory|``, of what this rank owes."""
         sums = [torch.linalg.vector_norm(part, 1) for part in self._memories()]
         found: list[float] = read(torch.stack(sums)).tolist() if sums else []
-        return sum(found) / self._session.residuals.filter
+        return sum(found)
 
     def _memories(self) -> list[Tensor]:
         """Return the memory of each tensor that has some, flat."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparcel.memory import saturate, wide_dtype
+from sparcel.memory import wide_dtype
 from sparcel.schemes import Begun, Layer, Scheme
 from sparcel.side_stream import used_here
 from sparcel.training.flush import Flush
@@ -53,11 +53,6 @@ class Residuals:
         self._loaded_layout: Layout = {}
         self._layout_ends = 0
         self.steps = 0
-
-    @property
-    def filter(self) -> float:
-        """The memory's low-pass filter β; 1 is none."""
-        return self.template.filter_at(self.steps)
 
     @property
     def momentum(self) -> float:
@@ -154,10 +149,9 @@ class Residuals:
 
     def switch(self, template: Scheme) -> None:
         """Go on with another scheme, of the same momentum; what is owed stays owed."""
-        before, layout = self.filter, self.layout()
+        layout = self.layout()
         names = {*self._vectors, *self._loaded, *self.flush.owed}
         parts = {name: self.of(name) for name in names}
-        parts = _scaled(parts, template.filter_at(self.steps) / before)
         self.flush.pending = not template.remembers and bool(self.owed_kinds)
         self.template, self._loaded_layout = template, layout
         self._replace(parts)
@@ -166,7 +160,6 @@ class Residuals:
         self,
         residuals: dict[str, dict[str, Tensor]],
         steps: int,
-        beta: float | None,
         layout: Layout,
         flush_steps: int,
     ) -> None:
@@ -174,12 +167,8 @@ class Residuals:
 
         What the scheme does not remember, such as a velocity without momentum, is passed over, but
         what the memory owes is flushed, in ``flush_steps`` steps; 0 says that no rank owes
-        anything. ``beta`` is the filter that the residuals were saved under, None for that of now;
-        ``layout`` is that of the step before.
+        anything. ``layout`` is that of the step before.
         """
-        after = self.template.filter_at(steps)
-        factor = self.template.factor_at_switch(after if beta is None else beta, after)
-        residuals = _scaled(residuals, factor)  # may lack memory for it, and then nothing changes
         self._loaded_layout, self._layout_ends = layout, steps + _FIRST_STEPS
         self.steps = steps
         self.flush = Flush()
@@ -208,14 +197,3 @@ class Residuals:
                     joined[kind] = gradient.new_zeros(gradient.numel(), dtype=wide)
                 joined[kind][piece.start : piece.stop] = part
         return joined
-
-
-def _scaled(residuals: dict[str, dict[str, Tensor]], factor: float) -> dict[str, dict[str, Tensor]]:
-    """Return residuals whose memories are multiplied by ``factor``."""
-    if factor == 1:
-        return residuals
-    return {
-        name: {**parts, "memory": saturate(parts["memory"] * factor)}
-        for name, parts in residuals.items()
-        if "memory" in parts
-    }

@@ -176,7 +176,7 @@ class Transaction:
                 meter=self.meter,
             )
             begun = self._exchange_vector(served, flat, request)
-            sent_whole = begun.reduced.sent_whole and not moved
+            sent_whole = begun.sent_whole and not moved
         if not sent_whole:
             self._small += zip(places, gradients, strict=True)
 
@@ -204,7 +204,7 @@ class Transaction:
             gradient, vector.pieces, request.withheld, request.scale
         )
         begun = vector.scheme.begin(gradient, self.comm, request, in_place=True)
-        self.begun.append((vector.scheme, begun.without_sums()))
+        self.begun.append((vector.scheme, begun.without_average()))
         self.finite &= begun.finite
         return begun
 

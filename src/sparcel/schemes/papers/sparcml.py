@@ -8,9 +8,10 @@ from sparcel._checks import whole_number
 from sparcel.collectives.split_allgather import split_allgather
 from sparcel.errors import InputError
 from sparcel.formats import FewBits, Format
-from sparcel.schemes.exchange import Exchanged, Selection
-from sparcel.schemes.sparsifier import Selecting
+from sparcel.schemes.ledger import Ledger
+from sparcel.schemes.selecting import Selecting
 from sparcel.schemes.topk import exchange_topk
+from sparcel.stream import SparseStream
 from sparcel.wire import Wire
 
 
@@ -57,11 +58,10 @@ class SparCML(Selecting):
                 " or 2, or leave out seed"
             )
 
-    def _exchange(self, selection: Selection, wire: Wire) -> Exchanged:
+    def _exchange(self, ledger: Ledger, wire: Wire) -> SparseStream:
         if self.bits is None:
-            return exchange_topk(selection, wire)
-        sent = selection.stream
-        return Exchanged(split_allgather(sent, wire, max_nnz=selection.most), sent)
+            return exchange_topk(ledger, wire)
+        return split_allgather(ledger.sent, wire, max_nnz=ledger.most)
 
 
 def _paper_format(bits: int, seed: int) -> Format:

@@ -1,0 +1,1 @@
+"""What only reproduces a paper, behind the names and settings of the schemes beside this room."""
