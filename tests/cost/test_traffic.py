@@ -22,7 +22,7 @@ from sparcel.collectives import ALGORITHMS, OTHER_STAGES, gathered_topk, gtopk, 
 from sparcel.collectives import _global_topk as global_topk_module
 from sparcel.collectives import regions as regions_module
 from sparcel.collectives._counts import Counted
-from sparcel.collectives.oktopk import Course, by_regions_stages, topk_by_regions
+from sparcel.collectives.oktopk import DataFacts, by_regions_stages, topk_by_regions
 from sparcel.cost import Counts, Problem, count, default_rates, predict
 from sparcel.formats import format_named
 from sparcel.ops import SUM
@@ -274,8 +274,8 @@ class Recorder:
         self.winners = winners.counts
         return winners
 
-    def course(self) -> Course:
-        return Course(
+    def facts(self) -> DataFacts:
+        return DataFacts(
             self._counted("boundaries"),
             self.boundaries,
             self._counted("histograms"),
@@ -296,9 +296,9 @@ def counted(counts: Sequence[torch.Tensor]) -> Counted:
     return Counted(size, occupied, union_of(places, size))
 
 
-def moved_by(problem: Problem, course: Course) -> int:
+def moved_by(problem: Problem, facts: DataFacts) -> int:
     """Return how many messages the rank sends or receives to even out; 0 if no rank does."""
-    taken = list(by_regions_stages(problem, course))
+    taken = list(by_regions_stages(problem, facts))
     evening = [
         stage for stage in taken if isinstance(stage, Exchange) and stage.pattern == "rotate"
     ]
@@ -319,15 +319,15 @@ def test_oktopk_has_the_predicted_traffic_given_its_refinements(
         recorder = Recorder(patch, ranks)
         call = lambda stream, comm, k: topk_by_regions(stream, Wire(comm), k, k)  # noqa: E731
         found, rounds = run(call, streams_at(indices, size), k)
-        course = recorder.course()
+        facts = recorder.facts()
     problem = Problem(size, k, ranks, union=union_of(indices, size))
     told = [
-        count(partial(by_regions_stages, course=course), replace(problem, rank=rank))
+        count(partial(by_regions_stages, facts=facts), replace(problem, rank=rank))
         for rank in range(ranks)
     ]
     assert [one[:4] for one in told] == [one[:4] for one in found]
     # If a rank moves several pieces to even out the winners, other ranks wait for it.
-    waiting = max(moved_by(replace(problem, rank=rank), course) for rank in range(ranks))
+    waiting = max(moved_by(replace(problem, rank=rank), facts) for rank in range(ranks))
     longest = max(one.rounds for one in told)
     assert longest <= rounds <= longest + waiting
 

@@ -101,7 +101,7 @@ def counting_bytes(counts: int, ranks: int) -> int:
     return 4 * counts * (ranks - 1 if ranks <= DIRECT_RANKS else (ranks - 1).bit_length())
 
 
-def gather_numbers(
+def gather_integers(
     numbers: Tensor, comm: Communicator, at_most: int, finite: bool = True
 ) -> tuple[list[Tensor], bool]:
     """Give every rank each rank's integers, and tell whether all ranks said ``finite``.
@@ -190,10 +190,10 @@ def sum_stages(problem: Problem, counted: Counted, limit: int) -> Iterator[Stage
     yield from add(part)
 
 
-def gather_number_stages(
+def gather_integers_stages(
     problem: Problem, lengths: Sequence[int], at_most: int, itemsize: int
 ) -> Iterator[Stage]:
-    """Yield the stages of `gather_numbers` if rank r has ``lengths[r]`` integers."""
+    """Yield the stages of `gather_integers` if rank r has ``lengths[r]`` integers."""
     if problem.ranks <= DIRECT_RANKS:
         yield from _direct_stages([(1 + length) * itemsize for length in lengths], problem.rank)
         return

@@ -13,8 +13,8 @@ from sparcel._checks import finite_flag
 from sparcel.collectives._counts import (
     Counted,
     counters_for,
-    gather_number_stages,
-    gather_numbers,
+    gather_integers,
+    gather_integers_stages,
     sum_counts,
     sum_stages,
 )
@@ -68,7 +68,7 @@ def winners_stages(
     for number, counted in enumerate(histograms):
         yield Work("select", problem.k / problem.ranks if number else values)
         yield from sum_stages(problem, counted, problem.size)
-    yield from gather_number_stages(problem, listed, max(listed), 4)
+    yield from gather_integers_stages(problem, listed, max(listed), 4)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _share_out(found: _Bin, values: Tensor, comm: Communicator, limit: int) -> W
     )
     dtype = torch.int32 if max(limit, 1 << found.shift) <= 1 << 31 else torch.int64
     numbers = torch.cat([torch.tensor([larger, inside], device="cpu"), candidates]).to(dtype)
-    gathered, _ = gather_numbers(numbers, comm, 2 + found.inside * listed)
+    gathered, _ = gather_integers(numbers, comm, 2 + found.inside * listed)
 
     counts = torch.stack([numbers[:2] for numbers in gathered])  # [P, 2]
     if listed:

@@ -117,7 +117,7 @@ def selectable(stream: SparseStream) -> SparseStream:
 
 
 @dataclass(frozen=True)
-class Course:
+class DataFacts:
     """The data-dependent facts that decide the bytes of `topk_by_regions`.
 
     Attributes
@@ -139,28 +139,28 @@ class Course:
     winners: Sequence[int]
 
 
-def stages(problem: Problem, course: Course | None = None) -> Iterator[Stage]:
-    """Yield the stages of `oktopk` with this ``course``, or with the expected one."""
+def stages(problem: Problem, facts: DataFacts | None = None) -> Iterator[Stage]:
+    """Yield the stages of `oktopk` with these ``facts``, or with those expected."""
     k = problem.k
     if gathering_is_cheaper(problem, k, k):
         yield from gathered_topk_stages(problem)
     else:
-        yield from by_regions_stages(problem, course or expected_course(problem))
+        yield from by_regions_stages(problem, facts or expected_facts(problem))
 
 
-def by_regions_stages(problem: Problem, course: Course) -> Iterator[Stage]:
+def by_regions_stages(problem: Problem, facts: DataFacts) -> Iterator[Stage]:
     """Yield the stages of `topk_by_regions`."""
     reduced = problem.entries(problem.everyone) / problem.ranks
-    yield Work("small", SMALL)
-    yield from boundaries_stages(problem, course.boundary_sums)
-    yield from reduce_stages(problem, course.boundaries)
-    yield from winners_stages(problem, reduced, course.histograms, course.listed)
+    yield Work("small", COUNTING_OPERATIONS)
+    yield from boundaries_stages(problem, facts.boundary_sums)
+    yield from reduce_stages(problem, facts.boundaries)
+    yield from winners_stages(problem, reduced, facts.histograms, facts.listed)
     yield chosen(reduced)
     yield Work("select", reduced)
-    yield from blocks_stages(problem, course.winners, course.boundaries)
+    yield from blocks_stages(problem, facts.winners, facts.boundaries)
 
 
-SMALL = 1000
+COUNTING_OPERATIONS = 1000
 """Small operations on counts: to find boundaries, to share out winners, and to compare costs. Their
 number is fitted to measured times."""
 
@@ -168,8 +168,8 @@ _OCTAVES = 5
 """Assumed number of octaves that sums lie in."""
 
 
-def expected_course(problem: Problem) -> Course:
-    """Return the course expected if entries are spread evenly and sums lie in a few octaves."""
+def expected_facts(problem: Problem) -> DataFacts:
+    """Return the facts expected if entries are spread evenly and sums lie in a few octaves."""
     ranks, k = problem.ranks, problem.k
     cuts = edges_for(ranks)
     sums = [equally_counted(cuts, cuts, ranks)]
@@ -192,4 +192,4 @@ def expected_course(problem: Problem) -> Course:
         inside /= bins
     listed = [2 + round(inside / ranks)] * ranks
     winners = [high - low for low, high in pairwise(patterns.regions(k, ranks))]
-    return Course(sums, problem.regions, histograms, listed, winners)
+    return DataFacts(sums, problem.regions, histograms, listed, winners)

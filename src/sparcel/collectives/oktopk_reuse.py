@@ -10,7 +10,7 @@ import torch
 
 from sparcel import device, kernels
 from sparcel._checks import finite_flag
-from sparcel.collectives._counts import gather_numbers
+from sparcel.collectives._counts import gather_integers
 from sparcel.collectives._global_topk import global_topk
 from sparcel.collectives.gtopk import GlobalTopk
 from sparcel.collectives.oktopk import gather_winners, selectable
@@ -89,7 +89,7 @@ def _count_from(threshold: float, region: SparseStream, wire: Wire) -> tuple[lis
     """Count each rank's magnitudes from the threshold on, and tell whether all are finite."""
     selected, _ = kernels.threshold_select(region.values, threshold)
     finite = device.truth(region.finite & finite_flag(region.values))
-    counts, finite = gather_numbers(torch.tensor([selected.numel()]), wire.comm, 1, finite)
+    counts, finite = gather_integers(torch.tensor([selected.numel()]), wire.comm, 1, finite)
     return torch.cat(counts).tolist(), finite
 
 

@@ -15,8 +15,6 @@ from sparcel.stages import Exchange, Problem, Stage, Work, copied, merge_all
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
 
-Range = tuple[int, int]
-
 _SLICE = 1 << 20
 """Coordinates of a slice of `sum_regions`."""
 
@@ -86,7 +84,7 @@ def sum_regions(vector: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def _slices(boundaries: Sequence[int]) -> Iterator[list[Range]]:
+def _slices(boundaries: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Yield a slice ``[start, stop)`` of each region, until none has anything left."""
     longest = max(stop - start for start, stop in pairwise(boundaries))
     for begin in range(0, longest, _SLICE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from sparcel._checks import check_type
 from sparcel.errors import InputError, known, warn
@@ -73,38 +73,48 @@ __all__ = [
     "stages_of",
 ]
 
-SCHEMES: dict[str, Callable[..., Scheme]] = {
-    "dense": Dense,
-    "bidirectional": Bidirectional,
-    "topk": TopK,
-    "sparcml": SparCML,
-    "gtopk": GTopK,
-    "oktopk": OkTopK,
-    "scalecom": ScaleCom,
-    "hitopk": hitopk,
-    "torus2d": torus2d,
-    "mstopk": mstopk,
-    "dgc": dgc,
-    "auto": Auto,
+
+class Method(NamedTuple):
+    """A scheme by name.
+
+    Attributes
+    ----------
+    make
+        Makes it of settings.
+    stages_by
+        Its stages for the cost model, which some methods choose by rates; None if it has none.
+    on_nodes
+        Whether it takes ``ranks_per_node``, and has no use where every rank is a node.
+    sends_all
+        Whether it selects nothing, and so takes no density.
+    """
+
+    make: Callable[..., Scheme]
+    stages_by: Callable[[Rates], Stages] | None = None
+    on_nodes: bool = False
+    sends_all: bool = False
+
+
+METHODS: dict[str, Method] = {
+    "bidirectional": Method(Bidirectional, lambda _: bidirectional_stages),
+    "dense": Method(Dense, lambda _: dense_stages, sends_all=True),
+    "topk": Method(TopK, topk_stages_by),
+    "auto": Method(Auto, auto_stages_by),
+    "gtopk": Method(GTopK, lambda _: gtopk_stages),
+    "oktopk": Method(OkTopK, lambda _: oktopk_stages),
+    "scalecom": Method(ScaleCom, lambda _: scalecom_stages),
+    "hitopk": Method(hitopk, lambda _: hitopk_stages, on_nodes=True),
+    "torus2d": Method(torus2d, lambda _: torus2d_stages, on_nodes=True, sends_all=True),
+    "sparcml": Method(SparCML, topk_stages_by),  # without bits
+    "mstopk": Method(mstopk),
+    "dgc": Method(dgc),
 }
+"""All schemes; those that most people need come first."""
 
-
-STAGES: dict[str, Stages] = {
-    "dense": dense_stages,
-    "bidirectional": bidirectional_stages,
-    "gtopk": gtopk_stages,
-    "oktopk": oktopk_stages,
-    "scalecom": scalecom_stages,
-    "hitopk": hitopk_stages,
-    "torus2d": torus2d_stages,
-}
-"""The stages of these schemes, by name."""
-
-ON_NODES = ("hitopk", "torus2d")
-"""The schemes that take ``ranks_per_node``, and have no use where every rank is a node."""
-
-SEND_ALL = ("dense", "torus2d")
-"""The schemes that select nothing, and so take no density."""
+SCHEMES = {name: method.make for name, method in METHODS.items()}
+ON_NODES = tuple(name for name, method in METHODS.items() if method.on_nodes)
+SEND_ALL = tuple(name for name, method in METHODS.items() if method.sends_all)
+PREDICTED = tuple(name for name, method in METHODS.items() if method.stages_by)
 
 DEFAULT = "bidirectional"
 """The scheme where none is named."""
@@ -112,24 +122,15 @@ DEFAULT = "bidirectional"
 RECOMMENDED: Settings = {"density": 0.1, "format": "packed:4"}
 """What `DEFAULT` is set to where no scheme is named."""
 
-_STAGES_BY: dict[str, Callable[[Rates], Stages]] = {
-    "topk": topk_stages_by,
-    "sparcml": topk_stages_by,
-    "auto": auto_stages_by,
-}
-"""The stages of schemes that choose by rates, by name."""
-
-PREDICTED = (*_STAGES_BY, *STAGES)
-"""The schemes whose stages the cost model knows."""
-
 
 def stages_of(name: str, rates: Rates) -> Stages:
     """Return the stages of the scheme ``name``, one of `PREDICTED`.
 
     With these rates ``topk`` takes the fastest algorithm, and ``auto`` the fastest method.
-    ``sparcml`` is meant without ``bits``.
     """
-    return _STAGES_BY[name](rates) if name in _STAGES_BY else STAGES[name]
+    stages_by = METHODS[name].stages_by
+    assert stages_by is not None, f"{name} is not predicted"
+    return stages_by(rates)
 
 
 def scheme(name: str | None = None, **settings: Unpack[Settings]) -> Scheme:
