@@ -36,7 +36,8 @@ SUB_ROOMS = {"torch", "mpi", "simulated"}
 def levels() -> dict[str, int]:
     """Each room's line on the map, counted from the top."""
     assert MAP is not None
-    rooms = [re.split(r"  +", line)[0].split() for line in MAP.group(1).splitlines()]
+    lines = [line for line in MAP.group(1).splitlines() if not line.startswith("#")]
+    rooms = [re.split(r"  +", line)[0].split() for line in lines]
     return {room: level for level, line in enumerate(rooms) for room in line}
 
 
