@@ -105,7 +105,7 @@ def test_rounded_sums_agree_on_all_ranks_and_in_every_run(algorithm, seed, world
 
 
 @algorithms
-@pytest.mark.parametrize("world", range(1, 10))
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 def test_finite_flag_of_any_rank_reaches_every_rank(algorithm, world):
     for culprit in range(world):
         case = case_of(("random", "empty", "dense")[(world + culprit) % 3], world, 40)

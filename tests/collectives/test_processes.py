@@ -19,6 +19,7 @@ from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.formats import FewBits, Format
 from sparcel.stream import reduce
 from sparcel.wire import Wire
+from tests.sampling import meeting
 from tests.strategies import (
     CIRCLE,
     DTYPES,
@@ -31,7 +32,7 @@ from tests.strategies import (
     make_stream,
     same_stream,
 )
-from tests.workers import WORLD_SIZES, on_engines_in_turn
+from tests.workers import ENGINES, WORLD_SIZES, on_engines_in_turn
 
 pytestmark = pytest.mark.processes
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -67,7 +68,14 @@ def reduce_cases(comm, name):
     ]
 
 
-@on_engines_in_turn(name=[*ALGORITHMS, "auto"], world_size=WORLD_SIZES)
+@pytest.mark.parametrize(
+    ("name", "world_size", "run_on"),
+    [
+        (*pair, ENGINES[number % 2])
+        for number, pair in enumerate(meeting([*ALGORITHMS, "auto"], WORLD_SIZES, each=2))
+    ],
+    indirect=["run_on"],
+)
 def test_all_reduce_equals_the_dense_reference_on_every_rank(run_on, world_size, name):
     by_rank = run_on(world_size, reduce_cases, name)
     simulated = simulate(world_size, lambda comm: reduce_cases(comm, name)).results[0]

@@ -250,8 +250,8 @@ class Recorder:
         self.winners: list[int] = []
         for kind, module in (("boundaries", regions_module), ("histograms", global_topk_module)):
             patch.setattr(module, "sum_counts", partial(self._sum, module.sum_counts, kind))
-        gather = partial(self._gather, global_topk_module.gather_numbers)
-        patch.setattr(global_topk_module, "gather_numbers", gather)
+        gather = partial(self._gather, global_topk_module.gather_integers)
+        patch.setattr(global_topk_module, "gather_integers", gather)
         split = partial(self._split, oktopk_module.balanced_boundaries)
         patch.setattr(oktopk_module, "balanced_boundaries", split)
         select = partial(self._select, oktopk_module.global_topk)

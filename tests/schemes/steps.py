@@ -70,7 +70,15 @@ SCHEMES = {
 # alone. So each of them meets few examples, and some of the worlds, culprits and dtypes.
 few_examples = settings(max_examples=settings.default.max_examples // 3)
 
-SPARSE = [name for name in SCHEMES if SCHEMES[name]().remembers]
+DISTINCT = [
+    *("dense", "topk", "topk packed 4 bits", "sparcml 4 bits", "bidirectional 4 bits", "gtopk"),
+    *("oktopk by regions", "oktopk reuse", "scalecom filtered", "hitopk", "auto"),
+    "scalecom between nodes",
+]
+"""Schemes that share no path through a step, for tests that do not ask what a method adds up.
+`test_invariants.py` asks that of all of them."""
+
+SPARSE = [name for name in DISTINCT if SCHEMES[name]().remembers]
 
 # Schemes whose sums of small integers are exact, at any P that is a power of two.
 EXACT = [name for name in SCHEMES if "bits" not in name]

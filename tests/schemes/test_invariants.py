@@ -94,7 +94,7 @@ def test_nothing_is_lost_except_by_rounding(make, world, size, dtype):
     torch.testing.assert_close(world * total(updates[0]) + kept, went_in, rtol=0, atol=1e-4)
 
 
-@sampled("place", culprits([1, 2, 3, 5, 8]), each=4)
+@sampled("place", culprits([1, 2, 3, 5, 8]), each=1)
 def test_no_poison(make, place):
     world, culprit = place
     clean_updates, clean_memories = run(make, world, 2, 300)
@@ -120,7 +120,7 @@ def test_no_poison(make, place):
 LARGE = {torch.float32: 3e38, torch.float64: 1.5e308, torch.float16: 6e4}
 
 
-@sampled("world, dtype", [2, 3, 8], LARGE, each=3)
+@sampled("world, dtype", [2, 3, 8], LARGE, each=1)
 def test_sums_that_overflow_change_no_memory(make, world, dtype):
     """Each gradient is finite, their sum (after a few steps of being kept back) is not."""
 
@@ -147,7 +147,7 @@ class DiskError(Exception):
     pass
 
 
-@sampled("place", culprits([2, 3, 4, 5]), each=3)
+@sampled("place", culprits([2, 3, 4, 5]), each=1)
 def test_a_failed_step_leaves_memory_as_it_was(make, place, monkeypatch):
     """A rank fails in any exchange of its second step; the others may still be in their first."""
     world, culprit = place

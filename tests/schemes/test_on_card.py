@@ -11,7 +11,7 @@ import torch
 import sparcel
 from sparcel import device, simulate
 from tests.card import moved, on_card, seen
-from tests.schemes.steps import SCHEMES
+from tests.schemes.steps import DISTINCT, SCHEMES
 from tests.strategies import same_bits
 
 pytest.importorskip("triton")
@@ -28,7 +28,7 @@ OTHERS = {
     "dgc": partial(sparcel.scheme, "dgc", density=0.1, clip=1.0),
     "chunked indices": partial(sparcel.scheme, "topk", density=0.3, format="chunked"),
 }
-ALL = SCHEMES | SELECTORS | OTHERS
+ALL = {name: SCHEMES[name] for name in (*DISTINCT, "scalecom", "warm-up")} | SELECTORS | OTHERS
 WORLDS = [
     (name, 4 if "hitopk" in name or "nodes" in name else 2 + (place % 3 == 0 or name in LONG))
     for place, name in enumerate(ALL)

@@ -12,6 +12,7 @@ from sparcel import simulate
 from sparcel.memory import wide_dtype
 from sparcel.schemes import Auto, Dense, Meter, Request, TopK
 from tests.schemes.steps import (
+    DISTINCT,
     INTEGERS,
     SCHEMES,
     SPARSE,
@@ -25,7 +26,7 @@ from tests.schemes.steps import (
 )
 from tests.strategies import FLOATS, same_bits
 
-schemes = pytest.mark.parametrize("make", SCHEMES.values(), ids=SCHEMES)
+schemes = pytest.mark.parametrize("make", [SCHEMES[name] for name in DISTINCT], ids=DISTINCT)
 
 
 @schemes

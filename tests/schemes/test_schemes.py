@@ -276,13 +276,13 @@ BAD = [
     (
         "topkk",
         {},
-        r"scheme cannot be 'topkk'; did you mean 'topk' or .*\? It must be one of dense,",
+        r"scheme cannot be 'topkk'; did you mean 'topk' or .*\? It must be one of bidirectional,",
     ),
     ("sparkml", {}, r"did you mean 'sparcml'\?"),
     (
         "powersgd",
         {},
-        r"scheme cannot be 'powersgd'; it must be one of dense, bidirectional, topk, .*, auto$",
+        r"scheme cannot be 'powersgd'; it must be one of bidirectional, dense, topk, .*, dgc$",
     ),
     ("topk", {"densty": 0.1}, r"a setting of scheme 'topk' .*did you mean 'density'\?"),
     (
