@@ -99,7 +99,7 @@ def test_a_system_without_files_in_memory_is_told(monkeypatch):
 def test_a_system_that_frees_no_part_of_the_memory_keeps_all(monkeypatch):
     cached = Cached(Files(9), None, memory="1 MB", decode=decode)
     assert all_right(cached)
-    monkeypatch.setattr("sparcel.data.ranges._libc.fallocate", lambda *_: -1)
+    monkeypatch.setattr("sparcel.data.memory_file._libc.fallocate", lambda *_: -1)
     with pytest.warns(SparcelWarning, match="does not free a part of the memory; samples of other"):
         cached.hold(np.arange(3))
     with warnings.catch_warnings():
@@ -161,7 +161,7 @@ def test_bad_arguments_are_answered_in_words(given, message):
 
 def test_samples_that_cannot_be_pickled_are_named(tmp_path):
     for folder, memory in ((tmp_path, 0), (None, "1 MB")):
-        with pytest.raises(InputError, match=r"sample 3: .* type function cannot be pickled"):
+        with pytest.raises(InputError, match=r"sample 3, of type function, cannot be pickled"):
             Cached(Lambdas(5), folder, memory=memory)[3]
     assert Cached(Lambdas(5), None, memory=0)[3]() == 3
 

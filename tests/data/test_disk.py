@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from sparcel.data import Cached
+from sparcel.data import Cached, disk
 from sparcel.data.source import Source
 from sparcel.errors import SparcelWarning
 from tests.data.sources import (
@@ -469,6 +469,6 @@ def test_threads_fork_at_once(tmp_path):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert cached._disk._lock.acquire(timeout=5)
-    cached._disk._lock.release()
+    assert disk._lock.acquire(timeout=5)
+    disk._lock.release()
     assert all_right(cached)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparcel.data.shared import Shared, attach, attach_or_do_without
+from sparcel.data.shared import Shared
 from sparcel.errors import InputError, SparcelWarning
 from tests.data.sources import killed_after, processes, put_on, record_of
 
@@ -72,14 +72,14 @@ def test_a_part_that_is_held_already_stays_where_it_is():
 
 def test_a_process_opens_each_memory_once():
     shared = Shared(3, PAGE)
-    assert pickle.loads(pickle.dumps(shared)) is shared
-    name = shared.name
+    name, pickled = shared.name, pickle.dumps(shared)
+    assert pickle.loads(pickled) is shared
     del shared
     gc.collect()
     with pytest.raises(InputError, match=r"make the Cached anew"):
-        attach(*name)
+        Shared.attached(*name)
     with pytest.warns(SparcelWarning, match=r"keeps no samples in memory: .*make the Cached anew"):
-        assert not attach_or_do_without(*name).wants(2)
+        assert not pickle.loads(pickled).wants(2)
 
 
 def test_a_part_is_let_go():
@@ -137,9 +137,3 @@ def test_a_system_without_memory_ends_the_keeping():
     process.join()
     assert first_failure == kept > 0
     assert not wants
-
-
-def test_a_limit_below_the_index_is_refused():
-    with pytest.raises(InputError, match=r"memory must hold at least the index of 1000 samples"):
-        Shared(1000, 100)
-    assert not Shared(1000, 0).wants(3)

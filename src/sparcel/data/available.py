@@ -18,22 +18,14 @@ def available(root: Path = Path("/")) -> int:
 
 
 def _of_machine(root: Path) -> Iterator[int]:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) << 10
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
     """Yield what each cgroup leaves that this process is in; a container may not show all."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, name = line.split(":", 2)
         for folder, *files in _CGROUPS:
             if folder in controllers.split(","):
@@ -45,10 +37,16 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _left(place: Path, limit: str, use: str, cached: str) -> Iterator[int]:
+    """Yield what one cgroup leaves; nothing for the root, which has no limit."""
+    most, used = _lines(place / limit), _lines(place / use)
+    stat = dict(line.split() for line in _lines(place / "memory.stat"))
+    if most and used and most != ["max"]:
+        yield int(most[0]) - int(used[0]) + int(stat.get(cached, 0))
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file; none if it is not there, or not in this container's view."""
     try:
-        most, used = ((place / file).read_text().strip() for file in (limit, use))
-        stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-    except OSError:  # not in this container's view, or the root, which has no limit
-        return
-    if most != "max":
-        yield int(most) - int(used) + int(stat.get(cached, 0))
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -16,12 +16,11 @@ from torch.utils.data import Dataset
 from sparcel import units
 from sparcel._checks import check_callable, check_type, whole_number
 from sparcel.comm import Group, resolve_or_alone
-from sparcel.data.database import UnusableError
+from sparcel.data.database import Database, UnusableError
 from sparcel.data.disk import Disk
-from sparcel.data.node import shared_by_node
-from sparcel.data.records import unpack
-from sparcel.data.shared import Shared, check
-from sparcel.data.source import Source, packed, unpacked
+from sparcel.data.records import pack, unpack
+from sparcel.data.shared import Shared, check_memory, shared_by_node
+from sparcel.data.source import Source
 from sparcel.errors import InputError, warn
 
 NOT_READ, NOT_WRITTEN, TORN, NO_MEMORY, NOT_FREED = range(5)
@@ -129,10 +128,10 @@ class Cached(Dataset[Any]):
         looks = whole_number(looks, "looks", at_least=0)
         self._source = Source(dataset, whole_number(threads, "threads", at_least=1))
         self._decode, self._transform = decode, transform
-        check(len(self), limit)  # here, where a wrong one does not close the group
+        check_memory(len(self), limit)  # here, where a wrong one does not close the group
         comm = resolve_or_alone(group)
         identity = self._source.identity(version)
-        self._disk = None if folder is None else _opened(folder, self._source, identity, looks)
+        self._disk = None if folder is None else self._opened(folder, identity, looks)
         if comm is None:
             self._shared = Shared(len(self), limit)
         else:
@@ -181,22 +180,25 @@ class Cached(Dataset[Any]):
         """Return decoded samples by place, from wherever they are."""
         records = {place: self._shared.get(place) for place in places}
         decoded = {place: unpack(record) for place, record in records.items() if record is not None}
+        in_memory = len(decoded)
         missing = [place for place in places if place not in decoded]
-        if not missing:
-            self._shared.add((len(decoded), 0, 0))
-            return decoded
         samples = self._from_disk(missing)
         on_disk = len(samples)
         samples |= self._from_source([place for place in missing if place not in samples])
-        self._shared.add((len(decoded), on_disk, len(samples) - on_disk))
+        self._shared.count(in_memory, on_disk, len(samples) - on_disk)
         for place, sample in samples.items():
             decoded[place] = sample if self._decode is None else self._decode(sample)
             if self._shared.wants(place):
-                self._remember(place, packed(place, decoded[place]))
+                had_memory = self._shared.put(place, pack(place, decoded[place]))
+                if not had_memory:
+                    self._say_once(
+                        NO_MEMORY,
+                        "the system has no memory left; no more samples are kept in memory",
+                    )
         return decoded
 
     def _from_disk(self, places: Sequence[int]) -> dict[int, Any]:
-        if self._disk is None:
+        if not places or self._disk is None:
             return {}
         try:
             records, torn = self._disk.get(places)
@@ -207,7 +209,7 @@ class Cached(Dataset[Any]):
         samples = {}
         for place, record in records.items():
             try:
-                samples[place] = unpacked(record)
+                samples[place] = unpack(bytearray(record))
             except Exception:  # whatever a pickle raises whose class is gone, say
                 torn.append(place)
         if torn:
@@ -221,44 +223,29 @@ class Cached(Dataset[Any]):
         samples = dict(zip(places, self._source.read(places), strict=True))
         if self._disk is not None and not self._disk.read_only:
             try:
-                self._disk.put({place: packed(place, one) for place, one in samples.items()})
+                self._disk.put({place: pack(place, one) for place, one in samples.items()})
             except UnusableError as error:
                 self._disk.read_only = True
                 self._say_once(NOT_WRITTEN, f"samples are no longer kept on disk: {error}")
         return samples
 
-    def _remember(self, place: int, record: bytes) -> None:
-        if not self._shared.put(place, record):
-            self._say_once(
-                NO_MEMORY, "the system has no memory left; no more samples are kept in memory"
-            )
-
     def _say_once(self, number: int, message: str) -> None:
         if self._shared.first_to_say(number):
             warn(message)
 
-
-def _opened(
-    folder: str | os.PathLike[str], source: Source, identity: str, looks: int
-) -> Disk | None:
-    """Return the copy on disk; warn and return None if there cannot be one."""
-    if not isinstance(folder, str | os.PathLike):
-        raise InputError(
-            f"folder must be the path of a folder, or None, got {type(folder).__name__}"
-        )
-    path = Path(folder).absolute()  # a process may change its folder
-    try:
-        _make(path)
-        return Disk(path, identity, source.still_has, looks, warn)
-    except UnusableError as error:
-        warn(f"samples are not kept on disk: {error}")
-    return None
-
-
-def _make(folder: Path) -> None:
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"folder must be a folder, and {folder} is a file")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UnusableError(str(error)) from error
+    def _opened(self, folder: str | os.PathLike[str], identity: str, looks: int) -> Disk | None:
+        """Return the copy on disk; warn and return None if there cannot be one."""
+        if not isinstance(folder, str | os.PathLike):
+            raise InputError(
+                f"folder must be the path of a folder, or None, got {type(folder).__name__}"
+            )
+        path = os.path.abspath(folder)  # a process may change its folder
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise InputError(f"folder must be a folder, and {path} is a file")
+        disk = Disk(Database(Path(path), identity))
+        try:
+            disk.open(self._source.still_has, looks)
+        except UnusableError as error:
+            warn(f"samples are not kept on disk: {error}")
+            return None
+        return disk

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import secrets
 import sqlite3
-from collections.abc import Callable
+import zlib
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from weakref import finalize
+
+from sparcel.errors import warn
 
 NAME = "sparcel-samples"
 OURS = 0x53504352
@@ -26,7 +30,6 @@ CREATE TABLE samples (place INTEGER PRIMARY KEY, crc INTEGER NOT NULL, record BL
 PRAGMA journal_mode = WAL;
 """
 
-
 _BROKEN = (
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,
@@ -39,14 +42,15 @@ class UnusableError(Exception):
     """The store cannot be used, or not any longer; the message says why."""
 
 
-def is_broken(error: sqlite3.Error) -> bool:
+def is_broken(error: Exception) -> bool:
     """Tell whether the content is at fault.
 
     It is not when the disk is full or fails, a quota is exceeded, memory is short, a file cannot be
     opened or a lock does not come: then the samples may be as good as ever.
     """
     # Python's own errors have no code; the one that content can cause is a text that is not UTF-8.
-    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _BROKEN
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return isinstance(error, sqlite3.Error) and code & 0xFF in _BROKEN
 
 
 class Database:
@@ -59,77 +63,82 @@ class Database:
     Parameters
     ----------
     folder
-        An existing folder.
+        It is made if need be.
     identity
         What the samples are of.
-
-    Attributes
-    ----------
     read_only
-        Whether the folder can't be written. Then there is no lock.
+        Whether the folder can't be written. Then there is no lock. `examine` finds out.
     """
 
-    def __init__(self, folder: Path, identity: str) -> None:
+    def __init__(self, folder: Path, identity: str, read_only: bool = False) -> None:
         self.path, self.identity = folder / f"{NAME}.sqlite", identity
-        self.read_only = not os.access(folder, os.W_OK)
+        self.read_only = read_only
         self._lock: int | None = None
         self._alone = False
-        if not self.read_only:
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._lock = os.open(folder / f"{NAME}.lock", flags, 0o666)
-            finalize(self, os.close, self._lock)
 
     def __reduce__(self) -> Any:
-        return _joined, (self.path.parent, self.identity)
+        return Database, (self.path.parent, self.identity, self.read_only)
 
-    def examine(self, look: Callable[[sqlite3.Connection], None]) -> str:
-        """Hold the lock, alone if nobody else does; return what is wrong, or an empty string.
+    def examine(self, count: int) -> tuple[str, list[tuple[int, bytes]]]:
+        """Hold the lock, alone if nobody else does; return what is wrong, and some records.
 
-        Call `settle` next.
-
-        Parameters
-        ----------
-        look
-            Reads from the database, if it can be used.
+        What is wrong is an empty string if the database can be used. Call `settle` next.
 
         Raises
         ------
         OSError, sqlite3.Error
             When it cannot be read now, and may be whole.
         """
-        self._alone = self._lock is not None and self._hold_alone()
-        return self._fault(look)
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self.read_only = not os.access(folder, os.W_OK)
+        try:
+            self._hold(fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._alone = not self.read_only
+        except BlockingIOError:
+            self._hold(fcntl.LOCK_SH)
+        if not self.path.exists():
+            return f"there is no {self.path}", []
+        if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
+            return condemned.decode(errors="replace"), []
+        # Closing the file frees all locks of this process on it, so nothing else may have it open.
+        if (self._alone or self.read_only) and not _is_ours(self.path):
+            return f"{self.path} was not written by sparcel", []
+        try:
+            with closing(self.connect()) as database:
+                return "", list(_some(database, count))
+        except UnusableError as error:
+            return str(error), []
+        except sqlite3.Error as error:
+            if not is_broken(error):
+                raise
+            return f"{self.path} is broken ({error})", []
 
-    def settle(self, found: str, say: Callable[[str], None]) -> None:
+    def settle(self, fault: str) -> None:
         """Make the database, or make it anew, if nobody else uses it; then hold the shared lock.
+
+        A warning says why a database is replaced.
 
         Parameters
         ----------
-        found
+        fault
             What is wrong with it, or an empty string.
-        say
-            Is told why a database is replaced.
 
         Raises
         ------
         UnusableError
             When it cannot be used as it is, and others use it or the folder is read-only.
         """
-        if found and self._alone:
-            if self.path.exists():
-                say(f"{found}; {self._remove()}")
-            self._create()
-        self.join()
-        if found and not self._alone:
+        if fault and not self._alone:
             why = "another run uses it, or an earlier Cached of this one"
             if self.read_only:
                 why = "the folder is read-only"
-            raise UnusableError(f"{found}, and {why}")
-
-    def join(self) -> None:
-        """Hold the shared lock; wait for a process that makes the database."""
-        if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            raise UnusableError(f"{fault}, and {why}")
+        if fault:
+            if self.path.exists():
+                warn(f"{fault}; {self._remove()}")
+            self._create()
+        self._hold(fcntl.LOCK_SH)
 
     def leave(self) -> None:
         """Give the lock back; where it failed there is none, or it goes when the file is closed."""
@@ -138,15 +147,17 @@ class Database:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def connect(self) -> sqlite3.Connection:
-        """Return a connection of this process.
+        """Return a connection of this process, which holds the lock from now on.
 
         Raises
         ------
         UnusableError
             When there is no database, or it is of something else.
-        sqlite3.Error
-            When it is broken, as `is_broken` tells, or cannot be opened.
+        OSError, sqlite3.Error
+            When it is broken, as `is_broken` tells, or cannot be locked or opened.
         """
+        if self._lock is None:  # this process was given the database by another one
+            self._hold(fcntl.LOCK_SH)
         if self.read_only and self._beside("-wal").exists():
             raise UnusableError(f"{self.path} has a log, and the folder is read-only")
         mode = "mode=ro&immutable=1" if self.read_only else "mode=rw"
@@ -160,18 +171,14 @@ class Database:
         try:
             database.execute("PRAGMA synchronous = NORMAL")
             rows = database.execute("SELECT identity FROM about").fetchall()
-        except UnicodeDecodeError as error:  # SQLite's message quotes a torn schema
+            if rows != [(self.identity,)]:
+                found = rows[0][0] if rows else "nothing"
+                raise UnusableError(f"{self.path} has samples of {found}, not of {self.identity}")
+        except BaseException as error:
             database.close()
-            raise sqlite3.DatabaseError("its schema is torn") from error
-        except BaseException:
-            database.close()
+            if isinstance(error, UnicodeDecodeError):  # SQLite's message quotes a torn schema
+                raise sqlite3.DatabaseError("its schema is torn") from error
             raise
-        if rows != [(self.identity,)]:
-            database.close()
-            raise UnusableError(
-                f"{self.path} has samples of {rows[0][0] if rows else 'nothing'}, not of"
-                f" {self.identity}"
-            )
         return database
 
     def condemn(self, why: str) -> None:
@@ -179,34 +186,15 @@ class Database:
         if self._lock is not None:
             os.write(self._lock, why.encode())
 
-    def _hold_alone(self) -> bool:
-        """Hold the lock alone, or else with others; tell which."""
-        assert self._lock is not None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.join()
-            return False
-        return True
-
-    def _fault(self, look: Callable[[sqlite3.Connection], None]) -> str:
-        if not self.path.exists():
-            return f"there is no {self.path}"
-        if self._lock is not None and (condemned := os.pread(self._lock, 1000, 0)):
-            return condemned.decode(errors="replace")
-        # Closing the file frees all locks of this process on it, so nothing else may have it open.
-        if (self._alone or self.read_only) and not _is_ours(self.path):
-            return f"{self.path} was not written by sparcel"
-        try:
-            with closing(self.connect()) as database:
-                look(database)
-        except UnusableError as error:
-            return str(error)
-        except sqlite3.Error as error:
-            if not is_broken(error):
-                raise
-            return f"{self.path} is broken ({error})"
-        return ""
+    def _hold(self, how: int) -> None:
+        """Hold the lock in this way from now on; wait for a process that makes the database."""
+        if self.read_only:
+            return
+        if self._lock is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._lock = os.open(self.path.with_name(f"{NAME}.lock"), flags, 0o666)
+            finalize(self, os.close, self._lock)
+        fcntl.flock(self._lock, how)
 
     def _remove(self) -> str:
         """Remove the database with its log, or move another program's aside; say which."""
@@ -240,25 +228,6 @@ class Database:
         return self.path.with_name(self.path.name + suffix)
 
 
-class _Lost(Database):
-    """A database that a worker was given and cannot use."""
-
-    def __init__(self, folder: Path, why: str) -> None:
-        self.path, self.read_only, self._lock, self._why = folder / NAME, True, None, why
-
-    def connect(self) -> sqlite3.Connection:
-        raise UnusableError(self._why)
-
-
-def _joined(folder: Path, identity: str) -> Database:
-    try:
-        database = Database(folder, identity)
-        database.join()
-    except OSError as error:
-        return _Lost(folder, f"{folder}: {error}")
-    return database
-
-
 def _is_ours(path: Path) -> bool:
     """Tell whether sparcel wrote a file, as its first bytes tell; a torn one may have few."""
     with path.open("rb") as file:
@@ -266,3 +235,23 @@ def _is_ours(path: Path) -> bool:
     if len(header) < _HEADER:
         return header.startswith(_MAGIC) or _MAGIC.startswith(header)
     return header.startswith(_MAGIC) and header[_OURS_AT:][:4] == OURS.to_bytes(4, "big")
+
+
+def _some(database: sqlite3.Connection, count: int) -> Iterator[tuple[int, bytes]]:
+    """Yield whole records at random; broken ones count as none."""
+    (last,) = database.execute("SELECT max(place) FROM samples").fetchone()
+    query = "SELECT place, crc, record FROM samples WHERE place >= ? LIMIT 1"
+    for _ in range(count if last is not None else 0):
+        for place, crc, record in database.execute(query, (random.randint(0, last),)).fetchall():
+            if is_whole(place, crc, record):
+                yield place, record
+
+
+def is_whole(place: int, crc: int, record: object) -> bool:
+    """Tell whether a record is as it was put; a torn file may make it text, or nothing."""
+    return isinstance(record, bytes) and crc == checksum(place, record)
+
+
+def checksum(place: int, record: bytes) -> int:
+    """Return the checksum of a record at its place."""
+    return zlib.crc32(record, place & 0xFFFFFFFF)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
 
-Record = npt.NDArray[np.uint8]
-
-_LENGTH = struct.Struct("<Q")
+_LENGTH = np.dtype("<u8")
 _ALIGNMENT = 64
 """Arrays begin at multiples of this, so that they can be used where they are."""
 
 
-def pack(sample: object) -> bytes:
+def pack(place: int, sample: object) -> bytes:
     """Return a sample as bytes.
 
     A record consists of the number of its parts and their lengths, and of the parts: the pickle
@@ -30,7 +26,7 @@ def pack(sample: object) -> bytes:
     Raises
     ------
     InputError
-        When the sample cannot be pickled.
+        When the sample cannot be pickled; ``place`` tells which one it is.
     """
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
@@ -39,29 +35,29 @@ def pack(sample: object) -> bytes:
         parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     except Exception as error:  # whatever a __reduce__ raises
         raise InputError(
-            f"a sample of type {type(sample).__name__} cannot be pickled ({error}); return plain"
-            " data, such as bytes, numbers, arrays, tensors, and tuples or dicts of them"
+            f"sample {place}, of type {type(sample).__name__}, cannot be pickled ({error}); return"
+            " plain data, such as bytes, numbers, arrays, tensors, and tuples or dicts of them"
         ) from error
-    lengths = [len(parts), *(part.nbytes for part in parts)]
-    pieces: list[bytes | memoryview] = [b"".join(map(_LENGTH.pack, lengths))]
-    place = len(pieces[0])
+    record = io.BytesIO()
+    lengths = [part.nbytes for part in parts]
+    record.write(np.array([len(parts), *lengths], _LENGTH).tobytes())
     for part in parts:
-        padding = -place % _ALIGNMENT
-        pieces += [bytes(padding), part]
-        place += padding + part.nbytes
-    return b"".join(pieces)
+        record.write(bytes(-record.tell() % _ALIGNMENT))
+        record.write(part)
+    return record.getvalue()
 
 
-def unpack(record: Record) -> Any:
+def unpack(record: Any) -> Any:
     """Return the sample of a record, whose arrays and tensors use the record's own memory.
 
-    The record must be writable, and nobody else's. It may be longer than what `pack` returned.
+    The record is a buffer. It must be writable, and nobody else's, and may be longer than what
+    `pack` returned.
     """
-    content = record.data
-    (count,) = _LENGTH.unpack_from(content)
-    parts, place = [], (count + 1) * _LENGTH.size
-    for number in range(count):
-        (length,) = _LENGTH.unpack_from(content, (number + 1) * _LENGTH.size)
+    content = memoryview(record)
+    (count,) = np.frombuffer(content, _LENGTH, 1).tolist()
+    lengths = np.frombuffer(content, _LENGTH, count, offset=_LENGTH.itemsize).tolist()
+    parts, place = [], (count + 1) * _LENGTH.itemsize
+    for length in lengths:
         place += -place % _ALIGNMENT
         parts.append(content[place : place + length])
         place += length

@@ -86,16 +86,8 @@ class PartSampler(Sampler[int]):
         comm = resolve_or_alone(group)
         if comm is None:
             return [0], 0
-        call = Call.of(
-            "part_sampler",
-            {
-                "length": self._length,
-                "exchange_every": self._exchange_every,
-                "shuffle": self._shuffle,
-                "seed": self._seed,
-                "drop_last": self._drop_last,
-            },
-        )
+        settings = ("length", "exchange_every", "shuffle", "seed", "drop_last")
+        call = Call.of("part_sampler", {name: getattr(self, f"_{name}") for name in settings})
 
         def nodes() -> list[int]:
             comm.gather_numbers(0)  # a message, which carries the call
@@ -130,11 +122,8 @@ class PartSampler(Sampler[int]):
         start, stop = (self._length * count // ranks for count in ends)
         if not self._shuffle:
             return np.arange(start, stop)
-        return self._random(_PARTS, self._drawing()).permutation(self._length)[start:stop]
-
-    def _drawing(self) -> int:
-        """Return how often the parts were drawn anew."""
-        return 0 if self._exchange_every is None else self._epoch // self._exchange_every
+        drawn = 0 if self._exchange_every is None else self._epoch // self._exchange_every
+        return self._random(_PARTS, drawn).permutation(self._length)[start:stop]
 
     def _random(self, *what: int) -> np.random.Generator:
         return np.random.default_rng((self._seed, *what))

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from sparcel.data.records import pack, unpack
+from sparcel.data.records import pack
 from sparcel.errors import InputError, warn
 
 VERSION = 1
@@ -67,19 +66,17 @@ class Source:
 
     def still_has(self, place: int, record: bytes) -> bool:
         """Tell whether a sample is the one of a record; warn if it changes at each access."""
-        sample = packed(place, self._dataset[place])
+        sample = pack(place, self._dataset[place])
         if sample == record:
             return True
-        if sample == packed(place, self._dataset[place]):
-            return False
-        if self._said_random:
-            return True
-        self._said_random = True
-        warn(
-            f"dataset[{place}] is another sample at each access, and Cached keeps the first one; do"
-            " what is random in transform="
-        )
-        return True
+        is_random = sample != pack(place, self._dataset[place])
+        if is_random and not self._said_random:
+            self._said_random = True
+            warn(
+                f"dataset[{place}] is another sample at each access, and Cached keeps the first"
+                " one; do what is random in transform="
+            )
+        return is_random
 
 
 def _parts(dataset: Dataset[Any]) -> list[tuple[Any, ...]]:
@@ -123,16 +120,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Set):
         return sorted(map(repr, value))  # in one order in all processes
     return list(value) if isinstance(value, Collection) else type(value).__qualname__
-
-
-def packed(place: int, sample: object) -> bytes:
-    """Return the record of a sample, or raise an `InputError` that says which sample it is."""
-    try:
-        return pack(sample)
-    except InputError as error:
-        raise InputError(f"sample {place}: {error}") from error
-
-
-def unpacked(record: bytes) -> Any:
-    """Return the sample of a record, which stays as it is."""
-    return unpack(np.frombuffer(bytearray(record), np.uint8))
