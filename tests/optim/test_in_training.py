@@ -60,7 +60,7 @@ def stepped(by: str, steps: int = 3, **settings: Any) -> list[Tensor]:
 
 
 @by
-@pytest.mark.parametrize("world", [1, 2, 3, 8, 17])
+@pytest.mark.parametrize("world", [1, 2, 5])
 def test_ranks_that_share_the_norms_make_the_steps_of_one_alone(by: str, world: int) -> None:
     alone = stepped(by)
 
@@ -81,7 +81,7 @@ def test_a_copy_that_computes_all_norms_makes_the_same_steps(
     """Also for tensors of several chunks, and by the kernel of GPUs."""
     monkeypatch.setattr(cpu, "sums_of_squares", sums_of_squares)
     generator = torch.Generator().manual_seed(5)
-    shape, dtype = (2, 7, 3, kernels.CHUNK // 2), torch.float64
+    shape, dtype = (2, 2, 3, kernels.CHUNK // 2), torch.float64
     weights, gradients = torch.randn(shape, generator=generator, dtype=dtype)
 
     def on_rank(comm: Communicator) -> bool:
@@ -158,13 +158,12 @@ def test_a_void_step_changes_nothing(run_on: Any, by: str) -> None:
     assert run_on(2, poisoned, by) == [True, True]
 
 
-@by
 @pytest.mark.parametrize("rates", [SLOW_WORK, None], ids=["pays", "does not pay"])
-def test_ranks_with_other_parameters_are_told(by: str, rates: Rates | None) -> None:
+def test_ranks_with_other_parameters_are_told(rates: Rates | None) -> None:
     def on_rank(comm: Communicator) -> None:
         comm.rates = rates
         parameters = [torch.ones(9 + comm.rank, 3), torch.ones(4, 4)]
-        optimizer = MAKES[by](parameters, parallel=True, group=comm)
+        optimizer = LARS(parameters, lr=3.0, parallel=True, group=comm)
         for one in parameters:
             one.grad = torch.ones_like(one)
         with pytest.raises(MismatchError):
@@ -176,11 +175,11 @@ def test_ranks_with_other_parameters_are_told(by: str, rates: Rates | None) -> N
         simulate(2, on_rank)
 
 
-def lose(comm: Communicator, by: str) -> str:
+def lose(comm: Communicator) -> str:
     """Return what the survivors are told when rank 0 fails instead of making a step."""
     comm.rates = SLOW_WORK
     parameters = [torch.ones(9, 3), torch.ones(4, 4)]
-    optimizer = MAKES[by](parameters, parallel=True)
+    optimizer = LARS(parameters, lr=3.0, parallel=True)
     for one in parameters:
         one.grad = torch.ones_like(one)
     if comm.rank == 0:
@@ -233,7 +232,6 @@ def fail() -> None:
 
 
 @pytest.mark.processes
-@by
-def test_survivors_of_a_rank_that_fails_change_nothing(run_on: Any, by: str) -> None:
-    told = run_on(3, lose, by)
+def test_survivors_of_a_rank_that_fails_change_nothing(run_on: Any) -> None:
+    told = run_on(3, lose)
     assert all("no more data" in text for text in told[1:])

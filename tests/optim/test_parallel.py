@@ -26,7 +26,7 @@ from sparcel.cost import Rates, stated_rates
 from sparcel.errors import CommunicationError, InputError, MismatchError
 from sparcel.optim import parallel
 from sparcel.optim._shares import divide
-from tests.strategies import DTYPES, FLOATS, same_bits, worlds
+from tests.strategies import DTYPES, FLOATS, same_bits
 from tests.workers import on_engines_in_turn
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 SLOW_WORK = stated_rates(bandwidth=1e12, latency_s=0, ranks=8, memory_bandwidth=1.0)
 """Rates by which it always pays to share work."""
 
+worlds = st.sampled_from([1, 2, 3, 5, 8])
 sizes = st.sampled_from([0, 1, 5, 100, kernels.CHUNK, kernels.CHUNK + 1, 3 * kernels.CHUNK + 17])
 
 
@@ -64,7 +65,7 @@ def moments(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.stack([one.sum(), one.square().sum()])[:, None] for one in double])
 
 
-@given(worlds, st.lists(st.tuples(sizes, st.sampled_from(FLOATS)), max_size=12))
+@given(worlds, st.lists(st.tuples(sizes, st.sampled_from(FLOATS)), max_size=8))
 def test_sums_have_the_same_bits_for_every_number_of_ranks(
     world: int, given: list[tuple[int, torch.dtype]]
 ) -> None:
@@ -216,7 +217,7 @@ def squares_on(comm: Communicator, seed: int) -> tuple[list[float], int]:
 
 
 @pytest.mark.processes
-@on_engines_in_turn(world_size=(2, 3, 8), seed=(0, 1))
+@on_engines_in_turn(world_size=(2, 3), seed=(0, 1))
 def test_real_ranks_compute_the_same_bits(
     run_on: Callable[..., list[Any]], world_size: int, seed: int
 ) -> None:
@@ -243,7 +244,7 @@ DIFFERENT: dict[str, Callable[[int, Communicator], Tensor]] = {
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-@pytest.mark.parametrize("world", [2, 3, 11])
+@pytest.mark.parametrize("world", [2, 5])
 def test_ranks_that_disagree_are_told(what: str, world: int) -> None:
     errors: list[Exception] = []
 
@@ -261,7 +262,7 @@ def test_ranks_that_disagree_are_told(what: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["sizes", "additive", "rates"])
-@pytest.mark.parametrize("world", [2, 3, 11])
+@pytest.mark.parametrize("world", [2, 5])
 def test_ranks_that_disagree_are_told_where_it_does_not_pay(what: str, world: int) -> None:
     errors: list[Exception] = []
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple, overload
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -16,31 +16,36 @@ from sparcel._checks import flag, number
 from sparcel.comm import Call, Group, digest, resolve_or_alone
 from sparcel.errors import InputError, MismatchError
 from sparcel.optim._shares import flat
-from sparcel.optim._state import checked
+from sparcel.optim._state import ChecksStates
 from sparcel.optim.parallel import parallel
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class LayerStep(NamedTuple):
+@dataclass(slots=True)
+class LayerStep:
     """A parameter in a step.
 
     Attributes
     ----------
     adapted
         Whether it has a trust ratio and weight decay.
+    slope, size
+        The norms of the gradient and of the parameter, which is 0 if this is not adapted.
     """
 
     parameter: Tensor
     gradient: Tensor
     adapted: bool
+    slope: float = 0.0
+    size: float = 0.0
 
 
 Batch = tuple[dict[str, Any], list[LayerStep]]
 """A group, and layers of it that are changed together."""
 
 
-class LayerWise(torch.optim.Optimizer, ABC):
+class LayerWise(ChecksStates):
     """An optimiser whose steps are in proportion to the norm of each layer's parameters."""
 
     # A copy of an optimiser, or one that was pickled, computes all norms by itself: groups of
@@ -49,8 +54,6 @@ class LayerWise(torch.optim.Optimizer, ABC):
     _group: Group = None
     _alike = False
     """Whether the ranks' norms were compared."""
-    _TOGETHER: Collection[str] = ()
-    """The entries of a parameter's state that it has all of, or none."""
 
     def __init__(
         self, params: Parameters, defaults: dict[str, Any], parallel: bool, group: Group
@@ -72,40 +75,28 @@ class LayerWise(torch.optim.Optimizer, ABC):
             For settings out of their range, and for parameters that are not of a float dtype, or
             that are shards.
         """
-        self._check({**self.defaults, **param_group})
+        self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._alike = False
-        for parameter in self.param_groups[-1]["params"]:
-            if not parameter.is_floating_point():
-                self.param_groups.pop()
-                raise InputError(
-                    f"{type(self).__name__} needs parameters of a float dtype, got"
-                    f" {parameter.dtype}"
-                )
-            if hasattr(parameter, "to_local"):
-                self.param_groups.pop()
-                raise InputError(
-                    f"{type(self).__name__} needs whole parameters for their norms, got a shard (a"
-                    " DTensor); use an optimiser of torch with fully_shard"
-                )
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                self._check_parameter(parameter)
+        except InputError:
+            self.param_groups.pop()
+            raise
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, for the same parameters in the same order.
+    def _check_parameter(self, parameter: Tensor) -> None:
+        """Raise `InputError` if the norm of a parameter cannot be known."""
+        kind = type(self).__name__
+        if not parameter.is_floating_point():
+            raise InputError(f"{kind} needs parameters of a float dtype, got {parameter.dtype}")
+        if hasattr(parameter, "to_local"):
+            raise InputError(
+                f"{kind} needs whole parameters for their norms, got a shard (a DTensor); use an"
+                " optimiser of torch with fully_shard"
+            )
 
-        torch's states tell parameters by their places. Those of another order are found if shapes
-        differ, or if the parameters were given with names, ``model.named_parameters()``.
-
-        Raises
-        ------
-        InputError
-            For the state of another kind of optimiser or of other parameters, and for values that
-            no state has; nothing changes then.
-        """
-        with checked(self, state_dict, self._check, self._TOGETHER):
-            super().load_state_dict(state_dict)
-
-    def _check(self, group: Mapping[str, Any]) -> None:
-        """Raise `InputError` if a setting of a group is wrong."""
+    def _check_group(self, group: Mapping[str, Any]) -> None:
         number(group["lr"], "lr", at_least=0)
         number(group["weight_decay"], "weight_decay", at_least=0)
         flag(group["exclude_vectors"], "exclude_vectors")
@@ -145,23 +136,39 @@ class LayerWise(torch.optim.Optimizer, ABC):
                 loss = closure()
         batches = [(group, batch) for group in self.param_groups for batch in _batches(group)]
         layers = [layer for _, batch in batches for layer in batch]
-        gradients = [layer.gradient for layer in layers]
-        adapted = [layer.parameter for layer in layers if layer.adapted]
-        norms = self._norms([*gradients, *adapted])
-        slopes, sizes = norms[: len(layers)], iter(norms[len(layers) :])
-        if all(map(math.isfinite, slopes)):
-            self._move(batches, [next(sizes) if one.adapted else 0.0 for one in layers], slopes)
+        adapted = [layer for layer in layers if layer.adapted]
+        tensors = [one.gradient for one in layers] + [one.parameter for one in adapted]
+        norms = iter(self._norms(tensors))
+        for layer in layers:
+            layer.slope = next(norms)
+        for layer in adapted:
+            layer.size = next(norms)
+        if all(math.isfinite(layer.slope) for layer in layers):
+            self._move(batches)
         return loss
 
     @abstractmethod
-    def _move(
-        self, batches: Sequence[Batch], sizes: Sequence[float], slopes: Sequence[float]
-    ) -> None:
-        """Change the parameters.
+    def _move(self, batches: Sequence[Batch]) -> None:
+        """Change the parameters."""
 
-        ``sizes`` and ``slopes`` are the norms of all layers' parameters, 0 where these are not
-        adapted, and of their gradients.
+    @staticmethod
+    @abstractmethod
+    def _plain_two_steps(
+        gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], /
+    ) -> tuple[float, Tensor]:
+        """Say how far two steps would go without trust ratios."""
+
+    @classmethod
+    def two_steps(
+        cls, gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> tuple[float, Tensor]:
+        """Say how far two steps go, as `SaysTwoSteps` asks.
+
+        They go as far as those of SGD or Adam, times the trust ratio. It is that of the last step,
+        because the gradient is a part of what a step will see.
         """
+        rate, direction = cls._plain_two_steps(gradient, group, state)
+        return rate * state.get("trust_ratio", 0.0), direction
 
     def _norms(self, tensors: Sequence[Tensor]) -> list[float]:
         """Return the norm of each tensor; the ranks share the work if that was asked for."""
@@ -185,8 +192,7 @@ class LayerWise(torch.optim.Optimizer, ABC):
         if comm is None:
             return
         own = digest(repr(squares), 56)
-        call = Call.of("norms", {})
-        found = comm.call(call, lambda: comm.gather_numbers(own))
+        found = comm.call(Call.of("norms", {}), lambda: comm.gather_numbers(own))
         if others := [rank for rank, one in enumerate(found) if one != own]:
             raise MismatchError(
                 f"ranks {others} have other parameters or gradients than rank {comm.rank}, or the"
@@ -204,13 +210,6 @@ class LayerWise(torch.optim.Optimizer, ABC):
 def ratio(above: float, below: float) -> float:
     """Return ``above / below``; 1 if one of them is 0."""
     return above / below if above and below else 1.0
-
-
-def take(batches: Iterable[Batch], *norms: Iterable[float]) -> Iterator[tuple[Any, ...]]:
-    """Yield each batch: its group, its layers, and its part of each list of norms."""
-    rest = [iter(one) for one in norms]
-    for group, batch in batches:
-        yield group, batch, *[list(islice(one, len(batch))) for one in rest]
 
 
 def _batches(group: Mapping[str, Any]) -> Iterator[list[LayerStep]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparcel import cost, kernels
 from sparcel.comm import digest
 from sparcel.rates import Rates
-from sparcel.stages import ROUND_OPERATIONS, Exchange, Problem, Stage, Work
+from sparcel.stages import ROUND_OPERATIONS, Problem, Stage, Work
 from sparcel.wire import gather_stages
 
 Sizes = tuple[tuple[int, int], ...]
@@ -27,7 +27,7 @@ _TURN_SECONDS = 3e-3
 """How long a process runs before Linux lets another one have its core."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Division:
     """Pieces of tensors, and the ranks' shares of them.
 
@@ -35,6 +35,8 @@ class Division:
     ----------
     sizes
         The tensors.
+    additive
+        Whether the result of a tensor is the sum of those of its pieces; then large ones are cut.
     pieces
         ``(tensor, start, stop)``, in order: the number of a tensor and a range of its elements.
     cuts
@@ -44,6 +46,7 @@ class Division:
     """
 
     sizes: Sizes
+    additive: bool
     pieces: tuple[tuple[int, int, int], ...]
     cuts: tuple[int, ...]
     pays: bool = False
@@ -83,23 +86,24 @@ class Division:
 
 
 @lru_cache(maxsize=64)
-def divide(sizes: Sizes, ranks: int, cut: bool, rates: Rates | None) -> Division:
+def divide(sizes: Sizes, ranks: int, additive: bool, rates: Rates | None) -> Division:
     """Divide tensors among the ranks by bytes; cached, because each step asks again.
 
-    Only the arguments decide, so ranks with equal arguments divide alike. Large tensors are cut
-    into chunks of `kernels.CHUNK` elements with ``cut``. A rank's share is then less than the mean
-    and a chunk.
+    Only the arguments decide, so ranks with equal arguments divide alike. With ``additive`` large
+    tensors are cut into chunks of `kernels.CHUNK` elements. A rank's share is then less than the
+    mean and a chunk.
     """
-    pieces = tuple(_pieces(sizes, cut))
-    whole = Division(sizes, pieces, (0, len(pieces)))
+    pieces = tuple(_pieces(sizes, additive))
+    whole = Division(sizes, additive, pieces, (0, len(pieces)))
     # A piece goes to the rank in whose part of all bytes its middle lies.
     ends = list(accumulate(whole.nbytes))
     middles = [2 * end - piece for end, piece in zip(ends, whole.nbytes, strict=True)]
     total = ends[-1] if ends else 0
-    bounds = [-(-2 * total * rank // ranks) for rank in range(ranks)]
-    cuts = (0, *(bisect_left(middles, bound) for bound in bounds[1:]), len(pieces))
-    divided = Division(sizes, pieces, cuts)
-    return Division(sizes, pieces, cuts, _seconds(divided, rates) < _seconds(whole, rates, ranks))
+    bounds = [-(-2 * total * rank // ranks) for rank in range(1, ranks)]
+    cuts = (0, *(bisect_left(middles, bound) for bound in bounds), len(pieces))
+    divided = Division(sizes, additive, pieces, cuts)
+    divided.pays = _seconds(divided, ranks, rates) < _seconds(whole, ranks, rates)
+    return divided
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -112,37 +116,29 @@ def flat(tensor: Tensor) -> Tensor:
 
 def _pieces(sizes: Sizes, cut: bool) -> Iterator[tuple[int, int, int]]:
     for tensor, (size, _) in enumerate(sizes):
-        if not cut or size == 0:
-            yield tensor, 0, size
-            continue
-        for start in range(0, size, kernels.CHUNK):
-            yield tensor, start, min(start + kernels.CHUNK, size)
+        step = kernels.CHUNK if cut else max(size, 1)
+        for start in range(0, max(size, 1), step):
+            yield tensor, start, min(start + step, size)
 
 
-def _seconds(divided: Division, rates: Rates | None, ranks: int | None = None) -> float:
-    """Return the predicted time of an operation that is one pass over its tensors."""
-    ranks = len(divided.loads) if ranks is None else ranks
-    rates = cost.default_rates() if rates is None else rates
-    problem = Problem(1, 1, ranks, min(ranks, rates.ranks_per_node))
-    waiting = 0.0 if len(divided.loads) == 1 else _waiting(rates)
-    return waiting + cost.predict(partial(_steps, divided), problem, rates).seconds
-
-
-def _waiting(rates: Rates) -> float:
-    """Return the seconds that ranks wait for the last one, beside the exchange's own.
+def _seconds(divided: Division, ranks: int, rates: Rates | None) -> float:
+    """Return the predicted time of an operation that is one pass over its tensors.
 
     A rank that waits for messages gives up its core. Where ranks share cores, or loaders run beside
     them, it gets the core back after a turn of each process in front of it, and all ranks wait for
     the last. Crowding tells how many share a core; where it was not measured, one other is assumed.
     """
-    return _TURN_SECONDS * (rates.crowding - 1 if rates.measured else 1)
+    rates = cost.default_rates() if rates is None else rates
+    problem = Problem(1, 1, ranks, min(ranks, rates.ranks_per_node))
+    exchanging = cost.predict(partial(_steps, divided), problem, rates).seconds
+    if len(divided.loads) == 1:
+        return exchanging
+    return exchanging + _TURN_SECONDS * (rates.crowding - 1 if rates.measured else 1)
 
 
 def _steps(divided: Division, problem: Problem) -> Iterator[Stage]:
     yield Work("add", max(divided.loads) / 4)  # its coordinates are of float32
     blocks = [float(_ROW_BYTES * count) for count in divided.counts]
-    for exchange in gather_stages(blocks, 0, max(blocks)):
-        assert isinstance(exchange, Exchange)
-        yield exchange
+    yield from gather_stages(blocks, 0, max(blocks))
     if len(blocks) > 1:
         yield Work("small", ROUND_OPERATIONS)

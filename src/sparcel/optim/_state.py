@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -15,71 +14,76 @@ from torch import Tensor
 from sparcel._checks import all_finite, check_type, number, whole_number
 from sparcel.errors import InputError
 
-Group = Mapping[str, Any]
 
+class ChecksStates(torch.optim.Optimizer, ABC):
+    """An optimiser that checks a state before it takes over anything of it."""
 
-@contextmanager
-def checked(
-    optimizer: torch.optim.Optimizer,
-    state: object,
-    check_group: Callable[[Group], None],
-    together: Collection[str],
-) -> Iterator[None]:
-    """Check a state that is loaded in the block, after the hooks that may change it.
+    _TOGETHER: Collection[str] = ()
+    """The entries of a parameter's state that it has all of, or none."""
 
-    ``check_group`` checks the settings of a group. ``together`` names what a parameter has all of
-    or nothing.
-    """
-    hint = f"load what state_dict() of a {type(optimizer).__name__} returned"
-    check_type(state, dict, "state_dict", hint)
-    check = partial(_check_state, check_group=check_group, together=together)
-    hook = optimizer.register_load_state_dict_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, for the same parameters in the same order.
 
+        torch's states tell parameters by their places. Those of another order are found if shapes
+        differ, or if the parameters were given with names, ``model.named_parameters()``.
 
-def _check_state(
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    check_group: Callable[[Group], None],
-    together: Collection[str],
-) -> None:
-    """Raise `InputError` unless an optimiser can go on from a state."""
-    kind = type(optimizer).__name__
-    hint = f"load what state_dict() of a {kind} with the same parameters returned"
-    for key, expected in (("state", dict), ("param_groups", list)):
-        check_type(state.get(key), expected, f"the state's {key!r}", hint)
-    groups, own_groups = state["param_groups"], optimizer.param_groups
-    if len(groups) != len(own_groups):
-        raise InputError(
-            f"the state must have {len(own_groups)} groups of parameters, got {len(groups)}; {hint}"
+        Raises
+        ------
+        InputError
+            For the state of another kind of optimiser or of other parameters, and for values that
+            no state has; nothing changes then.
+        """
+        hint = f"load what state_dict() of a {type(self).__name__} returned"
+        check_type(state_dict, dict, "state_dict", hint)
+        # Hooks of others come first: they may change what is loaded.
+        hook = self.register_load_state_dict_pre_hook(
+            ChecksStates._check_state  # type: ignore[arg-type]
         )
-    for group, own in zip(groups, own_groups, strict=True):
-        check_type(group, dict, "each of the state's groups", hint)
-        if missing := optimizer.defaults.keys() - group.keys():
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    @abstractmethod
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Raise `InputError` if a setting of a group is wrong."""
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise `InputError` unless this optimiser can go on from a state."""
+        kind = type(self).__name__
+        hint = f"load what state_dict() of a {kind} with the same parameters returned"
+        for key, expected in (("state", dict), ("param_groups", list)):
+            check_type(state.get(key), expected, f"the state's {key!r}", hint)
+        groups = state["param_groups"]
+        if len(groups) != len(self.param_groups):
             raise InputError(
-                f"this is not the state of a {kind}: its groups have no"
-                f" {', '.join(sorted(missing))}"
+                f"the state must have {len(self.param_groups)} groups of parameters, got"
+                f" {len(groups)}; {hint}"
             )
-        check_group(group)
-        numbers = group.get("params")
-        check_type(numbers, list, "what a group of the state calls 'params'", hint)
-        if len(numbers) != len(own["params"]):
-            raise InputError(
-                f"a group of the state must have {len(own['params'])} parameters, got"
-                f" {len(numbers)}; {hint}"
-            )
-        _check_names(group.get("param_names"), own.get("param_names"))
-        for place, parameter in zip(numbers, own["params"], strict=True):
-            entries = state["state"].get(place, {})
-            name = f"the state's entry {place!r}"
-            check_type(entries, dict, name, hint)
-            if entries and (missing := set(together) - entries.keys()):
-                raise InputError(f"{name} must have {sorted(missing)}; {hint}")
-            for key, value in entries.items():
-                _check_entry(key, value, parameter, f"{key!r} in {name}", hint)
+        for group, own in zip(groups, self.param_groups, strict=True):
+            check_type(group, dict, "each of the state's groups", hint)
+            if missing := self.defaults.keys() - group.keys():
+                raise InputError(
+                    f"this is not the state of a {kind}: its groups have no"
+                    f" {', '.join(sorted(missing))}"
+                )
+            self._check_group(group)
+            numbers = group.get("params")
+            check_type(numbers, list, "what a group of the state calls 'params'", hint)
+            if len(numbers) != len(own["params"]):
+                raise InputError(
+                    f"a group of the state must have {len(own['params'])} parameters, got"
+                    f" {len(numbers)}; {hint}"
+                )
+            _check_names(group.get("param_names"), own.get("param_names"))
+            for place, parameter in zip(numbers, own["params"], strict=True):
+                entries = state["state"].get(place, {})
+                name = f"the state's entry {place!r}"
+                check_type(entries, dict, name, hint)
+                if entries and (missing := set(self._TOGETHER) - entries.keys()):
+                    raise InputError(f"{name} must have {sorted(missing)}; {hint}")
+                for key, value in entries.items():
+                    _check_entry(key, value, parameter, f"{key!r} in {name}", hint)
 
 
 def _check_names(saved: object, own: list[str] | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparcel._checks import number
 from sparcel.comm import Group
 from sparcel.errors import InputError
-from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio, take
+from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio
 from sparcel.optim.two_steps import adam_two_steps
 
 
@@ -58,6 +58,7 @@ class LAMB(LayerWise):
     """
 
     _TOGETHER = ("step", "exp_avg", "exp_avg_sq")
+    _plain_two_steps = staticmethod(adam_two_steps)
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class LAMB(LayerWise):
         }
         super().__init__(params, defaults, parallel, group)
 
-    def _check(self, group: Mapping[str, Any]) -> None:
-        super()._check(group)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise InputError(f"betas must be two numbers in [0, 1), got {betas!r}")
@@ -91,15 +92,11 @@ class LAMB(LayerWise):
             number(beta, "each of betas", at_least=0, below=1)
         number(group["eps"], "eps", above=0)
 
-    def _move(
-        self, batches: Sequence[Batch], sizes: Sequence[float], slopes: Sequence[float]
-    ) -> None:
+    def _move(self, batches: Sequence[Batch]) -> None:
         updates = [self._updates(group, layers) for group, layers in batches]
-        lengths = self._norms([update for batch in updates for update in batch])
-        for (group, layers, w, u), update in zip(
-            take(batches, sizes, lengths), updates, strict=True
-        ):
-            ratios = list(map(ratio, w, u))
+        lengths = iter(self._norms([update for batch in updates for update in batch]))
+        for (group, layers), update in zip(batches, updates, strict=True):
+            ratios = [ratio(layer.size, next(lengths)) for layer in layers]
             self._remember(layers, ratios)
             steps = torch._foreach_mul(update, [float(group["lr"]) * one for one in ratios])
             torch._foreach_sub_([layer.parameter for layer in layers], steps)
@@ -133,14 +130,3 @@ class LAMB(LayerWise):
             state |= {"step": 0, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(parameter)}
         state["step"] += 1
         return state
-
-    @staticmethod
-    def two_steps(
-        gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> tuple[float, Tensor]:
-        """Say how far two steps go, as `SaysTwoSteps` asks: as Adam's, times the trust ratio.
-
-        The ratio is that of the last step, because the gradient is a part of what a step will see.
-        """
-        rate, direction = adam_two_steps(gradient, group, state)
-        return rate * state.get("trust_ratio", 0.0), direction

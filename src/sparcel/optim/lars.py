@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparcel._checks import number
 from sparcel.comm import Group
-from sparcel.optim._layers import Batch, LayerStep, LayerWise, Parameters, ratio, take
+from sparcel.optim._layers import Batch, LayerWise, Parameters, ratio
 from sparcel.optim.two_steps import sgd_two_steps
 
 
@@ -63,6 +63,8 @@ class LARS(LayerWise):
     λ as CommLib has it (equation 11).
     """
 
+    _plain_two_steps = staticmethod(sgd_two_steps)
+
     def __init__(
         self,
         params: Parameters,
@@ -86,34 +88,27 @@ class LARS(LayerWise):
         }
         super().__init__(params, defaults, parallel, group)
 
-    def _check(self, group: Mapping[str, Any]) -> None:
-        super()._check(group)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        super()._check_group(group)
         number(group["momentum"], "momentum", at_least=0, below=1)
         number(group["trust"], "trust", above=0)
 
-    def _move(
-        self, batches: Sequence[Batch], sizes: Sequence[float], slopes: Sequence[float]
-    ) -> None:
-        for group, layers, w, g in take(batches, sizes, slopes):
+    def _move(self, batches: Sequence[Batch]) -> None:
+        for group, layers in batches:
             trust, decay = group["trust"], group["weight_decay"]
             ratios = [
-                ratio(trust * size, slope and slope + decay * size)
-                for size, slope in zip(w, g, strict=True)
+                ratio(trust * one.size, one.slope and one.slope + decay * one.size)
+                for one in layers
             ]
             self._remember(layers, ratios)
-            self._change(group, layers, [float(group["lr"]) * one for one in ratios])
-
-    def _change(
-        self, group: Mapping[str, Any], layers: Sequence[LayerStep], rates: Sequence[float]
-    ) -> None:
-        parameters, decay = [layer.parameter for layer in layers], group["weight_decay"]
-        directions: tuple[Tensor, ...] | list[Tensor] = [layer.gradient for layer in layers]
-        if layers[0].adapted and decay:
-            directions = torch._foreach_add(directions, parameters, alpha=decay)
-        steps = torch._foreach_mul(directions, rates)
-        if group["momentum"]:
-            self._add_velocities(parameters, steps, group["momentum"])
-        torch._foreach_sub_(parameters, steps)
+            parameters = [layer.parameter for layer in layers]
+            directions: tuple[Tensor, ...] | list[Tensor] = [layer.gradient for layer in layers]
+            if layers[0].adapted and decay:
+                directions = torch._foreach_add(directions, parameters, alpha=decay)
+            steps = torch._foreach_mul(directions, [float(group["lr"]) * one for one in ratios])
+            if group["momentum"]:
+                self._add_velocities(parameters, steps, group["momentum"])
+            torch._foreach_sub_(parameters, steps)
 
     def _add_velocities(
         self, parameters: Sequence[Tensor], steps: Sequence[Tensor], momentum: float
@@ -130,14 +125,3 @@ class LARS(LayerWise):
             torch._foreach_add_(moving, before, alpha=momentum)
         for step, state in zip(steps, states, strict=True):
             state["momentum_buffer"] = step
-
-    @staticmethod
-    def two_steps(
-        gradient: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
-    ) -> tuple[float, Tensor]:
-        """Say how far two steps go, as `SaysTwoSteps` asks: as SGD's, times λ.
-
-        λ is that of the last step, because the gradient is a part of what a step will see.
-        """
-        rate, direction = sgd_two_steps(gradient, group, state)
-        return rate * state.get("trust_ratio", 0.0), direction

@@ -82,64 +82,59 @@ def parallel(
             raise InputError(f"tensors must be strided, got {tensor.layout}; use to_dense()")
     comm = resolve_or_alone(group)
     sizes = tuple([(tensor.numel(), tensor.element_size()) for tensor in tensors])
-    ranks, rates = (1, None) if comm is None else (comm.size, comm.rates)
-    divided = divide(sizes, ranks, additive, rates)
-    if comm is not None:
-        _compare(divided, additive, comm)
-    if comm is not None and divided.pays:
-        rows = comm.run(lambda: _gathered(op, tensors, divided, additive, comm))
+    if comm is None:
+        divided = divide(sizes, 1, additive, None)
     else:
-        rows = _rows(op, tensors, divided, range(len(divided.pieces)), additive)
+        divided = divide(sizes, comm.size, additive, comm.rates)
+        _compare(divided, comm)
+    if comm is not None and divided.pays:
+        rows = comm.run(lambda: _gathered(op, tensors, divided, comm))
+    else:
+        rows = _rows(op, tensors, divided, range(len(divided.pieces)))
     return _added(rows, divided) if additive else rows
 
 
-def _compare(divided: Division, additive: bool, comm: Communicator) -> None:
+def _compare(divided: Division, comm: Communicator) -> None:
     """Compare what the ranks divide, and whether they share it; once on each communicator.
 
     Ranks with other sizes or rates might choose otherwise; then some would wait for the others.
     """
-    question = divided.sizes, additive, comm.rates
+    question = divided.sizes, divided.additive, comm.rates
     compared = _COMPARED.setdefault(comm, set())
     if question not in compared:
-        facts = {"tensors": divided.text, "additive": additive, "shared": divided.pays}
+        facts = {"tensors": divided.text, "additive": divided.additive, "shared": divided.pays}
         comm.call(Call.of("parallel", facts), lambda: comm.gather_numbers(0))
         compared.add(question)
 
 
 def _gathered(
-    op: Operation, tensors: list[Tensor], divided: Division, additive: bool, comm: Communicator
+    op: Operation, tensors: list[Tensor], divided: Division, comm: Communicator
 ) -> Tensor:
     """Compute this rank's rows and return those of all ranks."""
-    rows = _rows(op, tensors, divided, divided.share(comm.rank), additive)
-    shape, row = rows.shape[1:], rows[:1].nbytes
+    rows = _rows(op, tensors, divided, divided.share(comm.rank))
+    facts = {
+        "op": getattr(op, "__qualname__", type(op).__name__),
+        "tensors": divided.text,
+        "additive": divided.additive,
+        "row": f"{tuple(rows.shape[1:])} of {rows.dtype}",
+    }
+    nbytes = [rows[:1].nbytes * count for count in divided.counts]
     own = rows[: divided.counts[comm.rank]].to(comm.device).contiguous()
-    call = Call.of(
-        "parallel",
-        {
-            "op": getattr(op, "__qualname__", type(op).__name__),
-            "tensors": divided.text,
-            "additive": additive,
-            "row": f"{tuple(shape)} of {rows.dtype}",
-        },
-    )
-    nbytes = [row * count for count in divided.counts]
     block = own.view(-1).view(torch.uint8)
-    gathered = comm.call(call, lambda: comm.gather_blocks(block, nbytes))
-    return gathered.view(rows.dtype).view(-1, *shape).to(rows.device)
+    gathered = comm.call(Call.of("parallel", facts), lambda: comm.gather_blocks(block, nbytes))
+    return gathered.view(rows.dtype).view(-1, *rows.shape[1:]).to(rows.device)
 
 
 @torch.no_grad()
-def _rows(
-    op: Operation, tensors: list[Tensor], divided: Division, share: range, additive: bool
-) -> Tensor:
+def _rows(op: Operation, tensors: list[Tensor], divided: Division, share: range) -> Tensor:
     """Apply the operation to some pieces."""
     chosen = divided.pieces[share.start : share.stop]
-    pieces = list(_cut(tensors, chosen)) if additive else [tensors[one] for one, *_ in chosen]
+    pieces = list(_cut(tensors, chosen)) if divided.additive else [tensors[n] for n, *_ in chosen]
     rows = op(pieces)
     if not isinstance(rows, Tensor) or rows.shape[:1] != (len(pieces),):
         found = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(f"op must return a row for each of {len(pieces)} tensors, got {found}")
-    return rows.to(torch.float64) if additive else rows
+    return rows.to(torch.float64) if divided.additive else rows
 
 
 def _cut(tensors: list[Tensor], chosen: Sequence[tuple[int, int, int]]) -> Iterator[Tensor]:

@@ -12,11 +12,11 @@ from sparcel import kernels
 from sparcel._checks import check_type, number
 from sparcel.errors import InputError
 from sparcel.ops import SUM
-from sparcel.optim._state import checked
+from sparcel.optim._state import ChecksStates
 from sparcel.stream import SparseStream
 
 
-class SGD(torch.optim.Optimizer):
+class SGD(ChecksStates):
     """Stochastic gradient descent that touches only the coordinates of its updates.
 
     Parameters
@@ -37,26 +37,19 @@ class SGD(torch.optim.Optimizer):
     Notes
     -----
     Parameters change as `torch.optim.SGD` changes them with the same updates as dense gradients:
-    with momentum bit by bit, without it up to the rounding of ``lr · update``. Do not use
-    ``momentum`` with a scheme that has its own momentum correction.
+    with momentum bit by bit, without it up to the rounding of ``lr · update``. States are those of
+    `torch.optim.SGD`, too. Do not use ``momentum`` with a scheme that has its own momentum
+    correction.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.0) -> None:
         defaults = {"lr": lr, "momentum": momentum}
-        _check(defaults)
+        self._check_group(defaults)
         super().__init__(params, defaults)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, here or of a `torch.optim.SGD`.
-
-        Raises
-        ------
-        InputError
-            For the state of another optimiser or of other parameters, and for values that no state
-            has; nothing changes then.
-        """
-        with checked(self, state_dict, _check, ()):
-            super().load_state_dict(state_dict)
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        number(group["lr"], "lr", at_least=0)
+        number(group["momentum"], "momentum", at_least=0, below=1)
 
     @torch.no_grad()
     def step(self, updates: Iterable[SparseStream]) -> None:  # type: ignore[override]
@@ -95,25 +88,14 @@ class SGD(torch.optim.Optimizer):
             return
         for (parameter, group), update in zip(groups, updates, strict=True):
             if group["momentum"]:
-                velocity = self._velocity(parameter).mul_(group["momentum"])
+                state = self.state[parameter]  # with the names that it has in torch.optim.SGD
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                velocity = state["momentum_buffer"].mul_(group["momentum"])
                 _add(velocity, update)
                 parameter.add_(velocity, alpha=-group["lr"])
             else:
                 _add(parameter, update.scale(-group["lr"]))
-
-    def _velocity(self, parameter: Tensor) -> Tensor:
-        """Return the velocity of a parameter, under the name that it has in `torch.optim.SGD`."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        velocity: Tensor = state["momentum_buffer"]
-        return velocity
-
-
-def _check(group: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a setting of a group is wrong."""
-    number(group["lr"], "lr", at_least=0)
-    number(group["momentum"], "momentum", at_least=0, below=1)
 
 
 def _add(tensor: Tensor, update: SparseStream) -> None:
