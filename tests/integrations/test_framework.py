@@ -43,6 +43,7 @@ def steps_of_a_compiled_model(comm: Communicator) -> int:
     return handle.stats().steps
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_compiled_model_is_reached(run_on: Any) -> None:
     assert run_on(2, steps_of_a_compiled_model) == [1, 1]

@@ -12,13 +12,7 @@ from sparcel._files import replacing
 from sparcel.integrations._framework import attach_wrapped, go_on, needs
 
 with needs("transformers"):
-    from transformers import (
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 if TYPE_CHECKING:
@@ -75,7 +69,7 @@ def attach(
         if resume_from_checkpoint is True:
             found = get_last_checkpoint(trainer.args.output_dir)
             resume_from_checkpoint = found or True  # Trainer says that there is none
-        callback.end()  # an exception may have ended the training before
+        callback.on_train_end()  # an exception may have ended the training before
         callback.resumed = resume_from_checkpoint or None
         return train(resume_from_checkpoint, *others, **named)
 
@@ -100,9 +94,7 @@ class SparcelCallback(TrainerCallback):  # type: ignore[misc]
         self.resumed: str | None = None
         self._trainer, self._arguments = trainer, arguments
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Attach to the model, which is wrapped now, and load what the checkpoint holds."""
         if self.handle is not None:
             self.handle.close()  # the training begins once more, with smaller batches
@@ -116,9 +108,7 @@ class SparcelCallback(TrainerCallback):  # type: ignore[misc]
             saved = torch.load(file, mmap=True, weights_only=True) if file.is_file() else {}
             go_on(self.handle, saved, self.resumed)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Save what all ranks remember in the folder of the checkpoint."""
         # Nobody resumes from others: the optimiser is not saved, or they are of a search's trial.
         if self.handle is None or args.save_only_model or state.is_hyper_param_search:
@@ -129,13 +119,7 @@ class SparcelCallback(TrainerCallback):  # type: ignore[misc]
             with replacing(folder / _FILE) as file:
                 torch.save(saved, file)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """End the exchange."""
-        self.end()
-
-    def end(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """End the exchange, if there is one, and let the next training wrap the model anew."""
         if self.handle is not None:
             self.handle.close()
