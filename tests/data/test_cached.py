@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset
 
@@ -18,6 +18,7 @@ from tests.data.sources import Files, Given, all_right, decode, is_right
 from tests.data.test_records import SAMPLES, alike
 
 
+@settings(max_examples=10)
 @given(samples=st.lists(SAMPLES, min_size=1, max_size=6), memory=st.sampled_from([0, 5000, "1 MB"]))
 def test_any_samples_come_back_from_each_level(tmp_path_factory, samples, memory):
     folder = tmp_path_factory.mktemp("cache")
@@ -42,11 +43,11 @@ def test_batches_are_samples_one_by_one(indices, threads):
     assert cached.stats().from_source == len({index % 9 for index in indices})
 
 
-@pytest.mark.parametrize("index", [9, -10, 1 << 40])
-def test_indices_out_of_range_raise_index_errors(index):
+def test_indices_out_of_range_raise_index_errors():
     cached = Cached(Files(9), None, memory=0)
-    with pytest.raises(IndexError, match=rf"index {index} is out of range for 9 samples"):
-        cached[index]
+    for index in (9, -10, 1 << 40):
+        with pytest.raises(IndexError, match=rf"index {index} is out of range for 9 samples"):
+            cached[index]
     with pytest.raises(TypeError):
         cached["first"]
     assert cached[np.int32(-1)] == cached[torch.tensor(8)]
@@ -72,12 +73,10 @@ def test_decoding_happens_once_and_the_transform_at_each_access(tmp_path):
     assert all_right(Cached(Files(5), tmp_path, memory=0, decode=decode))
 
 
-def test_a_dataset_that_reads_batches_is_asked_for_batches():
+def test_a_dataset_that_reads_batches_is_asked_for_batches_and_gives_whole_ones():
     cached = Cached(Subset(Files(20), range(3, 9)), None, memory="1 MB", decode=decode)
     assert [sample[1] for sample in cached.__getitems__([0, 5])] == [3, 8]
 
-
-def test_a_dataset_that_gives_fewer_samples_than_a_batch_has_is_told():
     class Fewer(Files):
         def __getitems__(self, places):
             return [self[place] for place in places[1:]]
@@ -166,19 +165,35 @@ def test_samples_that_cannot_be_pickled_are_named(tmp_path):
     assert Cached(Lambdas(5), None, memory=0)[3]() == 3
 
 
-def test_ranks_of_a_group_share_memory():
-    def on_rank(comm):
-        cached = Cached(Files(12), None, memory="1 MB", decode=decode, group=comm)
-        comm.gather_numbers(0)
-        for place in range(comm.rank, 12, comm.size):
-            assert is_right(cached[place], place)
-        comm.gather_numbers(0)
-        assert all_right(cached)
-        comm.gather_numbers(0)
-        return cached.stats()
+def shared_by_ranks(comm):
+    def together():
+        comm.run(lambda: comm.gather_numbers(0))
 
-    for stats in simulate(3, on_rank, ranks_per_node=3).results:
+    cached = Cached(Files(12), None, memory="1 MB", decode=decode, group=comm)
+    together()
+    for place in range(comm.rank, 12, comm.size):
+        assert is_right(cached[place], place)
+    together()
+    assert all_right(cached)
+    together()
+    return cached.stats()
+
+
+def test_ranks_of_a_group_share_memory():
+    for stats in simulate(3, shared_by_ranks, ranks_per_node=3).results:
         assert (stats.from_source, stats.from_memory) == (12, 36)
+
+
+def shared_without_warnings(comm):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return shared_by_ranks(comm)
+
+
+@pytest.mark.processes
+def test_ranks_on_real_processes_share_memory(run_on):
+    for stats in run_on(2, shared_without_warnings):
+        assert (stats.from_source, stats.from_memory) == (12, 24)
 
 
 @pytest.mark.parametrize(
@@ -194,22 +209,3 @@ def test_ranks_with_other_arguments_are_told(of_rank, message):
 
     with pytest.raises(MismatchError, match=message):
         simulate(2, on_rank)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("world_size", [4])
-def test_ranks_on_real_processes_share_memory(run_on, world_size):
-    for stats in run_on(world_size, shared_by_ranks):
-        assert (stats.from_source, stats.from_memory) == (12, 48)
-
-
-def shared_by_ranks(comm):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cached = Cached(Files(12), None, memory="1 MB", decode=decode, group=comm)
-        for place in range(comm.rank, 12, comm.size):
-            assert is_right(cached[place], place)
-        comm.run(lambda: comm.gather_numbers(0))
-        assert all_right(cached)
-        comm.run(lambda: comm.gather_numbers(0))
-        return cached.stats()

@@ -19,7 +19,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
@@ -106,20 +106,14 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_folds_of_one_dataset_are_told_apart_by_their_indices(tmp_path, around):
-    def opened(fold):
-        dataset = AROUND[around](Subset(Files(40), fold))
-        cached = Cached(dataset, tmp_path, memory=0, looks=0)
-        assert [cached[place] for place in range(20)] == [dataset[place] for place in range(20)]
-        return cached.stats()
+def test_folds_of_one_dataset_are_told_apart_by_their_indices(around):
+    def identity(fold):
+        return Source(AROUND[around](Subset(Files(40), fold)), 1).identity("")
 
     fold = [*range(19), 20]
-    opened(range(20))
-    with pytest.warns(SparcelWarning, match="has samples of .* it is made anew"):
-        opened(fold)
-    with silence():
-        for same in (fold, tuple(fold), np.array(fold), torch.tensor(fold), [*np.array(fold)]):
-            assert opened(same).from_source == 0
+    assert identity(range(20)) != identity(fold)
+    for same in (fold, tuple(fold), np.array(fold), torch.tensor(fold), [*np.array(fold)]):
+        assert identity(same) == identity(fold)
 
 
 def test_a_set_of_indices_is_the_same_in_any_order():
@@ -159,13 +153,12 @@ def test_a_source_that_is_random_is_told(tmp_path):
     assert [again[i] for i in range(5)] == [1] * 5
 
 
-@pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL])
-def test_a_disk_that_fails_for_a_moment_loses_nothing(tmp_path, monkeypatch, code):
+def test_a_disk_that_fails_for_a_moment_loses_nothing(tmp_path, monkeypatch):
     filled(tmp_path)
 
     def failing(*_: object, **__: object) -> None:
         error = sqlite3.OperationalError("the disk failed")
-        error.sqlite_errorcode = code
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
         raise error
 
     with monkeypatch.context() as broken:
@@ -176,7 +169,7 @@ def test_a_disk_that_fails_for_a_moment_loses_nothing(tmp_path, monkeypatch, cod
         assert filled(tmp_path).stats().from_disk == 40
 
 
-@pytest.mark.parametrize("error", [URLError("503"), FileNotFoundError("gone"), KeyError(3)])
+@pytest.mark.parametrize("error", [URLError("503"), KeyError(3)])
 def test_an_error_of_the_source_is_not_one_of_the_disk(tmp_path, error):
     class Failing(Files):
         def __getitem__(self, place):
@@ -224,11 +217,12 @@ def test_a_record_that_became_something_else_is_read_anew(tmp_path, record):
         assert filled(tmp_path).stats().from_source == 0
 
 
+@settings(max_examples=15)
 @given(st.data())
 def test_a_torn_file_is_noticed_and_nothing_wrong_is_returned(tmp_path_factory, data):
     """Cut or overwritten anywhere, the file gives right samples or none, now and later."""
     folder = tmp_path_factory.mktemp("cache")
-    filled(folder)
+    filled(folder, 20)
     file = folder / NAME
     content = bytearray(file.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
@@ -241,10 +235,10 @@ def test_a_torn_file_is_noticed_and_nothing_wrong_is_returned(tmp_path_factory, 
         file.write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SparcelWarning)
-        for _ in range(3):
-            filled(folder)
+        for _ in range(2):
+            filled(folder, 20)
     with silence():
-        assert filled(folder).stats().from_source == 0
+        assert filled(folder, 20).stats().from_source == 0
 
 
 @pytest.mark.parametrize("foreign", ["text", "database"])
@@ -263,23 +257,19 @@ def test_foreign_files_are_moved_aside(tmp_path, foreign):
         assert filled(tmp_path, looks=0).stats().from_source == 0
 
 
-def test_two_runs_share_a_folder(tmp_path):
+def test_runs_share_a_folder_if_they_need_the_same_of_it(tmp_path):
     with silence():
         one, other = opened(tmp_path), opened(tmp_path)
         assert all_right(one)
         assert all_right(other)
     assert (other.stats().from_disk, other.stats().from_source) == (40, 0)
-
-
-def test_a_run_with_something_else_leaves_the_folder_to_the_one_that_uses_it(tmp_path):
-    one = filled(tmp_path)
     with pytest.warns(
         SparcelWarning, match=r"not kept on disk: .* another run uses it, or an earlier"
     ):
-        other = filled(tmp_path, version="2")
+        foreign = filled(tmp_path, version="2")
     assert all_right(one)
     assert one.stats().from_disk == 40
-    assert other.stats().disk_bytes == 0
+    assert foreign.stats().disk_bytes == 0
 
 
 def test_a_change_that_another_run_uses_is_made_anew_after_it(tmp_path):
@@ -293,30 +283,33 @@ def test_a_change_that_another_run_uses_is_made_anew_after_it(tmp_path):
 
 
 def fill(folder, start):
-    cached = opened(folder, 200)
-    for place in range(start, start + 200):
-        cached[place % 200]
+    cached = opened(folder, 60)
+    for place in range(start, start + 60):
+        cached[place % 60]
 
 
 def test_processes_fill_it_together(tmp_path):
-    filling = [processes.Process(target=fill, args=(tmp_path, at)) for at in (0, 0, 100)]
+    filling = [processes.Process(target=fill, args=(tmp_path, at)) for at in (0, 0, 30)]
     for process in filling:
         process.start()
     for process in filling:
         process.join()
         assert process.exitcode == 0
-    assert filled(tmp_path, 200).stats().from_source == 0
+    assert filled(tmp_path, 60).stats().from_source == 0
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_killed_processes_leave_no_broken_cache(tmp_path):
     """Two runs at once, each with a forked reader, all of which are killed."""
-    length, seconds = 20_000, (0.8, 1.0, 1.2)
-    for number, wait in enumerate(seconds):
-        killed_after(wait, read_on, tmp_path, 0, length)
+    length = 20_000
+    for seconds in (0.8, 1.1):
+        killed_after(seconds, read_on, tmp_path, 0, length)
         with silence():
             cached = opened(tmp_path, length, looks=50)
-            found = [place for place in range(0, length, 7) if cached[place][1] == place]
-            assert len(found) == len(range(0, length, 7)), number
+            for start in range(0, length, 1000):
+                places = range(start, start + 1000, 7)
+                assert [place for _, place in cached.__getitems__(places)] == [*places]
             assert cached.stats().from_disk > 0
             del cached
     with closing(sqlite3.connect(tmp_path / NAME)) as database:
@@ -390,14 +383,16 @@ def test_a_folder_stays_the_same_where_the_process_goes_elsewhere(tmp_path, monk
 MOUNTED = """
 import gc, os, shutil, subprocess, sys, warnings
 from contextlib import suppress
-from tests.data.sources import Files, all_right, decode
+from tests.data.sources import Files, decode, is_right
 from sparcel.data import Cached
 
 def run(name, length):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cached = Cached(Files(length), name, memory=0, decode=decode)
-        assert all_right(cached) and all_right(cached)
+        for start in 2 * [*range(0, length, 100)]:
+            places = range(start, min(start + 100, length))
+            assert all(map(is_right, cached.__getitems__(places), places))
     print(cached.stats().from_disk, *(str(one.message) for one in caught), sep="|")
 
 def fill():
@@ -453,17 +448,17 @@ def test_full_and_read_only_disks_are_told_once_and_used_as_far_as_they_go(tmp_p
 @pytest.mark.processes
 def test_threads_fork_at_once(tmp_path):
     cached = filled(tmp_path)
-    barrier = Barrier(4)
+    barrier = Barrier(3)
 
     def fork():
-        for _ in range(25):
+        for _ in range(15):
             barrier.wait()
             child = os.fork()
             if not child:
                 os._exit(0)
             os.waitpid(child, 0)
 
-    threads = [Thread(target=fork, daemon=True) for _ in range(4)]
+    threads = [Thread(target=fork, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,7 +12,7 @@ from sparcel.data import Cached, PartSampler
 from sparcel.errors import InputError, MismatchError
 from tests.data.sources import Files
 
-GRIDS = [(1, 1), (2, 1), (2, 2), (3, 2), (1, 4), (5, 1)]
+GRIDS = [(1, 1), (2, 1), (3, 2), (1, 3), (5, 1)]
 """Nodes, and ranks of each."""
 
 

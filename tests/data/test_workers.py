@@ -28,9 +28,7 @@ def made(folder, transform=None):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("start", "persistent"), [("fork", False), ("fork", True), ("forkserver", True)]
-)
+@pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("forkserver", True)])
 def test_what_a_worker_reads_all_have(tmp_path, start, persistent):
     cached = made(tmp_path)
     loader = DataLoader(
@@ -77,6 +75,7 @@ def read_all(cached):
         os._exit(TOLD)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_worker_leaves_the_cache_whole(tmp_path):
     cached = made(tmp_path, dying)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Lock
 from weakref import finalize
 
@@ -17,29 +15,38 @@ if hasattr(_libc, "fallocate"):
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-class MemoryFile:
-    """An open file, which is closed when this object goes.
+class _ProcessLock:
+    """Excludes other processes and threads; the system frees the lock of a killed process.
 
     While it holds the lock, the process must not close another descriptor of the same file: that
     would free the lock.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        finalize(self, os.close, descriptor)
+        self._descriptor = descriptor
         self._threads, self._pid = Lock(), os.getpid()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Exclude other processes and threads; the system frees the lock of a killed process."""
+    def __enter__(self) -> None:
         if self._pid != os.getpid():  # a thread of the parent may have held it in the fork
             self._threads, self._pid = Lock(), os.getpid()
-        with self._threads:
-            fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
+        self._threads.acquire()
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+        self._threads.release()
+
+
+class MemoryFile:
+    """An open file and its lock; it is closed when this object goes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.lock = descriptor, _ProcessLock(descriptor)
+        finalize(self, os.close, descriptor)
 
     def write(self, content: bytes, offset: int) -> None:
         """Write all of the content, which one call of the system may not do."""

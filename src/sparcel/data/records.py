@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparcel.errors import InputError
 
-_LENGTH = np.dtype("<u8")
 _ALIGNMENT = 64
 """Arrays begin at multiples of this, so that they can be used where they are."""
 
@@ -38,13 +37,14 @@ def pack(place: int, sample: object) -> bytes:
             f"sample {place}, of type {type(sample).__name__}, cannot be pickled ({error}); return"
             " plain data, such as bytes, numbers, arrays, tensors, and tuples or dicts of them"
         ) from error
-    record = io.BytesIO()
     lengths = [part.nbytes for part in parts]
-    record.write(np.array([len(parts), *lengths], _LENGTH).tobytes())
-    for part in parts:
-        record.write(bytes(-record.tell() % _ALIGNMENT))
-        record.write(part)
-    return record.getvalue()
+    pieces: list[Any] = [struct.pack(f"<{1 + len(parts)}Q", len(parts), *lengths)]
+    end = len(pieces[0])
+    for part, length in zip(parts, lengths, strict=True):
+        padding = -end % _ALIGNMENT
+        pieces += [bytes(padding), part]
+        end += padding + length
+    return b"".join(pieces)
 
 
 def unpack(record: Any) -> Any:
@@ -54,13 +54,12 @@ def unpack(record: Any) -> Any:
     `pack` returned.
     """
     content = memoryview(record)
-    (count,) = np.frombuffer(content, _LENGTH, 1).tolist()
-    lengths = np.frombuffer(content, _LENGTH, count, offset=_LENGTH.itemsize).tolist()
-    parts, place = [], (count + 1) * _LENGTH.itemsize
-    for length in lengths:
-        place += -place % _ALIGNMENT
-        parts.append(content[place : place + length])
-        place += length
+    (count,) = struct.unpack_from("<Q", content)
+    parts, start = [], 8 * (count + 1)
+    for length in struct.unpack_from(f"<{count}Q", content, 8):
+        start += -start % _ALIGNMENT
+        parts.append(content[start : start + length])
+        start += length
     return pickle.loads(parts[0], buffers=parts[1:])
 
 

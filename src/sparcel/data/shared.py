@@ -147,7 +147,7 @@ class Shared:
     def put(self, place: int, record: bytes) -> bool:
         """Keep a record if there is room; tell whether the system had the memory for it."""
         length = len(record) + -len(record) % _UNIT
-        with self._file.locked():
+        with self._file.lock:
             if not self.wants(place, length):  # as another process was faster, say
                 return True
             offset = self.words[USED]
@@ -162,7 +162,7 @@ class Shared:
         except OSError:
             self.words[LIMIT] = 0
             return False
-        with self._file.locked():
+        with self._file.lock:
             if offset >= self.words[START]:
                 self._index[place] = _entry(offset, length)
             else:  # `hold` was called in between, and nothing below START is of use
@@ -188,7 +188,7 @@ class Shared:
         if not self._file.can_free():
             return False
         name = 0 if part is None else _number_of(part)
-        with self._file.locked():
+        with self._file.lock:
             if self.words[HELD] == name:
                 return True
             self.words[HELD] = name
@@ -223,7 +223,7 @@ class Shared:
 
     def count(self, *counts: int) -> None:
         """Add to the counters that all processes share."""
-        with self._file.locked():
+        with self._file.lock:
             for number, count in enumerate(counts, COUNTERS.start):
                 self.words[number] += count
 
@@ -234,7 +234,7 @@ class Shared:
 
     def first_to_say(self, number: int) -> bool:
         """Tell whether no process has said this before; ``number`` is below 64."""
-        with self._file.locked():
+        with self._file.lock:
             said = self.words[SAID]
             self.words[SAID] = said | 1 << number
         return not said >> number & 1
