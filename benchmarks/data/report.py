@@ -11,42 +11,20 @@ from statistics import mean
 from benchmarks.pages.tables import apart, over_seeds, table
 from benchmarks.record import RESULTS, Row, rows_of
 
-COLUMNS = (
-    *("network", "set", "work", "loader", "threads", "no cache", "first epoch"),
-    *("second epoch", "× no cache", "second run, first epoch"),
-)
 PARTS_COLUMNS = ("task", "parts", "seeds", "accuracy", "over full")
+LOADER = "2 forked, persistent"
+"""Of the rows that the page has."""
 
 
 def cache_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the table of reading and training; times of an epoch."""
-    yield from table(COLUMNS, map(_cells, rows))
-
-
-def _cells(row: Row) -> Iterator[str]:
-    plain, later = min(row["plain_s"]), min(row["cached_s"][1:])
-    yield from (f"{row[name]}" for name in COLUMNS[:5])
-    yield from (f"{seconds:.2f} s" for seconds in (plain, row["cached_s"][0], later))
-    yield from (f"{plain / later:.1f}", f"{row['second_run_s'][0]:.2f} s")
-
-
-def stored_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the table of what the sets take, and what the link gave."""
-    columns = ("network", "set", "images", "request", "rate", "memory", "disk")
-    firsts = {(row["network"], row["set"]): row for row in reversed(rows)}
-    yield from table(
-        columns,
-        (
-            (
-                *(f"{row[name]}" for name in columns[:3]),
-                f"{row['request_ms']:.2f} ms",
-                f"{row['mbit_s']:.0f} Mbit/s",
-                f"{row['memory_bytes'] / 1e6:.1f} MB",
-                f"{row['disk_bytes'] / 1e6:.1f} MB",
-            )
-            for row in reversed(firsts.values())
-        ),
-    )
+    """Yield the table of epochs that read or train, without a cache and with a full one."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["loader"] == LOADER:
+            times = f"{min(row['plain_s']):.2f}", f"{min(row['cached_s'][1:]):.2f}"
+            cells.setdefault((row["network"], row["set"]), []).extend(times)
+    columns = ("network", "set", "reading", "cached", "training", "cached")
+    yield from table(columns, ((*place, *own) for place, own in cells.items()))
 
 
 def parts_table(rows: list[Row]) -> Iterator[str]:
@@ -72,7 +50,7 @@ def parts_table(rows: list[Row]) -> Iterator[str]:
 
 def all_tables() -> Iterator[str]:
     cache, parts = (rows_of(RESULTS / f"data_{name}.json") for name in ("cache", "parts"))
-    for made, rows in ((stored_table, cache), (cache_table, cache), (parts_table, parts)):
+    for made, rows in ((cache_table, cache), (parts_table, parts)):
         if rows:
             yield from made(rows)
             yield ""

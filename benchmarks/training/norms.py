@@ -246,13 +246,13 @@ def written(rows: list[Row], rounds: int, output: Path | None) -> None:
 COLUMNS = ("model", "ranks", "network", "every rank", "shared", "speedup", "chosen")
 
 
-def tabled(rows: list[Row], network: str = "") -> Iterator[str]:
-    """Yield rows as a table of a page; ``network`` is that of rows which do not name one."""
+def tabled(rows: list[Row]) -> Iterator[str]:
+    """Yield rows as a table."""
     cells = (
         (
             one["model"],
             str(one["ranks"]),
-            one.get("network", network),
+            one.get("network", ""),
             f"{one['everyone_ms']:.3g} ms",
             f"{one['parallel_ms']:.3g} ms",
             f"{one['speedup']:.2f}×",
@@ -268,9 +268,14 @@ RECORDS = {"simulated": "", "2_cores": "one machine", "lab": "lab, 1 Gbit/s"}
 
 
 def all_tables() -> Iterator[str]:
-    """Yield the lines of docs/how-to/optimizers.md's tables."""
+    """Yield the lines of docs/how-to/optimizers.md's table: a row for each network."""
+    cells: dict[tuple[str, str], list[str]] = {}
     for name, network in RECORDS.items():
-        yield from tabled(rows_of(RESULTS / f"norms_{name}.json"), network)
+        for one in rows_of(RESULTS / f"norms_{name}.json"):
+            times = f"{one['everyone_ms']:.3g} → {one['parallel_ms']:.3g} ms"
+            place = str(one["ranks"]), one.get("network", network)
+            cells.setdefault(place, []).append(f"**{times}**" if one["chosen"] else times)
+    return table(("ranks", "network", *MODELS), ((*place, *own) for place, own in cells.items()))
 
 
 def main() -> None:
