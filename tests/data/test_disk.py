@@ -235,7 +235,7 @@ def test_a_torn_file_is_noticed_and_nothing_wrong_is_returned(tmp_path_factory, 
         file.write_bytes(content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SparcelWarning)
-        for _ in range(2):
+        for _ in range(3):
             filled(folder, 20)
     with silence():
         assert filled(folder, 20).stats().from_source == 0

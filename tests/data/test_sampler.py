@@ -115,9 +115,9 @@ def test_one_process_alone_needs_no_group():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": 0}, "dataset must have a length, or be one: dataset must be at least 1"),
+        ({"dataset": 0}, "dataset must be at least 1, got 0; it is a set, which has a length, or"),
         ({"dataset": "3", "seed": -1}, "seed must be at least 0, got -1"),
-        ({"dataset": torch.nn.ReLU()}, "dataset must have a length"),
+        ({"dataset": torch.nn.ReLU()}, "dataset must be a whole number, got ReLU; it is a set"),
         ({"exchange_every": 0}, "exchange_every must be at least 1, got 0"),
         ({"exchange_every": 2, "shuffle": False}, "which shuffle=False excludes"),
         ({"shuffle": 1}, "shuffle must be True or False, got 1"),

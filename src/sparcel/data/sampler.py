@@ -64,7 +64,11 @@ class PartSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self._length = _length_of(dataset)
+        if isinstance(dataset, Sized):
+            self._length = len(dataset)
+        else:
+            hint = "it is a set, which has a length, or that length"
+            self._length = whole_number(dataset, "dataset", at_least=1, hint=hint)
         self._cached = dataset if isinstance(dataset, Cached) else None
         if exchange_every is not None:
             whole_number(exchange_every, "exchange_every", at_least=1)
@@ -127,12 +131,3 @@ class PartSampler(Sampler[int]):
 
     def _random(self, *what: int) -> np.random.Generator:
         return np.random.default_rng((self._seed, *what))
-
-
-def _length_of(dataset: Sized | int) -> int:
-    if isinstance(dataset, Sized):
-        return len(dataset)
-    try:
-        return whole_number(dataset, "dataset", at_least=1)
-    except InputError as error:
-        raise InputError(f"dataset must have a length, or be one: {error}") from error

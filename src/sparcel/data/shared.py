@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from hashlib import blake2b
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,7 +16,7 @@ from sparcel.data.available import available
 from sparcel.data.memory_file import MemoryFile
 from sparcel.errors import InputError, warn
 
-TOKEN, LENGTH, LIMIT, START, USED, LOOKED_AT, HELD, SAID = range(8)
+TOKEN, LENGTH, LIMIT, START, USED, LOOKED_AT, SAID = range(7)
 """The first words of the file; `Shared.count` counts in those that follow."""
 COUNTERS = slice(8, 11)
 _WORDS = 64
@@ -187,19 +186,17 @@ class Shared:
             return True
         if not self._file.can_free():
             return False
-        name = 0 if part is None else _number_of(part)
         with self._file.lock:
-            if self.words[HELD] == name:
-                return True
-            self.words[HELD] = name
-            if part is None:
-                self._index[self._index == _BARRED] = 0
-                return True
             old = self._index.copy()
-            self._index[:] = _BARRED
-            self._index[part] = 0
-            staying = np.flatnonzero((self._index != _BARRED) & (old > _BARRED))
-            self._move(staying[np.argsort(old[staying])], old)
+            if part is None:
+                self._index[old == _BARRED] = 0
+                return True
+            is_in_part = np.zeros(len(old), bool)
+            is_in_part[part] = True
+            if not np.array_equal(is_in_part, old != _BARRED):
+                self._index[:] = np.where(is_in_part, 0, _BARRED)
+                staying = np.flatnonzero(is_in_part & (old > _BARRED))
+                self._move(staying[np.argsort(old[staying])], old)
         return True
 
     def _move(self, places: npt.NDArray[np.int64], entries: npt.NDArray[np.uint64]) -> None:
@@ -319,8 +316,3 @@ def _entry(offset: int, length: int) -> int:
 def _range_of(entry: int) -> tuple[int, int]:
     """Return the offset and the length of an entry's record."""
     return (entry >> _LENGTH_BITS) * _UNIT, (entry & (1 << _LENGTH_BITS) - 1) * _UNIT
-
-
-def _number_of(part: npt.NDArray[np.int64]) -> int:
-    """Return a number that tells parts apart, and is not 0."""
-    return 1 + int.from_bytes(blake2b(np.sort(part).tobytes(), digest_size=7).digest(), "big")

@@ -13,7 +13,6 @@ from sparcel.errors import InputError, MissingDependencyError, warn
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
     from sparcel.training import Handle
 
@@ -31,42 +30,36 @@ def needs(package: str) -> Iterator[None]:
 
 
 def attach_wrapped(
-    model: Any, replicate: DeviceMesh | int, way_out: str, arguments: Mapping[str, Any]
+    model: Any, copies: int, way_out: str, arguments: Mapping[str, Any]
 ) -> Handle | None:
-    """Attach to what a framework made of a model, unless there is only one of it.
+    """Attach to what a framework made of a model, unless there is only one copy of it.
 
     Parameters
     ----------
-    replicate
-        The ranks that hold the same shard of a model of fully_shard; or how many processes train
-        the whole model.
     way_out
         How the framework is told to use DDP.
     arguments
-        Those of `sparcel.attach`.
+        Those of `sparcel.attach`, with ``replicate`` for a model of fully_shard.
 
     Raises
     ------
     InputError
-        If several processes train a model that is not in DDP.
+        If several processes train a model that is in neither.
 
     Warns
     -----
     SparcelWarning
-        If there is only one model: None is returned.
+        If there is only one copy: None is returned.
     """
-    replicas = replicate if isinstance(replicate, int) else replicate.size()
-    if replicas == 1:
+    if copies == 1:
         warn("there is one copy of the model, so sparcel has nothing to exchange, and does nothing")
         return None
-    if not isinstance(replicate, int):
-        return sparcel.attach(model, replicate=replicate, **arguments)
     # Compiled at its first call, so the DDP object inside can still be changed.
     model = getattr(model, "_orig_mod", model)
-    if isinstance(model, DistributedDataParallel):
+    if "replicate" in arguments or isinstance(model, DistributedDataParallel):
         return sparcel.attach(model, **arguments)
     raise InputError(
-        f"sparcel exchanges the gradients of a DistributedDataParallel, and {replicas} processes"
+        f"sparcel exchanges the gradients of a DistributedDataParallel, and {copies} processes"
         f" train a {type(model).__name__}; {way_out}"
     )
 

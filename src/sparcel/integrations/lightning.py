@@ -89,14 +89,13 @@ class Sparcel(Callback):  # type: ignore[misc]
         arguments: dict[str, Any] = {"scaler": getattr(trainer.precision_plugin, "scaler", None)}
         if len(trainer.optimizers) == 1:
             arguments["optimizer"] = trainer.optimizers[0]
-        arguments |= self._arguments
         strategy, checkpoint = trainer.strategy, trainer.ckpt_path
+        model, copies = strategy.model, trainer.world_size
         self._sharded = isinstance(strategy, HybridShardStrategy)
         if self._sharded:
-            copies = _sharded_part(pl_module), strategy.device_mesh[_DIMENSIONS[0]]
-        else:
-            copies = strategy.model, trainer.world_size
-        self.handle = attach_wrapped(*copies, _WAY_OUT, arguments)
+            model, replicas = _sharded_part(pl_module), strategy.device_mesh[_DIMENSIONS[0]]
+            arguments["replicate"], copies = replicas, replicas.size()
+        self.handle = attach_wrapped(model, copies, _WAY_OUT, arguments | self._arguments)
         if self.handle is not None and checkpoint is not None:
             saved = _loaded(self.handle, Path(checkpoint)) if self._sharded else self._state
             go_on(self.handle, saved, checkpoint)

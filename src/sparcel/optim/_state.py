@@ -54,13 +54,8 @@ class ChecksStates(torch.optim.Optimizer, ABC):
         hint = f"load what state_dict() of a {kind} with the same parameters returned"
         for key, expected in (("state", dict), ("param_groups", list)):
             check_type(state.get(key), expected, f"the state's {key!r}", hint)
-        groups = state["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise InputError(
-                f"the state must have {len(self.param_groups)} groups of parameters, got"
-                f" {len(groups)}; {hint}"
-            )
-        for group, own in zip(groups, self.param_groups, strict=True):
+        groups, own_groups = state["param_groups"], self.param_groups
+        for group in groups:
             check_type(group, dict, "each of the state's groups", hint)
             if missing := self.defaults.keys() - group.keys():
                 raise InputError(
@@ -68,15 +63,16 @@ class ChecksStates(torch.optim.Optimizer, ABC):
                     f" {', '.join(sorted(missing))}"
                 )
             self._check_group(group)
-            numbers = group.get("params")
-            check_type(numbers, list, "what a group of the state calls 'params'", hint)
-            if len(numbers) != len(own["params"]):
-                raise InputError(
-                    f"a group of the state must have {len(own['params'])} parameters, got"
-                    f" {len(numbers)}; {hint}"
-                )
+            check_type(group.get("params"), list, "what a group of the state calls 'params'", hint)
+        sizes = [len(group["params"]) for group in groups]
+        own_sizes = [len(group["params"]) for group in own_groups]
+        if sizes != own_sizes:
+            raise InputError(
+                f"the state must have groups of {own_sizes} parameters, got {sizes}; {hint}"
+            )
+        for group, own in zip(groups, own_groups, strict=True):
             _check_names(group.get("param_names"), own.get("param_names"))
-            for place, parameter in zip(numbers, own["params"], strict=True):
+            for place, parameter in zip(group["params"], own["params"], strict=True):
                 entries = state["state"].get(place, {})
                 name = f"the state's entry {place!r}"
                 check_type(entries, dict, name, hint)
