@@ -59,20 +59,21 @@ class Cached(Dataset[Any]):
     loader's workers, forked or spawned, and with ``group`` the node's ranks. ``transform(decoded)``
     is computed at each access. What is returned belongs to the caller, who may change it.
 
-    Nothing that a cache cannot do stops a training. Where samples cannot be kept, because the disk
-    is full or the folder read-only, a `SparcelWarning` says so once, and they are read from the
+    A cache that fails does not stop a training. Where samples cannot be kept, because the disk is
+    full or the folder read-only, a `SparcelWarning` says so once, and they are read from the
     source. Memory that is full keeps what it has.
 
     Parameters
     ----------
     dataset
         Any dataset with ``len(dataset)`` and ``dataset[i]``, whose samples can be pickled and are
-        the same at each access. What is slow should be here, and what is small: an image file's
-        bytes and its label, say.
+        the same at each access. It should do what is slow and give what is small: the bytes of an
+        image file and a label, say.
     folder
-        Of a disk of this node, for this dataset alone; it is made if need be. None keeps nothing on
-        disk. The copy is of the dataset's class and length, the indices that it has, as a
-        `torch.utils.data.Subset` does, and those of the datasets in it; and of ``version``.
+        A folder on a disk of this node, for this dataset alone, which is made if need be. None
+        keeps nothing on disk. A copy belongs to the dataset's class and length, to its indices if
+        it has any, as a `torch.utils.data.Subset` does, to those of the datasets in it, and to
+        ``version``.
     memory
         Bytes of memory that this node may spend: a number, or a text such as ``"4 GiB"``. With 0
         nothing is kept there.
@@ -87,12 +88,12 @@ class Cached(Dataset[Any]):
         How many samples of a batch are read from the source at once. More than 1 hide the latency
         of a slow store, and need a ``dataset`` that threads may use together.
     looks
-        Of how many samples on disk, chosen at random, it is asked whether the source still has
-        them. If it has not, the copy on disk is made anew. An error of the source passes through.
+        How many samples on disk, chosen at random, are compared with those of the source at first.
+        If one differs, the copy on disk is made anew. Errors of the source pass through.
     group
-        Ranks, those of which on one node share the memory; None for torch's default process group,
-        and where there is none, for a process that was launched alone. All its ranks make the
-        object together.
+        The ranks, which make the object together; those on one node share the memory. None for
+        torch's default process group, and where there is none, for a process that was launched
+        alone.
 
     Raises
     ------

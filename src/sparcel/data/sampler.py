@@ -34,17 +34,16 @@ class PartSampler(Sampler[int]):
         The set, or its length. If it is a `Cached`, memory of samples that are no longer in the
         node's part is freed; what is on disk stays there.
     group
-        Ranks; None for torch's default process group, and where there is none, for a process that
-        was launched alone, as in `Cached`. All its ranks make the sampler together.
+        The ranks, which make the sampler together, as those of `Cached`.
     exchange_every
-        After so many epochs the parts are drawn anew. None keeps the same parts for ever.
+        The number of epochs after which parts are drawn anew. None keeps the same parts for ever.
     shuffle
         False cuts the set in runs of consecutive samples, which are read in order.
     seed
-        Of all that is random, equal on all ranks.
+        The seed of all random draws, equal on all ranks.
     drop_last
-        Whether samples that are left when all ranks have equally many are left out of the epoch.
-        Otherwise some ranks read a sample of their part a second time, so that none has fewer.
+        Whether to leave out the samples that remain when all ranks have equally many. Otherwise
+        some ranks read a sample of their part twice, so that none has fewer.
 
     Raises
     ------

@@ -21,7 +21,7 @@ Sizes = tuple[tuple[int, int], ...]
 """The number of elements of each tensor, and the bytes of one."""
 
 _ROW_BYTES = 8
-"""Of a result, as the cost model takes it: a number."""
+"""Bytes of a row, which the cost model takes for one number."""
 
 _TURN_SECONDS = 3e-3
 """How long a process runs before Linux lets another one have its core."""

@@ -33,11 +33,10 @@ def parallel(
     """Apply an operation to tensors that all ranks hold; each rank computes a part of the result.
 
     Each rank applies ``op`` to its share of the tensors, r[p] = OP(g[p]), and all ranks gather all
-    rows. Shares are balanced by bytes. Where the cost model predicts that this takes longer than
-    computing everything, each rank does that; the result has the same bits. The model takes ``op``
-    for one pass over its tensors, counts that ranks wait for each other, and decides by the
-    tensors' sizes, the number of ranks and the communicator's ``rates``, or the default rates. All
-    ranks call.
+    rows. Shares are balanced by bytes. Each rank computes everything instead where the cost model
+    predicts that this is faster; the result has the same bits. The model assumes that ``op`` is one
+    pass over its tensors, and decides by the tensors' sizes, the number of ranks, their waiting for
+    one another, and the communicator's ``rates`` or the default rates. All ranks call.
 
     Parameters
     ----------
@@ -64,10 +63,10 @@ def parallel(
     InputError
         For tensors that are not strided, or an ``op`` that returns another number of rows.
     MismatchError
-        On all ranks, when they differ in the tensors' sizes, in ``additive`` or in whether their
-        rates make them share the work, which is compared when sizes or rates are new on the
-        communicator. Where they share it also when they differ in ``op``'s name or the rows' dtype
-        and shape.
+        On all ranks, when they differ in the tensors' sizes, in ``additive``, or in whether their
+        rates make them share the work; this is compared when sizes or rates are new on the
+        communicator. Ranks that share the work also compare ``op``'s name and the rows' dtype and
+        shape.
     CommunicationError
         When a peer fails, as when its ``op`` raises, or does not answer within the timeout.
 

@@ -24,8 +24,8 @@ class SaysTwoSteps(Protocol):
     ) -> tuple[float, Tensor]:
         """Return a rate and a direction, which is subtracted from the parameter.
 
-        The first step has this gradient, and no other gradient ever comes. What a step does by
-        itself, such as weight decay or the rest of a velocity, is left out.
+        The first of the steps has this gradient, and the second has none. What steps do without a
+        gradient, such as weight decay or the rest of a velocity, is left out.
 
         Parameters
         ----------
@@ -71,9 +71,9 @@ def muon_two_steps(
 ) -> tuple[float, Tensor]:
     """Return a rate and a direction for Muon, as `SaysTwoSteps` has them.
 
-    Muon's update has singular values of about 1, whatever its momentum's length. So a gradient adds
-    to an update about as much as it adds to the momentum, in units of the momentum's length. It
-    goes along the gradient, as to orthogonalise it would take as long as Muon's own step.
+    Muon's update has singular values of about 1, whatever its momentum's length. So a gradient
+    changes an update by about the same share as the momentum. The direction is the gradient itself,
+    because making it orthogonal would take as long as Muon's own step.
     """
     if "momentum_buffer" not in state:  # before its first step
         return 0.0, gradient
