@@ -17,14 +17,9 @@ from tests.data.sources import killed_after, processes, put_on, record_of
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def content(shared, place):
-    record = shared.get(place)
-    return None if record is None else bytes(record)
-
-
 def is_right(shared, place):
-    found = content(shared, place)
-    return found is None or found.rstrip(b"\0") == record_of(place).rstrip(b"\0")
+    record = shared.get(place)
+    return record is None or bytes(record).rstrip(b"\0") == record_of(place).rstrip(b"\0")
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(2 * PAGE, 8 * PAGE))

@@ -122,14 +122,15 @@ def test_a_state_of_named_parameters_in_another_order_is_refused(by: str) -> Non
 
 
 @pytest.mark.parametrize("by", ["LARS", "LAMB"])
-@pytest.mark.parametrize("start", ["drawn", "equal"])
-def test_ranks_with_their_parameters_in_another_order_are_told(by: str, start: str) -> None:
-    """Before they would get one another's norms; sizes are equal, and starts may be."""
+@pytest.mark.parametrize("start", ["drawn", "equal", "other sizes", "where it does not pay"])
+def test_ranks_with_other_parameters_or_another_order_are_told(by: str, start: str) -> None:
+    """Before they would get one another's norms; sizes and values may be equal."""
 
     def on_rank(comm: Communicator) -> None:
-        comm.rates = SLOW_WORK
+        comm.rates = None if start == "where it does not pay" else SLOW_WORK
         generator = torch.Generator().manual_seed(5)
-        drawn = [torch.randn(3, 4, generator=generator) for _ in range(4)]
+        rows = 3 + (start == "other sizes" and comm.rank == 2)
+        drawn = [torch.randn(rows, 4, generator=generator) for _ in range(4)]
         parameters = [torch.ones(3, 4) if start == "equal" else one for one in drawn[:2]]
         for parameter, gradient in zip(parameters, drawn[2:], strict=True):
             parameter.grad = gradient

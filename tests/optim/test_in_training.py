@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from sparcel import kernels, simulate
 from sparcel.comm import Communicator
-from sparcel.cost import Rates
-from sparcel.errors import CommunicationError, MismatchError
+from sparcel.errors import CommunicationError
 from sparcel.kernels import cpu
 from sparcel.kernels.definitions import squares as reference
 from sparcel.optim import LAMB, LARS
@@ -156,23 +155,6 @@ def poisoned(comm: Communicator, by: str) -> bool:
 @by
 def test_a_void_step_changes_nothing(run_on: Any, by: str) -> None:
     assert run_on(2, poisoned, by) == [True, True]
-
-
-@pytest.mark.parametrize("rates", [SLOW_WORK, None], ids=["pays", "does not pay"])
-def test_ranks_with_other_parameters_are_told(rates: Rates | None) -> None:
-    def on_rank(comm: Communicator) -> None:
-        comm.rates = rates
-        parameters = [torch.ones(9 + comm.rank, 3), torch.ones(4, 4)]
-        optimizer = LARS(parameters, lr=3.0, parallel=True, group=comm)
-        for one in parameters:
-            one.grad = torch.ones_like(one)
-        with pytest.raises(MismatchError):
-            optimizer.step()
-        assert all(bool((one == 1).all()) for one in parameters)
-        raise MismatchError("seen")
-
-    with pytest.raises(MismatchError, match="seen"):
-        simulate(2, on_rank)
 
 
 def lose(comm: Communicator) -> str:

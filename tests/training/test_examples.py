@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 def printed_by_rank(comm: Communicator, name: str, arguments: list[str]) -> str:
     """Run an example on a rank of the pool, whose process group there is already."""
     example = str(ROOT / "examples" / f"{name}.py")
-    around: Callable[..., Any] = as_by_accelerate if "accelerate" in name else as_by_torchrun
+    launched_by = as_by_accelerate if find_spec("accelerate") else as_by_torchrun
     with (
-        around(comm),
+        launched_by(comm),
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(io.StringIO()) as printed,
     ):

@@ -33,10 +33,10 @@ def _of_cgroups(root: Path) -> Iterator[int]:
                 path = top / name.lstrip("/")
                 for place in (path, *path.parents):
                     if place.is_relative_to(top):
-                        yield from _left(place, *files)
+                        yield from _left_in(place, *files)
 
 
-def _left(place: Path, limit: str, use: str, cached: str) -> Iterator[int]:
+def _left_in(place: Path, limit: str, use: str, cached: str) -> Iterator[int]:
     """Yield what one cgroup leaves; nothing for the root, which has no limit."""
     most, used = _lines(place / limit), _lines(place / use)
     stat = dict(line.split() for line in _lines(place / "memory.stat"))

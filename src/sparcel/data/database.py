@@ -106,7 +106,7 @@ class Database:
             return f"{self.path} was not written by sparcel", []
         try:
             with closing(self.connect()) as database:
-                return "", list(_some(database, count))
+                return "", list(_random_records(database, count))
         except UnusableError as error:
             return str(error), []
         except sqlite3.Error as error:
@@ -237,7 +237,7 @@ def _is_ours(path: Path) -> bool:
     return header.startswith(_MAGIC) and header[_OURS_AT:][:4] == OURS.to_bytes(4, "big")
 
 
-def _some(database: sqlite3.Connection, count: int) -> Iterator[tuple[int, bytes]]:
+def _random_records(database: sqlite3.Connection, count: int) -> Iterator[tuple[int, bytes]]:
     """Yield whole records at random; broken ones count as none."""
     (last,) = database.execute("SELECT max(place) FROM samples").fetchone()
     query = "SELECT place, crc, record FROM samples WHERE place >= ? LIMIT 1"

@@ -44,7 +44,7 @@ class Source:
         about = {"dataset": kind, "length": self.length, "version": version, "format": VERSION}
         parts = _parts(self._dataset)
         if len(parts) > 1 or parts[0][2] is not None:
-            text = json.dumps(parts, default=_plain, skipkeys=True)
+            text = json.dumps(parts, default=_for_json, skipkeys=True)
             about["parts"] = blake2b(text.encode(), digest_size=8).hexdigest()
         return json.dumps(about)
 
@@ -113,7 +113,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _plain(value: Any) -> Any:
+def _for_json(value: Any) -> Any:
     """Return what JSON holds for an array, a tensor or a number of theirs, or a range."""
     if hasattr(value, "tolist"):
         return value.tolist()

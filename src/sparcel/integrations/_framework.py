@@ -64,7 +64,7 @@ def attach_wrapped(
     )
 
 
-def go_on(handle: Handle, state: Mapping[str, Tensor], checkpoint: object) -> None:
+def load_or_warn(handle: Handle, state: Mapping[str, Tensor], checkpoint: object) -> None:
     """Load what a checkpoint holds; warn if that is nothing."""
     if state:
         handle.load_state_dict(state)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparcel._files import replacing
-from sparcel.integrations._framework import attach_wrapped, go_on, needs
+from sparcel.integrations._framework import attach_wrapped, load_or_warn, needs
 
 with needs("transformers"):
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -106,7 +106,7 @@ class SparcelCallback(TrainerCallback):  # type: ignore[misc]
         if self.handle is not None and self.resumed is not None:
             file = Path(self.resumed, _FILE)
             saved = torch.load(file, mmap=True, weights_only=True) if file.is_file() else {}
-            go_on(self.handle, saved, self.resumed)
+            load_or_warn(self.handle, saved, self.resumed)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Save what all ranks remember in the folder of the checkpoint."""

@@ -197,7 +197,7 @@ class LayerWise(ChecksStates):
                 " or leave out parallel=True"
             )
 
-    def _remember(self, layers: Iterable[LayerStep], ratios: Iterable[float]) -> None:
+    def _remember_ratios(self, layers: Iterable[LayerStep], ratios: Iterable[float]) -> None:
         """Remember the layers' trust ratios."""
         for layer, one in zip(layers, ratios, strict=True):
             self.state[layer.parameter]["trust_ratio"] = one

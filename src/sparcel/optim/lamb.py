@@ -97,7 +97,7 @@ class LAMB(LayerWise):
         lengths = iter(self._norms([update for batch in updates for update in batch]))
         for (group, layers), update in zip(batches, updates, strict=True):
             ratios = [ratio(layer.size, next(lengths)) for layer in layers]
-            self._remember(layers, ratios)
+            self._remember_ratios(layers, ratios)
             steps = torch._foreach_mul(update, [float(group["lr"]) * one for one in ratios])
             torch._foreach_sub_([layer.parameter for layer in layers], steps)
 
@@ -105,7 +105,7 @@ class LAMB(LayerWise):
         """Average the gradients and their squares, and return u."""
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         gradients = [layer.gradient for layer in layers]
-        states = [self._begun(layer.parameter) for layer in layers]
+        states = [self._state_of_next_step(layer.parameter) for layer in layers]
         means = [state["exp_avg"] for state in states]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         # In place, torch would round the factor to half precision, and 0.999 to 1 in bfloat16.
@@ -122,7 +122,7 @@ class LAMB(LayerWise):
             torch._foreach_add_(updates, [layer.parameter for layer in layers], alpha=decay)
         return list(updates)
 
-    def _begun(self, parameter: Tensor) -> dict[str, Any]:
+    def _state_of_next_step(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state in its next step."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:

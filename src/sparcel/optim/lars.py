@@ -100,7 +100,7 @@ class LARS(LayerWise):
                 ratio(trust * one.size, one.slope and one.slope + decay * one.size)
                 for one in layers
             ]
-            self._remember(layers, ratios)
+            self._remember_ratios(layers, ratios)
             parameters = [layer.parameter for layer in layers]
             directions: tuple[Tensor, ...] | list[Tensor] = [layer.gradient for layer in layers]
             if layers[0].adapted and decay:

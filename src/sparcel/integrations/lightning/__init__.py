@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sparcel.errors import InputError
-from sparcel.integrations._framework import attach_wrapped, go_on, needs
+from sparcel.integrations._framework import attach_wrapped, load_or_warn, needs
 
 with needs("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -98,7 +98,7 @@ class Sparcel(Callback):  # type: ignore[misc]
         self.handle = attach_wrapped(model, copies, _WAY_OUT, arguments | self._arguments)
         if self.handle is not None and checkpoint is not None:
             saved = _loaded(self.handle, Path(checkpoint)) if self._sharded else self._state
-            go_on(self.handle, saved, checkpoint)
+            load_or_warn(self.handle, saved, checkpoint)
             self._state = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
