@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,18 @@ FIXED = 12
 """A shorter text is in too many messages to tell anything."""
 
 
+CLASS = r"^([\w.]+(Error|Warning)|sparcel): "
+
+
 def heading(section: str) -> str:
-    return section.partition("\n")[0].removeprefix("`").removesuffix("`")
+    """Return the message, or the part of it, that a section is about, without its class."""
+    return re.sub(CLASS, "", section.partition("\n")[0].strip("`"))
 
 
 def printed(section: str) -> str:
     """Return the message of a section, without its class or the command's name."""
     block = re.search(r"^```text\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)
-    found = " ".join(block[1].splitlines()) if block else heading(section)
-    return re.sub(r"^([\w.]+(Error|Warning)|sparcel): ", "", found)
+    return re.sub(CLASS, "", " ".join(block[1].splitlines())) if block else heading(section)
 
 
 def texts_of(node: ast.AST) -> Iterator[list[str]]:
@@ -63,11 +67,20 @@ def templates() -> list[list[str]]:
     return [parts for parts in found if sum(map(len, parts)) >= FIXED]
 
 
+def shown(parts: list[str], message: str) -> list[str]:
+    """Return the parts of a template that a message has; it may end before the template does."""
+    found = list(takewhile(message.__contains__, parts))
+    if len(found) < len(parts):
+        cut, text = parts[len(found)], message.removesuffix("…")
+        found += [cut[:size] for size in range(len(cut), 0, -1) if text.endswith(cut[:size])][:1]
+    return found if sum(map(len, found)) >= FIXED else []
+
+
 def share_of_sources(message: str) -> float:
-    """Return the share of a message that comes from texts that are whole in it."""
+    """Return the share of a message that comes from texts that are whole in it, or cut by it."""
     covered: set[int] = set()
-    for parts in templates():
-        if all(part in message for part in parts):
+    for template in templates():
+        if parts := shown(template, message):
             pattern = ".*?".join(f"({re.escape(part)})" for part in parts)
             if match := re.search(pattern, message):
                 for group in range(1, len(parts) + 1):
@@ -85,7 +98,7 @@ def test_messages_on_the_page_are_those_of_the_sources(section: str) -> None:
 def test_a_message_that_has_changed_is_found() -> None:
     message = "rank 0 lost its connection to rank 1, whose process or network failed"
     assert share_of_sources(message) > 0.8
-    assert share_of_sources(message.replace("lost its", "lost the")) < 0.1
+    assert share_of_sources(message.replace("lost its", "lost the")) < 0.2
 
 
 def test_classes_are_what_the_page_says() -> None:
