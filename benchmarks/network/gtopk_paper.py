@@ -2,7 +2,7 @@
 
     python -m benchmarks.network.gtopk_paper
 
-prints the table of docs/explanation/experiments.md. The paper gives samples a second of whole
+prints a table. The paper gives samples a second of whole
 trainings, so a step took 32·b / throughput. Its computation is not in the text: a step of gTop-k is
 an upper bound of it, and serves as such. Nothing overlaps, as in the paper.
 """

@@ -20,12 +20,20 @@ PROSE = ("| stage |", "| what | then |")
 
 DRAWING = (
     *("deltas.report", "linear.report"),
-    *("network.algorithms_table", "network.appendix_f", "network.bench_report"),
+    *("network.algorithms_table", "network.bench_report"),
     *("network.commlib_report", "network.two_tiers_report"),
-    *("training.convergence_report", "training.frontier_report", "training.lab_report"),
-    "training.signals_report",
+    *("training.frontier_report", "training.lab_report"),
 )
 """The scripts whose ``draw_all`` draws figures."""
+PROCESSOR = {
+    "float32": "gloo float32",
+    "bfloat16": "gloo bfloat16",
+    "the default": "default",
+    "everything in 4 bits": "all, 4 bits",
+    "`scalecom`": "scalecom 10 %, packed:4",
+}
+"""What docs/how-to/choose.md calls rows of the record of processor time."""
+
 NO_RECORD = "fill_in.svg"
 """Made by examples/fill_in.py, whose training rounds differently on other processors."""
 
@@ -132,40 +140,32 @@ def demo() -> Faults:
         yield f"README.md does not have: {sentence}"
 
 
-def experiments() -> Faults:
-    report: Any = importlib.import_module("benchmarks.training.convergence_report")
-    frontier_report: Any = importlib.import_module("benchmarks.training.frontier_report")
-    lab_report: Any = importlib.import_module("benchmarks.training.lab_report")
-    gtopk_paper: Any = importlib.import_module("benchmarks.network.gtopk_paper")
-    signals_report: Any = importlib.import_module("benchmarks.training.signals_report")
-    rows = {
-        name: report.rows_of(report.RESULTS / f"{name}.json")
-        for name in (
-            *("causes", "convergence", "convergence_sweeps"),
-            *("papers_recipes", "signals"),
-        )
-    }
-    suite = rows["convergence"]
-    lines = [
-        *report.causes_table(rows["causes"]),
-        *report.put_back_table(suite),
-        *report.sweeps_table(rows["convergence_sweeps"], suite),
-        *report.recipes_table(rows["papers_recipes"]),
-        *lab_report.trainings_table(lab_report.lab_rows()),
-        *lab_report.seconds_table(lab_report.lab_rows()),
-        *report.table(gtopk_paper.COLUMNS, gtopk_paper.rows()),
-        *signals_report.tables(rows["signals"]),
-    ]
-    for task in sorted({row["task"] for row in suite if row["method"] != "dense"}):
-        lines += report.suite_table(suite, task)
-    frontier = frontier_report.all_rows()
-    for task in frontier_report.tasks_of(frontier):
-        lines += frontier_report.frontier_table(frontier, task)
-    lines += frontier_report.search_table([*frontier, *recorded("search")["rows"]])
-    lines += frontier_report.adam_table(recorded("adam")["rows"])
-    balancing = recorded("balancing")["rows"]
-    lines += [f"| {name} | {one['ms']:.1f} | {one['kb']:.0f} |" for name, one in balancing.items()]
-    yield from absent("docs/explanation/experiments.md", lines)
+def trainings() -> Faults:
+    """Compare the pages on what training ends at."""
+    frontier: Any = importlib.import_module("benchmarks.training.frontier_report")
+    lab: Any = importlib.import_module("benchmarks.training.lab_report")
+    suite: Any = importlib.import_module("benchmarks.training.convergence_report")
+    names = "causes", "convergence", "convergence_sweeps", "papers_recipes", "search"
+    rows = {name: recorded(name)["rows"] for name in names}
+    runs = frontier.all_rows()
+    yield from absent(
+        "docs/explanation/results.md",
+        [*frontier.default_table(runs), *frontier.chosen_table(runs)],
+    )
+    yield from absent(
+        "docs/explanation/why.md",
+        [*suite.causes_table(rows["causes"]), *suite.recipes_table(rows["papers_recipes"])],
+    )
+    yield from absent(
+        "docs/records/training.md",
+        [
+            *suite.suite_table(rows["convergence"]),
+            *suite.sweeps_table(rows["convergence_sweeps"], rows["convergence"]),
+            *frontier.other_settings_table(runs),
+            *frontier.search_table([*runs, *rows["search"]]),
+            *lab.trainings_table(lab.lab_rows()),
+        ],
+    )
 
 
 def figures() -> Faults:
@@ -244,13 +244,13 @@ def optimizers() -> Faults:
 
 def plan() -> Faults:
     page = "docs/how-to/choose.md"
-    advice = re.findall(r"^(Stay dense|Use)\b", text_of(page), re.MULTILINE)
-    if len(advice) != 5 or len({*advice}) != 2:
-        yield f"{page} has not five answers, some of them dense and some not: {advice}"
-    appendix: Any = importlib.import_module("benchmarks.network.appendix_f")
-    report: Any = importlib.import_module("benchmarks.training.frontier_report")
-    chosen = report.chosen_table(report.all_rows(), recorded("core_time")["rows"])
-    yield from absent(page, [*appendix.compare(), *chosen])
+    plans: Any = importlib.import_module("benchmarks.pages.plans")
+    yield from absent(page, plans.answers())
+    rows = recorded("core_time")["rows"]
+    took = {row["name"]: row["core_ns"] for row in rows if row["ranks"] == 4}
+    sentence = ", ".join(f"{label} {took[name]:.1f}" for label, name in PROCESSOR.items())
+    if sentence not in " ".join(text_of(page).split()):
+        yield f"{page} does not have: {sentence}"
 
 
 def schedule() -> Faults:
@@ -270,13 +270,13 @@ CHECKS: tuple[Callable[[], Faults], ...] = (
     commlib,
     data,
     demo,
-    experiments,
     figures,
     fsdp,
     linear,
     optimizers,
     plan,
     schedule,
+    trainings,
     two_tiers,
 )
 

@@ -1,9 +1,9 @@
-"""Tables and plots of docs/explanation/experiments.md: what training ends at for its bytes.
+"""Tables and a figure of docs/explanation/results.md and docs/records/training.md.
 
     python -m benchmarks.training.frontier_report
 
-prints the tables as Markdown and draws ``docs/figures/frontier_TASK.svg`` for the tasks of the
-suite, from the records of `frontier.py`, of `adam.py` and, for dense training, of `convergence.py`.
+prints the tables as Markdown and draws ``docs/figures/frontier_words.svg``, from the records of
+`frontier.py` and, for dense training of 2000 steps, of `convergence.py`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from math import exp
 from statistics import mean
 
 from benchmarks.pages.tables import (
-    BESIDE,
     DENSE,
     POWERSGD,
     ROUNDED,
     SPARCEL,
-    apart,
     over_seeds,
     plain,
     save,
@@ -26,28 +24,43 @@ from benchmarks.pages.tables import (
     table,
 )
 from benchmarks.record import RESULTS, Row, rows_of
-from benchmarks.training.convergence import SUITE
 from benchmarks.training.tasks import TASKS
 
-COLUMNS = (
-    *("method", "ranks", "steps", "seeds", "bytes", "accuracy", "over dense"),
-    *("loss", "perplexity over dense"),
-)
-
-ADAM = "task", "method", "changed", "seeds", "accuracy", "loss", "perplexity over as it is"
+DEFAULT = "bidirectional,0.1,packed:4,front"
+FOUR_BITS = "bidirectional,1,raw:4"
+MODELS = {
+    "words": "transformer, AdamW",
+    "characters": "LSTM, SGD",
+    "images": "ResNet, SGD",
+    "intents": "convolution, SGD",
+    "speech": "CNN, SGD",
+    "articles": "transformer, AdamW",
+    "news": "transformer, AdamW",
+    "reviews": "transformer, Muon",
+}
+"""What is trained on each task, and by which optimiser."""
 
 CHOSEN = {
-    "bf16": ("torch's `bf16` hook", "gloo bfloat16"),
-    "powersgd,4": ("torch's PowerSGD, rank 4", ""),
-    "powersgd,8": ("torch's PowerSGD, rank 8", ""),
-    "bidirectional,0.1,packed:4,front": ("`attach`'s default", "default"),
-    "bidirectional,1,raw:4": ("`attach(model, density=1)`", "all, 4 bits"),
-    "scalecom,0.1,packed:4,front": ("`scalecom`, 10 %, `packed:4`", "scalecom 10 %, packed:4"),
+    "bf16": "torch's `bf16` hook",
+    "powersgd,4": "torch's PowerSGD, rank 4",
+    "powersgd,8": "torch's PowerSGD, rank 8",
+    DEFAULT: "`attach`'s default",
+    FOUR_BITS: "`attach(model, density=1)`",
+    "scalecom,0.1,packed:4,front": "`scalecom`, 10 %, `packed:4`",
 }
-"""What users choose among: labels, and names in the record of processor time."""
+"""What users choose among, with labels."""
 
-IN_POINTS = "images", "speech"
-"""The tasks of which these tables show accuracy; of the others they show perplexity."""
+DRAWN = {
+    "dense": ("dense", "s", DENSE),
+    "bf16": ("bfloat16", "s", ROUNDED),
+    DEFAULT: ("sparcel's default", "o", SPARCEL),
+    FOUR_BITS: ("sparcel, everything in 4 bits", "^", SPARCEL),
+    "scalecom,0.1,packed:4,front": ("scalecom, 10 %", "v", SPARCEL),
+}
+"""Labels, markers and colours of the figure's runs."""
+
+IN_POINTS = "images", "speech", "intents"
+"""The tasks of which tables show accuracy; of the others, language models, perplexity."""
 
 Setting = tuple[str, int, int]
 
@@ -61,11 +74,6 @@ def all_rows() -> list[Row]:
         if row["method"] == "dense" and _setting(row)[1:] == (8, 2000)
     ]
     return [*dense, *rows_of(RESULTS / "frontier.json")]
-
-
-def tasks_of(rows: Sequence[Row]) -> list[str]:
-    """Return the tasks that another method than dense training was run on."""
-    return sorted({row["task"] for row in rows if row["run"] != "dense"})
 
 
 def _dense(rows: Sequence[Row]) -> Mapping[tuple[object, ...], Row]:
@@ -82,14 +90,44 @@ def _over_dense(
     return points, [100 * (exp(row["loss"] - base["loss"]) - 1) for row, base in pairs]
 
 
-def frontier_table(rows: Sequence[Row], task: str) -> Iterator[str]:
-    """Return the lines of a task's table, each method beside dense training with the same seeds."""
-    of_task = [row for row in rows if row["task"] == task]
-    dense = _dense(of_task)
-    runs: dict[tuple[Setting, str], list[Row]] = {}
-    for row in sorted(of_task, key=_order):
-        runs.setdefault((_setting(row), row["run"]), []).append(row)
-    return table(COLUMNS, (_cells(run, found, dense) for (_, run), found in runs.items()))
+def default_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what the default ends at beside dense training, by task."""
+    columns = (
+        *("task", "trained", "dense loss", "seeds apart", "sparcel's loss"),
+        *("perplexity over dense", "accuracy over dense", "bytes"),
+    )
+    return table(columns, ((task, model, *_beside(rows, task)) for task, model in MODELS.items()))
+
+
+def _beside(rows: Sequence[Row], task: str) -> Iterator[str]:
+    base, found = (_usual(rows, run, task) for run in ("dense", DEFAULT))
+    points, more = _over_dense(found, _dense(rows))
+    losses = [row["loss"] for row in base]
+    yield from (f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}")
+    yield f"{mean(row['loss'] for row in found):.4f}"
+    yield from (f"{over_seeds(more, 2)} %", over_seeds(points, 2))
+    yield f"{mean(row['share'] for row in found):.1%}"
+
+
+def other_settings_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of `bidirectional` with other settings, steps or ranks, by task."""
+    shown: dict[tuple[Setting, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["task"], *_order(row))):
+        usual = row["task"], 8, TASKS[row["task"]].steps
+        other = _setting(row) != usual or row["run"] not in (DEFAULT, FOUR_BITS)
+        if other and row["run"].startswith("bidirectional"):
+            shown.setdefault((_setting(row), row["run"]), []).append(row)
+    columns = "task", "method", "ranks", "steps", "bytes", "accuracy", "perplexity"
+    return table(columns, (_cells(run, found, rows) for (_, run), found in shown.items()))
+
+
+def _cells(run: str, found: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+    points, more = _over_dense(found, _dense(rows))
+    return [
+        *(found[0]["task"], run, *(str(found[0][key]) for key in ("ranks", "steps"))),
+        f"{mean(row['share'] for row in found):.1%}",
+        *(over_seeds(points, 2), f"{over_seeds(more, 2)} %"),
+    ]
 
 
 def _order(row: Row) -> tuple[int, int, bool, str, int]:
@@ -101,40 +139,6 @@ def _setting(row: Row) -> Setting:
     return row["task"], row["ranks"], row["steps"]
 
 
-def _cells(run: str, found: Sequence[Row], dense: Mapping[tuple[object, ...], Row]) -> list[str]:
-    points, more = _over_dense(found, dense)
-    beside = over_seeds(points, 2), over_seeds(more, 2) + " %"
-    if run == "dense":
-        beside = apart([100 * row["accuracy"] for row in found], 2), ""
-    return [
-        run,
-        *(str(found[0][key]) for key in ("ranks", "steps")),
-        str(len(found)),
-        f"{mean(row['share'] for row in found):.1%}",
-        f"{mean(row['accuracy'] for row in found):.2%}",
-        beside[0],
-        f"{mean(row['loss'] for row in found):.4f}",
-        beside[1],
-    ]
-
-
-def adam_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of what `adam.py` changed, beside the same training as it is."""
-    return table(ADAM, _adam_cells(rows))
-
-
-def _adam_cells(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    base = {(row["task"], row["run"], row["seed"]): row for row in rows if row["way"] == "as it is"}
-    found: dict[tuple[str, str, str], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (row["run"], row["way"], row["seed"])):
-        found.setdefault((row["task"], row["run"], row["way"]), []).append(row)
-    for (task, run, way), runs in found.items():
-        more = [100 * (exp(row["loss"] - base[task, run, row["seed"]]["loss"]) - 1) for row in runs]
-        accuracy, loss = (mean(row[key] for row in runs) for key in ("accuracy", "loss"))
-        beside = f"{over_seeds(more, 1)} %"
-        yield task, run, way, str(len(runs)), f"{accuracy:.2%}", f"{loss:.4f}", beside
-
-
 def search_table(rows: Sequence[Row]) -> Iterator[str]:
     """Return the lines of what other settings of the default ended at, and of its own."""
     of_words = {row["run"] for row in rows if row["task"] == "words"}
@@ -144,80 +148,65 @@ def search_table(rows: Sequence[Row]) -> Iterator[str]:
     return table(columns, ([run, *_ends(rows, run, tasks)] for run in found))
 
 
-def chosen_table(rows: Sequence[Row], times: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of what users choose among: bytes, losses and processor time."""
-    took = {row["name"]: f"{row['core_ns']:.1f}" for row in times if row["ranks"] == 4}
+def chosen_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Return the lines of what users choose among: bytes and losses."""
     tasks = "words", "characters", "articles", "reviews", "news", "images"
-    columns = "method", "bytes of words", *tasks, "ns a parameter"
-    cells = (
-        [label, *_ends(rows, run, tasks), took.get(name, "")]
-        for run, (label, name) in CHOSEN.items()
-    )
-    return table(columns, cells)
+    cells = ([label, *_ends(rows, run, tasks)] for run, label in CHOSEN.items())
+    return table(("method", "bytes of words", *tasks), cells)
 
 
 def _ends(rows: Sequence[Row], run: str, tasks: Sequence[str]) -> Iterator[str]:
     """Yield a run's share of the bytes of words, and what it ended at over dense, by task."""
-    dense, found = _dense(rows), {task: list[Row]() for task in ("words", *tasks)}
-    for row in sorted(rows, key=_order):
-        usual = row["task"], 8, TASKS[row["task"]].steps
-        if row["run"] == run and row["task"] in found and _setting(row) == usual:
-            found[row["task"]].append(row)
-    yield f"{mean(row['share'] for row in found['words']):.1%}"
+    yield f"{mean(row['share'] for row in _usual(rows, run, 'words')):.1%}"
     for task in tasks:
-        points, more = _over_dense(found[task], dense)
+        points, more = _over_dense(_usual(rows, run, task), _dense(rows))
         shown, unit = (points, "") if task in IN_POINTS else (more, " %")
         yield over_seeds(shown, 1) + unit if shown else ""
 
 
-def draw(rows: Sequence[Row], task: str) -> None:
-    """Draw the loss at the end against the share of the bytes, the mean over the seeds."""
-    shown = [row for row in rows if _setting(row) == (task, 8, 2000)]
+def _usual(rows: Sequence[Row], run: str, task: str) -> list[Row]:
+    """Return a run's rows on a task with 8 ranks and the task's number of steps."""
+    usual = task, 8, TASKS[task].steps
+    found = (row for row in rows if row["run"] == run and _setting(row) == usual)
+    return sorted(found, key=_order)
+
+
+def draw(rows: Sequence[Row]) -> None:
+    """Draw the loss of words at the end against the share of the bytes, means over the seeds."""
     figure, axes = subplots()
-    hooks: dict[str, tuple[float, float]] = {}
-    markers = iter("o^vDP*Xph<>d8")
-    for run in dict.fromkeys(row["run"] for row in sorted(shown, key=_order)):
-        found = [row for row in shown if row["run"] == run]
-        place = 100 * mean(row["share"] for row in found), mean(row["loss"] for row in found)
-        scheme, *settings = run.split(",")
-        if scheme == "powersgd":
-            hooks[settings[0]] = place
-        elif scheme in ("dense", "bf16"):
-            colour = DENSE if scheme == "dense" else ROUNDED
-            axes.plot(*place, "s", color=colour, label="dense" if colour == DENSE else "bfloat16")
-        else:
-            densities = " / ".join(f"{100 * float(one):.0f}" for one in settings[0].split("/"))
-            name = ", ".join([f"{scheme} {densities} %", *settings[2:]])
-            axes.plot(*place, next(markers), color=SPARCEL, label=name)
-    if hooks:
-        axes.plot(
-            *zip(*hooks.values(), strict=True), "o-", color=POWERSGD, label="PowerSGD, by rank"
-        )
-    for rank, place in hooks.items():
-        axes.annotate(rank, place, (6, 3), textcoords="offset points", color=POWERSGD)
+    ranks = [run for run in {row["run"]: None for row in rows} if run.startswith("powersgd")]
+    places = {
+        run: (100 * mean(row["share"] for row in found), mean(row["loss"] for row in found))
+        for run in (*DRAWN, *ranks)
+        if (found := _usual(rows, run, "words"))
+    }
+    for run, (label, marker, colour) in DRAWN.items():
+        axes.plot(*places[run], marker, color=colour, label=label)
+    hooks = sorted(places[run] for run in ranks)
+    axes.plot(*zip(*hooks, strict=True), "o-", color=POWERSGD, label="PowerSGD, by rank")
+    for run in ranks:
+        offset = {"xytext": (6, 3), "textcoords": "offset points", "color": POWERSGD}
+        axes.annotate(run.removeprefix("powersgd,"), places[run], **offset)
     axes.set(xscale="log", xlabel="bytes, % of dense float32", ylabel="loss at the end")
-    axes.set(xlim=(2.5, 150), title=f"{task}; sparse schemes with values of 4 bits")
+    axes.set(xlim=(2.5, 150), title="words")
     plain(axes.xaxis)
-    axes.legend(**BESIDE)
-    save(figure, f"frontier_{task}")
+    axes.legend()
+    save(figure, "frontier_words")
 
 
 def draw_all() -> None:
-    """Draw the figures."""
-    rows = all_rows()
-    for task in tasks_of(rows):
-        if task in SUITE:
-            draw(rows, task)
+    """Draw the figure."""
+    draw(all_rows())
 
 
 def main() -> None:
     rows = all_rows()
-    for task in tasks_of(rows):
-        print(f"### {task}\n")
-        print("\n".join(frontier_table(rows, task)), end="\n\n")
-    print("\n".join(search_table([*rows, *rows_of(RESULTS / "search.json")])), end="\n\n")
-    print("\n".join(chosen_table(rows, rows_of(RESULTS / "core_time.json"))), end="\n\n")
-    print("\n".join(adam_table(rows_of(RESULTS / "adam.json"))))
+    searched = [*rows, *rows_of(RESULTS / "search.json")]
+    for lines in (
+        *(default_table(rows), chosen_table(rows)),
+        *(other_settings_table(rows), search_table(searched)),
+    ):
+        print("\n".join(lines), end="\n\n")
     draw_all()
 
 

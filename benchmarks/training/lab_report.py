@@ -1,10 +1,10 @@
-"""Tables and plots of docs/explanation/experiments.md about trainings over links.
+"""A table of docs/records/training.md about trainings over links, and the front page's figure.
 
-They are made from the record of `lab_training.py`.
+Both are made from the record of `lab_training.py`.
 
     python -m benchmarks.training.lab_report
 
-prints the tables as Markdown and draws ``docs/figures/lab_TASK.svg``, and ``front.svg``.
+prints the table as Markdown and draws ``docs/figures/front.svg``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from functools import partial
 
 from benchmarks.pages.tables import DENSE, POWERSGD, ROUNDED, SPARCEL, save, subplots, table
 from benchmarks.record import RESULTS, Row, rows_of
-from benchmarks.training.convergence_report import beside
 
 TRAININGS = (
-    *("task", "network", "method", "ms a step", "minutes", "accuracy", "over DDP", "loss"),
-    *("over DDP", "fewer bytes"),
+    *("task", "method", "ms a step", "minutes", "perplexity over DDP", "fewer bytes"),
+    *("seconds to + 1 %", "ms a step at 1 Gbit/s", "seconds to + 1 %"),
 )
-SECONDS = "task", "method", "steps", "seconds at 100 Mbit/s", "ms a step at 1 Gbit/s", "seconds"
 SLOW, FAST = "100mbit", "1gbit"
 FRONT = "medium words"
 DRAWN = {
@@ -38,42 +36,51 @@ def lab_rows() -> list[Row]:
 
 
 def trainings_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of all whole trainings, beside DDP alone, over any network."""
+    """Return the lines of all whole trainings at 100 Mbit/s and of DDP alone over loopback.
+
+    A training's seconds to + 1 % are those until it reaches DDP's perplexity at the end + 1 %.
+    Losses do not depend on the network. So at 1 Gbit/s they are the seconds of the same step; after
+    a training that was not whole, of steps times a step's time.
+    """
     base = {_training(row): row for row in rows if row["method"] == "DDP"}
-    return table(TRAININGS, (_cells(row, base[_training(row)]) for row in whole(rows)))
+    reached = {id(row): place for row, place in _reached(rows)}
+    fast = {(row["task"], row["method"]): row for row in rows if row["network"] == FAST}
+    shown = sorted(
+        (row for row in whole(rows) if row["network"] != FAST),
+        key=lambda row: (row["task"], row["method"] != "DDP", row["step_s"]),
+    )
+    return table(
+        TRAININGS,
+        (
+            [
+                *_cells(row, base[_training(row)]),
+                *_seconds(reached.get(id(row)), fast[row["task"], row["method"]]),
+            ]
+            for row in shown
+        ),
+    )
 
 
 def _cells(row: Row, base: Row) -> Sequence[str]:
     return (
-        *(row["task"], row["network"], row["method"], f"{1e3 * row['step_s']:.0f}"),
+        *(row["task"], row["method"], f"{1e3 * row['step_s']:.0f}"),
         f"{row['train_seconds'][-1] / 60:.1f}",
-        *beside(row, base),
+        f"{_above(row, base):+.1f} %",
         f"{row['compression']:.1f}×",
     )
 
 
-def seconds_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Return the lines of how long each method takes to DDP's perplexity at the end + 1 %.
-
-    Losses do not depend on the network. So steps are those at 100 Mbit/s, and at 1 Gbit/s seconds
-    are those of the same step; after a training that was not whole, of steps times a step's time.
-    """
-    return table(SECONDS, _seconds(rows))
+def _above(row: Row, base: Row) -> float:
+    """Return how much more perplexity a training ends with than another, %."""
+    return 100 * (math.exp(row["loss"] - base["loss"]) - 1)
 
 
-def _seconds(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    fast = {(row["task"], row["method"]): row for row in rows if row["network"] == FAST}
-    for row, reached in _reached(rows):
-        there = fast[row["task"], row["method"]]
-        step_s = there["step_s"]
-        step, second = reached or (None, None)
-        measured = {at: after for at, after, _ in there["held_out"]}
-        yield (
-            *(row["task"], row["method"], "never" if step is None else f"{step}"),
-            "" if second is None else f"{second:.0f}",
-            f"{1e3 * step_s:.0f}",
-            "" if step is None else f"{measured.get(step, step * step_s):.0f}",
-        )
+def _seconds(reached: tuple[int, float] | None, fast: Row) -> Iterator[str]:
+    step, second = reached or (None, None)
+    measured = {at: after for at, after, _ in fast["held_out"]}
+    yield "" if second is None else f"{second:.0f}"
+    yield f"{1e3 * fast['step_s']:.0f}"
+    yield "" if step is None else f"{measured.get(step, step * fast['step_s']):.0f}"
 
 
 def _reached(rows: Sequence[Row]) -> Iterator[tuple[Row, tuple[int, float] | None]]:
@@ -99,29 +106,14 @@ def _training(row: Row) -> tuple[str, int, int]:
     return row["task"], row["steps"], row["seed"]
 
 
-def draw(rows: Sequence[Row], task: str) -> None:
-    """Draw the training loss of each method against time."""
-    figure, axes = subplots()
-    for row in whole(rows):
-        if (row["task"], row["network"]) == (task, SLOW):
-            name, colour = DRAWN[row["method"]]
-            minutes = [second / 60 for second in row["train_seconds"]]
-            axes.plot(minutes, row["train_losses"], color=colour, label=name, linewidth=1.2)
-    axes.set(xlabel="minutes, over links of 100 Mbit/s", ylabel="training loss", title=task)
-    axes.set(xlim=(0, None), ylim=(4.1, 5.6))
-    axes.legend()
-    save(figure, f"lab_{task.replace(' ', '_')}")
-
-
 def _front(rows: Sequence[Row]) -> tuple[Row, list[tuple[Row, str]]]:
     """Return DDP's row, and of each method on the slow links its row and how it fares."""
     (base,) = (row for row in whole(rows) if (row["task"], row["method"]) == (FRONT, "DDP"))
     told = []
     for row, _ in _reached(rows):
         if row["task"] == FRONT:
-            above = 100 * (math.exp(row["loss"] - base["loss"]) - 1)
             minutes = row["train_seconds"][-1] / 60
-            told.append((row, f"ends {above:.1f} % above after {minutes:.1f} min"))
+            told.append((row, f"ends {_above(row, base):.1f} % above after {minutes:.1f} min"))
     return base, told
 
 
@@ -157,17 +149,13 @@ def draw_front(rows: Sequence[Row]) -> None:
 
 
 def draw_all() -> None:
-    """Draw the figures."""
-    rows = lab_rows()
-    for task in {row["task"] for row in rows}:
-        draw(rows, task)
-    draw_front(rows)
+    """Draw the figure."""
+    draw_front(lab_rows())
 
 
 def main() -> None:
     rows = lab_rows()
-    print("\n".join(trainings_table(rows)), end="\n\n")
-    print("\n".join(seconds_table(rows)))
+    print("\n".join(trainings_table(rows)))
     draw_all()
 
 

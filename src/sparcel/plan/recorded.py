@@ -1,4 +1,4 @@
-"""What methods lost in recorded trainings beside dense ones: docs/explanation/experiments.md."""
+"""What methods lost in recorded trainings beside dense ones: docs/records/training.md."""
 
 from __future__ import annotations
 

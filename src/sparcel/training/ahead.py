@@ -67,7 +67,7 @@ class Ahead:
     Gradient", AAAI 2021, whose SGD has no momentum; without their averaging of errors. Ours are the
     second step and the rule for Adam. In the long run momentum would move a parameter 1/(1 −
     momentum) times as far as one step does. But a rank's memory is a noisy guess of the mean of all
-    ranks' memories, which is what will be applied; docs/explanation/experiments.md shows what other
+    ranks' memories, which is what will be applied; docs/explanation/why.md shows what other
     distances were worth.
     """
 
