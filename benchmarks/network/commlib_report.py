@@ -1,23 +1,17 @@
-"""The tables and the figures of docs/explanation/commlib.md, from the record of `commlib.py`.
+"""The tables and the figures of docs/records/commlib.md, from the record of `commlib.py`.
 
 python -m benchmarks.network.commlib_report
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from statistics import mean, median
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from statistics import mean
 
 from benchmarks.network.commlib import PARTS
 from benchmarks.pages.tables import BESIDE, over_seeds, save, subplots, table
-from benchmarks.record import RESULTS, Row
-
-Lines = Callable[[Sequence[Row]], Iterator[str]]
-
-RECORD = RESULTS / "commlib.json"
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "commlib.md"
+from benchmarks.record import RESULTS, Row, rows_of
 
 TARGETS = (0.55, 0.60)
 """The accuracies to which the trainings' times are told."""
@@ -27,8 +21,6 @@ PAPER_TABLE_2 = {"2DTAR-SGD": 93.31, "TopK-SGD": 92.68, "MSTopK-SGD": 93.12}
 """Top-5 accuracy of ResNet-50, in percent."""
 PAPER_TABLE_3 = {12: (20.1, 56.7, 70.5), 28: (43.5, 91.4, 90.6)}
 """Scaling efficiency of each system with ResNet-50 at 96 and 224 pixels, in percent."""
-PAPER_TABLE_4 = {12: (96, 65), 16: (128, 70), 28: (224, 83), 32: (288, 80)}
-"""The paper's resolution for each of ours, and its scaling efficiency in percent."""
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> dict[str, Row]:
@@ -56,80 +48,17 @@ def rate(epochs: Sequence[Row]) -> float:
     return sum(one["images"] for one in epochs) / sum(one["seconds"] for one in epochs)
 
 
-def breakdown_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of CommLib's Figure 1: where the time of a step goes."""
-    systems = {f"existing: {label}": row for label, row in of_kind(rows, "existing").items()}
-    systems |= {f"ours: {label}": row for label, row in of_kind(rows, "throughput").items()}
-    places = [(name, row, size) for size in PAPER_TABLE_4 for name, row in systems.items()]
-    yield from table(
-        ("pixels", "system", *(f"{part}, ms" for part in PARTS), "all", "images/s"),
-        (_breakdown(str(size), name, warm(row, size)) for name, row, size in places),
-    )
-
-
-def _breakdown(*cells: object) -> Iterator[str]:
-    *names, epochs = cells
-    parts = step_parts(epochs)  # type: ignore[arg-type]
-    yield from map(str, names)
-    yield from (f"{part:.0f}" for part in parts.values())
-    yield f"{sum(parts.values()):.0f}"
-    yield f"{rate(epochs):,.0f}"  # type: ignore[arg-type]
-
-
-def cache_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of CommLib's Figure 9: a step without and with DataCache."""
-    found = of_kind(rows, "training")
-    columns = ("training", "epoch", *(f"{part}, ms" for part in PARTS), "all", "images/s")
-    names = ("DDP", "DDP, DataCache")
-    yield from table(
-        columns,
-        (
-            _breakdown(name, epoch, [found[name]["epochs"][epoch]])
-            for name in names
-            for epoch in (0, 1)
-        ),
-    )
-
-
 def scaling_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of CommLib's Table 3: throughput and scaling efficiency."""
+    """Yield the lines of CommLib's Table 3: scaling efficiency, the paper's in brackets."""
     found = of_kind(rows, "throughput")
-    columns = [f"{name}{unit}" for name in SYSTEMS for unit in (", images/s", ", SE", ", paper's")]
 
     def cells(size: int, paper: Sequence[float]) -> Iterator[str]:
         alone = rate(warm(found["alone"], size))
-        yield from (f"{size}", f"{alone:,.0f}")
+        yield str(size)
         for name, theirs in zip(SYSTEMS, paper, strict=True):
-            own = rate(warm(found[name], size))
-            yield from (f"{own:,.0f}", f"{own / alone:.0%}", f"{theirs:.1f} %")
+            yield f"{rate(warm(found[name], size)) / alone:.0%} ({theirs}%)"
 
-    yield from table(
-        ("pixels", "without exchange, images/s", *columns),
-        (cells(size, paper) for size, paper in PAPER_TABLE_3.items()),
-    )
-
-
-def resolutions_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of CommLib's Table 4: the schedule's phases."""
-    whole = of_kind(rows, "training")["all three"]
-    alone = of_kind(rows, "throughput")["alone"]
-
-    def cells(size: int) -> Iterator[str]:
-        phases = [one for one in whole["phases"] if one["resolution"] == size]
-        theirs, efficiency = PAPER_TABLE_4[size]
-        single, own = rate(warm(alone, size)), rate(warm(whole, size))
-        yield f"{sum(one['length'] for one in phases):g}"
-        yield f"{size}"
-        yield phases[0]["scheme"]
-        yield str(phases[0]["batch_size"])
-        yield from (f"{single:,.0f}", f"{own:,.0f}", f"{own / single:.0%}")
-        yield f"{efficiency} % at {theirs}"
-
-    columns = (
-        *("epochs", "pixels", "exchange", "batch of a rank", "without exchange, images/s"),
-        *("images/s", "SE", "paper's SE"),
-    )
-    yield from table(columns, map(cells, PAPER_TABLE_4))
+    return table(("pixels", *SYSTEMS), (cells(*row) for row in PAPER_TABLE_3.items()))
 
 
 def seconds_to(row: Row, accuracy: float) -> float | None:
@@ -190,60 +119,18 @@ def last(row: Row) -> float:
     return mean(one["accuracy"] for one in row["epochs"][-3:])
 
 
-def shown(lines: Lines, *figure: str) -> Callable[[Row], Iterator[str]]:
-    """Return what yields a table, and below it a figure with its description."""
-
-    def of_record(record: Row) -> Iterator[str]:
-        yield from lines(record["rows"])
-        for name, description in zip(figure[::2], figure[1::2], strict=True):
-            yield f"\n![{description}](../figures/{name}.svg)"
-
-    return of_record
+def recorded() -> list[Row]:
+    """Return the latest row of each job in the record."""
+    rows = rows_of(RESULTS / "commlib.json")
+    return [*{(row["kind"], row["label"], row["seed"]): row for row in rows}.values()]
 
 
-def page(text: str, record: Row) -> str:
-    """Return the page made anew between ``<!-- NAME -->`` and ``<!-- end -->``; no record, no more.
-
-    So the page has neither tables nor links to files that are not there before the first run.
-    """
-    for name, lines in REGIONS.items():
-        head, _, rest = text.partition(f"<!-- {name} -->\n")
-        tail = rest.partition("<!-- end -->")[2]
-        made = "\n".join(("", *lines(record), "", "")) if record else ""
-        text = f"{head}<!-- {name} -->\n{made}<!-- end -->{tail}"
-    return text
-
-
-def origin(record: Row) -> Iterator[str]:
-    """Yield where and when the record was made, and how slow the store was."""
-    firsts = [row["epochs"][0] for row in record["rows"]]  # of the first row it was not noted
-    request = median(one["request_seconds"] for one in firsts if "request_seconds" in one)
-    dates = sorted({row["date"][:10] for row in record["rows"]})
-    yield (
-        f"The [record](../../benchmarks/results/{RECORD.name}) is of {' and '.join(dates)}, of"
-        f" {record['cores']} cores of {record['processor']}, with torch {record['torch']}. The"
-        f" store answered in {1e3 * request:.0f} ms, the median over trainings."
-    )
-
-
-def recorded() -> Row:
-    """Return the record, with the latest row of each job; empty if there is none."""
-    if not RECORD.exists():
-        return {}
-    record: Row = json.loads(RECORD.read_text())
-    latest = {(row["kind"], row["label"], row["seed"]): row for row in record["rows"]}
-    return {**record, "rows": [*latest.values()]}
-
-
-REGIONS = {
-    "record": origin,
-    "Figure 1": shown(breakdown_table, "commlib_breakdown", "time of a step by its parts"),
-    "Figure 9": shown(cache_table),
-    "Table 3": shown(scaling_table),
-    "Table 4": shown(resolutions_table),
-    "Table 5": shown(target_table, "commlib_training", "accuracy against time"),
-    "Table 2": shown(convergence_table, "commlib_convergence", "accuracy at a large batch"),
-}
+def tables() -> Iterator[str]:
+    """Yield the lines of all tables, an empty one between two."""
+    rows = recorded()
+    yield from (*scaling_table(rows), "")
+    yield from (*target_table(rows), "")
+    yield from convergence_table(rows)
 
 
 def draw_breakdown(rows: Sequence[Row]) -> None:
@@ -265,33 +152,23 @@ def draw_breakdown(rows: Sequence[Row]) -> None:
     save(figure, "commlib_breakdown")
 
 
-def draw_accuracy(rows: Sequence[Row], kind: str, over_time: bool) -> None:
-    """Draw accuracy by epochs, as CommLib's Figure 10, or by seconds."""
+def draw_accuracy(rows: Sequence[Row]) -> None:
+    """Draw the trainings' accuracy by seconds."""
     figure, axes = subplots()
-    for label, row in of_kind(rows, kind).items():
-        seconds, places = 0.0, []
-        for one in row["epochs"]:
-            seconds += one["seconds"]
-            places.append(seconds if over_time else one["epoch"] + 1)
-        axes.plot(places, [100 * one["accuracy"] for one in row["epochs"]], label=label, lw=1)
-    axes.set(xlabel="seconds" if over_time else "epochs", ylabel="accuracy, %")
+    for label, row in of_kind(rows, "training").items():
+        seconds = list(accumulate(one["seconds"] for one in row["epochs"]))
+        axes.plot(seconds, [100 * one["accuracy"] for one in row["epochs"]], label=label, lw=1)
+    axes.set(xlabel="seconds", ylabel="accuracy, %")
     axes.legend(**BESIDE)
-    save(figure, f"commlib_{kind}")
+    save(figure, "commlib_training")
 
 
 def draw_all() -> None:
     """Draw the figures."""
-    rows = recorded()["rows"]
-    draw_breakdown(rows)
-    draw_accuracy(rows, "training", over_time=True)
-    draw_accuracy(rows, "convergence", over_time=False)
-
-
-def main() -> None:
-    """Write the tables into the page, and draw the figures."""
-    PAGE.write_text(page(PAGE.read_text(), recorded()))
-    draw_all()
+    draw_breakdown(recorded())
+    draw_accuracy(recorded())
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(tables()))
+    draw_all()

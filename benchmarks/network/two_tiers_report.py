@@ -1,10 +1,9 @@
-"""Tables and figures of docs/explanation/two-tiers.md, from the records of `two_tiers.py`."""
+"""Tables and figures of docs/records/two-tiers.md, from the records of `two_tiers.py`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.network.two_tiers import METHODS, Row
 from benchmarks.network.two_tiers_bytes import GRIDS
@@ -29,66 +28,6 @@ def times_table(rows: Sequence[Row]) -> Iterator[str]:
             )
             for name in METHODS
             for pairs in [zip(_of(rows, name), best, strict=True)]
-        ),
-    )
-
-
-def floors_table(rows: Sequence[Row], rate: float) -> Iterator[str]:
-    """Yield where the time of the largest vector goes: link, processors, selection."""
-    columns = ("", "time", "between nodes", "on the link", "processor time of a rank", "selection")
-    largest = [_of(rows, name)[-1] for name in METHODS]
-    yield from table(
-        columns,
-        (
-            (
-                f"`{row['method']}`",
-                f"{row['ms']:.0f} ms",
-                f"{row['crossed_bytes'] / 1e6:.1f} MB",
-                f"{8e3 * row['crossed_bytes'] / rate:.0f} ms",
-                f"{row['cpu_ms']:.0f} ms",
-                f"{_selection(row):.0f} ms",
-            )
-            for row in largest
-        ),
-    )
-
-
-def _selection(row: Row) -> float:
-    place = {"NaiveAG": 0, "HiTopKComm": 1}.get(row["method"])
-    return 0.0 if place is None else float(row["parts_ms"][place])
-
-
-def steps_table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield figure 8 as a table: each step's milliseconds and share."""
-    yield from table(
-        ("coordinates, density", "time", *STEPS),
-        (
-            (
-                f"{row['size'] / 1e6:g} M, {row['density']:.1%}",
-                f"{row['ms']:.0f} ms",
-                *(f"{part:.0f} ms, {part / sum(parts):.0%}" for part in parts),
-            )
-            for row in rows
-            for parts in [row["parts_ms"]]
-        ),
-    )
-
-
-def before_table(before: Sequence[Row], after: Sequence[Row]) -> Iterator[str]:
-    """Yield times and processor times of the two schemes on nodes, before and after the changes."""
-    columns = ("", *(f"{row['size'] / 1e6:g} M" for row in _of(before, "2DTAR")))
-    yield from table(
-        columns,
-        (
-            (
-                f"`{name}`, {what}",
-                *(
-                    f"{old[key]:.0f} → {new[key]:.0f} ms"
-                    for old, new in zip(_of(before, name), _of(after, name), strict=True)
-                ),
-            )
-            for name in ("2DTAR", "HiTopKComm")
-            for what, key in (("time", "ms"), ("processor time of a rank", "cpu_ms"))
         ),
     )
 
@@ -135,40 +74,27 @@ def draw_steps(rows: Sequence[Row], network: str) -> None:
 
 
 def tables() -> Iterator[str]:
-    """Yield the lines of all tables, an empty one between two."""
-    times, rate = (
-        rows_of(RESULTS / "two_tiers.json"),
-        float(_network("two_tiers")["rate_bits_per_s"]),
-    )
-    yield from (*times_table(times), "")
-    yield from (*times_table(rows_of(RESULTS / "two_tiers_100mbit.json")), "")
-    yield from (*floors_table(times, rate), "")
-    yield from (*before_table(rows_of(RESULTS / "two_tiers_before.json"), times), "")
-    yield from (*bytes_table(rows_of(RESULTS / "two_tiers_bytes.json")), "")
-    yield from steps_table(rows_of(RESULTS / "two_tiers_steps.json"))
+    """Yield the lines of both tables, an empty one between them."""
+    yield from (*times_table(rows_of(RESULTS / "two_tiers.json")), "")
+    yield from bytes_table(rows_of(RESULTS / "two_tiers_bytes.json"))
 
 
 def _of(rows: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rows if row["method"] == name]
 
 
-def _network(record: str) -> dict[str, Any]:
-    network: dict[str, Any] = json.loads((RESULTS / f"{record}.json").read_text())["network"]
-    return network
+def _record(name: str) -> tuple[list[Row], str]:
+    """Return the rows of a record, and its network's description."""
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    return record["rows"], record["network"]["description"]
 
 
 def draw_all() -> None:
     """Draw the figures."""
-    draw_times(rows_of(RESULTS / "two_tiers.json"), _network("two_tiers")["description"])
-    draw_steps(
-        rows_of(RESULTS / "two_tiers_steps.json"), _network("two_tiers_steps")["description"]
-    )
-
-
-def main() -> None:
-    print("\n".join(tables()))
-    draw_all()
+    draw_times(*_record("two_tiers"))
+    draw_steps(*_record("two_tiers_steps"))
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(tables()))
+    draw_all()
