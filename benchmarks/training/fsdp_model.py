@@ -26,9 +26,8 @@ from sparcel.memory import Range
 from sparcel.rates import Rates
 from sparcel.schemes import DEFAULT, RECOMMENDED, Settings, stages_of
 from sparcel.schemes.density import count_for
-from sparcel.stages import Stage, Stages
+from sparcel.stages import Stage, Stages, gather_stages
 from sparcel.training import Averager, Shard, stays_dense
-from sparcel.wire import gather_stages
 
 LETTERS, LENGTH = 65, 48
 LR = 1e-3

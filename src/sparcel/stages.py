@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import TypeAlias
 
 from sparcel import patterns
 from sparcel._checks import whole_number
+from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union
-from sparcel.formats import RAW, Format
+from sparcel.formats import RAW, Format, Lengths
 
 UnionSize: TypeAlias = Callable[[Sequence[int], int, int], float]
 """``(ranks, start, stop)`` -> how many coordinates in ``[start, stop)`` some of the ranks sends."""
@@ -93,38 +96,26 @@ class Problem:
         """Return how many coordinates the sum of this many ranks' streams is expected to have."""
         return expected_union(self.spread or self.size, self.k, streams)
 
+    @cached_property
+    def lengths(self) -> Lengths:
+        """How long messages of parts of the vector are."""
+        return Lengths(self.format, self.size, self.itemsize)
+
     def message(self, nnz: float, size: int | None = None) -> float:
-        """Return the bytes of a message of ``nnz`` of ``size`` coordinates, sparse or dense."""
-        size = self.size if size is None else size
-        stored = None if self.is_dense(nnz, size) else nnz
-        return self.format.nbytes(stored, size, self.itemsize)
+        """See `Lengths.message`."""
+        return self.lengths.message(nnz, size)
 
     def sparse_message(self, nnz: float, size: int | None = None) -> float:
-        """Return the bytes of a message of ``nnz`` of ``size`` coordinates that stays sparse."""
-        return self.format.nbytes(nnz, self.size if size is None else size, self.itemsize)
+        """See `Lengths.sparse_message`."""
+        return self.lengths.sparse_message(nnz, size)
 
     def most_bytes(self, nnz: float | None, size: int | None = None) -> int:
-        """Return the most bytes of a stream of up to ``nnz`` coordinates, sparse or dense."""
-        size = self.size if size is None else size
-        return most_bytes(self.format, None if nnz is None else int(nnz), size, self.itemsize)
+        """See `Lengths.most_bytes`."""
+        return self.lengths.most_bytes(nnz, size)
 
     def is_dense(self, nnz: float, size: int | None = None) -> bool:
-        """Tell whether so many coordinates travel dense."""
-        return nnz >= self.format.dense_from(self.size if size is None else size, self.itemsize)
-
-
-def most_bytes(format: Format, nnz: int | None, size: int, value_bytes: int) -> int:
-    """Return the most bytes of a message of up to ``nnz`` of ``size`` coordinates.
-
-    The stream is dense where that takes fewer bytes; ``nnz`` None bounds nothing.
-    """
-    dense_at = format.dense_from(size, value_bytes)
-    if nnz is not None and nnz < dense_at:
-        return format.nbytes(nnz, size, value_bytes)
-    return max(
-        format.nbytes(None, size, value_bytes),
-        format.nbytes(min(dense_at - 1, size), size, value_bytes),
-    )
+        """See `Lengths.is_dense`."""
+        return self.lengths.is_dense(nnz, size)
 
 
 @dataclass(frozen=True)
@@ -273,3 +264,45 @@ def _made_dense(problem: Problem, entries: float, size: int) -> Iterator[Stage]:
     if problem.is_dense(entries, size):
         yield Work("add", size)
         yield scattered(entries)
+
+
+DIRECT_BYTES = 256 << 10
+"""Messages of up to so many bytes count as short: see `goes_direct`."""
+
+
+def goes_direct(ranks: int, at_most: float) -> bool:
+    """Tell whether all ranks send one another messages of so many bytes at once, in one round."""
+    return ranks <= DIRECT_RANKS and at_most <= DIRECT_BYTES
+
+
+def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
+    """Return what each rank sends and receives in `Wire.gather`.
+
+    Rank r's message has ``blocks[r]`` bytes, which all ranks know.
+    """
+    ranks, total = len(blocks), sum(blocks)
+    if goes_direct(ranks, max(blocks)):
+        return [((ranks - 1) * block, total - block) for block in blocks]
+    before = list(accumulate([*blocks, *blocks], initial=0.0))
+    counts = [count for *_, count in patterns.bruck(0, ranks)]
+    return [
+        (sum(before[rank + count] - before[rank] for count in counts), total - block)
+        for rank, block in enumerate(blocks)
+    ]
+
+
+def gather_stages(
+    blocks: Sequence[float], rank: int, at_most: float, inside: bool = False
+) -> Iterator[Exchange]:
+    """Yield the stages of `Wire.gather` for a rank; rank r's message has ``blocks[r]`` bytes."""
+    ranks = len(blocks)
+    if ranks == 1:
+        return
+    if goes_direct(ranks, at_most):
+        others = (*blocks[:rank], *blocks[rank + 1 :])
+        yield Exchange("gather", (blocks[rank],) * (ranks - 1), others, inside=inside)
+        return
+    for _, above, distance, count in patterns.bruck(rank, ranks):
+        sent = sum(blocks[(rank + place) % ranks] for place in range(count))
+        received = sum(blocks[(above + place) % ranks] for place in range(count))
+        yield Exchange("shift", (sent,), (received,), distance, inside)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from itertools import accumulate
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from sparcel import formats, patterns
-from sparcel.comm import DIRECT_RANKS, Communicator, call_of, gather_in_rounds
+from sparcel import formats
+from sparcel.comm import Communicator, call_of, gather_in_rounds
 from sparcel.errors import FormatError, MismatchError
-from sparcel.formats import HEADER_BYTES, RAW, Expected, Format, Message, Packet, merge_messages
+from sparcel.formats import (
+    HEADER_BYTES,
+    RAW,
+    Expected,
+    Format,
+    Lengths,
+    Message,
+    Packet,
+    merge_messages,
+)
 from sparcel.ops import SUM, Op
 from sparcel.profiling import timed
-from sparcel.stages import Exchange, most_bytes
+from sparcel.stages import goes_direct
 from sparcel.stream import SparseStream, concatenate, reduce
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-DIRECT_BYTES = 256 << 10
-"""Messages of up to so many bytes count as short: see `DIRECT_RANKS`."""
 
 
 class Lost(NamedTuple):
@@ -95,10 +100,11 @@ class Wire:
 
     def most_bytes(self, expected: Expected) -> int:
         """Return the most bytes of a message that holds what is expected."""
-        size, nnz, value_bytes = expected.size, expected.max_nnz, expected.value_bytes
+        size, nnz = expected.size, expected.max_nnz
+        lengths = Lengths(self.format, size, expected.value_bytes)
         if expected.stays_sparse:
-            return self.format.nbytes(size if nnz is None else min(nnz, size), size, value_bytes)
-        return most_bytes(self.format, nnz, size, value_bytes)
+            return lengths.sparse_message(size if nnz is None else min(nnz, size))
+        return lengths.most_bytes(nnz)
 
     @timed("encode")
     def pack(self, stream: SparseStream, start: int = 0, holder: int | None = None) -> Packet:
@@ -219,10 +225,10 @@ class Wire:
     def gather_messages(self, message: Message, at_most: int) -> list[Message]:
         """Give every rank the message of every rank, by rank; ``at_most`` bounds the bytes of each.
 
-        Few ranks send short messages to each other, all at once: see `DIRECT_RANKS`. Otherwise by
+        Few ranks send short messages to each other, all at once: see `goes_direct`. Otherwise by
         Bruck's pattern, in ⌈log₂P⌉ rounds.
         """
-        if _goes_direct(self.size, at_most):
+        if goes_direct(self.size, at_most):
             return self.comm.gather_parts(message, at_most, self.control)
 
         def cut(parts: Sequence[Tensor], ranks: Sequence[int]) -> list[Message]:
@@ -298,39 +304,6 @@ def collective(
     return call
 
 
-def gather_traffic(blocks: Sequence[float]) -> list[tuple[float, float]]:
-    """Return what each rank sends and receives in `Wire.gather`.
-
-    Rank r's message has ``blocks[r]`` bytes, which all ranks know.
-    """
-    ranks, total = len(blocks), sum(blocks)
-    if _goes_direct(ranks, max(blocks)):
-        return [((ranks - 1) * block, total - block) for block in blocks]
-    before = list(accumulate([*blocks, *blocks], initial=0.0))
-    counts = [count for *_, count in patterns.bruck(0, ranks)]
-    return [
-        (sum(before[rank + count] - before[rank] for count in counts), total - block)
-        for rank, block in enumerate(blocks)
-    ]
-
-
-def gather_stages(
-    blocks: Sequence[float], rank: int, at_most: float, inside: bool = False
-) -> Iterator[Exchange]:
-    """Yield the stages of `Wire.gather` for a rank; rank r's message has ``blocks[r]`` bytes."""
-    ranks = len(blocks)
-    if ranks == 1:
-        return
-    if _goes_direct(ranks, at_most):
-        others = (*blocks[:rank], *blocks[rank + 1 :])
-        yield Exchange("gather", (blocks[rank],) * (ranks - 1), others, inside=inside)
-        return
-    for _, above, distance, count in patterns.bruck(rank, ranks):
-        sent = sum(blocks[(rank + place) % ranks] for place in range(count))
-        received = sum(blocks[(above + place) % ranks] for place in range(count))
-        yield Exchange("shift", (sent,), (received,), distance, inside)
-
-
 def _cut(parts: Sequence[Tensor], count: int, source: int, rank: int) -> list[Message]:
     """Return the messages that rank ``source`` has sent in one to a rank."""
     try:
@@ -340,7 +313,3 @@ def _cut(parts: Sequence[Tensor], count: int, source: int, rank: int) -> list[Me
             f"rank {source} sent rank {rank} something else than {count} messages in one: {error};"
             " every rank must call the same collective"
         ) from None
-
-
-def _goes_direct(ranks: int, at_most: float) -> bool:
-    return ranks <= DIRECT_RANKS and at_most <= DIRECT_BYTES

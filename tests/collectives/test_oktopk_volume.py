@@ -18,7 +18,7 @@ from sparcel.collectives._blocks import (
 )
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.collectives.regions import TOLERANCE, TOLERATED, balanced_boundaries
-from sparcel.stages import Problem
+from sparcel.formats import RAW, Lengths
 from sparcel.wire import Wire
 from tests.collectives.test_oktopk import LAYOUTS, VALUES, streams_of
 from tests.collectives.test_traffic import evaluate, table
@@ -198,9 +198,8 @@ def test_savings_of_balancing_are_computed_exactly(counts, dtype, room):
     for result in direct.results + evened.results:
         assert same_stream(result, direct.results[0])
     volumes = [max(traffic.volume for traffic in run.traffic) for run in (direct, evened)]
-    size = max(1, boundaries[-1])  # a problem needs a coordinate
-    problem = Problem(size, 1, ranks, itemsize=dtype.itemsize)
+    lengths = Lengths(RAW, boundaries[-1], dtype.itemsize)
     assert volumes == [
-        direct_volume(problem, counts, boundaries),
-        evened_volume(problem, counts),
+        direct_volume(lengths, counts, boundaries),
+        evened_volume(lengths, counts),
     ]

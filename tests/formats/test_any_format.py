@@ -25,10 +25,9 @@ from sparcel.collectives import (
 from sparcel.collectives.oktopk import topk_by_regions
 from sparcel.cost import Problem
 from sparcel.cost import count as count_of
-from sparcel.formats import RAW, FewBits, Format, decode, nbytes_of
+from sparcel.formats import RAW, FewBits, Format, Lengths, decode, nbytes_of
 from sparcel.ops import MAX, SUM
 from sparcel.schemes import ON_NODES, SCHEMES, SEND_ALL
-from sparcel.stages import most_bytes
 from sparcel.wire import Wire
 from tests.cost.test_traffic import anywhere, evenly, streams_at, union_of
 from tests.sampling import meeting
@@ -159,7 +158,7 @@ def test_a_message_is_as_long_as_its_format_tells(format, stream) -> None:
     nnz = None if compact.is_dense else compact.nnz
     nbytes = nbytes_of(message)
     assert nbytes == format.nbytes(nnz, stream.size, stream.value_bytes)
-    assert nbytes <= most_bytes(format, stream.nnz, stream.size, stream.value_bytes)
+    assert nbytes <= Lengths(format, stream.size, stream.value_bytes).most_bytes(stream.nnz)
 
 
 LOSING = [name for name in COLLECTIVES if name != "dense"]

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from sparcel import SparseStream, _cpu, formats
 from sparcel.errors import FormatError, InputError, MismatchError
-from sparcel.formats import RAW, FewBits, Format
+from sparcel.formats import RAW, FewBits, Format, Lengths
 from sparcel.formats.header import ALIGNMENT, HEADER_BYTES, Header
 from sparcel.formats.message import message_by_torch
-from sparcel.stages import most_bytes
 from tests.kernels.test_packing import lists_of_indices
 from tests.strategies import (
     DTYPES,
@@ -166,8 +165,9 @@ def test_most_bytes_bounds_every_compact_stream(size, dtype, width, op, nnz, sla
     nnz = min(nnz, size)
     stream = make_stream(range(nnz), 1, size, dtype, op, width).compact(op)
     length = encode(stream).numel()
-    assert length <= most_bytes(RAW, None, size, stream.value_bytes)
-    assert length <= most_bytes(RAW, nnz + slack, size, stream.value_bytes)
+    lengths = Lengths(RAW, size, stream.value_bytes)
+    assert length <= lengths.most_bytes(None)
+    assert length <= lengths.most_bytes(nnz + slack)
 
 
 def in_parts(parts, count):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from sparcel import patterns
-from sparcel.formats import Expected
-from sparcel.stages import Exchange, Problem, Stage, Work, copied
+from sparcel.formats import Expected, Lengths
+from sparcel.stages import Exchange, Problem, Stage, Work, copied, gather_stages, gather_traffic
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, gather_stages, gather_traffic
+from sparcel.wire import Wire
 
 
 class Move(NamedTuple):
@@ -44,13 +44,13 @@ def moves_to_even(counts: Sequence[int]) -> list[Move]:
     ]
 
 
-def evening_pays(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
+def evening_pays(lengths: Lengths, counts: Sequence[int], boundaries: Sequence[int]) -> bool:
     """Tell whether evening out saves the worst rank an eighth of its bytes.
 
     Less would not pay, because evening out takes another exchange.
     """
-    direct = direct_volume(problem, counts, boundaries)
-    return 8 * evened_volume(problem, counts) < 7 * direct
+    direct = direct_volume(lengths, counts, boundaries)
+    return 8 * evened_volume(lengths, counts) < 7 * direct
 
 
 def gather_blocks(
@@ -126,16 +126,16 @@ def _join(parts: Sequence[SparseStream]) -> SparseStream:
     return SparseStream.unchecked(torch.cat(indices), values, parts[0].size)
 
 
-def direct_volume(problem: Problem, counts: Sequence[int], boundaries: Sequence[int]) -> float:
+def direct_volume(lengths: Lengths, counts: Sequence[int], boundaries: Sequence[int]) -> float:
     """Return the worst rank's volume in `gather_direct` of ``counts`` entries a rank."""
-    traffic = gather_traffic(_direct_blocks(problem, counts, boundaries))
+    traffic = gather_traffic(_direct_blocks(lengths, counts, boundaries))
     return max(max(sent, received) for sent, received in traffic)
 
 
-def evened_volume(problem: Problem, counts: Sequence[int]) -> float:
+def evened_volume(lengths: Lengths, counts: Sequence[int]) -> float:
     """Return the worst rank's volume in `gather_evened` of ``counts`` entries a rank."""
-    traffic = [list(both) for both in gather_traffic(_evened_blocks(problem, sum(counts)))]
-    for owner, target, nbytes in _moves(problem, counts):
+    traffic = [list(both) for both in gather_traffic(_evened_blocks(lengths, counts))]
+    for owner, target, nbytes in _moves(lengths, counts):
         traffic[owner][0] += nbytes
         traffic[target][1] += nbytes
     return max(max(sent, received) for sent, received in traffic)
@@ -145,25 +145,26 @@ def direct_stages(
     problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
 ) -> Iterator[Stage]:
     """Yield the stages of `gather_direct`."""
-    yield from _gather_stages(problem, _direct_blocks(problem, counts, boundaries), sum(counts))
+    blocks = _direct_blocks(problem.lengths, counts, boundaries)
+    yield from _gather_stages(problem, blocks, sum(counts))
 
 
 def evened_stages(problem: Problem, counts: Sequence[int]) -> Iterator[Stage]:
     """Yield the stages of `gather_evened`."""
-    moves = _moves(problem, counts)
+    moves = _moves(problem.lengths, counts)
     sends = tuple(nbytes for owner, _, nbytes in moves if owner == problem.rank)
     receives = tuple(nbytes for _, target, nbytes in moves if target == problem.rank)
     if sends or receives:
         yield Work("encode", sum(sends))
         yield Exchange("rotate", sends, receives)
-    yield from _gather_stages(problem, _evened_blocks(problem, sum(counts)), sum(counts))
+    yield from _gather_stages(problem, _evened_blocks(problem.lengths, counts), sum(counts))
 
 
 def blocks_stages(
     problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
 ) -> Iterator[Stage]:
     """Yield the stages of `gather_blocks`, with the blocks evened out if that pays."""
-    if evening_pays(problem, counts, boundaries):
+    if evening_pays(problem.lengths, counts, boundaries):
         yield from evened_stages(problem, counts)
     else:
         yield from direct_stages(problem, counts, boundaries)
@@ -175,24 +176,24 @@ def _gather_stages(problem: Problem, blocks: Sequence[float], entries: int) -> I
     yield copied(entries / problem.ranks, times=problem.ranks)
 
 
-def _moves(problem: Problem, counts: Sequence[int]) -> list[tuple[int, int, float]]:
+def _moves(lengths: Lengths, counts: Sequence[int]) -> list[tuple[int, int, float]]:
     """Return owner, target and bytes of each move to another rank."""
     return [
-        (owner, target, problem.sparse_message(stop - start))
+        (owner, target, lengths.sparse_message(stop - start))
         for start, stop, owner, target in moves_to_even(counts)
         if owner != target
     ]
 
 
 def _direct_blocks(
-    problem: Problem, counts: Sequence[int], boundaries: Sequence[int]
+    lengths: Lengths, counts: Sequence[int], boundaries: Sequence[int]
 ) -> list[float]:
     """Return the bytes of each rank's message in `gather_direct`."""
     sizes = [stop - start for start, stop in pairwise(boundaries)]
-    return [problem.message(nnz, size) for nnz, size in zip(counts, sizes, strict=True)]
+    return [lengths.message(nnz, size) for nnz, size in zip(counts, sizes, strict=True)]
 
 
-def _evened_blocks(problem: Problem, entries: int) -> list[float]:
+def _evened_blocks(lengths: Lengths, counts: Sequence[int]) -> list[float]:
     """Return the bytes of each rank's message in `gather_evened`, after evening out."""
-    cuts = patterns.regions(entries, problem.ranks)
-    return [problem.sparse_message(stop - start) for start, stop in pairwise(cuts)]
+    cuts = patterns.regions(sum(counts), len(counts))
+    return [lengths.sparse_message(stop - start) for start, stop in pairwise(cuts)]

@@ -21,9 +21,9 @@ from sparcel.collectives.recursive_doubling import stages as recursive_doubling_
 from sparcel.comm import ALL_CONTROL, DIRECT_RANKS, Communicator
 from sparcel.errors import FormatError, MismatchError
 from sparcel.formats import RAW
-from sparcel.stages import Exchange, Problem, Stage, UnionSize, Work, copied
+from sparcel.stages import Exchange, Problem, Stage, UnionSize, Work, copied, gather_stages
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, gather_stages
+from sparcel.wire import Wire
 
 _FEW_RANKS = 16
 """The most ranks with which counts are summed by recursive doubling. It takes half the rounds of

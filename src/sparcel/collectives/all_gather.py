@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.formats import Expected
-from sparcel.stages import Problem, Stage, Work, copied
+from sparcel.stages import Problem, Stage, Work, copied, gather_stages
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, collective, gather_stages
+from sparcel.wire import Wire, collective
 
 
 @collective

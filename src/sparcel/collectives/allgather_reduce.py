@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparcel.ops import SUM, Op
-from sparcel.stages import Problem, Stage, Work, merge_all
+from sparcel.stages import Problem, Stage, Work, gather_stages, merge_all
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, collective, gather_stages
+from sparcel.wire import Wire, collective
 
 
 @collective

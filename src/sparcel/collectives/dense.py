@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
-from sparcel.stages import EngineSum, Problem, Stage, Work, copied, scattered
+from sparcel.stages import EngineSum, Problem, Stage, Work, copied, gather_stages, scattered
 from sparcel.stream import SparseStream, all_of
-from sparcel.wire import Wire, collective, gather_stages
+from sparcel.wire import Wire, collective
 
 
 @collective

@@ -23,6 +23,7 @@ from sparcel.collectives.regions import (
 )
 from sparcel.comm import DIRECT_RANKS
 from sparcel.errors import InputError
+from sparcel.formats import Lengths
 from sparcel.stages import Problem, Stage, Work, chosen
 from sparcel.stream import SparseStream
 from sparcel.wire import Wire, collective
@@ -52,7 +53,7 @@ def oktopk(stream: SparseStream, wire: Wire, k: int, max_nnz: int | None = None)
     Source: Ok-Topk, Algorithm 1. Boundaries and threshold are exact, and renewed in every call.
     """
     own = selectable(stream)
-    if gathering_is_cheaper(problem_of(own, wire), k, max_nnz):
+    if gathering_is_cheaper(lengths_of(own, wire), wire.size, k, max_nnz):
         return gathered_topk(own, wire, k, max_nnz)
     return topk_by_regions(own, wire, k, max_nnz)
 
@@ -72,28 +73,26 @@ def topk_by_regions(
     winners = global_topk(region.values, wire.comm, k, own.size, region.finite)
     if not winners.finite:
         return GlobalTopk.void(own)
-    evened = evening_pays(problem_of(own, wire), winners.counts, boundaries)
+    evened = evening_pays(lengths_of(own, wire), winners.counts, boundaries)
     return gather_winners(region, winners.counts, boundaries, wire, evened)
 
 
-def problem_of(like: SparseStream, wire: Wire) -> Problem:
-    """Return a problem of the facts that all ranks know: the vector's kind, ranks and format."""
-    size = max(1, like.size)  # a problem needs a coordinate; an empty vector costs no more
-    return Problem(size, 1, wire.size, itemsize=like.value_bytes, format=wire.format)
+def lengths_of(like: SparseStream, wire: Wire) -> Lengths:
+    """Return the lengths of messages about a vector, which all ranks know alike."""
+    return Lengths(wire.format, like.size, like.value_bytes)
 
 
-def gathering_is_cheaper(problem: Problem, k: int, max_nnz: int | None) -> bool:
+def gathering_is_cheaper(lengths: Lengths, ranks: int, k: int, max_nnz: int | None) -> bool:
     """Compare the bytes of gathering all streams with the least that regions take.
 
     All ranks know both. Regions take 4k(P−1)/P words if nothing is balanced, the headers of the
     split and two gathers, and counts of full length for the boundaries and two histograms.
     """
-    ranks, size = problem.ranks, problem.size
-    header = problem.sparse_message(0)
+    size, header = lengths.size, lengths.sparse_message(0)
     entries = (size if max_nnz is None else min(max_nnz, size)) + min(k, size)
-    least = (problem.sparse_message(entries) - header) * (ranks - 1) / ranks
+    least = (lengths.sparse_message(entries) - header) * (ranks - 1) / ranks
     counts = counting_bytes(edges_for(ranks) + 2 * counters_for(ranks), ranks)
-    return (ranks - 1) * problem.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
+    return (ranks - 1) * lengths.most_bytes(max_nnz) <= least + 3 * header * (ranks - 1) + counts
 
 
 def gather_winners(
@@ -142,7 +141,7 @@ class DataFacts:
 def stages(problem: Problem, facts: DataFacts | None = None) -> Iterator[Stage]:
     """Yield the stages of `oktopk` with these ``facts``, or with those expected."""
     k = problem.k
-    if gathering_is_cheaper(problem, k, k):
+    if gathering_is_cheaper(problem.lengths, problem.ranks, k, k):
         yield from gathered_topk_stages(problem)
     else:
         yield from by_regions_stages(problem, facts or expected_facts(problem))

@@ -10,9 +10,9 @@ from sparcel.collectives.reduce_scatter import reduce_scatter
 from sparcel.collectives.reduce_scatter import stages as reduce_scatter_stages
 from sparcel.formats import Expected
 from sparcel.ops import SUM, Op
-from sparcel.stages import Problem, Stage, Work, copied
+from sparcel.stages import Problem, Stage, Work, copied, gather_stages
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, collective, gather_stages
+from sparcel.wire import Wire, collective
 
 
 @collective

@@ -9,6 +9,7 @@ from sparcel.formats.codec import decode
 from sparcel.formats.expected import Expected
 from sparcel.formats.format import RAW, Format, Packet, format_named, merge_messages
 from sparcel.formats.header import HEADER_BYTES, Header
+from sparcel.formats.lengths import Lengths
 from sparcel.formats.message import Message, cut, joined, nbytes_of, whole
 from sparcel.formats.values import FewBits, HalfValues, PlainValues, ValueCode
 
@@ -20,6 +21,7 @@ __all__ = [
     "Format",
     "HalfValues",
     "Header",
+    "Lengths",
     "Message",
     "Packet",
     "PlainValues",

@@ -14,8 +14,7 @@ from torch import Tensor
 from sparcel import cost, kernels
 from sparcel.comm import digest
 from sparcel.rates import Rates
-from sparcel.stages import ROUND_OPERATIONS, Problem, Stage, Work
-from sparcel.wire import gather_stages
+from sparcel.stages import ROUND_OPERATIONS, Problem, Stage, Work, gather_stages
 
 Sizes = tuple[tuple[int, int], ...]
 """The number of elements of each tensor, and the bytes of one."""

@@ -27,9 +27,9 @@ from sparcel.schemes._stages import apply_stages
 from sparcel.schemes.base import Scheme
 from sparcel.schemes.outcome import Reduced, averaged
 from sparcel.schemes.request import Request
-from sparcel.stages import Problem, Stage, Stages, Work, copied
+from sparcel.stages import Problem, Stage, Stages, Work, copied, gather_stages
 from sparcel.stream import SparseStream
-from sparcel.wire import Wire, gather_stages
+from sparcel.wire import Wire
 
 _SUM_BYTES = torch.float32.itemsize
 """Bytes of a value between nodes, where half precision has become a float32 sum."""
