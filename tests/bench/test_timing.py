@@ -93,9 +93,9 @@ def test_the_last_timed_result_is_checked() -> None:
 def test_phases_exclude_each_other() -> None:
     watch = Stopwatch()
     start = time.perf_counter()
-    with watch.phase("reduce"):
+    with watch.part("reduce"):
         time.sleep(0.02)
-        with watch.phase("select"):
+        with watch.part("select"):
             time.sleep(0.03)
         time.sleep(0.01)
     whole = time.perf_counter() - start

@@ -30,6 +30,9 @@ from sparcel.wire import Wire
 EXCHANGES = ("gtopk", "oktopk")
 STEP = "step:"
 
+Exchanged = tuple[SparseStream, list[SparseStream]]
+"""The result of an exchange, and what this rank lost and dropped."""
+
 _NEAR = 0.01
 """Values are whole numbers, of which averages, and what rounding takes, are inexact fractions."""
 
@@ -73,44 +76,28 @@ def contender(
         return sparse_coo(case, engine) if engine.name == "gloo" else None
     if name.startswith(STEP):
         return _step(name.removeprefix(STEP), case, engine, ranks_per_node, format)
-    if format.loses:
-        return _rounded(name, case, engine, format)
-    comm, k = engine.comm, case.k
-    own = case.streams[comm.rank]
-    if name == "gtopk":
-        return Contender(
-            lambda: comm.run(lambda: gtopk(own, Wire(comm, format), k)).total,
-            lambda result: oracle.count_wrong(result, oracle.tree_largest(case.streams, k)),
-        )
-    if name == "oktopk":
-        return Contender(
-            lambda: comm.run(lambda: oktopk(own, Wire(comm, format), k, k)).total,
-            lambda result: oracle.count_wrong(result, case.total.largest(k)),
-        )
-    return Contender(
-        lambda: comm.run(
-            lambda: auto.all_reduce(own, Wire(comm, format), algorithm=name, max_nnz=k)
-        ),
-        lambda result: oracle.count_wrong(result, case.total),
-    )
+    return _exchange(name, case, engine, format)
 
 
-def _rounded(name: str, case: Case, engine: BenchEngine, format: Format) -> Contender:
-    """Return an exchange that rounds, checked with what all ranks lost and dropped."""
+def _exchange(name: str, case: Case, engine: BenchEngine, format: Format) -> Contender:
+    """Return an exchange of streams: a sum, or a selection from one."""
     comm, k = engine.comm, case.k
     own = case.streams[comm.rank]
 
-    def job() -> tuple[SparseStream, list[SparseStream]]:
+    def job() -> Exchanged:
         wire = Wire(comm, format)
         if name in EXCHANGES:
             found = gtopk(own, wire, k) if name == "gtopk" else oktopk(own, wire, k, k)
-            total, dropped = found.total, [found.dropped]
+            total, kept = found.total, [found.dropped]
         else:
-            total, dropped = auto.all_reduce(own, wire, algorithm=name, max_nnz=k), []
-        return total, [*dropped, *(part.placed(at, own.size) for at, part in wire.take_lost())]
+            total, kept = auto.all_reduce(own, wire, algorithm=name, max_nnz=k), []
+        return total, kept + [part.placed(at, own.size) for at, part in wire.take_lost()]
 
-    def wrong(result: tuple[SparseStream, list[SparseStream]]) -> int:
+    def wrong(result: Exchanged) -> int:
         total, kept = result
+        if not format.loses:
+            return oracle.count_wrong(total, _expected(name, case))
+        # What came, and what all ranks lost and dropped, add up to all streams.
         balance = torch.zeros(own.size)
         for part in kept:
             balance += part.to_dense()
@@ -120,6 +107,12 @@ def _rounded(name: str, case: Case, engine: BenchEngine, format: Format) -> Cont
         return int((balance.abs() > _NEAR).sum())
 
     return Contender(lambda: comm.run(job), wrong)
+
+
+def _expected(name: str, case: Case) -> oracle.Sum:
+    if name == "gtopk":
+        return oracle.tree_largest(case.streams, case.k)
+    return case.total.largest(case.k) if name == "oktopk" else case.total
 
 
 def _step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -116,7 +117,7 @@ def load_gradients(path: Path) -> Tensor:
     if path.suffix not in (".npy", ".npz", ".pt"):
         raise InputError(f"gradients come in a .npy, .npz or .pt file, got {path}")
     try:
-        tensor = _torch_file(path) if path.suffix == ".pt" else _numpy_file(path)
+        tensor = _loaded(path)
     except Exception as error:  # of whatever kind the bytes lead numpy or torch to
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise InputError(f"can't read gradients from {path}: {reason}") from error
@@ -128,29 +129,20 @@ def load_gradients(path: Path) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _numpy_file(path: Path) -> Tensor:
-    loaded: Any = np.load(path)
-    if path.suffix == ".npz":
-        loaded = loaded[_only(list(loaded))]
-    if loaded.dtype.kind not in "fiu":
-        raise InputError(f"gradients must be real numbers, got {loaded.dtype}")
-    return torch.from_numpy(np.asarray(loaded, dtype=np.float32))
-
-
-def _torch_file(path: Path) -> Tensor:
-    loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(loaded, dict):
-        loaded = loaded[_only(list(loaded))]
-    tensor = torch.as_tensor(loaded)
-    if tensor.is_complex():
+def _loaded(path: Path) -> Tensor:
+    is_torch = path.suffix == ".pt"
+    found: Any = torch.load(path, "cpu", weights_only=True) if is_torch else np.load(path)
+    if isinstance(found, Mapping):  # a .npz file is one
+        names = ", ".join(map(str, found))
+        if len(found) != 1:
+            raise InputError(f"it must hold one array, got {len(found)}: {names}")
+        (found,) = found.values()
+    if isinstance(found, np.ndarray) and found.dtype.kind in "fiu":
+        found = found.astype(np.float32)
+    tensor = torch.as_tensor(found)
+    if tensor.is_complex() or tensor.dtype == torch.bool:
         raise InputError(f"gradients must be real numbers, got {tensor.dtype}")
     return tensor.float()
-
-
-def _only(names: list[str]) -> str:
-    if len(names) != 1:
-        raise InputError(f"it must hold one array, got {len(names)}: {', '.join(map(str, names))}")
-    return names[0]
 
 
 def _whole(gradient: Tensor, ranks: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from time import perf_counter
 
 from sparcel.profiling import timed_by
@@ -33,15 +33,14 @@ class Stopwatch:
         """Count from zero."""
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
-    def part(self, name: str) -> AbstractContextManager[object]:
-        """Count the time of the block as of the phase of this part, if it has one."""
-        return self.phase(_PHASE_OF[name]) if name in _PHASE_OF else nullcontext()
-
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block as of phase ``name``."""
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of the block as of the phase of this part, if it has one."""
+        if name not in _PHASE_OF:
+            yield
+            return
         self._switch()
-        self._running.append(name)
+        self._running.append(_PHASE_OF[name])
         try:
             yield
         finally:

@@ -6,9 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import STEP
@@ -27,7 +30,9 @@ _COLOURS = (
     *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#994f00"),
     *("#44bb99", "#7744aa", "#0c7bdc", "#bbcc33", "#ffaabb", "#882255", "#999933"),
 )
-_PHASE_COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#228833", "#bbbbbb")
+_PHASE_COLOURS = dict(
+    zip((*PHASES, "other"), ("#4477aa", "#66ccee", "#ccbb44", "#228833", "#bbbbbb"), strict=True)
+)
 _KINDS = ("sums and exchanges", "whole steps")
 _BESIDE = {"fontsize": 8, "loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
 
@@ -39,6 +44,15 @@ class _Point:
     ranks: int
     network: str
     cell: Cell
+
+    @property
+    def method(self) -> str:
+        """The algorithm, or the scheme of a whole step."""
+        return self.cell.algorithm.removeprefix(STEP)
+
+    @property
+    def kind(self) -> str:
+        return _KINDS[self.cell.algorithm.startswith(STEP)]
 
     @property
     def ms(self) -> float:
@@ -54,6 +68,14 @@ class _Point:
             "ranks": f"{self.ranks} ranks",
             "network": self.network,
         }
+
+    @property
+    def phases_ms(self) -> list[float]:
+        """Milliseconds of each phase, and of the rest of the median."""
+        phases = [1000 * self.cell.phases[name] for name in PHASES]
+        # Phases come from separate runs, so by noise their sum may exceed the median.
+        scale = min(1.0, self.ms / (sum(phases) or 1.0))
+        return [scale * phase for phase in phases] + [self.ms - scale * sum(phases)]
 
 
 _Values = Callable[[_Point], float]
@@ -154,56 +176,43 @@ def _curves(figure: Figure, group: list[_Point], dense: list[_Point], free: str)
     """Draw time against a quantity, a line for each algorithm and engine; dense in black."""
     label, of = _QUANTITIES[free]
     values = sorted({of(point) for point in group})
-    names = list(dict.fromkeys(point.cell.algorithm for point in group))
-    methods = list(dict.fromkeys(name.removeprefix(STEP) for name in names))
-    kinds = [kind for kind in _KINDS if any(_kind(name) == kind for name in names)]
+    methods = dict.fromkeys(point.method for point in group)
+    colours = {**dict(zip(methods, cycle(_COLOURS))), **_DENSE_COLOURS}
+    kinds = [kind for kind in _KINDS if any(point.kind == kind for point in group)]
     figure.set_size_inches(7.3, 0.8 + 3.2 * len(kinds))
-    first = None
-    for place, kind in enumerate(kinds):
-        first = axes = figure.add_subplot(len(kinds), 1, place + 1, sharex=first)
-        for name in (name for name in names if _kind(name) == kind):
-            colour = _COLOURS[methods.index(name.removeprefix(STEP)) % len(_COLOURS)]
-            _lines(axes, name, group, lambda point: [of(point)], colour)
-        for name, colour in _DENSE_COLOURS.items():
+    panels = figure.subplots(len(kinds), sharex=True, squeeze=False)
+    for (axes,), kind in zip(panels, kinds, strict=True):
+        times: dict[tuple[str, str], dict[float, list[float]]] = {}
+        for point in (*(point for point in group if point.kind == kind), *dense):
+            line = times.setdefault((point.cell.algorithm, point.cell.engine), defaultdict(list))
             # Dense sums send everything: against density, their lines are horizontal.
-            where = (lambda _: values) if free == "density" else (lambda point: [of(point)])
-            _lines(axes, name, dense, where, colour)
+            is_flat = free == "density" and point.cell.algorithm in DENSE
+            for x in values if is_flat else [of(point)]:
+                line[x].append(point.ms)
+        first = dict(reversed(times))  # engines by name, of which one line has a label
+        for (name, engine), by_x in times.items():
+            xs = sorted(by_x)
+            axes.plot(
+                xs,
+                [median(by_x[x]) for x in xs],
+                _LINES[engine],
+                markersize=4,
+                color=colours[name.removeprefix(STEP)],
+                label=name if engine == first[name] else None,
+            )
         _finish(axes, values, label, kind if len(kinds) > 1 else "")
     if len({point.cell.engine for point in group}) > 1:
         figure.supxlabel("solid: Gloo, dashed: MPI", fontsize=8, x=0.99, ha="right")
 
 
-def _lines(
-    axes: Axes,
-    name: str,
-    points: list[_Point],
-    where: Callable[[_Point], list[float]],
-    colour: str,
-) -> None:
-    """Draw one algorithm, a line for each engine."""
-    points = [point for point in points if point.cell.algorithm == name]
-    label: str | None = name
-    for engine in dict.fromkeys(point.cell.engine for point in points):
-        times: dict[float, list[float]] = defaultdict(list)
-        for point in points:
-            for x in where(point) if point.cell.engine == engine else ():
-                times[x].append(point.ms)
-        xs = sorted(times)
-        ys = [median(times[x]) for x in xs]
-        axes.plot(xs, ys, _LINES[engine], markersize=4, color=colour, label=label)
-        label = None
-
-
 def _finish(axes: Axes, values: list[float], label: str, title: str) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     axes.set(xscale="log", yscale="log", xlabel=label, ylabel="time, ms", title=title)
     axes.set_xticks(values, [_tick(value) for value in values])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.minorticks_off()
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(**_BESIDE)
 
@@ -218,41 +227,21 @@ def _tick(value: float) -> str:
 
 def _breakdown(figure: Figure, group: list[_Point], dense: list[_Point]) -> None:
     """Draw one bar a row: the phases, and the rest of the median time."""
-    group = sorted(
-        group, key=lambda p: (_kind(p.cell.algorithm) != _KINDS[0], p.cell.algorithm, p.cell.engine)
-    )
+    group = sorted(group, key=lambda p: (p.kind != _KINDS[0], p.cell.algorithm, p.cell.engine))
     figure.set_size_inches(7, 1.6 + 0.26 * len(group))
-    axes = figure.add_subplot()
-    left = [0.0] * len(group)
-    for phase, colour in zip((*PHASES, "other"), _PHASE_COLOURS, strict=True):
-        widths = [_phases_ms(point.cell)[phase] for point in group]
-        axes.barh(range(len(group)), widths, left=left, color=colour, label=phase)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, point in enumerate(group):
-        axes.text(left[place], place, f" {digits(point.ms)}", va="center", fontsize=7)
-    labels = [f"{p.cell.algorithm}  {p.cell.engine}" for p in group]
-    axes.set_yticks(range(len(group)), labels, fontsize=8)
+    axes, left, rows = figure.add_subplot(), np.zeros(len(group)), range(len(group))
+    parts = np.array([point.phases_ms for point in group]).T
+    for (phase, colour), widths in zip(_PHASE_COLOURS.items(), parts, strict=True):
+        bars = axes.barh(rows, widths, left=left, color=colour, label=phase)
+        left += widths
+    axes.bar_label(bars, [f" {digits(point.ms)}" for point in group], fontsize=7)
+    axes.set_yticks(rows, [f"{p.cell.algorithm}  {p.cell.engine}" for p in group], fontsize=8)
     axes.invert_yaxis()
-    most = 1.12 * max(left)
+    most = 1.12 * left.max()
     axes.set(xlabel="time, ms", xlim=(0, most))
     for name, colour in _DENSE_COLOURS.items():
-        times = [point.ms for point in dense if point.cell.algorithm == name]
-        if times:
-            label = f"{name}: {digits(min(times))}"
-            if min(times) <= most:
-                axes.axvline(min(times), color=colour, linewidth=1.2, label=label)
-            else:
-                axes.plot([], [], color=colour, label=f"{label}, off the scale")
+        if times := [point.ms for point in dense if point.cell.algorithm == name]:
+            beyond = ", off the scale" if min(times) > most else ""
+            label = f"{name}: {digits(min(times))}{beyond}"
+            axes.axvline(min(times), color=colour, linewidth=1.2, label=label)
     axes.legend(**_BESIDE)
-
-
-def _phases_ms(cell: Cell) -> dict[str, float]:
-    # Phases come from separate runs, so by noise their sum may exceed the median.
-    whole = sum(cell.phases[name] for name in PHASES)
-    scale = 1000 * min(1.0, cell.median / whole if whole else 1.0)
-    other = 1000 * max(0.0, cell.median - whole)
-    return {name: scale * cell.phases[name] for name in PHASES} | {"other": other}
-
-
-def _kind(algorithm: str) -> str:
-    return _KINDS[algorithm.startswith(STEP)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,24 +44,19 @@ def progress(console: Console | None, cells: int) -> Iterator[Show]:
     if console is None:
         yield lambda cell: None
     elif not console.is_terminal:
-        yield _lines(console, cells)
+        numbers = count(1)
+
+        def show(cell: Cell | None) -> None:
+            number = next(numbers)
+            if cell is not None:
+                console.print(f"{number}/{cells}  {_line(cell)}", soft_wrap=True)
+
+        yield show
     else:
         columns = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
             task = bar.add_task("", total=cells)
             yield lambda cell: bar.update(task, advance=1, description=_line(cell))
-
-
-def _lines(console: Console, cells: int) -> Show:
-    done = 0
-
-    def show(cell: Cell | None) -> None:
-        nonlocal done
-        done += 1
-        if cell is not None:
-            console.print(f"{done}/{cells}  {_line(cell)}", soft_wrap=True)
-
-    return show
 
 
 def _line(cell: Cell | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,6 +16,20 @@ from typing import Any, Self
 import torch
 
 from sparcel.errors import InputError
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine and the versions of the software."""
+    info = Path("/proc/cpuinfo")
+    named = re.search("^model name\\s*: (.*)", info.read_text(), re.M) if info.exists() else None
+    return {
+        "processor": named[1].strip() if named else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sparcel": version("sparcel"),
+    }
 
 
 @dataclass
@@ -84,7 +99,7 @@ class Results:
     command: str
     network: dict[str, Any]
     world_size: int
-    machine: dict[str, Any] = field(default_factory=lambda: machine())
+    machine: dict[str, Any] = field(default_factory=machine)
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     rates: dict[str, Any] = field(default_factory=dict)
     cells: list[Cell] = field(default_factory=list)
@@ -115,21 +130,3 @@ def summarized(seconds: list[float]) -> dict[str, Any]:
     """Return the times with their median and 95th percentile."""
     p95 = quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
     return {"median": median(seconds), "p95": p95, "all": seconds}
-
-
-def machine() -> dict[str, Any]:
-    """Describe this machine and the versions of the software."""
-    info = Path("/proc/cpuinfo")
-    models = [
-        line.split(":", 1)[1].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "sparcel": version("sparcel"),
-    }

@@ -1,11 +1,13 @@
-"""The program that every rank runs: measures all cells, one after the other."""
+"""The program that every rank runs: measures all cells, one after the other; and its start."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from sparcel.bench import contenders, report
+from sparcel.bench import report
 from sparcel.bench.baselines import DENSE
-from sparcel.bench.contenders import contender
+from sparcel.bench.contenders import contender, names
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.bench.inputs import Case, load_gradients
 from sparcel.bench.predicted import NOW, predicted, rates_for, verdict
@@ -25,20 +27,12 @@ from sparcel.bench.timing import Measured, merged, time_contender
 from sparcel.comm import Communicator, launched
 from sparcel.cost import Rates, read_rates
 from sparcel.formats import format_named
+from sparcel.lab import Loopback, Workers
 
 _BASELINE = "dense fp32"
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables in which torchrun, MPICH and Open MPI tell the number of ranks of a machine."""
-
-
-@dataclass(frozen=True)
-class CellKey:
-    """What tells a cell of the table from others: the row's name, the case and the engine."""
-
-    algorithm: str
-    case: Case
-    engine: BenchEngine
 
 
 def read_files(settings: BenchSettings) -> Tensor | None:
@@ -71,12 +65,19 @@ def run(settings: BenchSettings, console: Console) -> Results:
         results = Results(settings.command, network(settings, comm), comm.size)
         rates = rates_for(engines, settings.rates)
         results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
-        groups = list(_groups(settings, gradients, engines, results.network["ranks_per_node"]))
-        runs = settings.rounds * sum(map(len, groups))
-        with report.progress(console if comm.rank == 0 else None, runs) as show:
-            while groups:
+        rows = names(settings.algorithms, settings.whole_step, results.network["ranks_per_node"])
+        later = [name for name in rows if name not in DENSE]  # dense sums do not depend on a case
+        cases = list(_cases(settings, gradients, comm.size))
+        runs = sum(len(rows if is_first else later) for _, is_first in cases)
+        with report.progress(
+            console if comm.rank == 0 else None, runs * len(engines) * settings.rounds
+        ) as show:
+            measuring = Measuring(settings, engines, results.network, rates, show)
+            while cases:
                 # Pop each case, so that its inputs are freed when it is done.
-                results.cells += _cells(groups.pop(0), settings, results.network, rates, show)
+                case, is_first = cases.pop(0)
+                results.cells += measuring.cells(case, rows if is_first else later)
+                del case
         _compare(results)
         if comm.rank == 0:
             for block in report.tables(results):
@@ -113,94 +114,103 @@ def _number(variable: str) -> int | None:
 def _share_cores(ranks: int) -> None:
     """Give each rank its share of this machine's cores, unless the environment sets the threads."""
     told = () if "SPARCEL_LAB_NODES" in os.environ else map(_number, _LOCAL_SIZES)
-    here = next(filter(None, told), ranks)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+        torch.set_num_threads(_threads(next(filter(None, told), ranks)))
 
 
-def _groups(
-    settings: BenchSettings,
-    gradients: Tensor | None,
-    engines: list[BenchEngine],
-    ranks_per_node: int,
-) -> Iterator[list[CellKey]]:
-    """Yield the places of each case's cells, for each row all engines.
-
-    The dense baselines are measured with the first case of each size.
-    """
-    rows = contenders.names(settings.algorithms, settings.whole_step, ranks_per_node)
-    for size in settings.sizes if gradients is None else (gradients.shape[1],):
-        names = rows
-        for distribution in settings.distributions:
-            for density in settings.densities:
-                rows_of = _rows(gradients, distribution)
-                case = Case(size, density, distribution, engines[0].comm.size, rows_of)
-                yield [CellKey(name, case, engine) for name in names for engine in engines]
-                names = [name for name in rows if name not in DENSE]
+def _threads(ranks: int) -> int:
+    return max(1, (os.cpu_count() or 1) // ranks)
 
 
-def _rows(gradients: Tensor | None, distribution: str) -> Tensor | None:
-    return gradients if distribution == "file" else None
+def _cases(
+    settings: BenchSettings, gradients: Tensor | None, ranks: int
+) -> Iterator[tuple[Case, bool]]:
+    """Yield each case, and whether it is the first of its size."""
+    sizes = settings.sizes if gradients is None else (gradients.shape[1],)
+    for size in sizes:
+        is_first = True
+        for distribution, density in product(settings.distributions, settings.densities):
+            rows = gradients if distribution == "file" else None
+            yield Case(size, density, distribution, ranks, rows), is_first
+            is_first = False
 
 
-def _cells(
-    group: list[CellKey],
-    settings: BenchSettings,
-    network: dict[str, Any],
-    rates: dict[str, Rates],
-    show: report.Show,
-) -> list[Cell]:
-    """Measure the cells of one case in rounds, so that passing disturbances hit all of them."""
-    each, format = network["ranks_per_node"], format_named(settings.format)
-    found: dict[CellKey, list[Measured]] = {}
-    for _ in range(settings.rounds):
-        for place in group:
-            made = contender(place.algorithm, place.case, place.engine, each, format)
-            if made is None:
-                show(None)
-                continue
-            comm = place.engine.comm
-            found.setdefault(place, []).append(
-                time_contender(made, comm, settings.iterations, settings.warmup)
-            )
-            show(_cell(place, found[place][-1], network))
-    cells = []
-    for place, rounds in found.items():
-        cells.append(replace(_cell(place, merged(rounds), network), format=settings.format))
-        cells[-1].predicted = predicted(
-            place.algorithm, place.case, each, rates.get(place.engine.name), format
+@dataclass
+class Measuring:
+    """What is measured of every case, and how."""
+
+    settings: BenchSettings
+    engines: list[BenchEngine]
+    network: dict[str, Any]
+    rates: dict[str, Rates]
+    show: report.Show
+
+    def __post_init__(self) -> None:
+        self.format = format_named(self.settings.format)
+
+    def cells(self, case: Case, names: Sequence[str]) -> list[Cell]:
+        """Measure a case's cells in rounds, so that passing disturbances hit all of them."""
+        rounds: dict[tuple[str, str], list[Measured]] = {}
+        cells: dict[tuple[str, str], Cell] = {}
+        settings, here = self.settings, self.network["ranks_per_node"]
+        for _, name, engine in product(range(settings.rounds), names, self.engines):
+            made, key = contender(name, case, engine, here, self.format), (name, engine.name)
+            if made is not None:
+                found = time_contender(made, engine.comm, settings.iterations, settings.warmup)
+                rounds.setdefault(key, []).append(found)
+                cells[key] = self._cell(name, case, engine.name, merged(rounds[key]))
+            self.show(cells.get(key))
+        return [*cells.values()]
+
+    def _cell(self, name: str, case: Case, engine: str, found: Measured) -> Cell:
+        seconds, is_dense = summarized(found.seconds), name in DENSE
+        rate, here = self.network["rate_bits_per_s"], self.network["ranks_per_node"]
+        is_known = rate is not None and here == 1
+        return Cell(
+            engine=engine,
+            algorithm=name,
+            size=case.size,
+            density=1.0 if is_dense else case.density,
+            k=case.size if is_dense else case.k,
+            distribution="any" if is_dense else case.distribution,
+            dtype="bfloat16" if DENSE.get(name) == torch.bfloat16 else "float32",
+            seconds=seconds,
+            phases=found.phases,
+            bytes=found.bytes,
+            wire_share=8 * found.bytes / rate / seconds["median"] if is_known else None,
+            speedup=None,
+            wrong=found.wrong,
+            predicted=predicted(name, case, here, self.rates.get(engine), self.format),
+            format=self.settings.format,
         )
-    return cells
-
-
-def _cell(place: CellKey, found: Measured, network: dict[str, Any]) -> Cell:
-    case, seconds = place.case, summarized(found.seconds)
-    dense = place.algorithm in DENSE
-    rate, shared = network["rate_bits_per_s"], network["ranks_per_node"] > 1
-    wire = None if rate is None or shared else 8 * found.bytes / rate
-    return Cell(
-        engine=place.engine.name,
-        algorithm=place.algorithm,
-        size=case.size,
-        density=1.0 if dense else case.density,
-        k=case.size if dense else case.k,
-        distribution="any" if dense else case.distribution,
-        dtype="bfloat16" if DENSE.get(place.algorithm) == torch.bfloat16 else "float32",
-        seconds=seconds,
-        phases=found.phases,
-        bytes=found.bytes,
-        wire_share=None if wire is None else wire / seconds["median"],
-        speedup=None,
-        wrong=found.wrong,
-    )
 
 
 def _compare(results: Results) -> None:
     """Set every cell's speed-up."""
+    baselines: dict[int, float] = {}
     for cell in results.cells:
-        baselines = [
-            other.median
-            for other in results.cells
-            if other.algorithm == _BASELINE and other.size == cell.size
-        ]
-        cell.speedup = min(baselines) / cell.median
+        if cell.algorithm == _BASELINE:
+            baselines[cell.size] = min(cell.median, baselines.get(cell.size, cell.median))
+    for cell in results.cells:
+        cell.speedup = baselines[cell.size] / cell.median
+
+
+def start(ranks: int, console: Console, mpi: bool) -> None:
+    """Run this process's command on processes of this machine, and show the output of rank 0.
+
+    Raises
+    ------
+    WorkerFailedError
+        As soon as one process fails; the others are ended.
+    """
+    argv = [sys.executable, "-m", "sparcel", *sys.argv[1:]]
+    environment = {
+        "OMP_NUM_THREADS": str(_threads(ranks)),
+        "COLUMNS": str(console.width),
+        # UCX finds no route if loopback is the only device that it may use; among all it works.
+        "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "all"),
+    }
+    with Workers(Loopback(ranks), argv, environment, mpi=mpi) as workers:
+        for rank, line in workers.lines():
+            if rank == 0:
+                console.print(line, markup=False, soft_wrap=True)

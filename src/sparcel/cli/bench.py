@@ -109,8 +109,7 @@ def bench_command(
         return
     from sparcel.bench import report
     from sparcel.bench.contenders import names
-    from sparcel.bench.launch import start
-    from sparcel.bench.run import read_files, run
+    from sparcel.bench.run import read_files, run, start
     from sparcel.bench.settings import BenchSettings
     from sparcel.comm import launched
 
