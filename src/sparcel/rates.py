@@ -171,15 +171,8 @@ class Rates:
 
     def to_json(self) -> str:
         """Return the rates as JSON, from which `from_json` makes the same ones."""
-        fields = {
-            "ranks": self.ranks,
-            "ranks_per_node": self.ranks_per_node,
-            "crowding": self.crowding,
-            "measured": self.measured,
-            "description": self.description,
-            "curves": {name: curve.points for name, curve in self.curves.items()},
-        }
-        return json.dumps(fields, indent=1)
+        curves = {name: curve.points for name, curve in self.curves.items()}
+        return json.dumps({**vars(self), "curves": curves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -26,6 +26,18 @@ def test_saved_rates_answer_in_place_of_stated_ones(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ("", "8 nodes of 1 rank, 1 Gbit/s (1 Gbit/s and 100 µs, assumed)"),
+        ("--latency 1ms", "1 Gbit/s (1 Gbit/s and 1000 µs, stated)"),
+        ("--nodes 1 --ranks-per-node 2 --latency 1ms", "80 Gbit/s (80 Gbit/s and 10 µs, assumed)"),
+    ],
+)
+def test_a_plan_says_which_figures_were_stated(options, words):
+    assert words in said(f"plan {options}")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ("--compute 12", "a time is a number and us, ms or s"),
         ("--bandwidth 1", "a rate is a number"),
         ("--device tpu", "device must be one of"),

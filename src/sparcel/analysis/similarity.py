@@ -9,7 +9,6 @@ float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -174,9 +173,8 @@ def _magnitudes(local: Vector, true: Vector) -> tuple[Magnitudes, Magnitudes]:
 
 
 def _pearson(x: Magnitudes, y: Magnitudes) -> float:
-    x, y = x - x.mean(), y - y.mean()
-    norms = math.sqrt(x @ x) * math.sqrt(y @ y)
-    return float(np.clip(x @ y / norms, -1, 1)) if norms > 0 else math.nan
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN where all values are equal
+        return float(np.corrcoef(x, y)[0, 1])
 
 
 def _index_sets(a: SparseStream | Tensor, b: SparseStream | Tensor) -> list[Tensor]:

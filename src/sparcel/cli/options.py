@@ -61,10 +61,9 @@ def refuse_ignored(context: typer.Context, instead: Mapping[str, Sequence[str]])
     InputError
         When both were typed.
     """
-    typed = {name for name in context.params if is_typed(context, name)}
     for name, ignored in instead.items():
         for other in ignored:
-            if {name, other} <= typed:
+            if is_typed(context, name) and is_typed(context, other):
                 raise InputError(
                     f"{_option(name)} takes the place of {_option(other)}: leave one of them out"
                 )

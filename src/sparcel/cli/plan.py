@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,12 +10,12 @@ import typer
 from rich.console import Console
 
 from sparcel import units
-from sparcel.cli.options import check_output, refuse_ignored
+from sparcel.cli.options import check_output, is_typed, refuse_ignored
 from sparcel.errors import InputError
 
 if TYPE_CHECKING:
     from sparcel.cost import Rates
-    from sparcel.plan import Model, Plan
+    from sparcel.plan import Model
 
 _WIDTH = 100
 
@@ -108,10 +109,18 @@ def plan(
     were measured before, or are measured now. Gradients travel while the backward pass goes on.
     """
     from sparcel.cost import read_rates, stated_rates
-    from sparcel.plan import model_of
+    from sparcel.plan import model_of, report
     from sparcel.plan.planner import plan as make
 
-    _refuse_ignored(context, computes_known=bool(compute or device_flops))
+    # --device is ignored if both of its figures are known.
+    stated = (*_NETWORK, "device") if compute or device_flops else _NETWORK
+    replaced = {
+        "measure": (*stated, "rates"),
+        "rates": stated,
+        "compute": ("batch", "flops", "device_flops"),
+        "parameters": ("model",),
+    }
+    refuse_ignored(context, replaced)
     check_output(save)
     if device not in _DEVICES:
         raise InputError(f"device must be one of {', '.join(_DEVICES)}, got {device!r}")
@@ -138,7 +147,10 @@ def plan(
             node_latency_s=units.seconds(node_latency),
             memory_bandwidth=memory_bandwidth,
         )
-    made = make(
+        figures = ("bandwidth", "latency") if nodes > 1 else ("node_bandwidth", "node_latency")
+        if not any(is_typed(context, name) for name in figures):
+            found = replace(found, description=found.description.replace("stated", "assumed"))
+    planned = make(
         trained,
         compute_s=compute_s,
         density=density,
@@ -148,31 +160,13 @@ def plan(
         format=format,
         steps=steps,
     )
-    _show(made)
-
-
-def _refuse_ignored(context: typer.Context, computes_known: bool) -> None:
-    """Refuse ignored options; --device is ignored if both of its figures are known."""
-    stated = (*_NETWORK, "device") if computes_known else _NETWORK
-    refuse_ignored(
-        context,
-        {
-            "measure": (*stated, "rates"),
-            "rates": stated,
-            "compute": ("batch", "flops", "device_flops"),
-            "parameters": ("model",),
-        },
-    )
-
-
-def _show(made: Plan) -> None:
-    from sparcel.plan import report
-
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH
-    console.print(report.assumptions(made), "", report.table(made), "", sep="\n")
-    console.print(report.verdict(made), "", report.not_counted(made), "", report.LEGEND, sep="\n")
+    parts = report.assumptions(planned), report.table(planned), report.verdict(planned)
+    for part in (*parts, report.not_counted(planned)):
+        console.print(part, "", sep="\n")
+    console.print(report.LEGEND)
 
 
 def _measured(save: Path | None) -> Rates | None:

@@ -40,7 +40,8 @@ def stated_rates(
         Bytes a second of each rank's device. The times of work are scaled by it; the table holds
         those of one core with 10 GB/s.
     description
-        What to call the rates; by default the stated bandwidth and latency.
+        What to call the rates; by default the bandwidth and latency of the slowest link that there
+        is, "stated".
     """
     bandwidth = number(bandwidth, "bandwidth", above=0)
     latency_s = number(latency_s, "latency_s", at_least=0)
@@ -49,9 +50,8 @@ def stated_rates(
     node_bandwidth = number(node_bandwidth, "node_bandwidth", above=0)
     node_latency_s = number(node_latency_s, "node_latency_s", at_least=0)
     memory_bandwidth = number(memory_bandwidth, "memory_bandwidth", above=0)
-    if not description:
-        description = f"{8e-9 * bandwidth:g} Gbit/s and {1e6 * latency_s:g} µs, stated"
     here = min(ranks_per_node, ranks)
+    slowest = (bandwidth, latency_s) if here < ranks else (node_bandwidth, node_latency_s)
     within = Curve.line(node_latency_s, 1 / node_bandwidth)
     between = within if here == ranks else Curve.line(latency_s, here / bandwidth)
     curves = {"shift": between}
@@ -60,11 +60,12 @@ def stated_rates(
     curves |= dict.fromkeys(("rotate", "gather"), _to_all(within, between, ranks, here))
     inner = [f"node.{name}" for name in TRANSFERS]
     curves |= dict.fromkeys(inner, within)
-    slowest = (node_latency_s, node_bandwidth) if here == ranks else (latency_s, bandwidth)
     curves |= dict.fromkeys(("dense.float32", "dense.bfloat16"), _engine(*slowest, ranks))
     for name, kind in KINDS.items():
         slower = 1.0 if name == "small" else _CORE_BYTES_PER_S / memory_bandwidth
         curves[name] = Curve.line(kind.call_s, kind.unit_s * slower)
+    if not description:
+        description = "{:g} Gbit/s and {:g} µs, stated".format(8e-9 * slowest[0], 1e6 * slowest[1])
     return Rates(curves, ranks, here, measured=False, description=description)
 
 
@@ -93,7 +94,7 @@ def _to_all(within: Curve, between: Curve, ranks: int, here: int) -> Curve:
     return Curve(((0.0, at(0)), (1e9, at(1e9))))
 
 
-def _engine(latency_s: float, bandwidth: float, ranks: int) -> Curve:
+def _engine(bandwidth: float, latency_s: float, ranks: int) -> Curve:
     """Return a ring's time as a function of the vector's bytes; it uses each node's link once."""
     rounds, share = 2 * (ranks - 1), 2 * (ranks - 1) / ranks
     return Curve.line(rounds * latency_s, share / bandwidth)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -115,93 +115,80 @@ def measure(comm: Communicator, description: str = "", passes: int = _PASSES) ->
             " or give rates=sparcel.cost.stated_rates(...)"
         )
     here = comm.run(comm.ranks_per_node)
-    points = [
-        _Point(name, amount, make)
-        for name, amounts, make in _everything(comm, here)
-        for amount in amounts
-    ]
+    timed = list(_everything(comm, here))
     for _ in range(passes):
-        for _, group in groupby(points, key=lambda point: point.name):
-            _sample(comm, list(group))
+        for one in timed:
+            one.sample(comm)
     crowding = _crowding(comm, _MOST * passes)
-    curves = {
-        name: Curve(
-            tuple(
-                (float(point.amount), point.seconds(crowding)) for point in group if point.samples
-            )
-        )
-        for name, group in groupby(points, key=lambda point: point.name)
-    }
+    curves = {one.name: one.curve(crowding) for one in timed}
     description = description or f"measured on {comm.size} ranks"
     return Rates(curves, comm.size, here, crowding, description=description)
 
 
 @dataclass(eq=False)
-class _Point:
-    """One point of a curve, with its samples, in seconds a round.
+class _Timed:
+    """What is timed for a curve, and its samples by amount, in seconds a round.
 
     A sample has two times: that of the slowest rank by the clock, and the ranks' average processor
     time.
     """
 
     name: str
-    amount: int
+    amounts: Sequence[int]
     make: Callable[[int], Trial]
-    samples: list[tuple[float, float]] = field(default_factory=list)
+    samples: defaultdict[int, list[tuple[float, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    @property
-    def by_clock(self) -> float:
-        """The median of the samples, by the clock."""
-        return median(clock for clock, _ in self.samples)
+    def sample(self, comm: Communicator) -> None:
+        """Add samples of each amount, up to the first slow one; all ranks call.
 
-    def seconds(self, crowding: float) -> float:
+        A barrier comes before each sample, as messages come before all work of an algorithm. The
+        code and the data of the work are then no longer in the caches, and small work takes several
+        times as long as in a loop.
+        """
+        for amount in self.amounts:
+            trial = self.make(amount)
+            if self.name in WORK:
+                trial.run()  # touches new pages
+            samples = _times(comm, trial, 1)
+            pilot, _ = samples[0]
+            if pilot < _LONG_SECONDS:
+                count = max(1, min(_MOST, round(_BUDGET_SECONDS / max(pilot, 1e-6))))
+                samples = _times(comm, trial, count)
+            found = self.samples[amount]
+            found += [(clock / trial.rounds, used / trial.rounds) for clock, used in samples]
+            if median(clock for clock, _ in found) * trial.rounds > _SLOW_SECONDS:
+                return
+
+    def curve(self, crowding: float) -> Curve:
         """Return the seconds that all ranks take, where they share cores.
 
         Work of less than a time slice has the core for itself, so its own clock does not show that
         the ranks take turns.
         """
-        if self.name not in WORK:
-            return self.by_clock
-        return max(self.by_clock, crowding * median(processor for _, processor in self.samples))
+        points = []
+        for amount, samples in self.samples.items():
+            clock, processor = map(median, zip(*samples, strict=True))
+            shared = crowding * processor if self.name in WORK else 0.0
+            points.append((float(amount), max(clock, shared)))
+        return Curve(tuple(points))
 
 
-def _everything(
-    comm: Communicator, here: int
-) -> Iterator[tuple[str, Sequence[int], Callable[[int], Trial]]]:
-    """Yield each curve's name, its amounts, and a function that makes a trial."""
+def _everything(comm: Communicator, here: int) -> Iterator[_Timed]:
+    """Yield what is timed, in the order in which it is."""
     for name, make in trials.exchanges(comm, here):
         to_all = name.endswith(("rotate", "gather"))  # these send P−1 messages at once
-        yield name, _MESSAGES[: -1 if to_all else None], make
+        yield _Timed(name, _MESSAGES[: -1 if to_all else None], make)
     for dtype in (torch.float32, torch.bfloat16):
         name, make = str(dtype).replace("torch", "dense"), trials.engine_sum(comm, dtype)
-        yield name, [dtype.itemsize * floats for floats in _FLOATS], make
+        yield _Timed(name, [dtype.itemsize * floats for floats in _FLOATS], make)
     for name, kind in KINDS.items():
-        yield name, kind.amounts, partial(_work, kind, comm.rank)
+        yield _Timed(name, kind.amounts, partial(_work, kind, comm.rank))
 
 
 def _work(kind: Kind, seed: int, amount: int) -> Trial:
     return Trial(kind.trial(amount, seed))
-
-
-def _sample(comm: Communicator, curve: Sequence[_Point]) -> None:
-    """Add samples to a curve's points, up to the first slow one.
-
-    A barrier comes before each sample, as messages come before all work of an algorithm. The code
-    and the data of the work are then no longer in the caches, and small work takes several times as
-    long as in a loop.
-    """
-    for point in curve:
-        trial = point.make(point.amount)
-        if point.name in WORK:
-            trial.run()  # touches new pages
-        samples = _times(comm, trial, 1)
-        pilot, _ = samples[0]
-        if pilot < _LONG_SECONDS:
-            count = max(1, min(_MOST, round(_BUDGET_SECONDS / max(pilot, 1e-6))))
-            samples = _times(comm, trial, count)
-        point.samples += [(clock / trial.rounds, used / trial.rounds) for clock, used in samples]
-        if point.by_clock * trial.rounds > _SLOW_SECONDS:
-            return
 
 
 def _times(comm: Communicator, trial: Trial, count: int) -> list[tuple[float, float]]:

@@ -49,7 +49,7 @@ def assumptions(plan: Plan) -> str:
     """Return what the plan is for, in a few lines."""
     work, rates = plan.workload, plan.rates
     nodes = rates.ranks // rates.ranks_per_node
-    how = "measured" if rates.measured else "stated"
+    measured = " measured" if rates.measured else ""
     said = f" ({rates.description})" if rates.description else ""
     length = ""
     if work.steps is not None:
@@ -60,7 +60,7 @@ def assumptions(plan: Plan) -> str:
         f"{work.model.name}: {work.model.parameters:,} gradients, {_ms(work.compute_s)} ms to"
         f" compute, in buckets of {work.bucket_bytes / (1 << 20):g} MiB.\n"
         f"{nodes} {_plural('node', nodes)} of {rates.ranks_per_node}"
-        f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)} {how}{said};"
+        f" {_plural('rank', rates.ranks_per_node)}, {bits(rates.bandwidth)}{measured}{said};"
         f" {plan.topology}.{length}"
     )
 
