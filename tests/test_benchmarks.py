@@ -16,7 +16,7 @@ from benchmarks.training import fsdp_model as fsdp
 from sparcel import simulate
 
 
-@given(st.integers(1, 17), st.integers(0, 60), st.sampled_from([1, 8, 20, 1000]))
+@given(st.sampled_from([1, 2, 3, 5, 8]), st.integers(0, 60), st.sampled_from([1, 8, 20, 1000]))
 @example(16, 37, 4)
 @example(17, 37, 8)
 def test_the_tree_sums_on_all_ranks(ranks: int, size: int, chunk: int) -> None:
@@ -44,13 +44,17 @@ def test_scale_measures_every_collective() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("label", ["topk 1 %", "topk 1 %, packed:4"])
-def test_bytes_of_sharded_models_are_predicted_exactly(run_on: Any, label: str) -> None:
-    for told, sent in run_on(4, train_sharded, label):
-        assert told == (sent, True)
+def test_bytes_of_sharded_models_are_predicted_exactly(run_on: Any) -> None:
+    for by_label in run_on(4, train_all_sharded):
+        for told, sent in by_label:
+            assert told == (sent, True)
 
 
-def train_sharded(comm: Any, label: str) -> Any:
+def train_all_sharded(comm: Any) -> Any:
+    return [train_sharded(label) for label in ("topk 1 %", "topk 1 %, packed:4")]
+
+
+def train_sharded(label: str) -> Any:
     """Return what a rank was to send in a step, and what it sent."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replica = fsdp.Replica(fsdp.METHODS[label], mesh, (32, 2))

@@ -1,6 +1,6 @@
 """Train an image task on parts of the set, as `sparcel.data.PartSampler` makes them.
 
-    python -m benchmarks.data.parts DATA --output benchmarks/results/data_parts.json
+    python -m benchmarks.data.parts DATA
 
 ``DATA`` holds the folders of the tasks. Eight ranks on four nodes take eight samples each a step.
 All of a node's samples are of its part; ``full`` shuffles the whole set over all ranks instead, as
@@ -10,7 +10,6 @@ the same. With ``batchnorm`` each rank's samples are normalised by themselves.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.record import Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.task_training import evaluate
 from benchmarks.training.tasks import TASKS, loss_of
 from sparcel import simulate
@@ -78,30 +77,20 @@ def train(data: Path, task: str, parts: str, seed: int, steps: int) -> Row:
         for group in optimizer.param_groups:
             group["lr"] = settings.lr_at(step)
         optimizer.step()
-    return {
-        "task": task,
-        "parts": parts,
-        "seed": seed,
-        "steps": steps,
-        **evaluate(model, split),
-    }
+    return evaluate(model, split)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__, "data_parts")
     parser.add_argument("--tasks", nargs="+", default=["images", "batchnorm"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--processes", type=int, help="runs at a time; default: one on each core")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    wanted = [
-        {"task": task, "parts": parts, "seed": seed, "steps": arguments.steps}
-        for seed, task, parts in product(range(arguments.seeds), arguments.tasks, PARTS)
+    told = parser.parse_args()
+    jobs = [
+        {"task": task, "parts": parts, "seed": seed, "steps": told.steps}
+        for seed, task, parts in product(range(told.seeds), told.tasks, PARTS)
     ]
-    for row in extend(arguments.output, train, arguments.data, wanted, arguments.processes):
-        print(f"{row['task']}, {row['parts']}, seed {row['seed']}: {row['accuracy']:.2%}")
+    run_all(told, train, jobs)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.clock import Clock, Timed
 from benchmarks.machine import itself, machine
 from benchmarks.network.planner_judge import judge
 from sparcel.bench.baselines import Contender
@@ -201,26 +202,20 @@ def _rows(
 
 def _timed(made: Contender, comm: Communicator) -> tuple[list[float], int]:
     """Return the slowest rank's seconds in each run, and the number of wrong coordinates."""
+    clock = Clock(comm)
 
-    def once() -> float:
+    def once() -> Timed:
         made.reset()
-        comm.run(lambda: comm.gather_numbers(0))
-        start = perf_counter()
-        result = made.run()
-        taken = torch.tensor([perf_counter() - start], dtype=torch.float64)
-        held[:] = [result]
-        comm.run(lambda: comm.all_reduce(taken, MAX))
-        return float(taken)
+        return clock.timed(made.run)
 
-    held: list[Any] = []
     first = once()
-    wrong = torch.tensor([made.wrong(held.pop())])
+    wrong = torch.tensor([made.wrong(first.result)])
     comm.run(lambda: comm.all_reduce(wrong, MAX))
-    seconds = [first] if first > LONG_SECONDS else [once()]
+    seconds = [1e-3 * (first if first.ms > 1e3 * LONG_SECONDS else once()).ms]
     fewest = 1 if seconds[0] > ENOUGH_SECONDS else 2
     runs = max(fewest, min(MOST, round(BUDGET_SECONDS / max(seconds[0], 1e-6))))
     while len(seconds) < runs:
-        seconds.append(once())
+        seconds.append(1e-3 * once().ms)
     return seconds, int(wrong)
 
 

@@ -25,33 +25,27 @@ nodes is counted at their interfaces, headers included.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
-from typing import Any
+from time import perf_counter
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.clock import Clock
 from benchmarks.machine import machine
 from benchmarks.network.tree import tree_all_reduce
+from benchmarks.record import Row, network, show, write
 from sparcel import scheme, units
 from sparcel.bench.engines import BenchEngine, connected
-from sparcel.lab import link_bytes
-from sparcel.ops import MAX
 from sparcel.schemes import Meter, Request, Scheme
 
 METHODS = ("NaiveAG", "TreeAR", "engine", "2DTAR", "HiTopKComm")
 SIZES = [1_000_000, 4_000_000, 16_000_000, 64_000_000]
-
-Row = dict[str, Any]
 
 
 @dataclass
@@ -84,6 +78,7 @@ class Ranks:
 
     def __init__(self, engine: BenchEngine, size: int, dtype: torch.dtype, here: int) -> None:
         self.engine, self.comm, self.here = engine, engine.comm, here
+        self.clock = Clock(engine.comm)
         own = torch.Generator().manual_seed(engine.comm.rank)
         self.gradient = torch.randn(size, generator=own).to(dtype)
         self.update = torch.empty_like(self.gradient)
@@ -123,33 +118,17 @@ class Ranks:
         """Time steps of a method, after one that warms up."""
         run = self.method(name, density)
         for repeat in range(-1, repeats):
-            self.comm.run(lambda: self.comm.gather_numbers(0))
-            before, start, busy = crossed(), perf_counter(), process_time()
-            watch = run()
-            seconds, busy = perf_counter() - start, process_time() - busy
-            # On the link nothing is under way before a step, and after it on no rank.
-            self.comm.run(lambda: self.comm.gather_numbers(0))
-            most = torch.tensor([seconds, crossed() - before], dtype=torch.float64)
-            parts = [*watch.parts, seconds - sum(watch.parts), busy]
-            sums = torch.tensor(parts, dtype=torch.float64)
-            self.comm.all_reduce(most, MAX)
-            self.comm.all_reduce(sums)
+            timed = self.clock.timed(run)
+            parts = torch.tensor(timed.result.parts, dtype=torch.float64)
+            self.comm.all_reduce(parts)
+            mean = (1e3 * parts / self.comm.size).tolist()
             if repeat >= 0:
-                slowest, nbytes = most.tolist()
-                *mean, busy = (1e3 * part / self.comm.size for part in sums.tolist())
                 yield {
-                    "ms": 1e3 * slowest,
-                    "parts_ms": mean,
-                    "cpu_ms": busy,
-                    "crossed_bytes": nbytes,
+                    "ms": timed.ms,
+                    "parts_ms": [*mean, timed.mean_ms - sum(mean)],
+                    "cpu_ms": timed.cpu_ms,
+                    "crossed_bytes": timed.link_bytes,
                 }
-
-
-def crossed() -> int:
-    """Return the bytes that this node's link has sent or received so far: the larger."""
-    carried = link_bytes()
-    assert carried is not None, "run it in the lab"
-    return max(carried)
 
 
 def merged(steps: list[Row]) -> Row:
@@ -176,22 +155,6 @@ def measure(ranks: Ranks, jobs: list[tuple[str, float]], rounds: int, repeats: i
         {"method": name, "density": density, "size": size, "dtype": dtype, **merged(steps)}
         for (name, density), steps in found.items()
     ]
-
-
-def table(rows: list[Row]) -> Table:
-    """Return the rows as a table to print."""
-    shown = Table("", "coordinates", "density", "ms", "parts, ms", "CPU, ms", "MB between nodes")
-    for row in rows:
-        shown.add_row(
-            row["method"],
-            f"{row['size'] / 1e6:g} M",
-            f"{row['density']:.1%}",
-            f"{row['ms']:.1f}",
-            " + ".join(f"{part:.1f}" for part in row["parts_ms"]),
-            f"{row['cpu_ms']:.1f}",
-            f"{row['crossed_bytes'] / 1e6:.1f}",
-        )
-    return shown
 
 
 def _arguments() -> argparse.Namespace:
@@ -221,16 +184,10 @@ def main() -> None:
             jobs = [(name, density) for density in densities for name in methods]
             rows += measure(ranks, jobs, arguments.rounds, arguments.repeats)
             if not engine.comm.rank:
-                Console(highlight=False, width=120).print(table(rows[-len(jobs) :]))
+                show(rows[-len(jobs) :])
             del ranks
         if engine.comm.rank == 0 and arguments.output is not None:
-            lab = {
-                name.removeprefix("SPARCEL_LAB_").lower(): value
-                for name, value in os.environ.items()
-                if name.startswith("SPARCEL_LAB_")
-            }
-            document = {**machine(), "network": lab, "rows": rows}
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+            write(arguments.output, {**machine(), "network": network()}, rows)
 
 
 if __name__ == "__main__":

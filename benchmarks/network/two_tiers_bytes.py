@@ -8,7 +8,6 @@ Counted on the simulated cluster, for float16 gradients and a density of 1 %. Ru
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from benchmarks.machine import machine
 from benchmarks.network.tree import tree_all_reduce
-from benchmarks.network.two_tiers import METHODS, Row
+from benchmarks.network.two_tiers import METHODS
+from benchmarks.record import Row, show, write
 from sparcel import scheme, simulate
 from sparcel.comm import Communicator
 
@@ -61,10 +61,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     output = parser.parse_args().output
     rows = [count(name, *grid) for grid in GRIDS for name in METHODS]
-    document = {**machine(), "size": SIZE, "density": DENSITY, "rows": rows}
-    output.write_text(json.dumps(document, indent=1) + "\n")
-    for row in rows:
-        print(row)
+    write(output, {**machine(), "size": SIZE, "density": DENSITY}, rows)
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from benchmarks.network.two_tiers import METHODS, Row
+from benchmarks.network.two_tiers import METHODS
 from benchmarks.network.two_tiers_bytes import GRIDS
 from benchmarks.pages.tables import BESIDE, plain, save, subplots, table
-from benchmarks.record import RESULTS, rows_of
+from benchmarks.record import RESULTS, Row, rows_of
 
 STEPS = ("reduce-scatter inside", "selection", "all-gather across", "all-gather inside", "rest")
 COLOURS = dict(zip(METHODS, ("#ee6677", "#ccbb44", "black", "#4477aa", "#228833"), strict=True))

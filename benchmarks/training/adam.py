@@ -10,8 +10,6 @@ not repeated.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 import sparcel
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.convergence import RANKS
 from benchmarks.training.frontier import method_of
 from benchmarks.training.task_training import Run, evaluate
@@ -140,40 +138,22 @@ WAYS: dict[str, tuple[type[AsItIs], bool]] = {
 
 def trained(data: Path, task: str, run: str, way: str, seed: int) -> Row:
     """Train once, and return the row."""
-    torch.set_num_threads(1)
-    start, (kind, ahead) = time.perf_counter(), WAYS[way]
+    kind, ahead = WAYS[way]
     training = kind(data, TASKS[task], replace(method_of(run), ahead=ahead), seed)
     sparcel.simulate(RANKS, training.rank)
-    return {
-        "task": task,
-        "run": run,
-        "way": way,
-        "seed": seed,
-        "steps": TASKS[task].steps,
-        **evaluate(training.model, training.split),
-        "minutes": round((time.perf_counter() - start) / 60, 2),
-    }
+    return {"steps": TASKS[task].steps, **evaluate(training.model, training.split)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__, "adam")
     parser.add_argument("--task", choices=TASKS, default="medium words")
     parser.add_argument("--runs", nargs="+", required=True, metavar="SCHEME,DENSITY,FORMAT[,FIRST]")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
-    parser.add_argument("--output", type=Path, default=RESULTS / "adam.json")
-    given = parser.parse_args()
-    jobs = [
-        {"task": given.task, "run": run, "way": way, "seed": seed}
-        for seed, run, way in product(given.seeds, given.runs, given.ways)
-    ]
-    for row in extend(given.output, trained, given.data, jobs, None):
-        print(
-            f"{row['task']}, {row['run']}, {row['way']}, seed {row['seed']}:"
-            f" {row['accuracy']:.2%}, loss {row['loss']:.4f}, {row['minutes']} minutes",
-            flush=True,
-        )
+    told = parser.parse_args()
+    every = product(told.seeds, told.runs, told.ways)
+    jobs = ({"task": told.task, "run": run, "way": way, "seed": seed} for seed, run, way in every)
+    run_all(told, trained, jobs)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ repeated.
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,7 +21,7 @@ from statistics import mean
 import torch
 from torch import Tensor, nn
 
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.causes_rules import RANKS, VARIANTS, Exchange
 from benchmarks.training.tasks import TASKS, batches, loss_of
 from sparcel.training import stays_dense
@@ -41,7 +39,7 @@ def tiny_cnn() -> nn.Sequential:
 def train(data: Path, variant: str, seed: int) -> Row:
     """Train once with a variant and return its row."""
     torch.set_num_threads(1)
-    start, rule, task = time.perf_counter(), VARIANTS[variant], TASKS["clothes"]
+    rule, task = VARIANTS[variant], TASKS["clothes"]
     split = task.read(data / task.folder, seed)
     samples = len(split.y_train)
     task = replace(task, steps=2 * (samples // task.batch))
@@ -80,9 +78,7 @@ def train(data: Path, variant: str, seed: int) -> Row:
         hidden = model[:-1](split.x_test)
     loss = float(nn.functional.cross_entropy(logits, split.y_test))
     return {
-        "variant": variant,
         "rule": asdict(rule),
-        "seed": seed,
         "steps": task.steps,
         "accuracy": float((logits.argmax(1) == split.y_test).double().mean()),
         "loss": loss if math.isfinite(loss) else None,
@@ -91,7 +87,6 @@ def train(data: Path, variant: str, seed: int) -> Row:
         "update_norm": _finite(norms),
         "wait_steps": _finite(waits[len(waits) // 2 :]),
         "mean_density": exchange.sent / task.steps,
-        "minutes": round((time.perf_counter() - start) / 60, 2),
     }
 
 
@@ -122,19 +117,12 @@ def _finite(values: list[float]) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds fashion-mnist")
+    parser = parser_for(__doc__, "causes")
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0 on")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
-    parser.add_argument("--output", type=Path, default=RESULTS / "causes.json")
-    arguments = parser.parse_args()
-    jobs = (
-        {"variant": variant, "seed": seed}
-        for seed, variant in product(range(arguments.seeds), arguments.variants)
-    )
-    for row in extend(arguments.output, train, arguments.data, jobs, arguments.processes):
-        print(f"{row['variant']}, seed {row['seed']}: {row['accuracy']:.2%}", flush=True)
+    told = parser.parse_args()
+    every = product(range(told.seeds), told.variants)
+    run_all(told, train, ({"variant": variant, "seed": seed} for seed, variant in every))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import RESULTS, Row, parser_for, run_all
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.task_training import Method, train
 from benchmarks.training.tasks import TASKS
@@ -85,38 +85,25 @@ def trained(data: Path, method: str, density: float, **run: Any) -> Row:
     chosen = BY_LABEL[method]
     if chosen.scheme != "dense":
         chosen = replace(chosen, settings={**chosen.settings, "density": density})
-    return {**train(data, method=chosen, **run), "density": density}
+    return train(data, method=chosen, **run)
 
 
 def main() -> None:
-    arguments = _arguments()
-    usual = arguments.ranks == RANKS and set(arguments.tasks) <= set(SUITE)
-    sweep = arguments.density or arguments.batch or not usual
-    name = "convergence" + ("_tuning" if arguments.tune else "_sweeps" if sweep else "")
-    output = arguments.output or RESULTS / f"{name}.json"
-    for row in extend(output, trained, arguments.data, _jobs(arguments), arguments.processes):
-        loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
-        print(
-            f"{row['task']}, {row['method']}, lr {row['lr']:g}, seed {row['seed']}:"
-            f" {row['accuracy']:.2%}, {loss}, {row['minutes']} minutes",
-            flush=True,
-        )
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
     parser.add_argument("--methods", nargs="+", choices=BY_LABEL, metavar="LABEL")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
-    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
     parser.add_argument("--tune", nargs="+", type=float, metavar="LR", help="train densely")
     parser.add_argument("--causes", action="store_true", help="one protection switched off")
     parser.add_argument("--density", type=float, help="instead of 1 %%")
     parser.add_argument("--batch", type=int, help="instead of the task's")
     parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    told = parser.parse_args()
+    usual = told.ranks == RANKS and set(told.tasks) <= set(SUITE)
+    sweep = told.density or told.batch or not usual
+    name = "convergence" + ("_tuning" if told.tune else "_sweeps" if sweep else "")
+    told.output = told.output or RESULTS / f"{name}.json"
+    run_all(told, trained, _jobs(told))
 
 
 def _jobs(arguments: argparse.Namespace) -> Iterator[Row]:

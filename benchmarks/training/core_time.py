@@ -24,14 +24,14 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter, process_time
+from statistics import mean, median
 from types import FrameType
 from typing import Any
 
 import torch
 
 import sparcel
+from benchmarks.clock import Clock
 from benchmarks.machine import itself, machine
 from benchmarks.record import Row, write
 from sparcel import scheme, units
@@ -64,32 +64,28 @@ class Ranks:
 
     def __init__(self, engine: BenchEngine, size: int) -> None:
         self.engine, self.comm, self.size = engine, engine.comm, size
+        self.clock = Clock(engine.comm)
         shared = torch.randn(size, generator=torch.Generator().manual_seed(0))
         own = torch.Generator().manual_seed(1 + self.comm.rank)
         self.gradients = [shared + 0.5 * torch.randn(size, generator=own) for _ in range(GRADIENTS)]
         self.vector = torch.empty(size)
         self.steps = 0
 
-    def means(self, *values: float) -> list[float]:
-        """Return the means over ranks."""
-        sums = torch.tensor(values, dtype=torch.float64)
-        self.comm.all_reduce(sums)
-        return (sums / self.comm.size).tolist()
-
     def timed(self, run: Callable[[], object], steps: int) -> tuple[float, float]:
         """Return the ranks' mean processor time, and the time that passes, in ns a parameter."""
-        processor = passed = 0.0
+        found = []
         for _ in range(steps):
             self.vector.copy_(self.gradients[self.steps % GRADIENTS])
             self.steps += 1
-            self.means(0)
-            start, before = perf_counter(), process_time()
-            run()
-            processor += process_time() - before
-            passed += perf_counter() - start
-        each = 1e9 / steps / self.size
-        found = self.means(processor * each, passed * each)
-        return found[0], found[1]
+            found.append(self.clock.timed(run))
+        each = 1e6 / self.size
+        return each * mean(one.cpu_ms for one in found), each * mean(one.mean_ms for one in found)
+
+    def mean(self, value: float) -> float:
+        """Return the mean over ranks."""
+        total = torch.tensor([value], dtype=torch.float64)
+        self.comm.all_reduce(total)
+        return total.item() / self.comm.size
 
     def runs(self, names: list[str]) -> dict[str, Callable[[], object]]:
         """Return what does a step, by name; the update comes where the gradient was."""
@@ -145,7 +141,7 @@ def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row
     for run in runs.values():
         ranks.timed(run, WARM_UP)
     times = [{name: ranks.timed(run, steps) for name, run in runs.items()} for _ in range(turns)]
-    calls = {name: max(ranks.means(calls_of(SCHEMES[name]()))) for name in names}
+    calls = {name: ranks.mean(calls_of(SCHEMES[name]())) for name in names}
     return [
         {
             "ranks": ranks.comm.size,

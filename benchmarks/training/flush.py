@@ -9,7 +9,6 @@ for the rest. Runs that the record has are not repeated. 0 steps forget what mem
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 import sparcel
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 from sparcel.comm import Communicator
@@ -68,7 +67,6 @@ def train(
     data: Path, task: str, lars: bool, density: float, switch: float, steps: int, seed: int
 ) -> Row:
     """Train once, and return the row."""
-    torch.set_num_threads(1)
     method = Method("topk", "topk", {"density": density})
     at = round(switch * STEPS)
     with patch.object(flush, "FLUSH_STEPS", steps):
@@ -76,12 +74,6 @@ def train(
         sparcel.simulate(RANKS, run.rank)
     tens = torch.tensor(run.losses[at - 100 : at + AFTER]).view(-1, 10).mean(1)
     return {
-        "task": task,
-        "lars": lars,
-        "density": density,
-        "switch": switch,
-        "steps": steps,
-        "seed": seed,
         **evaluate(run.model, run.split),
         "age": run.age,
         "losses": [round(float(loss), 4) for loss in tens],
@@ -90,29 +82,17 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images"])
-    parser.add_argument("--lars", action="store_true", help="in place of the task's optimiser")
-    parser.add_argument("--densities", nargs="+", type=float, default=[0.01, 0.001])
-    parser.add_argument("--switches", nargs="+", type=float, default=[0.5])
+    parser = parser_for(__doc__, "flush")
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=["images"])
+    parser.add_argument("--lars", action="store_const", const=[True], default=[False])
+    parser.add_argument("--density", nargs="+", type=float, default=[0.01, 0.001])
+    parser.add_argument("--switch", nargs="+", type=float, default=[0.5])
     parser.add_argument("--steps", nargs="+", type=int, default=[0, 1, 16, 64, 256])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
-    arguments = parser.parse_args()
-    every = (
-        arguments.tasks,
-        [arguments.lars],
-        arguments.densities,
-        arguments.switches,
-        arguments.steps,
-        arguments.seeds,
-    )
+    parser.add_argument("--seed", nargs="+", type=int, default=[0])
+    told = parser.parse_args()
     names = ("task", "lars", "density", "switch", "steps", "seed")
-    jobs = (dict(zip(names, job, strict=True)) for job in product(*every))
-    output = RESULTS / "flush.json"
-    for row in extend(output, train, arguments.data, jobs, arguments.processes):
-        print({key: row[key] for key in (*names, "loss", "accuracy", "age")}, flush=True)
+    every = product(*(getattr(told, name) for name in names))
+    run_all(told, train, (dict(zip(names, job, strict=True)) for job in every))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ repeated.
 
 from __future__ import annotations
 
-import argparse
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.convergence import RANKS, SUITE
 from benchmarks.training.peers import HALVES, train_with_hook
 from benchmarks.training.task_training import Method, train
@@ -36,14 +35,13 @@ def trained(data: Path, task: str, run: str, seed: int, ranks: int, steps: int) 
     """Train once, and return the row."""
     usual = TASKS[task]
     if run in HALVES or run.startswith("powersgd,"):
-        done = train_with_hook(data, task, run, seed, steps)
-        return {"task": task, "run": run, "seed": seed, "ranks": ranks, **done}
+        return train_with_hook(data, task, run, seed, steps)
     rates = stated_rates(bandwidth=LINK, latency_s=LATENCY_S, ranks=ranks)
     row = train(data, task, method_of(run), seed, ranks, usual.batch, usual.lr, steps, rates)
     model = usual.model(usual.read(data / usual.folder, seed))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dense = 2 * (ranks - 1) / ranks * VALUE_BYTES * parameters
-    return {**row, "run": run, "parameters": parameters, "share": row["bytes_a_step"] / dense}
+    return {**row, "parameters": parameters, "share": row["bytes_a_step"] / dense}
 
 
 def method_of(run: str) -> Method:
@@ -64,32 +62,24 @@ def method_of(run: str) -> Method:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__, "frontier")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
     parser.add_argument("--runs", nargs="+", required=True, metavar="RUN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="default: 0")
-    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--fewer-steps", type=int, default=1, help="by this factor; default: 1")
-    parser.add_argument("--output", type=Path, default=RESULTS / "frontier.json")
-    given = parser.parse_args()
+    told = parser.parse_args()
     jobs = [
         {
             "task": task,
             "run": run,
             "seed": seed,
-            "ranks": given.ranks,
-            "steps": TASKS[task].steps // given.fewer_steps,
+            "ranks": told.ranks,
+            "steps": TASKS[task].steps // told.fewer_steps,
         }
-        for seed, run, task in product(given.seeds, given.runs, given.tasks)
+        for seed, run, task in product(told.seeds, told.runs, told.tasks)
     ]
-    for row in extend(given.output, trained, given.data, jobs, given.processes):
-        print(
-            f"{row['task']}, {row['run']}, seed {row['seed']}: {row['accuracy']:.2%},"
-            f" loss {row['loss']:.4f}, {row['share']:.1%} of the bytes, {row['minutes']} minutes",
-            flush=True,
-        )
+    run_all(told, trained, jobs)
 
 
 if __name__ == "__main__":

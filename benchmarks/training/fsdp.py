@@ -44,17 +44,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.machine import machine
-from benchmarks.record import Row, write
+from benchmarks.record import Row, network, show, write
 from benchmarks.training.fsdp_runs import remembered, trainings
 from benchmarks.training.fsdp_times import all_rows
 
@@ -71,40 +68,12 @@ def rows_for(arguments: argparse.Namespace) -> Iterator[Row]:
     return all_rows(SHAPE, (SHAPE, LARGER), arguments.rounds, arguments.repeats)
 
 
-def tables(rows: Iterable[Row]) -> Iterator[Table]:
-    """Yield a table of the rows of each kind."""
-    for what, group in groupby(rows, key=lambda row: str(row["what"])):
-        found = list(group)
-        names = dict.fromkeys(name for row in found for name in row if _is_shown(name))
-        shown = Table(*names, title=what)
-        for row in found:
-            shown.add_row(*(_text(row.get(name)) for name in names))
-        yield shown
-
-
-def _is_shown(name: str) -> bool:
-    return name not in ("what", "all_ms", "losses")
-
-
-def _text(figure: Any) -> str:
-    if figure is None:
-        return ""
-    if isinstance(figure, str | bool) or abs(figure) < 1000:
-        return f"{figure:.4g}" if isinstance(figure, float) else str(figure)
-    return f"{figure:,.0f}"
-
-
 def origin(data: Path | None = None) -> Row:
     """Return the head of a record, without the path of the data."""
-    lab = {
-        name.removeprefix("SPARCEL_LAB_").lower(): value
-        for name, value in os.environ.items()
-        if name.startswith("SPARCEL_LAB_")
-    }
     found = machine()
     if data is not None:
         found["command"] = found["command"].replace(str(data), "DATA")
-    return {**found, "network": lab}
+    return {**found, "network": network()}
 
 
 def _arguments() -> argparse.Namespace:
@@ -127,7 +96,8 @@ def main() -> None:
         if os.environ["RANK"] == "0" and arguments.output is not None:
             write(arguments.output, head, rows)
     if os.environ["RANK"] == "0":
-        Console(highlight=False, width=160).print(*tables(rows))
+        for _, group in groupby(rows, key=lambda row: str(row["what"])):
+            show(group)
 
 
 if __name__ == "__main__":

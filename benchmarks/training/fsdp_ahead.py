@@ -20,10 +20,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from benchmarks.record import Row, write
+from benchmarks.clock import Clock, Timed
+from benchmarks.record import Row, show, write
 from benchmarks.training.fsdp import SHAPE, origin
 from benchmarks.training.fsdp_model import METHODS, TOPK, Replica, mesh_of_nodes, random_batches
-from benchmarks.training.fsdp_times import Clock
 from sparcel.comm import resolve
 
 STEPS, WARM_UP, BATCH = 40, 5, 8
@@ -35,19 +35,19 @@ def rows_of_turns() -> list[Row]:
     replicas = {
         ahead: Replica(replace(METHODS[TOPK], ahead=ahead), mesh, SHAPE) for ahead in (True, False)
     }
-    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    times: dict[bool, list[Timed]] = {True: [], False: []}
     for step in range(WARM_UP + STEPS):
         for ahead in (step % 2 == 0, step % 2 == 1):
             x, y = next(batches)
-            times[ahead].append(clock.timed(partial(replicas[ahead].step, x, y))[:2])
+            times[ahead].append(clock.timed(partial(replicas[ahead].step, x, y)))
     for replica in replicas.values():
         replica.close()
     return [
         {
             "ahead": ahead,
             "parameters": replicas[ahead].parameters,
-            "ms": median(ms for ms, _ in found[WARM_UP:]),
-            "cpu_ms": median(cpu for _, cpu in found[WARM_UP:]),
+            "ms": median(one.ms for one in found[WARM_UP:]),
+            "cpu_ms": median(one.cpu_ms for one in found[WARM_UP:]),
         }
         for ahead, found in times.items()
     ]
@@ -61,7 +61,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = rows_of_turns()
     if os.environ["RANK"] == "0":
-        print(*rows, sep="\n")
+        show(rows)
         if arguments.output is not None:
             write(arguments.output, origin(), rows)
     dist.destroy_process_group()

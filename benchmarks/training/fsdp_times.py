@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
 from statistics import median
-from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import sparcel
-from benchmarks.network.two_tiers import crossed
+from benchmarks.clock import Clock, Timed
 from benchmarks.record import Row
 from benchmarks.training.fsdp_model import (
     ALONE,
@@ -37,39 +36,13 @@ from benchmarks.training.fsdp_model import (
     random_batches,
     vectors_of,
 )
-from sparcel.comm import Communicator, resolve
-from sparcel.ops import MAX
+from sparcel.comm import resolve
 
 EXCHANGED = (HSDP, HSDP_HALF, TOPK, PACKED, RECOMMENDATION)
 GRADIENTS = 3
 """Of how many steps gradients are exchanged by themselves, over and over."""
 
 Run = Callable[[], object]
-Timed = tuple[float, float, float]
-"""Milliseconds of the slowest rank, processor time of an average one, bytes on the busiest link."""
-
-
-class Clock:
-    """Times what all ranks do at once, and counts what crosses the links meanwhile."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-
-    def timed(self, run: Run) -> Timed:
-        self._meet()
-        before, start, busy = crossed(), perf_counter(), process_time()
-        run()
-        seconds, busy = perf_counter() - start, process_time() - busy
-        self._meet()
-        most = torch.tensor([seconds, crossed() - before], dtype=torch.float64)
-        total = torch.tensor([busy], dtype=torch.float64)
-        self.comm.all_reduce(most, MAX)
-        self.comm.all_reduce(total)
-        slowest, nbytes = most.tolist()
-        return 1e3 * slowest, 1e3 * total.item() / self.comm.size, nbytes
-
-    def _meet(self) -> None:
-        self.comm.run(lambda: self.comm.gather_numbers(0))
 
 
 class DenseExchange:
@@ -192,16 +165,14 @@ def _in_turns(
         for _ in range(repeats):
             timed = clock.timed(job())
             found[label] += [timed] if turn >= 0 else []
-    return {label: _medians(timed) for label, timed in found.items()}
-
-
-def _medians(found: Sequence[Timed]) -> Row:
-    milliseconds, busy, nbytes = zip(*found, strict=True)
     return {
-        "ms": median(milliseconds),
-        "cpu_ms": median(busy),
-        "link_bytes": median(nbytes),
-        "all_ms": list(milliseconds),
+        label: {
+            "ms": median(one.ms for one in timed),
+            "cpu_ms": median(one.cpu_ms for one in timed),
+            "link_bytes": median(one.link_bytes for one in timed),
+            "all_ms": [one.ms for one in timed],
+        }
+        for label, timed in found.items()
     }
 
 

@@ -9,8 +9,6 @@ is as for ``convergence.py``.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -23,7 +21,7 @@ from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import sparcel
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.models import Words
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, Task
@@ -106,36 +104,24 @@ class Bytes(Run):
 
 def trained(data: Path, way: str, density: float, seed: int) -> Row:
     """Train once, and return the row."""
-    torch.set_num_threads(1)
-    start, training = time.process_time(), Bytes(data, way, density, seed)
+    training = Bytes(data, way, density, seed)
     sparcel.simulate(RANKS, training.rank)
     split = training.split
     tested = replace(split, x_test=split.x_test[:TESTED], y_test=split.y_test[:TESTED])
-    return {
-        "way": way,
-        "density": density,
-        "seed": seed,
-        "steps": TASK.steps,
-        **evaluate(training.model, tested),
-        "seconds": round(time.process_time() - start),
-    }
+    return {"steps": TASK.steps, **evaluate(training.model, tested)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__, "muon")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--densities", nargs="+", type=float, default=[0.1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
-    given = parser.parse_args()
+    told = parser.parse_args()
     jobs = [
         {"way": way, "density": 1.0 if way == "dense" else density, "seed": seed}
-        for seed, density, way in product(given.seeds, given.densities, given.ways)
+        for seed, density, way in product(told.seeds, told.densities, told.ways)
     ]
-    path = RESULTS / "muon.json"
-    for row in extend(path, trained, given.data, jobs, given.processes):
-        print(f"{row['way']}, {row['density']:.0%}, seed {row['seed']}: {row['loss']:.4f}")
+    run_all(told, trained, jobs)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,20 @@ As a page shows them: ``python -m benchmarks.training.norms table``.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.clock import Clock
 from benchmarks.machine import machine
 from benchmarks.pages.tables import table
-from benchmarks.record import RESULTS, Row, rows_of
+from benchmarks.record import RESULTS, Row, rows_of, write
 from sparcel import cost, kernels, simulate
 from sparcel.comm import Communicator, Network, SimulatedCommunicator, resolve
 from sparcel.cost import Rates, stated_rates
@@ -206,7 +205,7 @@ def simulated(rounds: int) -> Iterator[Row]:
 
 def on_ranks(comm: Communicator, rounds: int) -> Iterator[Row]:
     """Yield the rows of real ranks; all ranks call."""
-    measured = cost.measure(comm)
+    measured, clock = cost.measure(comm), Clock(comm)
     for model in MODELS:
         tensors = made(model)
         by_measured = chooses(tensors, comm, measured)
@@ -215,13 +214,9 @@ def on_ranks(comm: Communicator, rounds: int) -> Iterator[Row]:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for number in range(rounds + 2):
             for way, compute in WAYS.items():
-                comm.run(lambda: comm.gather_numbers(0))
-                start = perf_counter()
-                rates_of(compute(tensors, comm))
-                nanoseconds = round(1e9 * (perf_counter() - start))
-                slowest = max(comm.run(lambda: comm.gather_numbers(nanoseconds)))  # noqa: B023
+                timed = clock.timed(lambda: rates_of(compute(tensors, comm)))  # noqa: B023
                 if number > 1:
-                    times[way].append(1e-9 * slowest)
+                    times[way].append(1e-3 * timed.ms)
         yield row(model, comm.size, times, chosen=by_measured, chosen_by_default=by_default)
 
 
@@ -239,8 +234,7 @@ def written(rows: list[Row], rounds: int, output: Path | None) -> None:
     """Print rows, and write them to a record."""
     print("\n".join(tabled(rows)))
     if output is not None:
-        record = {**machine(), "rounds": rounds, "rows": rows}
-        output.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write(output, {**machine(), "rounds": rounds}, rows)
 
 
 COLUMNS = ("model", "ranks", "network", "every rank", "shared", "speedup", "chosen")

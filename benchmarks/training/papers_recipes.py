@@ -11,17 +11,13 @@ has are not repeated. ``--steps 2000 --recipes scalecom`` trains longer; recipes
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-import torch
-
 import sparcel
-from benchmarks.machine import machine
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS
 from sparcel.comm import Communicator
@@ -29,7 +25,6 @@ from sparcel.training import Averager
 
 RANKS, TASK = 8, "images"
 FIRST_LAYER = ("0.weight",)
-OUTPUT = RESULTS / "papers_recipes.json"
 
 
 @dataclass(frozen=True)
@@ -123,18 +118,13 @@ class RecipeRun(Run):
 
 def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
     """Train once by a recipe or densely, and return the row."""
-    torch.set_num_threads(1)
     run = RecipeRun(data, RECIPES[recipe], method == "dense", steps, seed)
     report = sparcel.simulate(RANKS, run.rank)
-    here = machine()
+    volumes = [max(one.bytes_sent, one.bytes_received) for one in report.traffic]
     return {
-        "recipe": recipe,
-        "method": method,
         "task": TASK,
-        "seed": seed,
         "ranks": RANKS,
         "batch": run.task.batch,
-        "steps": steps,
         "lr": run.task.lr,
         "scheme": run.method.scheme,
         "settings": dict(run.method.settings),
@@ -143,46 +133,28 @@ def train(data: Path, recipe: str, method: str, seed: int, steps: int) -> Row:
         "train_losses": run.smoothed(),
         "density_before": report.results[0].density_before,
         "density_after": report.results[0].density_after,
-        "bytes_a_step": max(max(one.bytes_sent, one.bytes_received) for one in report.traffic)
-        / steps,
-        "processor": here["processor"],
-        "torch": here["torch"],
-        "command": command(recipe, method, seed, steps),
-        "times": "not measured",
+        "bytes_a_step": max(volumes) / steps,
     }
 
 
-def command(recipe: str, method: str, seed: int, steps: int) -> str:
-    """Return a command that makes a row, after those of the seeds before."""
-    return (
-        f'python -m benchmarks.training.papers_recipes DATA --recipes "{recipe}" --methods {method}'
-        f" --seeds {seed + 1} --steps {steps}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__, "papers_recipes")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["oktopk", "scalecom"])
-    parser.add_argument("--methods", nargs="+", choices=["dense", "recipe"])
+    parser.add_argument("--methods", nargs="+", default=["dense", "recipe"])
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
     parser.add_argument("--steps", type=int, help="default: as many samples as in convergence.py")
-    arguments = parser.parse_args()
-    for row in extend(OUTPUT, train, arguments.data, _jobs(arguments), 1):
-        print({key: row[key] for key in ("recipe", "method", "seed", "steps", "loss", "accuracy")})
-
-
-def _jobs(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield the runs, one seed of everything before the next."""
-    methods = arguments.methods or ["dense", "recipe"]
-    for seed, name, method in product(range(arguments.seeds), arguments.recipes, methods):
-        usual = TASKS[TASK]
-        yield {
+    told = parser.parse_args()
+    samples = TASKS[TASK].steps * TASKS[TASK].batch
+    jobs = [
+        {
             "recipe": name,
             "method": method,
             "seed": seed,
-            "steps": arguments.steps or usual.steps * usual.batch // RECIPES[name].batch,
+            "steps": told.steps or samples // RECIPES[name].batch,
         }
+        for seed, name, method in product(range(told.seeds), told.recipes, told.methods)
+    ]
+    run_all(told, train, jobs)
 
 
 if __name__ == "__main__":

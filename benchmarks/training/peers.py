@@ -8,13 +8,11 @@ is rounded, where a cluster rounds each rank's gradient and the sums.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -37,9 +35,7 @@ def train_with_hook(data: Path, task: str, hook: str, seed: int, steps: int) -> 
 
     ``share`` is that of the values in a step's messages, of those in float32, mean over the steps.
     """
-    torch.set_num_threads(1)
-    start, usual = time.perf_counter(), replace(TASKS[task], steps=steps)
-    run = Run(data, usual, Method(hook, "dense"), seed)
+    run = Run(data, replace(TASKS[task], steps=steps), Method(hook, "dense"), seed)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         # PowerSGD hangs over Gloo with several buckets.
@@ -47,11 +43,9 @@ def train_with_hook(data: Path, task: str, hook: str, seed: int, steps: int) -> 
         share = register(model, hook, steps)
         run.alone(model)
         return {
-            "steps": steps,
             **evaluate(run.model, run.split),
             "train_losses": run.smoothed(),
             "share": share(),
-            "minutes": round((time.perf_counter() - start) / 60, 2),
         }
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,6 @@ turns. A rank's figure is the median of its steps, a row's the mean over ranks.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
@@ -22,13 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
 from benchmarks.machine import machine
+from benchmarks.record import show, write
 
 SCHEMES = ("topk", "gtopk", "oktopk")
 SCOPES = ("bucket", "model")
@@ -110,15 +108,6 @@ def measured(arguments: argparse.Namespace) -> dict[str, Figures]:
     return rows
 
 
-def table(rows: dict[str, Figures]) -> Table:
-    """Return the rows as a table to print."""
-    columns = list(next(iter(rows.values())))
-    shown = Table("row", *columns)
-    for name, row in rows.items():
-        shown.add_row(name, *(f"{row[column]:.3g}" for column in columns))
-    return shown
-
-
 def main() -> None:
     """Measure all rows, and write them from rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -133,12 +122,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = measured(arguments)
     if dist.get_rank() == 0:
-        Console(width=120).print(table(rows))
+        show({"row": name, **row} for name, row in rows.items())
         if arguments.output is not None:
             settings = {"ranks": dist.get_world_size(), **vars(arguments)}
             del settings["output"]
-            report = {**machine(), "settings": settings, "rows": rows}
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            write(arguments.output, {**machine(), "settings": settings}, rows)
     dist.destroy_process_group()
 
 

@@ -10,9 +10,7 @@ ranks fills in. ``DATA`` is as for ``convergence.py``. Runs that the record has 
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 import sparcel
-from benchmarks.record import RESULTS, Row, extend
+from benchmarks.record import Row, parser_for, run_all
 from benchmarks.streams.paper_selectors import GaussianK
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, Task, loss_of
@@ -176,13 +174,9 @@ def _pairwise(cosines: Tensor) -> float:
 
 def watch(data: Path, task: str, method: str, seed: int) -> Row:
     """Train once and return the row."""
-    torch.set_num_threads(1)
-    start, run = time.perf_counter(), Watched(data, TASKS[task], METHODS[method], seed)
+    run = Watched(data, TASKS[task], METHODS[method], seed)
     sparcel.simulate(RANKS, run.rank)
     return {
-        "task": task,
-        "method": method,
-        "seed": seed,
         "ranks": RANKS,
         "steps": run.task.steps,
         **evaluate(run.model, run.split),
@@ -192,7 +186,6 @@ def watch(data: Path, task: str, method: str, seed: int) -> Row:
         "result_deviation": mean(abs(result - 1) for _, result in run.counts),
         "growth": run.growth,
         "looks": run.looks,
-        "minutes": round((time.perf_counter() - start) / 60, 2),
     }
 
 
@@ -202,19 +195,13 @@ def _in_parts(values: Sequence[float], parts: int = 20) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, help="folder that holds the tasks' folders")
+    parser = parser_for(__doc__, "signals")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["images", "characters"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, help="runs at a time; default: a run on each core")
-    parser.add_argument("--output", type=Path, default=RESULTS / "signals.json")
-    arguments = parser.parse_args()
-    jobs = (
-        {"task": task, "method": label, "seed": arguments.seed}
-        for task, label in product(arguments.tasks, METHODS)
-    )
-    for row in extend(arguments.output, watch, arguments.data, jobs, arguments.processes):
-        print(f"{row['task']}, {row['method']}: {row['minutes']} minutes", flush=True)
+    told = parser.parse_args()
+    every = product(told.tasks, METHODS)
+    jobs = ({"task": task, "method": label, "seed": told.seed} for task, label in every)
+    run_all(told, watch, jobs)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ model, because their updates are equal; that is checked in every step.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -56,14 +55,12 @@ def train(
 
     By default on as many samples with any batch, and with `sparcel.attach`'s default rates.
     """
-    torch.set_num_threads(1)
-    start, usual = time.perf_counter(), TASKS[task]
+    usual = TASKS[task]
     steps = steps or usual.steps * usual.batch // batch
     run = Run(data, replace(usual, lr=lr, batch=batch, steps=steps), method, seed, rates)
     report = sparcel.simulate(ranks, run.rank)
     volumes = [max(sent.bytes_sent, sent.bytes_received) for sent in report.traffic]
     return {
-        "task": task,
         "method": method.label,
         "scheme": method.scheme,
         "settings": {
@@ -72,8 +69,6 @@ def train(
         },
         "ahead": method.ahead,
         "frontload": method.frontload,
-        "seed": seed,
-        "ranks": ranks,
         "batch": batch,
         "steps": steps,
         "lr": lr,
@@ -84,7 +79,6 @@ def train(
         "dense_steps": run.dense_steps,
         "clipped_steps": run.clipped_steps,
         "bytes_a_step": max(volumes) / steps,
-        "minutes": round((time.perf_counter() - start) / 60, 2),
     }
 
 
@@ -94,6 +88,7 @@ class Run:
     def __init__(
         self, data: Path, task: Task, method: Method, seed: int, rates: Rates | None = None
     ) -> None:
+        torch.set_num_threads(1)
         self.task, self.method, self.seed, self.rates = task, method, seed, rates
         self.split = task.read(data / task.folder, seed)
         torch.manual_seed(seed)

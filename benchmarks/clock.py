@@ -1,0 +1,64 @@
+"""A clock that all ranks share: what they do at once, from a barrier on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+
+import torch
+
+from sparcel.comm import Communicator
+from sparcel.lab import link_bytes
+from sparcel.ops import MAX
+
+
+class Timed(NamedTuple):
+    """What a call took, the same on all ranks, but for this rank's ``result``.
+
+    ``ms`` is that of the slowest rank, ``mean_ms`` of an average one, ``cpu_ms`` the processor time
+    of an average one. ``volume`` is the larger of the bytes that the communicator sent and
+    received, at the worst rank; ``link_bytes`` what crossed the busiest link, in the lab.
+    """
+
+    ms: float
+    mean_ms: float
+    cpu_ms: float
+    volume: float
+    link_bytes: float
+    result: Any
+
+
+class Clock:
+    """The clock of a communicator's ranks."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def timed(self, run: Callable[[], object]) -> Timed:
+        """Time a call; all ranks call."""
+        self._meet()
+        link, before = _crossed(), replace(self.comm.traffic)
+        start, busy = perf_counter(), process_time()
+        result = run()
+        seconds, busy = perf_counter() - start, process_time() - busy
+        now = self.comm.traffic
+        sent, received = now.bytes_sent - before.bytes_sent, now.bytes_received
+        # On the link nothing is under way before a call, and after it on no rank.
+        self._meet()
+        volume = max(sent, received - before.bytes_received)
+        most = torch.tensor([1e3 * seconds, volume, _crossed() - link], dtype=torch.float64)
+        total = torch.tensor([1e3 * seconds, 1e3 * busy], dtype=torch.float64)
+        self.comm.all_reduce(most, MAX)
+        self.comm.all_reduce(total)
+        slowest, volume, link = most.tolist()
+        return Timed(slowest, *(total / self.comm.size).tolist(), volume, link, result)
+
+    def _meet(self) -> None:
+        self.comm.run(lambda: self.comm.gather_numbers(0))
+
+
+def _crossed() -> int:
+    """Return the bytes that this node's link has sent or received so far: the larger."""
+    return max(link_bytes() or (0, 0))
