@@ -1,4 +1,4 @@
-"""Write the tables of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
+"""Print the tables of docs/explanation/algorithms.md, and draw docs/figures/scale.svg.
 
 They are of the record of `scale.py`; the tables also of the papers' closed forms.
 
@@ -9,25 +9,19 @@ python -m benchmarks.network.algorithms_table
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from math import log2
-from pathlib import Path
 from typing import Any
 
 from benchmarks.pages.tables import COLOURS, DENSE, plain, save, subplots, table
+from benchmarks.record import RESULTS
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
-PAGE = ROOT / "docs" / "explanation" / "algorithms.md"
 EXACT = "dense", "allgather", "recursive_doubling", "halving_doubling"
 DRAWN = dict(
     zip((*EXACT, "gtopk", "oktopk", "hitopk", "scalecom"), (DENSE, *COLOURS), strict=False)
 )
 """Colours of the algorithms in the figure: of those that add all, and of those that select."""
-
-BEGIN, END = "<!-- from benchmarks/results/scale.json -->\n", "<!-- end -->\n"
 
 
 @dataclass(frozen=True)
@@ -70,44 +64,42 @@ def group(p: float) -> float:
     return min(8, p // 2)
 
 
-def page_table(results: dict[str, Any]) -> str:
-    """Return the tables of the results of `scale.py`."""
+def recorded() -> dict[str, Any]:
+    """Return the record of `scale.py`."""
+    record: dict[str, Any] = json.loads((RESULTS / "scale.json").read_text())
+    return record
+
+
+def tables() -> Iterator[str]:
+    """Yield the lines of all tables, an empty one after each."""
+    results = recorded()
     size, count, networks = results["size"], results["count"], results["networks"]
-    by_name = {
-        name: {row["ranks"]: row for row in rows}
-        for name, rows in groupby(
-            sorted(results["rows"], key=lambda row: row["algorithm"]),
-            key=lambda row: row["algorithm"],
-        )
-    }
-    order = list(dict.fromkeys(row["algorithm"] for row in results["rows"]))
-    ranks = sorted({row["ranks"] for row in results["rows"]})
+    found = {(row["algorithm"], row["ranks"]): row for row in results["rows"]}
+    names, ranks = dict.fromkeys(name for name, _ in found), sorted({p for _, p in found})
 
     def rounds(name: str, p: int) -> str:
-        return compared(by_name[name][p]["rounds"], name in PAPERS and PAPERS[name].rounds(p), 0)
+        return compared(found[name, p]["rounds"], name in PAPERS and PAPERS[name].rounds(p), 0)
 
     def words(name: str, p: int) -> str:
         paper = name in PAPERS and PAPERS[name].words(p, size, count) / count
-        return compared(by_name[name][p]["bytes"] / 4 / count, paper, 1)
+        return compared(found[name, p]["bytes"] / 4 / count, paper, 1)
 
     def milliseconds(key: str) -> Callable[[str, int], str]:
-        return lambda name, p: f"{1000 * by_name[name][p][key]:.3g}"
+        return lambda name, p: f"{1000 * found[name, p][key]:.3g}"
 
-    tables = [
+    for title, cell in (
         ("Rounds", rounds),
         ("Words a rank, in multiples of k", words),
         (f"Milliseconds, {described(networks['ethernet'])}", milliseconds("ethernet_s")),
         (f"Milliseconds, {described(networks['nodes'])}", milliseconds("nodes_s")),
-    ]
-    parts = []
-    for title, cell in tables:
-        cells = (
-            (f"`{name}`", *(cell(name, p) if p in by_name[name] else "" for p in ranks))
-            for name in order
+    ):
+        yield from (f"{title}:", "")
+        rows = (
+            (f"`{name}`", *(cell(name, p) if (name, p) in found else "" for p in ranks))
+            for name in names
         )
-        lines = table(("", *(f"P = {p}" for p in ranks)), cells)
-        parts.append("\n".join([f"{title}:", "", *lines]) + "\n")
-    return "\n".join(parts)
+        yield from table(("", *(f"P = {p}" for p in ranks)), rows)
+        yield ""
 
 
 def described(network: dict[str, float]) -> str:
@@ -135,7 +127,7 @@ def compared(ours: float, paper: float | bool, digits: int) -> str:
 
 def draw_all() -> None:
     """Draw the times on both networks against the number of ranks."""
-    results = json.loads(RESULTS.read_text())
+    results = recorded()
     figure, both = subplots(2, size=(6.4, 6.6), sharex=True)
     for axes, key, network in zip(
         both, ("ethernet_s", "nodes_s"), results["networks"], strict=True
@@ -155,15 +147,6 @@ def draw_all() -> None:
     save(figure, "scale")
 
 
-def main() -> None:
-    """Replace the tables on the page."""
-    page = PAGE.read_text()
-    head, rest = page.split(BEGIN)
-    _, tail = rest.split(END)
-    tables = page_table(json.loads(RESULTS.read_text()))
-    PAGE.write_text(head + BEGIN + "\n" + tables + "\n" + END + tail)
-    draw_all()
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join(tables()))
+    draw_all()

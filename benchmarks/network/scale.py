@@ -15,12 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import itself, machine
+from benchmarks.record import show, write
 from sparcel import SparseStream, simulate
 from sparcel.collectives import ALGORITHMS, broadcast, gtopk, oktopk
 from sparcel.collectives.halving_doubling import halving_doubling
@@ -129,33 +131,19 @@ def main() -> None:
     if arguments.alone:
         print(json.dumps(measure(arguments.algorithms[0], arguments.ranks[0], size, count)))
         return
-    print(f"# {json.dumps(machine())}")
-    print(f"# n = {size}, k = {count}; time and memory are the simulation's own")
-    print(
-        f"# {'algorithm':20}{'ranks':>6}{'wall s':>9}{'RSS MB':>8}{'rounds':>8}{'bytes':>12}"
-        f"{'1 Gbit/s':>11}{'8 a node':>11}"
-    )
     rows = []
-    for ranks in arguments.ranks:
-        for name in arguments.algorithms:
-            if name == "ring" and ranks > 256:  # two million messages
-                continue
-            command = [sys.executable, *itself(), "--alone", "--algorithms", name]
-            command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]
-            answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-            row = json.loads(answer.stdout)
-            rows.append(row)
-            print(
-                f"  {name:20}{ranks:6}{row['wall_s']:9.2f}{row['peak_rss_mb']:8}"
-                f"{row['rounds']:8.0f}{row['bytes']:12}"
-                f"{row['ethernet_s']:9.4f} s{row['nodes_s']:9.4f} s",
-                flush=True,
-            )
+    for ranks, name in product(arguments.ranks, arguments.algorithms):
+        if name == "ring" and ranks > 256:  # two million messages
+            continue
+        command = [sys.executable, *itself(), "--alone", "--algorithms", name]
+        command += ["--ranks", str(ranks), "--size", str(size), "--count", str(count)]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        rows.append(json.loads(answer.stdout))
+        show(rows[-1:])
     if arguments.output:
         networks = {"ethernet": vars(ETHERNET), "nodes": vars(NODES)}
         content = {"machine": machine(), "size": size, "count": count, "networks": networks}
-        content["rows"] = rows
-        arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+        write(arguments.output, content, rows)
 
 
 if __name__ == "__main__":

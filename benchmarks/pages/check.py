@@ -70,11 +70,7 @@ def different(page: str, found: object, expected: object) -> Faults:
 
 def algorithms() -> Faults:
     report: Any = importlib.import_module("benchmarks.network.algorithms_table")
-    page = "docs/explanation/algorithms.md"
-    shown = text_of(page).split(report.BEGIN)[1].split(report.END)[0].strip()
-    yield from different(
-        page, shown, report.page_table(json.loads(report.RESULTS.read_text())).strip()
-    )
+    yield from absent("docs/explanation/algorithms.md", report.tables(), at_least=40)
 
 
 def benchmark() -> Faults:

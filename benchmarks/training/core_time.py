@@ -9,9 +9,6 @@ some steps to their end, and the median of the turns. This counts what the engin
 kernel do for a rank. With ``--rate 1gbit`` the ranks are nodes that such links join, and the time
 that passes is that of a step on this network. The *share* is the time in proportion to Gloo's
 float32 in the same turn.
-
-The *calls* are Python's, of one bucket and step under training's driver, on all threads of a rank:
-a vector of ten matrices and six vectors is queued, and the step finished.
 """
 
 from __future__ import annotations
@@ -20,25 +17,21 @@ import argparse
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from types import FrameType
-from typing import Any
 
 import torch
 
 import sparcel
 from benchmarks.clock import Clock
 from benchmarks.machine import itself, machine
-from benchmarks.record import Row, write
+from benchmarks.record import Row, show, write
 from sparcel import scheme, units
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.lab import Link, Workers, open_network, parse_rate
 from sparcel.schemes import Scheme
-from sparcel.training import Averager
 
 WARM_UP, GRADIENTS = 12, 3
 """Steps before the first turn, in which memories fill up; gradients that take turns."""
@@ -81,12 +74,6 @@ class Ranks:
         each = 1e6 / self.size
         return each * mean(one.cpu_ms for one in found), each * mean(one.mean_ms for one in found)
 
-    def mean(self, value: float) -> float:
-        """Return the mean over ranks."""
-        total = torch.tensor([value], dtype=torch.float64)
-        self.comm.all_reduce(total)
-        return total.item() / self.comm.size
-
     def runs(self, names: list[str]) -> dict[str, Callable[[], object]]:
         """Return what does a step, by name; the update comes where the gradient was."""
         float32, bfloat16 = self.engine.all_reduce, torch.empty(self.size, dtype=torch.bfloat16)
@@ -104,44 +91,12 @@ class Ranks:
         return runs
 
 
-def calls_of(made: Scheme) -> float:
-    """Return how many calls of Python a bucket takes in a step; all ranks call."""
-    tensors = {f"layers.{place}.weight": torch.zeros(1000, 100) for place in range(10)}
-    tensors |= {f"layers.{place}.bias": torch.zeros(100) for place in range(6)}
-    places, end = {}, 0
-    for name, tensor in tensors.items():
-        places[name] = (end, end + tensor.numel())
-        end += tensor.numel()
-    counted, counting = 0, False
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal counted
-        counted += counting and event == "call"
-
-    steps = 5
-    threading.setprofile(note)  # for the thread of the communicator, which begins now
-    averager, vector = Averager(tensors, made, frontload=False), torch.empty(end)
-    gradient = torch.randn(end, generator=torch.Generator().manual_seed(0))
-    sys.setprofile(note)
-    for step in range(WARM_UP + steps):
-        vector.copy_(gradient)
-        counting = step >= WARM_UP
-        averager.queue(vector, dict(places))
-        averager.finish()
-        counting = False
-    sys.setprofile(None)
-    threading.setprofile(None)
-    averager.handle.close()
-    return counted / steps
-
-
 def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row]:
     """Measure all rows on these ranks; all of them call, and get the same."""
     runs = ranks.runs(names)
     for run in runs.values():
         ranks.timed(run, WARM_UP)
     times = [{name: ranks.timed(run, steps) for name, run in runs.items()} for _ in range(turns)]
-    calls = {name: ranks.mean(calls_of(SCHEMES[name]())) for name in names}
     return [
         {
             "ranks": ranks.comm.size,
@@ -150,7 +105,6 @@ def measured(ranks: Ranks, names: list[str], turns: int, steps: int) -> list[Row
             "core_ns": median(turn[name][0] for turn in times),
             "wall_ns": median(turn[name][1] for turn in times),
             "share": median(turn[name][0] / turn[GLOO[0]][0] for turn in times),
-            "calls": calls.get(name),
             "all_core_ns": [turn[name][0] for turn in times],
         }
         for name in runs
@@ -166,17 +120,9 @@ def on_processes(ranks: int, link: Link | None) -> list[Row]:
         for rank, line in workers.lines():
             if rank == 0 and line.startswith("{"):
                 rows.append(json.loads(line))
-                shown(rows[-1])
             elif rank == 0:
                 print(line)
     return rows
-
-
-def shown(row: Row) -> None:
-    """Print a row."""
-    calls = "" if row["calls"] is None else f"{row['calls']:.0f} calls"
-    figures = f"{row['core_ns']:6.2f} ns, {row['wall_ns']:6.2f} passed, {row['share']:5.2f} of gloo"
-    print(f"{row['ranks']} ranks {row['name']:24} {figures} {calls}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -204,6 +150,7 @@ def main() -> None:
     origin = {**machine(), "load": os.getloadavg()}
     link = arguments.rate and Link(arguments.rate)
     rows = [row for ranks in arguments.ranks for row in on_processes(ranks, link)]
+    show(rows)
     if arguments.output is not None:
         write(arguments.output, origin, rows)
 

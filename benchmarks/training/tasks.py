@@ -15,7 +15,7 @@ import tarfile
 import wave
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -292,112 +292,72 @@ def _classes(split: Split) -> int:
     return 1 + int(split.y_train.max())
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
-        Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
-        Task(
-            "batchnorm",
-            "cifar-10-jpeg",
-            _cifar,
-            lambda _: residual_network(nn.BatchNorm2d),
-            64,
-            2000,
-            0.05,
-        ),
-        Task(
-            "characters",
-            "tinyshakespeare",
-            _shakespeare,
-            lambda split: Characters(_classes(split)),
-            64,
-            2000,
-            2.0,
-            clip=1.0,
-        ),
-        Task(
-            "words",
-            "wikitext-2",
-            _wikitext,
-            lambda _: Words(VOCABULARY, 32),
-            16,
-            2000,
-            4e-3,
-            adamw={},
-            clip=1.0,
-        ),
-        Task(
-            "medium words",
-            "wikitext-2",
-            _wikitext,
-            lambda _: Words(VOCABULARY, 32, width=160, layers=3),
-            16,
-            600,
-            1e-3,
-            adamw={},
-            clip=1.0,
-        ),
-        Task(
-            "wide words",
-            "wikitext-2",
-            _wikitext,
-            lambda _: Words(VOCABULARY, 32, width=320, layers=4),
-            16,
-            400,
-            1e-3,
-            adamw={},
-            clip=1.0,
-        ),
-        Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05),
-        Task(
-            "intents",
-            "snips-nlu",
-            _snips,
-            lambda split: intents(2 + int(split.x_train.max())),
-            64,
-            2000,
-            0.1,
-        ),
-        Task(
-            "reviews",
-            "imdb-subset",
-            _reviews,
-            lambda _: Words(256, BYTES_A_WINDOW, width=96, layers=3),
-            32,
-            1000,
-            3e-3,
-            adamw={"betas": (0.9, 0.95), "weight_decay": 0.1},
-            clip=1.0,
-            muon=True,
-        ),
-        Task(
-            "articles",
-            "wikitext-2",
-            _articles,
-            lambda _: Words(256, BYTES_A_WINDOW, width=80, layers=4),
-            32,
-            1500,
-            3e-3,
-            adamw={"betas": (0.9, 0.95), "weight_decay": 0.1},
-            clip=1.0,
-            lr_end=0.1,
-        ),
-        Task(
-            "news",
-            "ag-news-test",
-            _news,
-            lambda _: Words(256, BYTES_A_WINDOW, width=80, layers=4),
-            32,
-            800,
-            1e-4,
-            adamw={},
-            clip=1.0,
-            lr_end=1.0,
-            after="articles",
-        ),
-    )
-}
+SGD_TASKS = (
+    Task("clothes", "fashion-mnist", _fashion, lambda _: small_cnn(), 64, 2000, 0.05),
+    Task("images", "cifar-10-jpeg", _cifar, lambda _: residual_network(), 64, 2000, 0.05),
+    Task(
+        *("batchnorm", "cifar-10-jpeg", _cifar, lambda _: residual_network(nn.BatchNorm2d)),
+        *(64, 2000, 0.05),
+    ),
+    Task(
+        *("characters", "tinyshakespeare", _shakespeare, lambda split: Characters(_classes(split))),
+        *(64, 2000, 2.0),
+        clip=1.0,
+    ),
+    Task("speech", "fsdd", _digits, lambda _: spectrogram_cnn(), 64, 2000, 0.05),
+    Task(
+        *("intents", "snips-nlu", _snips, lambda split: intents(2 + int(split.x_train.max()))),
+        *(64, 2000, 0.1),
+    ),
+)
+
+
+def _of_words(width: int, layers: int) -> Callable[[Split], nn.Module]:
+    return lambda _: Words(VOCABULARY, 32, width, layers)
+
+
+def _of_bytes(width: int, layers: int) -> Callable[[Split], nn.Module]:
+    return lambda _: Words(256, BYTES_A_WINDOW, width, layers)
+
+
+_WORDS = Task(
+    *("words", "wikitext-2", _wikitext, _of_words(64, 2), 16, 2000, 4e-3), adamw={}, clip=1.0
+)
+_ARTICLES = Task(
+    *("articles", "wikitext-2", _articles, _of_bytes(80, 4), 32, 1500, 3e-3),
+    adamw={"betas": (0.9, 0.95), "weight_decay": 0.1},
+    clip=1.0,
+    lr_end=0.1,
+)
+ADAM_TASKS = (
+    _WORDS,
+    replace(_WORDS, name="medium words", model=_of_words(160, 3), steps=600, lr=1e-3),
+    replace(_WORDS, name="wide words", model=_of_words(320, 4), steps=400, lr=1e-3),
+    _ARTICLES,
+    replace(
+        _ARTICLES,
+        name="reviews",
+        folder="imdb-subset",
+        read=_reviews,
+        model=_of_bytes(96, 3),
+        steps=1000,
+        lr_end=0.0,
+        muon=True,
+    ),
+    replace(
+        _ARTICLES,
+        name="news",
+        folder="ag-news-test",
+        read=_news,
+        steps=800,
+        lr=1e-4,
+        adamw={},
+        lr_end=1.0,
+        after="articles",
+    ),
+)
+
+TASKS = {task.name: task for task in (*SGD_TASKS, *ADAM_TASKS)}
 """All tasks, by name. What protects training was tuned on ``clothes``, which is not judged;
 ``batchnorm`` is ``images`` with batch norms, which take the samples of one rank; ``medium words``
 and ``wide words`` are ``words`` with models of 1.3 and 5.6 million parameters, for trainings over
