@@ -4,9 +4,8 @@
 
 ``DATA`` holds a folder for each task, see `tasks.TASKS`. Eight ranks of a simulated cluster train:
 the collectives and the bytes are real, the network is not. Runs that the record has already are not
-repeated, so the suite can be stopped and started again. ``--tune`` trains densely with several
-learning rates instead, by which those in `tasks.TASKS` were chosen; ``--causes`` switches off one
-protection at a time. ``--density``, ``--batch`` and ``--ranks`` replace what the suite has; they,
+repeated, so the suite can be stopped and started again. ``--causes`` switches off one protection at
+a time. ``--density``, ``--batch`` and ``--ranks`` replace what the suite has; they,
 and tasks that are not judged, write to a record of their own. With another batch as many samples
 are seen, in other numbers of steps, and the learning rate grows with the root of the batch.
 """
@@ -93,7 +92,6 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=SUITE)
     parser.add_argument("--methods", nargs="+", choices=BY_LABEL, metavar="LABEL")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0 on")
-    parser.add_argument("--tune", nargs="+", type=float, metavar="LR", help="train densely")
     parser.add_argument("--causes", action="store_true", help="one protection switched off")
     parser.add_argument("--density", type=float, help="instead of 1 %%")
     parser.add_argument("--batch", type=int, help="instead of the task's")
@@ -101,30 +99,27 @@ def main() -> None:
     told = parser.parse_args()
     usual = told.ranks == RANKS and set(told.tasks) <= set(SUITE)
     sweep = told.density or told.batch or not usual
-    name = "convergence" + ("_tuning" if told.tune else "_sweeps" if sweep else "")
+    name = "convergence_sweeps" if sweep else "convergence"
     told.output = told.output or RESULTS / f"{name}.json"
     run_all(told, trained, _jobs(told))
 
 
-def _jobs(arguments: argparse.Namespace) -> Iterator[Row]:
+def _jobs(told: argparse.Namespace) -> Iterator[Row]:
     """Yield the runs, one seed of everything before the next."""
-    labels = [method.label for method in (CAUSES if arguments.causes else METHODS)]
-    labels = ["dense"] if arguments.tune else arguments.methods or labels
-    for seed, label, task in product(range(arguments.seeds), labels, arguments.tasks):
+    labels = told.methods or [method.label for method in (CAUSES if told.causes else METHODS)]
+    for seed, label, task in product(range(told.seeds), labels, told.tasks):
         method, usual = BY_LABEL[label], TASKS[task]
-        batch = arguments.batch or usual.batch
-        for lr in arguments.tune or [usual.lr * math.sqrt(batch / usual.batch)]:
-            yield {
-                "task": task,
-                "method": label,
-                "seed": seed,
-                "ranks": arguments.ranks,
-                "batch": batch,
-                "lr": lr,
-                "density": 1.0
-                if method.scheme == "dense"
-                else arguments.density or method.settings.get("density", DENSITY),
-            }
+        batch = told.batch or usual.batch
+        asked = told.density or method.settings.get("density", DENSITY)
+        yield {
+            "task": task,
+            "method": label,
+            "seed": seed,
+            "ranks": told.ranks,
+            "batch": batch,
+            "lr": usual.lr * math.sqrt(batch / usual.batch),
+            "density": 1.0 if method.scheme == "dense" else asked,
+        }
 
 
 if __name__ == "__main__":
