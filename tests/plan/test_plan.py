@@ -16,7 +16,7 @@ from sparcel.plan import MODELS, Model, model_of, plan
 from sparcel.plan.planner import WORTH
 from sparcel.plan.recorded import RECORDED, UNNAMED
 from sparcel.plan.report import assumptions, bits, not_counted, table, verdict
-from sparcel.plan.steps import is_dense
+from sparcel.plan.steps import sends_all
 from sparcel.schemes import front_loaded
 from sparcel.training.ahead import ahead_work
 
@@ -92,7 +92,7 @@ def test_a_step_is_computation_plus_exposed_exchange(
     for row in made.rows:
         busy = row.work + row.exchange
         assert row.step == pytest.approx(compute + row.exposed)
-        assert (row.ahead == 0) == is_dense(row.method)
+        assert (row.ahead == 0) == sends_all(row.method)
         assert 0 <= row.exposed <= (row.ahead + busy) * (1 + 1e-9)
         # At most the backward pass overlaps with the exchange, and nothing with step-ahead.
         assert row.exposed >= row.ahead + busy - compute * 2 / 3 - 1e-9

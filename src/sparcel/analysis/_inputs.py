@@ -14,7 +14,7 @@ Vector = Tensor | SparseStream
 """A vector of floats: a one-dimensional tensor, or a stream of scalar values."""
 
 
-def dense(vector: Vector, name: str) -> Tensor:
+def checked_vector(vector: Vector, name: str) -> Tensor:
     """Return a vector as a tensor ``[size]``, or raise an `InputError` that names it.
 
     Tensors are not copied.
@@ -31,10 +31,10 @@ def dense(vector: Vector, name: str) -> Tensor:
     return values
 
 
-def dense_alike(vectors: Sequence[Vector], what: str) -> list[Tensor]:
+def checked_alike(vectors: Sequence[Vector], what: str) -> list[Tensor]:
     """Return vectors as tensors, or raise `InputError` if there is none or sizes differ."""
     check_type(vectors, Iterable, what)
-    tensors = [dense(vector, f"{what}[{place}]") for place, vector in enumerate(vectors)]
+    tensors = [checked_vector(vector, f"{what}[{place}]") for place, vector in enumerate(vectors)]
     if not tensors:
         raise InputError(f"{what} must be at least one vector, got none")
     sizes = sorted({tensor.numel() for tensor in tensors})

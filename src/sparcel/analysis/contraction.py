@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_type, number, whole_number
-from sparcel.analysis._inputs import Vector, dense, dense_alike
-from sparcel.analysis.similarity import indices_of
+from sparcel.analysis._inputs import Vector, checked_alike, checked_vector
+from sparcel.analysis.similarity import checked_selection
 from sparcel.errors import InputError
 from sparcel.selectors import topk
 from sparcel.stream import SparseStream
@@ -41,8 +41,8 @@ def contraction(vector: Vector, selection: SparseStream | Tensor) -> float:
         When ``vector`` is not a vector of floats, ``selection`` is not an index set, or an index
         lies outside the vector.
     """
-    energy = dense(vector, "vector").double().square()
-    indices = indices_of(selection, "selection")
+    energy = checked_vector(vector, "vector").double().square()
+    indices = checked_selection(selection, "selection")
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < energy.numel():
         raise InputError(
             f"indices must lie in [0, {energy.numel()}), got {int(indices.min())} to"
@@ -127,7 +127,7 @@ def xi(accumulated: Sequence[Vector], gradients: Sequence[Vector], k: int) -> fl
             "xi needs one vector of accumulated and one of gradients a rank, got"
             f" {len(accumulated)} and {len(gradients)}"
         )
-    vectors = dense_alike([*accumulated, *gradients], "accumulated and gradients")
+    vectors = checked_alike([*accumulated, *gradients], "accumulated and gradients")
     ranks = len(accumulated)
     whole = _mean(vectors[:ranks], ranks)
     sparse = _mean((topk(vector, k).to_dense() for vector in vectors[:ranks]), ranks)

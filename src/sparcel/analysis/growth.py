@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparcel._checks import check_type
-from sparcel.analysis._inputs import Vector, dense
+from sparcel.analysis._inputs import Vector, checked_vector
 from sparcel.analysis.density import delta
 from sparcel.errors import InputError
 from sparcel.fill_in import expected_union_of
@@ -115,7 +115,7 @@ def fill_in(
     densities = [checked_density(one, f"densities[{i}]") for i, one in enumerate(densities)]
     unions: dict[tuple[float, str], _Union] = {}
     for place, gradient in enumerate(gradients):
-        vector = dense(gradient, f"gradients[{place}]").contiguous()
+        vector = checked_vector(gradient, f"gradients[{place}]").contiguous()
         for density, name in product(densities, selectors):
             # Every rank gets a new selector, because some selectors have state.
             k = count_for(density, vector.numel())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparcel._checks import check_type
-from sparcel.analysis._inputs import Vector, dense, dense_alike
+from sparcel.analysis._inputs import Vector, checked_alike, checked_vector
 from sparcel.errors import InputError, optional
 from sparcel.stream import SparseStream
 
@@ -47,7 +47,7 @@ def cosine_similarities(memories: Sequence[Vector]) -> Tensor:
 
     Source: ScaleCom, Figure 2(a) and appendix A.
     """
-    vectors = dense_alike(memories, "memories")
+    vectors = checked_alike(memories, "memories")
     products = torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
     for start in range(0, vectors[0].numel(), _SLAB):
         slab = torch.stack([vector[start : start + _SLAB].double() for vector in vectors])
@@ -165,7 +165,9 @@ Magnitudes = npt.NDArray[np.float64]
 
 
 def _magnitudes(local: Vector, true: Vector) -> tuple[Magnitudes, Magnitudes]:
-    vectors = dense_alike([dense(local, "local"), dense(true, "true")], "local and true")
+    vectors = checked_alike(
+        [checked_vector(local, "local"), checked_vector(true, "true")], "local and true"
+    )
     if vectors[0].numel() < 2:
         raise InputError(f"a correlation needs two coordinates or more, got {vectors[0].numel()}")
     first, second = (vector.abs().double().cpu().numpy() for vector in vectors)
@@ -181,10 +183,10 @@ def _index_sets(a: SparseStream | Tensor, b: SparseStream | Tensor) -> list[Tens
     sizes = {one.size for one in (a, b) if isinstance(one, SparseStream)}
     if len(sizes) > 1:
         raise InputError(f"index sets must be of vectors of one size, got sizes {sorted(sizes)}")
-    return [indices_of(a, "a"), indices_of(b, "b")]
+    return [checked_selection(a, "a"), checked_selection(b, "b")]
 
 
-def indices_of(selection: SparseStream | Tensor, name: str) -> Tensor:
+def checked_selection(selection: SparseStream | Tensor, name: str) -> Tensor:
     """Return a selection's indices, ``[k]`` int64, or raise an `InputError` that names it."""
     if isinstance(selection, SparseStream):
         if selection.indices is None:

@@ -26,10 +26,10 @@ NOW = "now"
 _CLOSE = 0.25
 
 
-def rates_for(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dict[str, Rates]:
-    """Return the rates of engines, by name, from a file or measured now; all ranks call.
+def set_rates(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dict[str, Rates]:
+    """Give the engines' communicators their rates, by which ``auto`` chooses; all ranks call.
 
-    They become those of the engines' communicators, so that ``auto`` chooses by them.
+    Returns the rates by engine, from a file or measured now.
 
     Parameters
     ----------

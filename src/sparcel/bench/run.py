@@ -20,7 +20,7 @@ from sparcel.bench.baselines import DENSE
 from sparcel.bench.contenders import contender, names
 from sparcel.bench.engines import BenchEngine, connected
 from sparcel.bench.inputs import Case, load_gradients
-from sparcel.bench.predicted import NOW, predicted, rates_for, verdict
+from sparcel.bench.predicted import NOW, predicted, set_rates, verdict
 from sparcel.bench.results import Cell, Results, summarized
 from sparcel.bench.settings import BenchSettings
 from sparcel.bench.timing import Measured, merged, time_contender
@@ -63,7 +63,7 @@ def run(settings: BenchSettings, console: Console) -> Results:
         gradients = comm.run(lambda: read_files(settings))
         _share_cores(comm.size)
         results = Results(settings.command, network(settings, comm), comm.size)
-        rates = rates_for(engines, settings.rates)
+        rates = set_rates(engines, settings.rates)
         results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
         rows = names(settings.algorithms, settings.whole_step, results.network["ranks_per_node"])
         later = [name for name in rows if name not in DENSE]  # dense sums do not depend on a case

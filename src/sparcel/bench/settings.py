@@ -26,7 +26,7 @@ class BenchSettings:
     gradients
         File of real gradients, for the distribution ``"file"``; their length is then the size.
     rates
-        Sources of rates by engine: see `sparcel.bench.predicted.rates_for`.
+        Sources of rates by engine: see `sparcel.bench.predicted.set_rates`.
     rate_bits_per_s
         Rate of a node's link; None to take it from the environment.
     format

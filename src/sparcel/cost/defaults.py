@@ -65,7 +65,7 @@ def stated_rates(
         slower = 1.0 if name == "small" else _CORE_BYTES_PER_S / memory_bandwidth
         curves[name] = Curve.line(kind.call_s, kind.unit_s * slower)
     if not description:
-        description = "{:g} Gbit/s and {:g} µs, stated".format(8e-9 * slowest[0], 1e6 * slowest[1])
+        description = f"{8e-9 * slowest[0]:g} Gbit/s and {1e6 * slowest[1]:g} µs, stated"
     return Rates(curves, ranks, here, measured=False, description=description)
 
 

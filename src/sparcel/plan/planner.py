@@ -18,8 +18,8 @@ from sparcel.plan.steps import (
     PlannedStep,
     Predict,
     Workload,
-    is_dense,
     mean_step,
+    sends_all,
 )
 from sparcel.schemes import DEFAULT, ON_NODES, RECOMMENDED, stages_of
 
@@ -76,8 +76,8 @@ class Plan:
 
 def _best(rows: Sequence[PlannedStep]) -> tuple[PlannedStep, PlannedStep]:
     """Return the best dense and the best sparse method of sorted rows."""
-    dense = next(row for row in rows if is_dense(row.method))
-    sparse = [row for row in rows if not is_dense(row.method)]
+    dense = next(row for row in rows if sends_all(row.method))
+    sparse = [row for row in rows if not sends_all(row.method)]
     near = (row for row in sparse if row.method == UNNAMED and row.step <= WORTH * sparse[0].step)
     return dense, next(near, sparse[0])
 
@@ -177,7 +177,7 @@ def _flip(rows: Callable[[Rates], Sequence[PlannedStep]], rates: Rates) -> float
     """Return the bandwidth at which the advice changes, by bisection."""
 
     def dense_wins(factor: float) -> bool:
-        return is_dense(_advised(rows(rates.slower(factor))).method)
+        return sends_all(_advised(rows(rates.slower(factor))).method)
 
     fast, slow = _FLIP_FACTORS
     if not dense_wins(fast) or dense_wins(slow):

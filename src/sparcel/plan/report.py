@@ -8,7 +8,7 @@ from sparcel.formats import RAW
 from sparcel.plan import recorded
 from sparcel.plan.planner import WORTH, Plan
 from sparcel.plan.recorded import RECORDED, UNNAMED, Recorded
-from sparcel.plan.steps import BASELINE, PlannedStep, is_dense
+from sparcel.plan.steps import BASELINE, PlannedStep, sends_all
 from sparcel.schemes import front_loaded
 
 
@@ -68,18 +68,18 @@ def assumptions(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """Return which method to use, with the numbers that decide."""
     dense, sparse = plan.best_dense, plan.best_sparse
-    fastest = next(row for row in plan.rows if not is_dense(row.method))
+    fastest = next(row for row in plan.rows if not sends_all(row.method))
     if plan.advised is dense:
         times = fastest.step / dense.step
         compared = f"{times:.2f} times as long" if times >= 1 else f"{1 / times:.2f} times as fast"
         first = (
-            f"Stay dense: with {dense.method} {_step(dense)}. The fastest sparse method,"
+            f"Stay dense: with {dense.method} {_told(dense)}. The fastest sparse method,"
             f" {fastest.method}, takes {_ms(fastest.step)} ms and {_mb(fastest)}, {compared}."
         )
         return f"{first} {_flip(plan)}"
     beside = "" if fastest is sparse else f" No other is {WORTH} times as fast."
     return (
-        f"Use {sparse.method}: {_step(sparse)}. The best dense method, {dense.method}, takes"
+        f"Use {sparse.method}: {_told(sparse)}. The best dense method, {dense.method}, takes"
         f" {_ms(dense.step)} ms and {_mb(dense)}, {dense.step / sparse.step:.1f} times as long."
         f"{beside} {_flip(plan)}\n\n{_caution(plan, sparse)}"
     )
@@ -150,7 +150,7 @@ def _flip(plan: Plan) -> str:
     return f"Dense would do on links above {at}."
 
 
-def _step(row: PlannedStep) -> str:
+def _told(row: PlannedStep) -> str:
     return (
         f"a step takes {_ms(row.step)} ms, {_ms(row.exposed)} ms of them beyond"
         f" the computation, and each rank sends {_mb(row)}"
@@ -159,7 +159,7 @@ def _step(row: PlannedStep) -> str:
 
 def _sends(row: PlannedStep) -> str:
     """Return the share of the gradient that a rank sends, and the format if it is not plain."""
-    if is_dense(row.method):
+    if sends_all(row.method):
         return "all"
     share = f"{_short(100 * row.density)} %"
     return share if row.format == RAW else f"{share} {row.format.name}"

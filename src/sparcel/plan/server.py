@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
-from sparcel.cost import Prediction, Problem, Rates, work_seconds
-from sparcel.stages import Work, chosen, scattered
+from sparcel.cost import Prediction, Problem, Rates, predict
+from sparcel.stages import Exchange, Stage, Work, chosen, scattered
 
 
 def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]:
@@ -17,31 +19,26 @@ def through_server(method: str, rates: Rates) -> Callable[[Problem], Prediction]
         ``"dense fp32"``, ``"dense bf16"``, ``"topk"`` (the server sends what all ranks selected) or
         ``"scalecom"`` (all send what one rank selected, which the server first tells them).
     """
+    stages = partial(_stages, method)
 
     def predicted(problem: Problem) -> Prediction:
-        up, down = messages(method, problem)
-        ranks, size, link = problem.ranks, problem.size, rates["shift"]
-        # The server's link carries the messages of all ranks, one after the other.
-        exchange = ranks * (link(up) + link(down))
-        selecting, reducing = [], [Work("add", size, times=3)]
-        if method in ("topk", "scalecom"):
-            busy = 1.0 if method == "topk" else 1 / ranks
-            selecting = [Work("select", size, busy), chosen(problem.k, busy)]
-            reducing = [Work("add", size, times=2), scattered(ranks * problem.k)]
-        select, reduce = (
-            sum(work_seconds(work, rates) for work in works) for works in (selecting, reducing)
-        )
-        return Prediction(
-            exchange + select + reduce,
-            select=select,
-            encode=0.0,
-            exchange=exchange,
-            reduce=reduce,
-            bytes=round(max(up, down)),
-            rounds=2 * ranks,
-        )
+        found = predict(stages, problem, rates)
+        return replace(found, bytes=round(max(messages(method, problem))))  # of a rank
 
     return predicted
+
+
+def _stages(method: str, problem: Problem) -> Iterator[Stage]:
+    """Yield the stages of a step; the server's link carries all messages, one after the other."""
+    ranks, size = problem.ranks, problem.size
+    for nbytes in messages(method, problem):
+        yield Exchange("shift", (nbytes,) * ranks, distance=ranks)
+    if method.startswith("dense"):
+        yield Work("add", size, times=3)
+        return
+    busy = 1.0 if method == "topk" else 1 / ranks
+    yield from (Work("select", size, busy), chosen(problem.k, busy))
+    yield from (Work("add", size, times=2), scattered(ranks * problem.k))
 
 
 def messages(method: str, problem: Problem) -> tuple[float, float]:

@@ -94,7 +94,7 @@ class PlannedStep:
         return self.select + self.pack + self.reduce
 
 
-def is_dense(method: str) -> bool:
+def sends_all(method: str) -> bool:
     """Tell whether a method sends everything."""
     return method in (*DENSE, *SEND_ALL)
 
@@ -104,7 +104,7 @@ _MEANS = ("density", "step", "ahead", "select", "pack", "exchange", "reduce", "e
 
 def mean_step(method: str, work: Workload, predicted: Predict, rates: Rates) -> PlannedStep:
     """Return the mean of the training's steps, where a bucket's exchange is as ``predicted``."""
-    if is_dense(method):
+    if sends_all(method):
         return _step(method, replace(work, density=1.0, format=RAW), predicted, rates)
     steps = [
         (_step(method, replace(work, density=density), predicted, rates), share)
@@ -122,7 +122,7 @@ def _step(method: str, work: Workload, predicted: Predict, rates: Rates) -> Plan
     k, here = count_for(work.density, each), rates.ranks_per_node
     format = work.format or fastest_format(each, k, rates)
     bucket = predicted(Problem(each, k, rates.ranks, here, format=format))
-    ahead = 0.0 if is_dense(method) else work_seconds(ahead_work(size), rates)
+    ahead = 0.0 if sends_all(method) else work_seconds(ahead_work(size), rates)
     sent_until = 0.0
     for done in range(1, buckets + 1):
         ready = ahead + work.compute_s * (1 - _BACKWARD * (1 - done / buckets))
