@@ -49,14 +49,11 @@ PORT = 8080
 LARGE_ANSWER = 20_000_000
 BATCH = 64
 EPOCHS = 3
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 LOADERS: dict[str, dict[str, Any]] = {
     "no workers": {},
-    "2 forked": {"num_workers": 2, "multiprocessing_context": "fork"},
-    "2 forked, persistent": {
-        "num_workers": 2,
-        "multiprocessing_context": "fork",
-        "persistent_workers": True,
-    },
+    "2 forked": FORKED,
+    "2 forked, persistent": {**FORKED, "persistent_workers": True},
     "2 spawned, persistent": {
         "num_workers": 2,
         "multiprocessing_context": "spawn",

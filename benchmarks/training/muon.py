@@ -15,7 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Muon
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
@@ -37,8 +36,9 @@ TASK = Task(
     batch=16,
     steps=200,
     lr=2e-3,
-    adamw=True,
+    adamw={},
     clip=1.0,
+    muon=True,
 )
 
 
@@ -79,13 +79,9 @@ class Bytes(Run):
         if way == "dense":
             method = Method(way, "dense", ahead=False)
         super().__init__(data, TASK, method, seed)
-        matrices: list[Tensor] = []
-        others: list[Tensor] = []
-        for name, parameter in self.named.items():
-            (matrices if "layers" in name and parameter.dim() == 2 else others).append(parameter)
-        self.optimizer = torch.optim.AdamW(others, lr=TASK.lr)
+        muon, *self.optimizers = self.optimizers
         self.rule = WAYS[way]
-        self.muon = (self.rule or Muon)(matrices, lr=LR)
+        self.muon = (self.rule or Muon)(muon.param_groups[0]["params"], lr=LR)
 
     def observe(
         self, comm: Communicator, step: int, gradients: Mapping[str, Tensor], averager: Averager
