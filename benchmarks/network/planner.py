@@ -8,7 +8,7 @@
 `sparcel lab run` for each network, which must be alone on the machine: all ranks measure the
 network's rates, as `sparcel plan --measure` does, and then every row of every setting. It skips the
 networks that RESULTS.json holds already. ``judge`` compares the measured times with predictions:
-see `planner_judge`, which also takes what ``sparcel bench --rates --json`` saved.
+see `planner_judge`.
 """
 
 from __future__ import annotations
@@ -235,7 +235,6 @@ def main() -> None:
     ranking.add_argument("output", type=Path)
     judging = commands.add_parser("judge")
     judging.add_argument("results", type=Path)
-    judging.add_argument("--rows", action="store_true", help="print every row")
     told = parser.parse_args()
     if told.command == "draw":
         told.settings.write_text(json.dumps(draw(told.set, told.seed), indent=1) + "\n")
@@ -244,7 +243,7 @@ def main() -> None:
     elif told.command == "rank":
         rank(told.job, told.output)
     else:
-        print(json.dumps(judge(json.loads(told.results.read_text()), told.rows), indent=1))
+        print(json.dumps(judge(json.loads(told.results.read_text())), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Compares what `planner` measured with what the cost model predicts from each network's rates.
 
-It can be run again after a change of the model, and on results of ``sparcel bench --rates --json``.
-In each setting it judges three choices: among the lossless sums, among the schemes, and among what
-the scheme `auto` chooses from.
+It can be run again after a change of the model. In each setting it judges three choices: among the
+lossless sums, among the schemes, and among what the scheme `auto` chooses from.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from statistics import median
 from typing import Any
 
 from sparcel.bench.contenders import STEP
-from sparcel.bench.inputs import Case
-from sparcel.bench.predicted import problem_of, stages_for
+from sparcel.bench.predicted import stages_for
 from sparcel.collectives import ALGORITHMS
-from sparcel.cost import Problem, Rates, default_rates, predict
+from sparcel.cost import Problem, Rates, predict
 from sparcel.schemes.auto import CANDIDATES
 
 NEAR, GOOD = 0.25, 1.15
@@ -27,20 +25,18 @@ largest ratio of a good choice's time to the best time."""
 Row = dict[str, Any]
 
 
-def judge(results: dict[str, Any], show: bool) -> dict[str, Any]:
-    """Compare the predictions of all rows with the measured times; ``show`` prints each."""
+def judge(results: dict[str, Any]) -> dict[str, Any]:
+    """Compare the predictions of all rows with the measured times."""
     contests: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     errors: defaultdict[str, list[float]] = defaultdict(list)
     repeats = []
-    for place, network in enumerate(results.get("networks") or [network_of(results)]):
+    for place, network in enumerate(results["networks"]):
         rates = {name: Rates.from_json(json.dumps(one)) for name, one in network["rates"].items()}
         for row in network["rows"]:
             took, told = median(row["seconds"]), _predicted(row, rates[row["engine"]])
             errors[row["row"]].append(told / took - 1)
             if len(row["seconds"]) >= 4:
                 repeats.append(_repeated(row["seconds"]))
-            if show:
-                _print(network, row, took, told)
             setting = tuple(row[key] for key in ("size", "density", "distribution", "engine"))
             for kind in _contests_of(row["row"]):
                 contests[place, setting, kind].append((told, took))
@@ -57,29 +53,6 @@ def judge(results: dict[str, Any], show: bool) -> dict[str, Any]:
         "repeated within 25 %": _near(repeats),
         "by row": {name: [_near(found), median(found)] for name, found in errors.items()},
     }
-
-
-def network_of(bench: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``sparcel bench`` saved as a network of `planner`; files cannot be read again."""
-    here = bench["network"]["ranks_per_node"]
-    cases: dict[tuple[Any, ...], Case] = {}
-    rows = []
-    for cell in bench["cells"]:
-        where = cell["size"], cell["density"], cell["distribution"]
-        if where[2] == "file":
-            continue
-        case = cases.setdefault(where, Case(*where, bench["world_size"]))
-        name = cell["algorithm"]
-        if stages_for(name, default_rates()) is None:
-            continue
-        asked = problem_of(name, case, here)
-        problem = {key: getattr(asked, key) for key in ("size", "k", "ranks", "spread")}
-        row = {key: cell[key] for key in ("size", "density", "distribution", "engine")}
-        problem["ranks_per_node"] = here
-        rows.append({**row, "row": name, "seconds": cell["seconds"]["all"], "problem": problem})
-    rate = f"{bench['network']['rate_bits_per_s'] or 0:.3g}"
-    network = {"nodes": bench["network"]["nodes"], "ranks_per_node": here, "rate": rate}
-    return {**network, "rates": bench["rates"], "rows": rows}
 
 
 def _contests_of(name: str) -> list[str]:
@@ -106,12 +79,3 @@ def _predicted(row: Row, rates: Rates) -> float:
     assert stages is not None, "only rows with a prediction were measured"
     known = {name: value for name, value in row["problem"].items() if name != "clusters"}
     return predict(stages, Problem(**known), rates).seconds
-
-
-def _print(network: dict[str, Any], row: Row, took: float, told: float) -> None:
-    print(
-        f"{network['nodes']}x{network['ranks_per_node']} {network['rate']:8} {row['size']:>9}"
-        f" {100 * row['density']:>5.3g} % {row['distribution']:9} {row['engine']:4}"
-        f" {row['row']:20} measured {1e3 * took:10.3f} ms, predicted {1e3 * told:10.3f} ms,"
-        f" {100 * (told / took - 1):+6.1f} %"
-    )

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -196,13 +197,6 @@ def on_simulated(model: str, ranks: int, rounds: int) -> Iterator[Row]:
         yield row(model, ranks, times[name], network=name, chosen=chosen[0])
 
 
-def simulated(rounds: int) -> Iterator[Row]:
-    """Yield the rows of the simulated cluster."""
-    for ranks in NODES:
-        for model in MODELS:
-            yield from on_simulated(model, ranks, rounds)
-
-
 def on_ranks(comm: Communicator, rounds: int) -> Iterator[Row]:
     """Yield the rows of real ranks; all ranks call."""
     measured, clock = cost.measure(comm), Clock(comm)
@@ -218,23 +212,6 @@ def on_ranks(comm: Communicator, rounds: int) -> Iterator[Row]:
                 if number > 1:
                     times[way].append(1e-3 * timed.ms)
         yield row(model, comm.size, times, chosen=by_measured, chosen_by_default=by_default)
-
-
-def run_ranks(rounds: int, output: Path | None) -> None:
-    """Measure in each rank, and write from rank 0."""
-    dist.init_process_group("gloo")
-    comm = resolve()
-    rows = list(on_ranks(comm, rounds))
-    if comm.rank == 0:
-        written(rows, rounds, output)
-    dist.destroy_process_group()
-
-
-def written(rows: list[Row], rounds: int, output: Path | None) -> None:
-    """Print rows, and write them to a record."""
-    print("\n".join(tabled(rows)))
-    if output is not None:
-        write(output, {**machine(), "rounds": rounds}, rows)
 
 
 COLUMNS = ("model", "ranks", "network", "every rank", "shared", "speedup", "chosen")
@@ -278,14 +255,24 @@ def main() -> None:
     parser.add_argument("where", choices=("simulated", "ranks", "table"))
     parser.add_argument("--rounds", type=int, default=21, help="of which medians are taken")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    told = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.where == "table":
+    if told.where == "table":
         print("\n".join(all_tables()))
-    elif arguments.where == "ranks":
-        run_ranks(arguments.rounds, arguments.output)
+        return
+    if told.where == "simulated":
+        every = product(NODES, MODELS)
+        rows = [one for ranks, name in every for one in on_simulated(name, ranks, told.rounds)]
     else:
-        written(list(simulated(arguments.rounds)), arguments.rounds, arguments.output)
+        dist.init_process_group("gloo")
+        comm = resolve()
+        rows = list(on_ranks(comm, told.rounds))
+        dist.destroy_process_group()
+        if comm.rank:
+            return
+    print("\n".join(tabled(rows)))
+    if told.output is not None:
+        write(told.output, {**machine(), "rounds": told.rounds}, rows)
 
 
 if __name__ == "__main__":

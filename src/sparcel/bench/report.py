@@ -12,7 +12,6 @@ from rich.table import Table
 
 from sparcel.bench.baselines import AS_MANY_BYTES
 from sparcel.bench.contenders import STEP
-from sparcel.bench.phases import PHASES
 from sparcel.bench.results import Cell, Results
 
 Show = Callable[[Cell | None], None]
@@ -23,11 +22,6 @@ time: of the slowest rank, median over iterations. sel., enc., exch., red.: time
 for selecting, encoding and decoding, exchanging, reducing. sent: bytes that the busiest rank sent
 or received. wire: time that these bytes alone need on the link, as a share of the time. ×: speed-up
 over dense fp32 on the faster engine. wrong: number of wrong coordinates."""
-
-_TITLES = (
-    *("time\nms", "p95\nms", "sel.\nms", "enc.\nms", "exch.\nms", "red.\nms"),
-    *("sent\nMB", "wire\n%", "\n×", "#\nwrong"),
-)
 
 
 def console() -> Console:
@@ -69,17 +63,19 @@ def _line(cell: Cell | None) -> str:
 def tables(results: Results) -> Iterator[Table | str]:
     """Yield the cells as tables, one for each size, density and distribution, and a legend."""
     yield f"{results.world_size} ranks: {results.network['description']}"
-    predicted = any(cell.predicted is not None for cell in results.cells)
+    columns = dict(_COLUMNS)
+    if all(cell.predicted is None for cell in results.cells):
+        columns.popitem()
     longest = max((len(cell.algorithm) for cell in results.cells), default=0)
     for heading in dict.fromkeys(map(_heading, results.cells)):
         made = Table(box=None, padding=(0, 1, 0, 0), title=f"\n{heading}", title_justify="left")
         made.add_column("algorithm", no_wrap=True, min_width=longest)
         made.add_column("on", no_wrap=True, min_width=4)
-        for title in _TITLES + ("predicted\nms",) * predicted:
+        for title in columns:
             made.add_column(title, justify="right", no_wrap=True, min_width=4)
         for cell in results.cells:
             if _heading(cell) == heading:
-                made.add_row(*_row(cell)[: len(_TITLES) + 2 + predicted])
+                made.add_row(cell.algorithm, cell.engine, *(of(cell) for of in columns.values()))
         yield made
     yield _LEGEND
 
@@ -90,26 +86,32 @@ def _heading(cell: Cell) -> str:
     return f"{cell.size}, {100 * cell.density:g} % {cell.distribution}"
 
 
-def _row(cell: Cell) -> list[str]:
-    times = [cell.median, cell.seconds["p95"], *(cell.phases[phase] for phase in PHASES)]
-    return [
-        cell.algorithm,
-        cell.engine,
-        *(digits(1000 * seconds) for seconds in times),
-        digits(cell.bytes / 1e6),
-        "" if cell.wire_share is None else f"{100 * cell.wire_share:.0f}",
-        "" if cell.speedup is None else digits(cell.speedup),
-        str(cell.wrong) if not cell.wrong else f"[red]{cell.wrong}[/red]",
-        "" if cell.predicted is None else digits(1000 * cell.predicted),
-    ]
-
-
 def digits(number: float) -> str:
     """Format a number with about three digits, and without decimals from 100 on."""
     if not number:
         return "0"
     decimals = 0 if number >= 100 else 1 if number >= 10 else 2 if number >= 1 else 3
     return f"{number:.{decimals}f}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else digits(1000 * seconds)
+
+
+_COLUMNS: dict[str, Callable[[Cell], str]] = {
+    "time\nms": lambda cell: _ms(cell.median),
+    "p95\nms": lambda cell: _ms(cell.seconds["p95"]),
+    "sel.\nms": lambda cell: _ms(cell.phases["select"]),
+    "enc.\nms": lambda cell: _ms(cell.phases["encode"]),
+    "exch.\nms": lambda cell: _ms(cell.phases["exchange"]),
+    "red.\nms": lambda cell: _ms(cell.phases["reduce"]),
+    "sent\nMB": lambda cell: digits(cell.bytes / 1e6),
+    "wire\n%": lambda cell: "" if cell.wire_share is None else f"{100 * cell.wire_share:.0f}",
+    "\n×": lambda cell: "" if cell.speedup is None else digits(cell.speedup),
+    "#\nwrong": lambda cell: f"[red]{cell.wrong}[/red]" if cell.wrong else "0",
+    "predicted\nms": lambda cell: _ms(cell.predicted),
+}
+"""The columns of a table, of numbers; the last one only where something was predicted."""
 
 
 def summary(results: Results) -> str:
