@@ -28,6 +28,18 @@ def rows_of(path: Path) -> list[Row]:
     return rows
 
 
+def left_of(path: Path, jobs: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of a record, and the jobs of which no row has all values."""
+    rows = rows_of(path)
+    return rows, [job for job in jobs if not any(job.items() <= row.items() for row in rows)]
+
+
+def origin_of(data: Path | None) -> Row:
+    """Return what `machine` does, without the path of the data."""
+    origin = machine()
+    return {**origin, "command": origin["command"].replace(str(data), "DATA")}
+
+
 def write(path: Path, origin: Row, rows: Any) -> None:
     """Write a record; ``origin`` is what `machine` returned."""
     document = {**origin, "rows": rows}
@@ -73,13 +85,10 @@ def extend(
 ) -> Iterator[Row]:
     """Call ``work(data, **job)`` for each job that the record lacks, and yield rows as they come.
 
-    A row has all values of its job, and the minutes that it took. The record has a job if one of
-    its rows has all its values. ``processes`` is the number of runs at a time; None for one on each
-    core.
+    A row has all values of its job, and the minutes that it took. ``processes`` is the number of
+    runs at a time; None for one on each core.
     """
-    rows, origin = rows_of(path), machine()
-    origin["command"] = origin["command"].replace(str(data), "DATA")
-    left = [job for job in jobs if not any(job.items() <= row.items() for row in rows)]
+    (rows, left), origin = left_of(path, jobs), origin_of(data)
     print(f"{len(left)} runs to do, {len(rows)} recorded", flush=True)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         runs = [pool.submit(_run, work, data.resolve(), job) for job in left]

@@ -37,8 +37,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.machine import machine
-from benchmarks.record import Row, rows_of, write
+from benchmarks.record import Row, left_of, origin_of, write
 from benchmarks.training.models import residual_network
 from sparcel.data import Cached, PartSampler
 
@@ -284,10 +283,8 @@ def main() -> None:
     host = f"node{int(os.environ['NODE_RANK']) if rank == last else 0}"
     hosts: list[Any] = [host]
     dist.broadcast_object_list(hosts, last)
-    rows, origin = rows_of(arguments.output), machine()
-    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
-    wanted = [*jobs(arguments.network)]
-    left = [job for job in wanted if not any(job.items() <= row.items() for row in rows)]
+    rows, left = left_of(arguments.output, jobs(arguments.network))
+    origin = origin_of(arguments.data)
     dist.barrier()  # all have read what rank 0 will write
     if rank == last:
         with store({name: images_of(arguments.data, name) for name in COUNTS}):

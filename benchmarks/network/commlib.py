@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.machine import machine
-from benchmarks.record import Row, rows_of, write
+from benchmarks.record import Row, left_of, write
 from sparcel.lab import EmulatedNetwork, Link, Workers, parse_rate
 
 Phase = tuple[int, int, int]
@@ -187,12 +187,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     unpack(arguments.images, arguments.folder / "images")
-    origin, rows = machine(), rows_of(arguments.output)
+    wanted = (one for one in jobs() if arguments.only in f"{one['kind']}: {one['label']}")
+    (rows, left), origin = left_of(arguments.output, wanted), machine()
     origin["command"] = f"python -m benchmarks.network.commlib IMAGES --rate {arguments.rate}"
-    for one in jobs():
-        wanted = arguments.only in f"{one['kind']}: {one['label']}"
-        if not wanted or any(one.items() <= row.items() for row in rows):
-            continue
+    for one in left:
         row = run(one, arguments.folder, arguments.rate)
         rows.append({**row, "commit": origin["commit"], "date": machine()["date"]})
         write(arguments.output, origin, rows)

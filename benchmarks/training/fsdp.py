@@ -50,8 +50,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import machine
-from benchmarks.record import Row, network, show, write
+from benchmarks.record import Row, network, origin_of, show, write
 from benchmarks.training.fsdp_runs import remembered, trainings
 from benchmarks.training.fsdp_times import all_rows
 
@@ -68,14 +67,6 @@ def rows_for(arguments: argparse.Namespace) -> Iterator[Row]:
     return all_rows(SHAPE, (SHAPE, LARGER), arguments.rounds, arguments.repeats)
 
 
-def origin(data: Path | None = None) -> Row:
-    """Return the head of a record, without the path of the data."""
-    found = machine()
-    if data is not None:
-        found["command"] = found["command"].replace(str(data), "DATA")
-    return {**found, "network": network()}
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")
@@ -90,7 +81,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks share the cores
-    rows, head = [], origin(arguments.train)
+    rows, head = [], {**origin_of(arguments.train), "network": network()}
     for row in rows_for(arguments):
         rows.append(row)
         if os.environ["RANK"] == "0" and arguments.output is not None:

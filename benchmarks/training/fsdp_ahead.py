@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.clock import Clock, Timed
-from benchmarks.record import Row, show, write
-from benchmarks.training.fsdp import SHAPE, origin
+from benchmarks.machine import machine
+from benchmarks.record import Row, network, show, write
+from benchmarks.training.fsdp import SHAPE
 from benchmarks.training.fsdp_model import METHODS, TOPK, Replica, mesh_of_nodes, random_batches
 from sparcel.comm import resolve
 
@@ -63,7 +64,7 @@ def main() -> None:
     if os.environ["RANK"] == "0":
         show(rows)
         if arguments.output is not None:
-            write(arguments.output, origin(), rows)
+            write(arguments.output, {**machine(), "network": network()}, rows)
     dist.destroy_process_group()
 
 

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparcel
-from benchmarks.machine import machine
-from benchmarks.record import Row, rows_of, write
+from benchmarks.record import Row, left_of, origin_of, write
 from benchmarks.training.peers import register
 from benchmarks.training.task_training import Method, Run, evaluate
 from benchmarks.training.tasks import TASKS, batches, loss_of
@@ -91,11 +90,6 @@ def trained(arguments: argparse.Namespace, label: str) -> Row:
         compression = handle.stats().compression
         handle.close()
     return {
-        "task": task.name,
-        "method": label,
-        "seed": arguments.seed,
-        "steps": task.steps,
-        "network": arguments.network,
         "ranks": ranks,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         **(evaluate(run.model, split) if rank == 0 else {}),
@@ -120,16 +114,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows, origin = rows_of(arguments.output), machine()
-    origin["command"] = origin["command"].replace(str(arguments.data), "DATA")
-    done = [(row["task"], row["network"], row["seed"], row["steps"], row["method"]) for row in rows]
-    steps = arguments.steps or TASKS[arguments.task].steps
-    training = arguments.task, arguments.network, arguments.seed, steps
+    training = {
+        "task": arguments.task,
+        "network": arguments.network,
+        "seed": arguments.seed,
+        "steps": arguments.steps or TASKS[arguments.task].steps,
+    }
+    jobs = ({**training, "method": label} for label in arguments.methods)
+    (rows, left), origin = left_of(arguments.output, jobs), origin_of(arguments.data)
     dist.barrier()  # all have read what rank 0 will write
-    for label in arguments.methods:
-        if (*training, label) in done:
-            continue
-        row = trained(arguments, label)
+    for job in left:
+        row = {**job, **trained(arguments, job["method"])}
         rows.append({**row, "commit": origin["commit"], "date": origin["date"]})
         if dist.get_rank() == 0:
             print(

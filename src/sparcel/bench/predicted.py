@@ -52,7 +52,6 @@ def set_rates(engines: Sequence[BenchEngine], sources: Mapping[str, str]) -> dic
             rates[engine.name] = measure(engine.comm, engine.name)
         elif source is not None:
             rates[engine.name] = read_rates(source)
-    for engine in engines:
         engine.comm.rates = rates.get(engine.name)
     return rates
 

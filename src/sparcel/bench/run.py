@@ -66,18 +66,13 @@ def run(settings: BenchSettings, console: Console) -> Results:
         rates = set_rates(engines, settings.rates)
         results.rates = {name: json.loads(one.to_json()) for name, one in rates.items()}
         rows = names(settings.algorithms, settings.whole_step, results.network["ranks_per_node"])
-        later = [name for name in rows if name not in DENSE]  # dense sums do not depend on a case
-        cases = list(_cases(settings, gradients, comm.size))
-        runs = sum(len(rows if is_first else later) for _, is_first in cases)
-        with report.progress(
-            console if comm.rank == 0 else None, runs * len(engines) * settings.rounds
-        ) as show:
+        cases = list(_cases(settings, gradients, comm.size, rows))
+        runs = settings.rounds * len(engines) * sum(len(names) for _, names in cases)
+        with report.progress(console if comm.rank == 0 else None, runs) as show:
             measuring = Measuring(settings, engines, results.network, rates, show)
             while cases:
                 # Pop each case, so that its inputs are freed when it is done.
-                case, is_first = cases.pop(0)
-                results.cells += measuring.cells(case, rows if is_first else later)
-                del case
+                results.cells += measuring.cells(*cases.pop(0))
         _compare(results)
         if comm.rank == 0:
             for block in report.tables(results):
@@ -123,16 +118,15 @@ def _threads(ranks: int) -> int:
 
 
 def _cases(
-    settings: BenchSettings, gradients: Tensor | None, ranks: int
-) -> Iterator[tuple[Case, bool]]:
-    """Yield each case, and whether it is the first of its size."""
-    sizes = settings.sizes if gradients is None else (gradients.shape[1],)
-    for size in sizes:
-        is_first = True
+    settings: BenchSettings, gradients: Tensor | None, ranks: int, rows: list[str]
+) -> Iterator[tuple[Case, list[str]]]:
+    """Yield each case and the rows to measure: of dense sums those of the first of each size."""
+    for size in settings.sizes if gradients is None else (gradients.shape[1],):
+        names = rows
         for distribution, density in product(settings.distributions, settings.densities):
-            rows = gradients if distribution == "file" else None
-            yield Case(size, density, distribution, ranks, rows), is_first
-            is_first = False
+            given = gradients if distribution == "file" else None
+            yield Case(size, density, distribution, ranks, given), names
+            names = [name for name in rows if name not in DENSE]
 
 
 @dataclass
